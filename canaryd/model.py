@@ -1,0 +1,358 @@
+"""The words of canaryd as types: device, run, comparison, finding, verdict.
+
+Everything here is plain, frozen data of the standard library alone, because the same file is read by the daemon and by
+a worker that runs under somebody else's interpreter. `to_json` and `from_json` are the only codec: the worker protocol,
+the store and `--json` all use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+
+class Outcome(str, enum.Enum):
+    """What became of the worker process that was asked for a run; says nothing about the device's numbers."""
+
+    COMPLETED = "completed"
+    """The probe ran to its end; its comparisons say whether the numbers were right."""
+    SKIPPED = "skipped"
+    """The probe could not apply here and said why (no torch, no such kernel); nothing was measured."""
+    ERRORED = "errored"
+    """The probe raised an exception."""
+    CRASHED = "crashed"
+    """The worker died (signal, abort, unexpected exit) before it answered."""
+    TIMED_OUT = "timed_out"
+    """The worker overran its deadline and was killed with its group."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Host or device memory ran out."""
+    UNKILLABLE = "unkillable"
+    """The worker survived SIGKILL (uninterruptible sleep); it was abandoned, not waited for."""
+    GARBLED = "garbled"
+    """The worker answered something that is not the protocol."""
+
+
+class State(str, enum.Enum):
+    """May I trust this device's numbers? Ordered from best to worst by `severity`."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    UNKNOWN = "unknown"
+    SUSPECT = "suspect"
+    FAULTY = "faulty"
+
+    @property
+    def severity(self) -> int:
+        """Rank for "the worst wins": healthy 0 … faulty 4."""
+        return list(State).index(self)
+
+
+class Cause(str, enum.Enum):
+    """Whose fault it is. `NONE` only where there is nothing to explain."""
+
+    NONE = "none"
+    HARDWARE = "hardware"
+    SOFTWARE = "software"
+    ENVIRONMENT = "environment"
+    HARNESS = "harness"
+    UNDETERMINED = "undetermined"
+
+
+class Subject(str, enum.Enum):
+    """What a comparison examined."""
+
+    DEVICE = "device"
+    """The result that the device under test computed."""
+    HOST = "host"
+    """The golden itself, made on two host cores (or in two ways) that must agree."""
+    COMPARATOR = "comparator"
+    """The device's comparison of result and golden, repeated by the host on the same bytes."""
+
+
+class Exactness(str, enum.Enum):
+    """How a golden is right (docs/goldens.md)."""
+
+    UNIVERSAL = "U"
+    """Every partial sum and the output are exactly representable: one bit pattern on every healthy device."""
+    ROUNDED = "R"
+    """The sum is exact and rounded once to the output type: assumes one round-to-nearest-even."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator. Keyed by `uuid`, never by index."""
+
+    uuid: str
+    """Serial-like identity, e.g. "GPU-5f1c…" or "CPU-90ab…"."""
+    backend: str
+    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"."""
+    index: int
+    """The backend's own ordinal at the time of discovery; it may change, the uuid may not."""
+    model: str
+    """The vendor's product name."""
+    weak_identity: bool = False
+    """True where the uuid does not name the physical part (a virtual machine's CPU): never yields an RMA dossier."""
+    instruction_sets: tuple[str, ...] = ()
+    """CPUs only: execution paths that torch can be told to use, the native one first."""
+    detail: Mapping[str, str] = field(default_factory=dict)
+    """Further identity: serial, bus address, driver, memory, visible cores."""
+
+    @property
+    def name(self) -> str:
+        """What people type: "cpu:0", "cuda:3"."""
+        return f"{self.backend}:{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A fact with a unit. What could not be read is not a Reading: it is an entry of `Run.absent`, with its reason."""
+
+    name: str
+    value: float | int | str | bool
+    unit: str = ""
+    """Base unit ("seconds", "bytes", "celsius", "1") or "" for text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
+
+    wrong: int
+    """Elements whose bits differ."""
+    total: int
+    """Elements compared."""
+    first: tuple[tuple[tuple[int, ...], str, str], ...]
+    """Up to 64 wrong elements, in order: (index, expected bits as hex, observed bits as hex)."""
+    bits: Mapping[str, int]
+    """Bit position (0 = lowest) → in how many wrong elements it was flipped, over at most 65,536 of them."""
+    zeroed: int
+    """Wrong elements whose observed bits are all zero (or only the sign)."""
+    nonfinite: int
+    """Wrong elements observed as NaN or infinity."""
+    lines: Mapping[str, str]
+    """Per axis of the result, what the wrong indices share, e.g. {"row": "17", "column": "= 3 mod 16"}."""
+    pattern: str
+    """One sentence in words."""
+    reproduced: str = ""
+    """What fresh uploads of the same operands gave afterwards, e.g. "2 of 3 fresh uploads wrong, same elements"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One golden against what was computed, over one upload of the operands. A fact: only the judge concludes."""
+
+    case: str
+    """Stable name of what was run, e.g. "bfloat16/cancel/decode/nt"."""
+    shape: str
+    """Sizes, e.g. "M=32 N=1024 K=256"."""
+    seed: int
+    """Seed of the operands; with `case` and `shape` it reproduces them bit for bit."""
+    exactness: Exactness
+    subject: Subject = Subject.DEVICE
+    place: str = ""
+    """Where it ran, as far as known: "core 3", "all 2 threads", "device"."""
+    trials: int = 1
+    """Results compared with this upload."""
+    wrong_trials: int = 0
+    """Results with at least one wrong bit."""
+    evidence: Evidence | None = None
+    """Present exactly when `wrong_trials` > 0."""
+    digest: str = ""
+    """64-bit order-sensitive digest (hex) of the first observed result; "" where it was not taken."""
+    characterised: bool = True
+    """False where exactness of this class has not been shown on a healthy device of this backend: cannot accuse."""
+
+    @property
+    def wrong(self) -> bool:
+        """True when any trial had a wrong bit."""
+        return self.wrong_trials > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A part of a probe that was not run, and why."""
+
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One execution of one probe on one device: outcome, facts, environment. Stored; never changed afterwards."""
+
+    id: str
+    """Sorts by start time; see `new_run_id` of the supervisor."""
+    device: str
+    """`Device.uuid`."""
+    probe: str
+    probe_version: int
+    started: float
+    """Seconds since the epoch."""
+    seconds: float
+    """Wall time of the probe, the worker's start excluded."""
+    outcome: Outcome
+    level: str = "standard"
+    seed: int = 0
+    instruction_set: str = ""
+    """CPUs only: the execution path the worker was told to use."""
+    readings: tuple[Reading, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Reading name → why it could not be read."""
+    stack: Mapping[str, str] = field(default_factory=dict)
+    """The software the result may depend on: torch, driver, BLAS, flags, visible cores, instruction set."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Conditions: host, load, temperature, clocks where known."""
+    detail: str = ""
+    """Traceback, signal, the last lines of what the worker printed; "" when there is nothing to say."""
+    repro: str = ""
+    """A command that repeats this run."""
+    drill: str = ""
+    """Name of the injected fault when this run is a drill; drills are a world of their own."""
+    confirms: str = ""
+    """Id of the run whose mismatch this run was started to confirm."""
+
+    @property
+    def wrong(self) -> tuple[Comparison, ...]:
+        """Comparisons that found a wrong bit."""
+        return tuple(c for c in self.comparisons if c.wrong)
+
+    @property
+    def trials(self) -> int:
+        """Results of the device that were compared in this run."""
+        return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)
+
+    @property
+    def stack_id(self) -> str:
+        """Twelve hex digits that equal stacks share."""
+        return stack_id(self.stack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence that an operator can act on."""
+
+    rule: str
+    """Stable kebab-case name of the judge's rule, e.g. "exact-mismatch-confirmed"."""
+    state: State
+    """The state this finding alone calls for."""
+    cause: Cause
+    message: str
+    probe: str = ""
+    repro: str = ""
+    runs: tuple[str, ...] = ()
+    """Ids of the runs it rests on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A device's state and cause, with the findings that led there."""
+
+    device: str
+    state: State
+    cause: Cause
+    findings: tuple[Finding, ...]
+    decided: float
+    """When, in seconds since the epoch."""
+    since: float
+    """When the device entered this state."""
+    drill: bool = False
+
+
+def stack_id(stack: Mapping[str, str]) -> str:
+    """Return twelve hex digits that equal stacks share (SHA-256 of the sorted items)."""
+    canonical = json.dumps(sorted(stack.items()), separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Turn a model object into what `json.dumps` takes: dataclasses to objects, enums to their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """Rebuild a model object of type `kind`; the inverse of `to_json`.
+
+    Raises `ValueError` naming the place where the data does not have the wanted shape. Unknown fields are refused: they
+    mean that the writer is newer than the reader, and dropping them in silence would lose evidence.
+    """
+    value: T = _decode(kind, data, kind.__name__)
+    return value
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
+    if kind is Any:
+        return data
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
+        hints = _hints(kind)
+        unknown = sorted(set(data) - set(hints))
+        if unknown:
+            raise ValueError(f"{where}: unknown field {unknown[0]!r}")
+        decoded = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()}
+        try:
+            return kind(**decoded)
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if origin is typing.Union or origin is types.UnionType:
+        for choice in args:
+            try:
+                return _decode(choice, data, where)
+            except ValueError:
+                continue
+        raise ValueError(f"{where}: got {type(data).__name__}, wanted one of {args}")
+    if origin is tuple:
+        if not isinstance(data, (list, tuple)):
+            raise ValueError(f"{where}: wanted a list, got {type(data).__name__}")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+        if len(args) != len(data):
+            raise ValueError(f"{where}: wanted {len(args)} items, got {len(data)}")
+        return tuple(_decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
+        return {str(k): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return kind(data)
+        except ValueError:
+            raise ValueError(f"{where}: {data!r} is not one of {[m.value for m in kind]}") from None
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if kind is type(None) and data is None:
+        return None
+    if isinstance(kind, type) and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
+        return data
+    raise ValueError(f"{where}: wanted {getattr(kind, '__name__', kind)}, got {type(data).__name__}")
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]

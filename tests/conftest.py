@@ -1,0 +1,34 @@
+"""What every test may rely on, and skips said aloud."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # `python -m canaryd` of a checkout that is not installed, and `benchmarks`
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _has_gpu() -> bool:
+    if not _has_torch():
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with a reason that the summary prints."""
+    marks = {
+        "torch": (_has_torch(), "torch is not installed in this interpreter"),
+        "gpu": (_has_gpu(), "no CUDA or ROCm device here"),
+    }
+    for item in items:
+        for name, (there, reason) in marks.items():
+            if item.get_closest_marker(name) and not there:
+                item.add_marker(pytest.mark.skip(reason=reason))
