@@ -1,0 +1,442 @@
+"""The configuration: what can be set, and the file that sets it, with every mistake reported at once with its line.
+
+The frozen dataclasses below are the schema: validation, defaults, `json_schema()` and `example()` come from them.
+"""
+# ruff: noqa: RUF009  `setting` and `section` return `dataclasses.field(…)`
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from canaryd.probe import LEVELS
+from canaryd.schema import (
+    Each,
+    Free,
+    ListOf,
+    Notes,
+    Scalar,
+    Section,
+    Variables,
+    document,
+    example_lines,
+    quoted,
+    read_boolean,
+    read_integer,
+    read_number,
+    section,
+    setting,
+)
+
+SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
+DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
+MAX_FILE_BYTES = 1 << 20
+MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of the standard library overflow
+MAX_BYTES = 1 << 50
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; `problems` holds one line per mistake, in file order."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+# --- Values as people spell them -------------------------------------------------------------------------------------
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds that "90s", "15m", "2h" or "30d" stands for, or raise `ValueError` saying what to write."""
+    match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if not match:
+        raise ValueError(f'{quoted(text)} is not a duration; write e.g. "15m"')
+    if float(match[1]) <= 0:
+        raise ValueError(f'{quoted(text)} is not a positive duration; write e.g. "15m"')
+    if not match[2]:
+        raise ValueError(f"{quoted(text)} has no unit; write {quoted(text + 's')}")
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{quoted(text)} is longer than a century; write at most {quoted(_spoken(MAX_SECONDS))}")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that e.g. "256MiB" stands for (KiB, MiB, GiB, TiB), or raise `ValueError`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(KiB|MiB|GiB|TiB)", text)
+    if not match:
+        raise ValueError(f'{quoted(text)} is not a size; write e.g. "256MiB"')
+    size = float(match[1]) * _SIZES[match[2]]
+    if not 1024 <= size <= MAX_BYTES:
+        raise ValueError(f'{quoted(text)} is out of range; write at least "1KiB" and at most "1024TiB"')
+    return int(size)
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return (host, port) of "127.0.0.1:19469", "[::1]:19469", "name:19469" or ":19469"; raise `ValueError` otherwise.
+
+    The host is "" for all interfaces, which has to be asked for with a leading colon. Port 0 means any free port.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise ValueError(f'{quoted(text)} is not HOST:PORT; write e.g. "127.0.0.1:19469"')
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"{quoted(text)}: {quoted(port)} is not a port; write a number from 0 (any free) to 65535")
+    if re.fullmatch(r"[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*", host):
+        raise ValueError(f'{quoted(text)}: write an IPv6 address in brackets, e.g. "[::1]:{port}"')
+    if not _is_host(host):
+        raise ValueError(f"{quoted(text)}: {quoted(host)} is not a host name or address; write e.g. 127.0.0.1")
+    return host.strip("[]"), int(port)
+
+
+def _is_host(host: str) -> bool:
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            ipaddress.IPv6Address(host[1:-1])
+            return True
+        if re.fullmatch(r"[0-9.]+", host):
+            ipaddress.IPv4Address(host)
+            return True
+    except ValueError:
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9._-]*", host))
+
+
+def _store_size(text: str) -> int:
+    if (size := parse_size(text)) < 1 << 20:
+        raise ValueError(f'{quoted(text)} is too small for the store to work in; write at least "1MiB"')
+    return size
+
+
+def _absolute(text: str) -> Path:
+    if not text.startswith("/"):
+        raise ValueError(f'{quoted(text)} is not an absolute path; write e.g. "/var/lib/canaryd"')
+    return Path(text)
+
+
+def _program(text: str) -> str:
+    if not text or ("/" in text and not text.startswith("/")):
+        raise ValueError(
+            f'{quoted(text)} is neither an absolute path nor a command name; write e.g. "/opt/bin/python3"'
+        )
+    return text
+
+
+def _level(text: str) -> str:
+    if text not in LEVELS:
+        raise ValueError(f"{quoted(text)} is not a level; write one of {', '.join(LEVELS)}")
+    return text
+
+
+def _half(text: str) -> float:
+    if not 0 <= (number := read_number(text)) <= 0.5:
+        raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
+    return number
+
+
+def _filled(text: str) -> str:
+    if not text:
+        raise ValueError('"" is empty; write a value or remove it')
+    return text
+
+
+def _spoken(seconds: float) -> str:
+    unit = next((u for u, size in reversed(_UNITS.items()) if seconds % size == 0), "s")
+    return f"{seconds / _UNITS[unit]:g}{unit}"
+
+
+def _whole(low: int, high: int) -> Scalar:
+    def parse(text: str) -> int:
+        number = read_integer(text)
+        if not low <= number <= high:
+            raise ValueError(f"{text} is out of range; write a whole number from {low} to {high}")
+        return number
+
+    return Scalar("a whole number", parse, {"type": "integer", "minimum": low, "maximum": high}, ("int",))
+
+
+_SPELLED = ("str", "bool", "int", "float")  # judged as typed, so that a bare 900 is told what it lacks
+_DURATION = Scalar(
+    'a duration, e.g. "15m"',
+    parse_duration,
+    {"type": "string", "pattern": r"^(?=.*[1-9])[0-9]+(\.[0-9]+)?[smhd]$"},
+    _SPELLED,
+)
+_SIZE = Scalar(
+    'a size, e.g. "256MiB"', _store_size, {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}, _SPELLED
+)
+_LISTEN = Scalar(
+    'HOST:PORT in quotes, e.g. "127.0.0.1:19469"',
+    parse_listen,
+    {"type": "string", "pattern": r"^(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):[0-9]{1,5}$"},
+    _SPELLED,
+)
+_LEVEL = Scalar(f"one of {', '.join(LEVELS)}", _level, {"enum": list(LEVELS)}, _SPELLED)
+_BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
+_FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
+_PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
+_PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "string", "pattern": "^(/.*|[^/]+)$"})
+_TEXT = Scalar("text (in quotes)", str, {"type": "string"})
+_FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1})
+
+
+# --- The schema ------------------------------------------------------------------------------------------------------
+
+
+def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
+    """Return where runs are kept: /var/lib/canaryd for root and for users without a home, else the state directory."""
+    state, home = environ.get("XDG_STATE_HOME", ""), environ.get("HOME", "")
+    if uid != 0 and state.startswith("/"):  # the XDG specification tells to ignore a relative one
+        return Path(state, "canaryd")
+    if uid != 0 and home.startswith("/"):
+        return Path(home, ".local/state/canaryd")
+    return Path("/var/lib/canaryd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """How workers are started. At most one of `python` and `command` is given."""
+
+    python: str | None = setting(
+        _PROGRAM,
+        "null",
+        "Interpreter for numeric probes: the serving engine's own, which has torch. Default: canaryd's own.",
+        sample='"/opt/vllm/bin/python3"',
+    )
+    command: tuple[str, ...] = setting(
+        ListOf(_FILLED),
+        "[]",
+        "Instead of python: a command that starts one elsewhere, as in a container. Default: none.",
+        sample='["docker", "exec", "-i", "vllm", "python3"]',
+    )
+    env: Mapping[str, str] = setting(
+        Variables(_TEXT),
+        "{}",
+        "Variables to set for workers, on top of canaryd's own environment. Default: none.",
+        sample='{LD_LIBRARY_PATH: "/opt/cuda/lib64"}',
+    )
+    grace: float = setting(_DURATION, '"2s"', "How long a worker may take to end before it is killed.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """One probe's section; None leaves the probe's own choice."""
+
+    enabled: bool | None = setting(
+        _BOOLEAN,
+        "null",
+        "Whether to run it. Default: yes, but no for a probe that another Python package brings.",
+        sample="false",
+    )
+    period: float | None = setting(
+        _DURATION, "null", "Time between two runs on one device. Default: the probe's own.", sample='"15m"'
+    )
+    timeout: float | None = setting(
+        _DURATION, "null", "Time beyond its budget after which it is killed. Default: the probe's own.", sample='"60s"'
+    )
+    level: str | None = setting(
+        _LEVEL, "null", "How hard to look: quick, standard or deep. Default: schedule.level.", sample="deep"
+    )
+    settings: Mapping[str, Any] = setting(
+        Free(), "{}", "The probe's own settings, as its documentation names them. Default: none.", sample="{}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbesConfig:
+    """Where probes are found, and what is set for each by name."""
+
+    directories: tuple[Path, ...] = setting(
+        ListOf(_PATH),
+        f'["{DROP_IN_DIRECTORY}"]',
+        "Directories of further probes, owned by root or canaryd's user. Default: this one, where it exists.",
+        factory=lambda: (DROP_IN_DIRECTORY,) if os.path.isdir(DROP_IN_DIRECTORY) else (),  # noqa: PTH112  never raises
+    )
+    each: Mapping[str, ProbeSettings] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"kind": Each(ProbeSettings), "doc": "One section per probe, by its name.", "sample": "exact_matmul"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """When probes run, and how hard they look."""
+
+    level: str = setting(
+        _LEVEL,
+        "quick",
+        "How hard probes look: quick, standard or deep. On CPUs quick takes one instruction set per round, in turn.",
+    )
+    jitter: float = setting(
+        _FRACTION, "0.1", "Fraction of its period by which a run may move, so that hosts do not march in step."
+    )
+    run_at_start: bool = setting(_BOOLEAN, "true", "Whether every probe runs once as soon as the daemon starts.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgePolicy:
+    """The judge's numbers; durations are in seconds."""
+
+    stale_after: float = setting(_DURATION, '"2h"', "A device whose newest evidence is older than this is unknown.")
+    confirm_runs: int = setting(
+        _whole(1, 100), "3", "A mismatch is confirmed when this many new processes all repeat it."
+    )
+    repeat_window: float = setting(_DURATION, '"24h"', "Two mismatches within this time make a device faulty.")
+    repeat_gap: float = setting(
+        _DURATION, '"60s"', "Mismatches less than this apart count as one: they may share a cause."
+    )
+    week_count: int = setting(_whole(2, 1000), "3", "So many mismatches within judge.week make a device faulty.")
+    week: float = setting(_DURATION, '"7d"', "The window for judge.week_count.")
+    watch: float = setting(_DURATION, '"30d"', "A suspect device stays suspect for at least this long.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """How long runs are kept. Sizes are in bytes."""
+
+    keep_successes: float = setting(
+        _DURATION, '"45d"', "How long runs without a mismatch are kept; beyond judge.watch they can clear a suspect."
+    )
+    keep_failures: float = setting(_DURATION, '"400d"', "How long mismatches and failed runs are kept.")
+    max_size: int = setting(_SIZE, '"256MiB"', "Size of the database beyond which the oldest successes go early.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Which devices are watched."""
+
+    include: tuple[str, ...] = setting(
+        ListOf(_FILLED),
+        "[]",
+        "Devices to watch, by uuid, name or backend. Default: all that are found.",
+        sample='["cuda", "cpu:0"]',
+    )
+    expected: int | None = setting(
+        _whole(0, 1024),
+        "null",
+        "How many devices should be found; fewer is a finding. Default: not watched.",
+        sample="8",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration. Equal, and of equal hash, when every setting is: a reload compares sections."""
+
+    listen: tuple[str, int] = setting(
+        _LISTEN,
+        '"127.0.0.1:19469"',
+        'Address and port that serve metrics; ":19469" is every interface, and port 0 any free port.',
+    )
+    state_dir: Path = setting(
+        _PATH,
+        "null",
+        "Directory of the database and the locks. Default: this for root, otherwise ~/.local/state/canaryd.",
+        sample='"/var/lib/canaryd"',
+        factory=lambda: default_state_dir(os.geteuid(), os.environ),
+    )
+    worker: WorkerConfig = section(WorkerConfig, "Workers: the processes that touch the hardware.")
+    probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each by name.")
+    schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how hard they look.")
+    judge: JudgePolicy = section(JudgePolicy, "Judge: how mismatches become verdicts.")
+    store: StoreConfig = section(StoreConfig, "Store: how long runs are kept.")
+    devices: DevicesConfig = section(DevicesConfig, "Devices: which are watched.")
+    file: Path | None = field(default=None, compare=False)
+    """The file it was read from; None where defaults alone hold."""
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (
+        ("worker.python", "worker.command"),
+        lambda c: c.worker.python is not None and bool(c.worker.command),
+        "worker.python and worker.command are both given; choose one",
+    ),
+    (
+        ("store.keep_successes", "store.keep_failures"),
+        lambda c: c.store.keep_failures < c.store.keep_successes,
+        "failures would be forgotten before successes; make store.keep_failures at least store.keep_successes",
+    ),
+    (
+        ("store.keep_failures", "judge.watch", "judge.week", "judge.repeat_window"),
+        lambda c: c.store.keep_failures < max(c.judge.watch, c.judge.week, c.judge.repeat_window),
+        "failures would be forgotten while they still count; make store.keep_failures as long as judge's windows",
+    ),
+    (
+        ("judge.repeat_gap", "judge.repeat_window"),
+        lambda c: c.judge.repeat_gap >= c.judge.repeat_window,
+        "no two mismatches could ever count; make judge.repeat_gap shorter than judge.repeat_window",
+    ),
+)
+"""What settings owe each other: (settings, is it broken?, message). Reported at the last of them in the file."""
+
+
+# --- Public functions ------------------------------------------------------------------------------------------------
+
+
+def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
+    """Read `path`; without one, the file that $CANARYD_CONFIG names, else `system_file` if it exists, else defaults.
+
+    Raises `ConfigError` with every mistake at once, each as "FILE:LINE: setting: what was given; what to write".
+    """
+    named = os.environ.get("CANARYD_CONFIG", "")
+    file = path or (Path(named) if named else system_file)
+    by = "" if path or not named else " (named by $CANARYD_CONFIG)"
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        if path or named:
+            raise ConfigError([f"{file}: no such file{by}; name an existing one, or none for the defaults"]) from None
+        return Config()
+    except IsADirectoryError:
+        raise ConfigError([f"{file}: a directory{by}; name a YAML file"]) from None
+    except OSError as error:
+        raise ConfigError(
+            [f"{file}: cannot be read{by}: {error.strerror}; make it readable or name another"]
+        ) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError([f"{file}: larger than 1 MiB{by}; this cannot be a configuration of canaryd"])
+    notes = Notes()
+    node = document(data, notes)
+    config = (Section(Config).read(node, "", notes) if node else None) or Config()
+    _check_rules(config, notes)
+    if notes.problems:
+        in_order = sorted(notes.problems, key=lambda problem: problem[0])
+        raise ConfigError([f"{file}:{line}: {f'{where}: ' if where else ''}{text}" for line, where, text in in_order])
+    return dataclasses.replace(config, file=file)
+
+
+def _check_rules(config: Config, notes: Notes) -> None:
+    wrong = {where for _, where, _ in notes.problems}
+    for names, broken, message in _RULES:
+        given = [(notes.lines[name], name) for name in names if name in notes.lines]
+        if given and not wrong.intersection(names) and broken(config):
+            notes.problems.append((*max(given), message))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the configuration file, for editors; `load` checks more than it can."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "canaryd.yaml"}
+    return {**head, **Section(Config).schema()}
+
+
+def example() -> str:
+    """Return a commented configuration file: every setting with its default; deploy/canaryd.yaml is this text."""
+    head = """\
+        # The configuration of canaryd: /etc/canaryd/canaryd.yaml, or the file that $CANARYD_CONFIG or --config names.
+        # Every setting stands here with its default, or with an example where the default says little.
+        # To set one, delete the "#" that touches it. Then: canaryd config check
+        # Durations are written "90s", "15m", "2h" or "30d"; sizes "256MiB".
+        """
+    return textwrap.dedent(head) + "\n".join(example_lines(Config, "")) + "\n"

@@ -1,0 +1,370 @@
+"""How settings are declared, read and described: strict YAML, with every mistake noted at its line.
+
+A dataclass whose fields are made by `setting` and `section` is a schema: each field carries its kind, its default as
+YAML text and one sentence. From these alone come validation, defaults, the JSON Schema and the commented example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import yaml
+
+MAX_DEPTH = 32
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+
+# --- YAML, without its traps -----------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes with their lines; no aliases, no tags, no octal, base-60 or date surprises of YAML 1.1."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own attribute
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node, or raise `MarkedYAMLError` for what a configuration file has no use for."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        self.depth += 1
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"the alias *{event.anchor} is not supported; write the value out"
+        elif event.tag is not None:
+            problem = f"the tag {event.tag} is not supported; write a plain value"
+        elif self.depth > MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+        elif isinstance(event, yaml.ScalarEvent) and re.search(r"[\0\ud800-\udfff]", event.value):
+            problem = "a text holds a NUL or half a surrogate pair"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+for _tag, _pattern, _first in (
+    ("bool", rf"(?i:{'|'.join(_TRUE + _FALSE)})", "tTyYoOfFnN"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"(?i:[-+]?\.inf|\.nan)", "-+."),
+    ("null", r"(?i:~|null|)", "~nN\0"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), ["" if c == "\0" else c for c in _first]
+    )
+
+
+def _compose(text: str) -> yaml.Node | None:
+    return _Loader(text).get_single_node()
+
+
+def _type(node: yaml.Node) -> str:
+    """Return "str", "bool", "int", "float", "null", "seq" or "map"."""
+    return str(node.tag).rpartition(":")[2]
+
+
+def _shown(node: yaml.Node) -> str:
+    """Say what was given: the first half of "…; wanted …"."""
+    kind = _type(node)
+    if kind == "str":
+        return f"{quoted(node.value)} is text"
+    if kind in ("bool", "int", "float"):
+        return f"{quoted(node.value)[1:-1]} is {'a boolean' if kind == 'bool' else 'a number'}"
+    return {"null": "nothing", "seq": "a list", "map": "a mapping"}[kind] + " is given"
+
+
+def _join(where: str, key: str) -> str:
+    name = key if re.fullmatch(r"[\w.-]+", key) else quoted(key)
+    return f"{where}.{name}" if where else name
+
+
+class Notes:
+    """What reading one file gathers: mistakes as (line, setting, message), and the line of each setting given."""
+
+    def __init__(self) -> None:
+        self.problems: list[tuple[int, str, str]] = []
+        self.lines: dict[str, int] = {}
+
+    def add(self, node: yaml.Node, where: str, message: str) -> None:
+        """Note a mistake at the node's line."""
+        self.problems.append((node.start_mark.line + 1, where, message))
+
+    def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+        """Yield (key as typed, key node, value node); note keys that are given twice or are no names."""
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self.add(key, where, f"{_shown(key)} as a key; wanted a name")
+            elif key.value in first:
+                self.add(key, _join(where, key.value), f"given twice, on lines {first[key.value]} and {line}; keep one")
+            else:
+                first[key.value] = line
+                yield key.value, key, value
+
+
+def document(data: bytes, notes: Notes) -> yaml.Node | None:
+    """Compose the file's only document; None where it is empty, or where it is no YAML and a problem was noted."""
+    try:
+        return _compose(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problem = f"byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8"
+    except yaml.reader.ReaderError as error:
+        text = data.decode("utf-8-sig")
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"not YAML: the control character {ord(text[error.position]):#04x}; remove it"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        said = ", ".join(filter(None, (error.context, error.problem)))
+        advice = "; indent with spaces" if "'\\t'" in said else ""
+        problem = f"not YAML that canaryd reads: {said}{advice}"
+    notes.problems.append((line, "", problem))
+    return None
+
+
+# --- Kinds of settings -----------------------------------------------------------------------------------------------
+
+
+class Kind(Protocol):
+    """What a setting may be."""
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Return the value, or note what is wrong (and return None where nothing is usable)."""
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of what the file may hold."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value, of one of the YAML types named."""
+
+    wanted: str
+    parse: Callable[[str], Any]
+    """From the text as typed; raises `ValueError` with the whole message."""
+    json: Mapping[str, Any]
+    types: tuple[str, ...] = ("str",)
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Parse the text as typed."""
+        if _type(node) not in self.types:
+            notes.add(node, where, f"{_shown(node)}; wanted {self.wanted}")
+            return None
+        try:
+            return self.parse(node.value)
+        except ValueError as error:
+            notes.add(node, where, str(error))
+            return None
+
+    def schema(self) -> dict[str, Any]:
+        """Describe the value."""
+        return dict(self.json)
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list; read as a tuple."""
+
+    item: Scalar
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Read every item, so that all mistakes are seen."""
+        if not isinstance(node, yaml.SequenceNode):
+            return notes.add(node, where, f"{_shown(node)}; wanted a list in [brackets], each item {self.item.wanted}")
+        return tuple(self.item.read(item, f"{where}[{i}]", notes) for i, item in enumerate(node.value))
+
+    def schema(self) -> dict[str, Any]:
+        """Describe the list."""
+        return {"type": "array", "items": self.item.schema()}
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Environment variables."""
+
+    value: Scalar
+    name = "[A-Za-z_][A-Za-z0-9_]*"
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Read variables and their values."""
+        if not isinstance(node, yaml.MappingNode):
+            return notes.add(node, where, f"{_shown(node)}; wanted a mapping of variables to text")
+        values = {}
+        for key, key_node, value in notes.items(node, where):
+            if not re.fullmatch(self.name, key):
+                notes.add(key_node, _join(where, key), "not a variable's name; write letters, digits and _")
+            values[key] = self.value.read(value, _join(where, key), notes)
+        return values
+
+    def schema(self) -> dict[str, Any]:
+        """Describe the variables."""
+        names = {"pattern": f"^{self.name}$"}
+        return {"type": "object", "propertyNames": names, "additionalProperties": self.value.schema()}
+
+
+@dataclass(frozen=True)
+class Free:
+    """A mapping that only its probe understands; plain JSON values, because it travels to the worker."""
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Read anything that JSON can say."""
+        if not isinstance(node, yaml.MappingNode):
+            return notes.add(node, where, f"{_shown(node)}; wanted a mapping of the probe's own settings")
+        return self._plain(node, where, notes)
+
+    def _plain(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return {k: self._plain(v, _join(where, k), notes) for k, _, v in notes.items(node, where)}
+        if isinstance(node, yaml.SequenceNode):
+            return [self._plain(item, f"{where}[{i}]", notes) for i, item in enumerate(node.value)]
+        convert: dict[str, Callable[[str], Any]] = {
+            "str": str,
+            "bool": read_boolean,
+            "null": lambda _: None,
+            "int": read_integer,
+        }
+        try:
+            return convert.get(_type(node), read_number)(node.value)
+        except ValueError as error:
+            return notes.add(node, where, str(error))
+
+    def schema(self) -> dict[str, Any]:
+        """Describe a mapping."""
+        return {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping with known keys: the settings of one dataclass."""
+
+    cls: type[Any]
+
+    def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
+        """Read the settings that are known; note those that are not."""
+        settings = _settings(self.cls)
+        each = next((f for f in settings.values() if isinstance(f.metadata["kind"], Each)), None)
+        known = sorted(name for name, f in settings.items() if f is not each)
+        if _type(node) == "null":  # a heading whose settings are all commented out
+            return self.cls()
+        if not isinstance(node, yaml.MappingNode):
+            return notes.add(node, where, f"{_shown(node)}; wanted a mapping with any of: {', '.join(known)}")
+        beyond = ", and probes by name (a-z, 0-9, _)" if each is not None else ""
+        if any(isinstance(f.metadata["kind"], Free) for f in settings.values()):
+            beyond = "; what only this probe knows goes under settings"
+        values: dict[str, Any] = {}
+        named: dict[str, Any] = {}
+        for key, key_node, value in notes.items(node, where):
+            place = _join(where, key)
+            if key in known:
+                read = _read_setting(settings[key], value, place, notes)
+                values |= {} if read is None else {key: read}
+            elif each is not None and re.fullmatch(Each.name, key):
+                named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
+            else:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {quoted(close[0])}?" if close else f"known here: {', '.join(known)}{beyond}"
+                notes.add(key_node, place, f"unknown setting; {hint}")
+        return self.cls(**values, **({each.name: named} if each is not None else {}))
+
+    def schema(self) -> dict[str, Any]:
+        """Describe the section and all below it."""
+        properties: dict[str, Any] = {}
+        extra: dict[str, Any] = {"additionalProperties": False}
+        for name, setting in _settings(self.cls).items():
+            kind, default = setting.metadata["kind"], setting.metadata.get("default")
+            if isinstance(kind, Each):
+                extra = {"propertyNames": {"pattern": f"^{kind.name}$"}, "additionalProperties": kind.schema()}
+                continue
+            wanted = {"anyOf": [kind.schema(), {"type": "null"}]} if default == "null" else kind.schema()
+            if default not in (None, "null"):
+                wanted["default"] = yaml.safe_load(default)
+            properties[name] = {"description": setting.metadata["doc"], **wanted}
+        return {"type": ["object", "null"], "properties": properties, **extra}
+
+
+@dataclass(frozen=True)
+class Each(Section):
+    """Every other key of its section is a probe's name; its value holds the settings of `cls`."""
+
+    name = "[a-z][a-z0-9_]{0,62}"
+
+
+def _settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(cls) if "kind" in f.metadata}
+
+
+def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, notes: Notes) -> Any:
+    notes.lines[where] = node.start_mark.line + 1
+    kind: Kind = setting.metadata["kind"]
+    if _type(node) == "null" and not isinstance(kind, Section):
+        if setting.metadata["default"] != "null":
+            notes.add(node, where, "nothing is given; write a value, or remove the line for the default")
+        return None
+    return kind.read(node, where, notes)
+
+
+def setting(kind: Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
+    """Declare a setting. `default` and `sample` (shown by `example()` where the default says little) are YAML text."""
+    notes = Notes()
+    node = _compose(default)
+    assert node is not None, doc
+    value = None if _type(node) == "null" else kind.read(node, doc, notes)
+    assert not notes.problems, notes.problems
+    metadata = {"kind": kind, "default": default, "doc": doc, "sample": sample}
+    unhashable = isinstance(kind, (Variables, Free))
+    return field(default_factory=factory or (lambda: value), hash=False if unhashable else None, metadata=metadata)
+
+
+def section(cls: type[Any], doc: str) -> Any:
+    """Declare a mapping whose settings are those of `cls`."""
+    return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
+
+
+def read_boolean(text: str) -> bool:
+    """Return what a text that YAML takes for a boolean means."""
+    return text.lower() in _TRUE
+
+
+def read_integer(text: str) -> int:
+    """Return a decimal number of at most 19 characters, or raise `ValueError`."""
+    if len(text) > 19:  # beyond 64 bits, JSON readers disagree
+        raise ValueError(f"{quoted(text)[1:-1]} is too long for a whole number; write at most 19 digits")
+    return int(text)
+
+
+def read_number(text: str) -> float:
+    """Return a finite number, or raise `ValueError`."""
+    number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if not math.isfinite(number):
+        raise ValueError(f"{quoted(text)[1:-1]} is not a finite number; write e.g. 0.1")
+    return number
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, escaped and shortened, for a message of one line."""
+    return json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False)
+
+
+def example_lines(cls: type[Any], indent: str) -> Iterator[str]:
+    """Yield the lines of a commented example of `cls`: prose after "# ", settings after a bare "#"."""
+    for name, setting in _settings(cls).items():
+        meta = setting.metadata
+        section = isinstance(meta["kind"], Section)
+        yield from [""] if not indent else []
+        yield from textwrap.wrap(meta["doc"], 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if section:
+            yield f"{indent}{meta.get('sample') or name}:"
+            yield from example_lines(meta["kind"].cls, indent + "  ")
+        else:
+            yield f"{indent}#{name}: {meta['sample'] or meta['default']}"
