@@ -1,0 +1,709 @@
+"""What canaryd remembers: runs, devices, verdicts and counters, in one SQLite file that several processes share.
+
+Each write is one short transaction. A write that the disk refuses goes to an equal database in memory instead, which
+is part of every answer and moves to disk as soon as that works again. So a full disk, a read-only directory or a
+damaged file costs durability for a while, says so in `Store.problem`, and nothing else.
+"""
+
+# ruff: noqa: S608 - statements are composed of constants of this file; values travel as parameters
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import json
+import os
+import shlex
+import sqlite3
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode
+
+from canaryd.model import Device, Outcome, Run, Verdict, from_json, to_json
+
+DATABASE = "canaryd.db"
+"""Name of the database in the state directory."""
+DAY = 86_400.0
+BUSY_TIMEOUT = 5.0
+"""Seconds that a statement waits for another process's transaction."""
+OPEN_TIMEOUT = 10.0
+"""Seconds to wait while another process creates, checks or migrates the database."""
+POLL = 0.05
+"""Seconds between two tries for a lock: flock has no timeout of its own."""
+BACKLOG = 10_000
+"""Runs kept in memory while they cannot be written; about 2 KiB each."""
+BATCH = 100
+"""Runs moved or deleted in one transaction, so that another process never waits long."""
+
+RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
+ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+COUNTER = "name, labels, value"
+ADD_COUNT = (
+    f"INSERT INTO counters ({COUNTER}) VALUES (?, ?, ?)"
+    " ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value"
+)
+DEVICE = "uuid, first_seen, last_seen, present, body"
+ADD_DEVICE = (
+    f"INSERT INTO devices ({DEVICE}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (uuid) DO UPDATE"
+    " SET last_seen = excluded.last_seen, present = excluded.present, body = excluded.body"
+)
+VERDICT = "device, drill, state, cause, decided, body"
+
+T = TypeVar("T")
+
+
+class StoreTooNew(RuntimeError):
+    """The database was written by a newer canaryd; it is left as it is."""
+
+
+class Busy(TimeoutError):
+    """Another process kept the lock beyond the timeout; the message names it."""
+
+
+class _Replaced(OSError):
+    """The path leads to another file than the one just used: that one was set aside by another process, or removed."""
+
+
+REFUSED = (OSError, sqlite3.Error, StoreTooNew)
+"""What the disk, the file or another process can do to us; anything else is a mistake here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How long runs are kept, in seconds since they were stored.
+
+    A failure is a run with a wrong comparison, or one that neither completed nor was skipped.
+    """
+
+    successes: float = 14 * DAY
+    failures: float = 400 * DAY
+    drills: float = 1 * DAY
+    """Runs with an injected fault, whatever came of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRecord:
+    """A device that was seen on this machine, now or before. Times are seconds since the epoch."""
+
+    device: Device
+    first_seen: float
+    last_seen: float
+    present: bool
+    """False once it was looked for and not found."""
+
+
+Migration = Callable[[sqlite3.Connection], None]
+"""Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
+
+
+def _version_1(db: sqlite3.Connection) -> None:
+    schema = """
+        CREATE TABLE runs (
+            number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
+            started REAL NOT NULL, stored REAL NOT NULL, outcome TEXT NOT NULL, failed INTEGER NOT NULL,
+            wrong INTEGER NOT NULL, drill TEXT NOT NULL, confirms TEXT NOT NULL, stack_id TEXT NOT NULL,
+            body BLOB NOT NULL);
+        CREATE INDEX runs_by_probe ON runs (device, probe);
+        CREATE INDEX runs_by_age ON runs (stored);
+        CREATE INDEX runs_by_failure ON runs (failed);
+        CREATE TABLE devices (
+            uuid TEXT PRIMARY KEY, first_seen REAL NOT NULL, last_seen REAL NOT NULL, present INTEGER NOT NULL,
+            body BLOB NOT NULL);
+        CREATE TABLE verdicts (
+            number INTEGER PRIMARY KEY, device TEXT NOT NULL, drill INTEGER NOT NULL, state TEXT NOT NULL,
+            cause TEXT NOT NULL, decided REAL NOT NULL, body BLOB NOT NULL);
+        CREATE INDEX verdicts_by_device ON verdicts (device, drill);
+        CREATE TABLE counters (name TEXT, labels TEXT, value REAL NOT NULL, PRIMARY KEY (name, labels))"""
+    for statement in schema.split(";"):
+        db.execute(statement)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1,)
+"""In order; the database's `user_version` is the number of those it has had."""
+
+
+class Store:
+    """The memory of the daemon and of every command beside it. Safe to use from several threads and processes."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        now: Callable[[], float],
+        max_bytes: int,
+        keep: Retention,
+        migrations: Sequence[Migration],
+    ) -> None:
+        self.state_dir = state_dir
+        self.path = state_dir / DATABASE
+        self.max_bytes = max_bytes
+        self.keep = keep
+        self.problem = ""
+        """One sentence while something cannot be stored; "" when all is well."""
+        self._now = now
+        self._migrations = migrations
+        self._lock = threading.RLock()
+        self._notes: dict[str, str] = {}
+        self._newest = 0.0
+        self._disk: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+        self._read_only = False
+        self._memory = _connect("file::memory:")
+        self._waiting = False  # for the disk, in `_memory`
+        for migrate in migrations:
+            migrate(self._memory)
+
+    @classmethod
+    def open(
+        cls,
+        state_dir: Path,
+        *,
+        now: Callable[[], float] = time.time,
+        max_bytes: int = 256 * 1024 * 1024,
+        keep: Retention = Retention(),
+        migrations: Sequence[Migration] = MIGRATIONS,
+    ) -> Store:
+        """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
+
+        Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
+        be stored, the store works from memory and `problem` says why.
+        """
+        store = cls(state_dir, now, max_bytes, keep, migrations)
+        try:
+            store._connection()
+        except StoreTooNew:
+            store.close()
+            raise
+        except (OSError, sqlite3.Error) as error:
+            store._fail(error)
+        return store
+
+    def close(self) -> None:
+        """Try once more to write what waits in memory, then let go of the file."""
+        with self._lock:
+            try:
+                self._move_to_disk()
+            except REFUSED as error:
+                self._fail(error)
+            self._disconnect()
+            self._memory.close()
+
+    def __enter__(self) -> Store:  # noqa: PYI034 - typing.Self needs Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def writable(self) -> bool:
+        """False while the database is open for reading only, or not at all."""
+        return self._disk is not None and not self._read_only
+
+    @property
+    def problems(self) -> list[str]:
+        """What happened to the store since it was opened that an operator should know, one sentence each."""
+        return list(self._notes.values())
+
+    # Runs
+
+    def add_run(self, run: Run) -> bool:
+        """Store a run and count it, in one transaction. True: it is on disk and survives `kill -9`. Never raises.
+
+        False: it waits in memory and `problem` says why. At most `BACKLOG` runs wait; beyond, the oldest successes are
+        dropped, and failures only when nothing else is left. They stay counted.
+        """
+        with self._lock:
+            self._newest = max(self._now(), self._newest)  # A clock set back must not make new evidence look old.
+            row, counts = _run_row(run, self._newest), _run_counts(run)
+
+            def write(db: sqlite3.Connection) -> None:
+                if db.execute(ADD_RUN, row).rowcount:
+                    db.executemany(ADD_COUNT, counts)
+
+            if self._store(write):
+                return True
+            oldest = "SELECT number FROM runs ORDER BY failed, number"
+            beyond = f"max(0, (SELECT count(*) FROM runs) - {BACKLOG})"
+            if self._memory.execute(f"DELETE FROM runs WHERE number IN ({oldest} LIMIT {beyond})").rowcount:
+                self._notes["dropped"] = f"{self.path}: only {BACKLOG} runs can wait in memory; older ones were dropped"
+            return False
+
+    def runs(
+        self,
+        device: str | None = None,
+        probe: str | None = None,
+        since: float | None = None,
+        *,
+        drill: bool | None = False,
+        failed: bool | None = None,
+        limit: int | None = None,
+    ) -> list[Run]:
+        """Return runs in the order in which they were stored, newest last; `None` does not narrow.
+
+        `since` goes by when a run was stored, in seconds since the epoch: that never runs backwards, while the clock
+        that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps the newest.
+        """
+        terms = {"device = ?": device, "probe = ?": probe, "stored >= ?": since, "failed = ?": failed}
+        where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
+        query = f"SELECT id, body FROM runs WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
+        stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
+        return self._unpack(Run, [*waiting, *stored][:limit])[::-1]
+
+    def run(self, run_id: str) -> Run | None:
+        """Return one run; None where it is not known (any more)."""
+        stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
+        return next(iter(self._unpack(Run, [*stored, *waiting])), None)
+
+    # Devices
+
+    def see_device(self, device: Device, now: float) -> bool:
+        """Remember that `device` was there at `now` (seconds since the epoch). False: only in memory so far."""
+        row = (device.uuid, now, now, True, _pack(device))
+        return self._store(lambda db: db.execute(ADD_DEVICE, row))
+
+    def set_present(self, uuids: Collection[str], now: float) -> bool:
+        """Remember that of all known devices exactly `uuids` were there at `now`. False: only in memory so far."""
+        with self._lock:
+            rows = []
+            for known in self.devices():
+                here = known.device.uuid in uuids
+                seen = now if here else known.last_seen
+                rows.append((known.device.uuid, known.first_seen, seen, here, _pack(known.device)))
+            return self._store(lambda db: db.executemany(ADD_DEVICE, rows))
+
+    def devices(self) -> list[DeviceRecord]:
+        """Return every device ever seen here, in the order of their uuids."""
+        stored, waiting = self._read("SELECT uuid, body, first_seen, last_seen, present FROM devices")
+        first_seen = {uuid: first for uuid, _, first, _, _ in [*waiting, *stored]}
+        newest = {row[0]: row for row in [*stored, *waiting]}
+        return [
+            DeviceRecord(device=device, first_seen=first_seen[uuid], last_seen=last, present=bool(present))
+            for uuid, body, _, last, present in sorted(newest.values())
+            for device in self._unpack(Device, [(uuid, body)])
+        ]
+
+    # Verdicts
+
+    def set_verdict(self, verdict: Verdict) -> bool:
+        """Make `verdict` its device's newest. False: only in memory so far.
+
+        The history gains an entry when state or cause changed; otherwise its last entry is replaced.
+        """
+        row = (verdict.device, verdict.drill, verdict.state.value, verdict.cause.value, verdict.decided, _pack(verdict))
+        return self._store(lambda db: _add_verdict(db, row))
+
+    def verdicts(self, *, drill: bool = False) -> dict[str, Verdict]:
+        """Return each device's newest verdict, by uuid: from real evidence, or from drills alone."""
+        newest = "SELECT max(number) FROM verdicts WHERE drill = ? GROUP BY device"
+        stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})", drill)
+        return {verdict.device: verdict for verdict in self._unpack(Verdict, [*stored, *waiting])}
+
+    def verdict_history(self, device: str, *, drill: bool = False) -> list[Verdict]:
+        """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
+        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = ? ORDER BY number"
+        stored, waiting = self._read(query, device, drill)
+        history = self._unpack(Verdict, [*stored, *waiting])
+        pairs = itertools.zip_longest(history, history[1:])  # The last on disk and the first in memory may be equal.
+        return [v for v, after in pairs if after is None or (v.state, v.cause) != (after.state, after.cause)]
+
+    # Counters
+
+    def count(self, name: str, labels: Mapping[str, str], by: float = 1) -> bool:
+        """Increase a counter; it outlives restarts and pruned runs. False: only in memory so far."""
+        return self._store(lambda db: db.execute(ADD_COUNT, (name, _labels(labels), by)))
+
+    def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Return every counter by its name and label items, what is not on disk yet included."""
+        total: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        stored, waiting = self._read("SELECT name, labels, value FROM counters")
+        for name, labels, value in [*stored, *waiting]:
+            key = name, frozenset(parse_qsl(labels, keep_blank_values=True))
+            total[key] = total.get(key, 0) + value
+        return total
+
+    # Upkeep
+
+    def prune(self, now: float) -> None:
+        """Forget what `keep` allows to, then the oldest successes until the file is below `max_bytes`.
+
+        Failures go before their time only when nothing else is left to go; `problems` then says so. `now` is in
+        seconds since the epoch. Never raises: `problem` says what went wrong.
+        """
+        success, failure = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+        ages = {"drill != ''": self.keep.drills, success: self.keep.successes, failure: self.keep.failures}
+        newest = "SELECT max(number) FROM verdicts GROUP BY device, drill"
+        old_verdicts = f"DELETE FROM verdicts WHERE decided < ? AND number NOT IN ({newest})"
+        try:
+            for condition, age in ages.items():
+                while self._delete(f"{condition} AND stored < ?", now - age):
+                    pass
+            self._commit(lambda db: db.execute(old_verdicts, (now - self.keep.failures,)))
+            while self._attempt(_used) >= self.max_bytes and (self._delete(success) or self._delete_early(failure)):
+                pass
+            self._attempt(_compact)
+        except REFUSED as error:
+            self._fail(error)
+
+    def _delete_early(self, condition: str) -> int:
+        deleted = self._delete(condition)
+        if deleted:
+            self._notes["size"] = (
+                f"{self.path}: failures younger than {self.keep.failures / DAY:g} days were forgotten to stay below "
+                f"{self.max_bytes} bytes; raise store.max_size"
+            )
+        return deleted
+
+    def _delete(self, condition: str, *args: float) -> int:
+        oldest = f"SELECT number FROM runs WHERE {condition} ORDER BY number LIMIT {BATCH}"
+        delete = f"DELETE FROM runs WHERE number IN ({oldest})"
+        return self._commit(lambda db: db.execute(delete, args).rowcount)
+
+    @contextlib.contextmanager
+    def lock(
+        self, device_uuid: str, timeout: float = 0, on_wait: Callable[[str], None] | None = None
+    ) -> Iterator[None]:
+        """Hold a device alone among all processes that share the state directory.
+
+        Waits up to `timeout` seconds; `on_wait` is told once who holds it. Raises `Busy`, which names the holder. The
+        kernel releases the lock of a process that dies. Where lock files cannot exist, the device is used unlocked and
+        `problems` says so.
+        """
+        path = self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
+        with contextlib.ExitStack() as held:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_flock(path, timeout, on_wait))
+            except Busy:
+                raise
+            except OSError as error:
+                self._notes["lock"] = f"{path}: another canaryd may use the device at the same time, no lock: {error}"
+            yield
+
+    # Both databases
+
+    def _store(self, write: Callable[[sqlite3.Connection], Any]) -> bool:
+        """Do `write` on disk, after all that waits in memory; where the disk refuses, in memory."""
+        with self._lock:
+            try:
+                self._move_to_disk()
+                self._commit(write)
+            except REFUSED as error:
+                write(self._memory)
+                self._waiting = True
+                self._fail(error)
+                return False
+            self.problem = ""
+            return True
+
+    def _move_to_disk(self) -> None:
+        memory = self._memory
+        while self._waiting:
+            runs = memory.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {BATCH}").fetchall()
+            devices = memory.execute(f"SELECT {DEVICE} FROM devices").fetchall()
+            counters = memory.execute(f"SELECT {COUNTER} FROM counters").fetchall()
+            verdicts = memory.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number").fetchall()
+
+            def write(db: sqlite3.Connection) -> None:
+                db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
+                db.executemany(ADD_DEVICE, devices)  # noqa: B023
+                db.executemany(ADD_COUNT, counters)  # noqa: B023
+                for verdict in verdicts:  # noqa: B023
+                    _add_verdict(db, verdict)
+
+            self._commit(write)
+            memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
+            for table in ("devices", "counters", "verdicts"):
+                memory.execute(f"DELETE FROM {table}")
+            self._waiting = len(runs) == BATCH
+
+    def _commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `write` on disk, in one transaction; what it returns is there when this returns."""
+        return self._attempt(lambda disk: self._transact(disk, write))
+
+    def _transact(self, db: sqlite3.Connection, write: Callable[[sqlite3.Connection], T]) -> T:
+        if self._read_only:
+            raise PermissionError("it may only be read here; run as its owner, or choose another --state-dir")
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            self._version(db)
+            result = write(db)
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        if self._moved():
+            raise _Replaced("another file took its place during the write")
+        return result
+
+    def _read(self, query: str, *args: Any) -> tuple[list[Any], list[Any]]:
+        """Return the rows on disk (none, with a `problem`, where they cannot be read) and the rows in memory."""
+        with self._lock:
+            try:
+                stored = self._attempt(lambda disk: disk.execute(query, args).fetchall())
+            except REFUSED as error:
+                self._fail(error)
+                stored = []
+            return stored, self._memory.execute(query, args).fetchall()
+
+    def _unpack(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
+        """Rebuild what `_pack` made; a damaged one is left out and noted."""
+        found = []
+        for name, body in rows:
+            try:
+                found.append(from_json(kind, json.loads(zlib.decompress(body))))
+            except (ValueError, TypeError, zlib.error) as error:
+                self._notes["damaged"] = (
+                    f"{self.path}: {kind.__name__} {name} is passed over, it is unreadable: {error}"
+                )
+        return found
+
+    def _fail(self, error: Exception) -> None:
+        (runs,) = self._memory.execute("SELECT count(*) FROM runs").fetchone()
+        self.problem = f"{self.path}: {error}; runs waiting in memory: {runs}"
+
+    # The file
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` on the file at `path`; where it turns out to be damaged or replaced, once more on the next one."""
+        with self._lock:
+            try:
+                return work(self._connection())
+            except _Replaced:
+                pass
+            except sqlite3.DatabaseError as error:
+                if self._read_only or not _is_damage(error):
+                    raise
+                with _flock(self._open_lock, OPEN_TIMEOUT):
+                    if not self._moved():
+                        self._set_aside(error)
+            return work(self._connection())
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._disk is not None and (self._moved() or (self._read_only and self._may_write())):
+            self._disconnect()
+        if self._disk is not None:
+            return self._disk
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True)
+            disk = self._open_to_write() if self._may_write() else self._open_to_read("mode=ro")
+            (newest,) = disk.execute("SELECT max(stored) FROM runs").fetchone()
+        except REFUSED:
+            self._disconnect()
+            raise
+        self._newest = max(self._newest, newest or 0)
+        return disk
+
+    def _open_to_write(self) -> sqlite3.Connection:
+        with _flock(self._open_lock, OPEN_TIMEOUT):
+            try:
+                return self._open_and_migrate()
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                self._set_aside(error)
+            return self._open_and_migrate()
+
+    def _open_and_migrate(self) -> sqlite3.Connection:
+        db = self._open("mode=rwc", read_only=False)
+        version = self._version(db)
+        self._identity = _identity(self.path)
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # Takes effect only in an empty database: before the log.
+        if note := use_wal(db):
+            self._notes["wal"] = f"{self.path}: {note}"
+        db.execute("PRAGMA synchronous = FULL")
+        for number in range(version, len(self._migrations)):
+            self._transact(db, functools.partial(_migrate, migration=self._migrations[number], version=number + 1))
+        return db
+
+    def _open_to_read(self, mode: str) -> sqlite3.Connection:
+        db = self._open(mode, read_only=True)
+        self._identity = _identity(self.path)
+        try:
+            version = self._version(db)
+        except sqlite3.OperationalError:
+            # In WAL mode even a reader needs the -shm file. Where that is not there and may not be made, nobody is
+            # writing either, and SQLite may take the file as it stands.
+            if mode != "mode=ro":
+                raise
+            self._disconnect()
+            return self._open_to_read("mode=ro&immutable=1")
+        if version < len(self._migrations):
+            raise PermissionError("it is of an older version; run canaryd once as its owner to migrate it")
+        self._fail(PermissionError("it may only be read here"))
+        return db
+
+    def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
+        self._read_only = read_only
+        self._disk = _connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
+        return self._disk
+
+    def _version(self, db: sqlite3.Connection) -> int:
+        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(self._migrations):
+            raise StoreTooNew(
+                f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
+                f"{len(self._migrations)}); upgrade canaryd, or choose another --state-dir"
+            )
+        return version
+
+    def _set_aside(self, error: Exception) -> None:
+        """Rename the damaged file, its -wal and its -shm; the caller holds the open lock."""
+        stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        names = (f"{DATABASE}.corrupt-{stamp}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
+        aside = next(path for path in map(self.state_dir.joinpath, names) if not path.exists())
+        # Renamed before it is closed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
+        self.path.rename(aside)
+        self._disconnect()
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
+        self._notes[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}, a fresh one was begun"
+
+    def _disconnect(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
+
+    def _moved(self) -> bool:
+        return _identity(self.path) != self._identity
+
+    def _may_write(self) -> bool:
+        # The directory too: SQLite keeps its log beside the database.
+        return os.access(self.state_dir, os.W_OK) and (not self.path.exists() or os.access(self.path, os.W_OK))
+
+    @property
+    def _open_lock(self) -> Path:
+        return Path(f"{self.path}.lock")
+
+
+def use_wal(db: sqlite3.Connection) -> str:
+    """Switch to write-ahead logging, so that readers never wait for a writer; return a sentence where that fails."""
+    try:
+        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    except sqlite3.OperationalError as error:
+        mode = str(error)
+    if mode == "wal":
+        return ""
+    return f"no write-ahead log here (journal mode: {mode}); nothing is lost, but readers and writers wait in turn"
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    # Transactions are begun and ended explicitly; one lock of ours serves all threads.
+    db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
+    db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # Rotten text must not look like a failed operation.
+    return db
+
+
+def _migrate(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:
+    migration(db)
+    db.execute(f"PRAGMA user_version = {version}")
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    # SQLITE_CORRUPT and SQLITE_NOTADB arrive as the bare class; everything that may pass arrives as a subclass.
+    return type(error) is sqlite3.DatabaseError
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def _used(db: sqlite3.Connection) -> int:
+    """Return the bytes that the database needs; pages that can be given back are not counted."""
+    pages, free, size = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size"))
+    return int((pages - free) * size)
+
+
+def _compact(db: sqlite3.Connection) -> None:
+    # A script, because `execute` stops after the first page: the pragma returns rows without columns.
+    db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _pack(value: Run | Device | Verdict) -> bytes:
+    # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
+    return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
+
+
+def _run_row(run: Run, stored: float) -> tuple[Any, ...]:
+    wrong = len(run.wrong)
+    failed = wrong > 0 or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+    facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
+    return (*facts, run.drill, run.confirms, run.stack_id, _pack(run))
+
+
+def _run_counts(run: Run) -> list[tuple[str, str, float]]:
+    """Return what a run adds to the counters. Zeros too: a series must exist before its first increase."""
+    of = {"device": run.device, "probe": run.probe}
+    if run.drill:
+        return [("drill_runs", _labels(of), 1), ("drill_mismatches", _labels(of), len(run.wrong))]
+    return [
+        ("probe_runs", _labels({**of, "outcome": run.outcome.value}), 1),
+        ("probe_mismatches", _labels(of), len(run.wrong)),
+        ("probe_trials", _labels(of), float(run.trials)),
+    ]
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return urlencode(sorted(labels.items()))
+
+
+def _add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
+    device, drill, state, cause, decided, body = row
+    last = db.execute(
+        "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",
+        (device, drill),
+    ).fetchone()
+    if last and last[1:] == (state, cause):
+        db.execute("UPDATE verdicts SET decided = ?, body = ? WHERE number = ?", (decided, body, last[0]))
+    else:
+        db.execute(f"INSERT INTO verdicts ({VERDICT}) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+
+@contextlib.contextmanager
+def _flock(path: Path, timeout: float, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Hold the file `path`, which names its holder, alone. Raises `Busy`, or `OSError` where there can be no lock."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
+    try:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                holder = os.pread(fd, 4096, 0).decode("utf-8", "replace") or "a process that left no name"
+                if time.monotonic() >= deadline:
+                    raise Busy(f"{path}: still held after {timeout:g} s by {holder}; wait for it or stop it") from error
+                if on_wait:
+                    on_wait(holder)
+                    on_wait = None
+                time.sleep(POLL)
+        _sign(fd, f"pid {os.getpid()}: {shlex.join(sys.argv)}")
+        try:
+            yield
+        finally:
+            _sign(fd, "")
+    finally:
+        os.close(fd)
+
+
+def _sign(fd: int, name: str) -> None:
+    with contextlib.suppress(OSError):  # A full disk, or another user's file, costs the name but not the lock.
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, name.encode("utf-8", "replace")[:4096], 0)
