@@ -1,0 +1,749 @@
+"""The judge: from stored runs to a verdict on one device, as a pure function of its arguments.
+
+Read it from the end: `RULES` lists the rules, each yields findings, the worst finding gives the verdict its state.
+docs/judgement.md has the same rules as a table, with their sources and why each raises no false alarm. Shorthand here:
+a *hit* is a wrong comparison; a *charge* is a hit that speaks against the device on trial; a *peer* is another device
+of this node; a *sibling* is a peer of the same backend and model.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from canaryd.config import JudgePolicy
+from canaryd.model import Cause, Comparison, Device, Finding, Outcome, Run, State, Subject, Verdict
+
+RULE_OF_THREE = 3
+"""No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
+DRILL_EXPIRY = 3600.0
+"""Seconds after which a drill's runs are forgotten."""
+AHEAD = 3600.0
+"""Seconds by which a run may lie in the future before the clock is doubted."""
+RUNS_NAMED = 16
+"""Newest run ids listed in one finding; a broken device would fill the store with them."""
+CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
+"""Which cause names the verdict when findings of the same state differ: the one that costs most to overlook first."""
+
+Bytes = tuple[str, str, int]
+"""Case, shape and seed: equal ones mean bit-for-bit equal operands."""
+Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
+"""What tells two wrong results apart: the wrong elements with their bits, or a digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """One wrong comparison, and whose fault it is as far as the peers can tell."""
+
+    run: Run
+    comparison: Comparison
+    cause: Cause = Cause.UNDETERMINED
+    why: str = ""
+    """A sentence: what the cause rests on, or what would settle it."""
+    host_in_doubt: bool = False
+    """True where the host's CPU erred at about the same time: accuses nobody firmly."""
+
+    @property
+    def bytes(self) -> Bytes:
+        """What operands it was computed from."""
+        return _bytes(self.comparison)
+
+    @property
+    def core(self) -> str:
+        """The single core it happened on, "" where it is not known."""
+        return self.comparison.place if self.comparison.place.startswith("core ") else ""
+
+    @property
+    def words(self) -> object:
+        """What was said about which golden: equal for two hits that tell the same story."""
+        evidence = self.comparison.evidence
+        return self.run.probe, self.run.probe_version, self.bytes, evidence.pattern if evidence else ""
+
+    def __str__(self) -> str:
+        c, evidence = self.comparison, self.comparison.evidence
+        text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
+        text += f" on {c.place}" if c.place else ""
+        if evidence is None:
+            return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
+        if evidence.wrong:
+            text += f": {evidence.wrong} of {evidence.total} elements wrong"
+        return "; ".join(filter(None, (f"{text}: {evidence.pattern}", evidence.reproduced)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Docket:
+    """All that one decision rests on. Runs are sorted by start, of one world (drill or not), each id once."""
+
+    device: Device
+    runs: tuple[Run, ...]
+    peers: Mapping[str, tuple[Run, ...]]
+    devices: Mapping[str, Device]
+    """The peers' devices by uuid."""
+    wanted: Mapping[str, float]
+    policy: JudgePolicy
+    now: float
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the host itself is on trial."""
+        return self.device.backend == "cpu"
+
+    def limit(self, probe: str) -> float:
+        """Return the age in seconds beyond which evidence of a wanted probe is stale."""
+        return freshness(self.policy, self.wanted[probe])
+
+    def scheduled(self, probe: str) -> list[Run]:
+        """Return the probe's runs that stand for its state now, oldest first.
+
+        Confirmations look at one case only. Runs dated in the future (the clock was set back) count only while there
+        are no others: they must not hide what came after them.
+        """
+        runs = [r for r in self.runs if r.probe == probe and not r.confirms]
+        return [r for r in runs if r.started <= self.now + AHEAD] or runs
+
+    @cached_property
+    def current(self) -> list[Run]:
+        """The newest runs of the wanted probes, one per instruction set unless a newer run has outlived it."""
+        found = []
+        for probe in sorted(self.wanted):
+            runs = self.scheduled(probe)
+            lanes = {r.instruction_set: r for r in runs}
+            found += [r for r in lanes.values() if r is runs[-1] or self.now - r.started <= self.limit(probe)]
+        return found
+
+    @cached_property
+    def node(self) -> list[Run]:
+        """The runs of all devices of this node, oldest first."""
+        return sorted((*self.runs, *itertools.chain.from_iterable(self.peers.values())), key=_time)
+
+    @cached_property
+    def host_hits(self) -> tuple[list[Hit], list[Hit]]:
+        """Goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
+
+        The same words about the same bytes from different single cores are no core's fault: the reference itself fails.
+        """
+        hits = _hits(self.node, Subject.HOST)
+        cores: dict[object, set[str]] = defaultdict(set)
+        for hit in hits:
+            cores[hit.words].add(hit.core)
+        shared = [len(cores[h.words] - {""}) > 1 for h in hits]
+        return [h for h, s in zip(hits, shared, strict=True) if not s], list(itertools.compress(hits, shared))
+
+    @cached_property
+    def goldens(self) -> set[object]:
+        """Which goldens this node has made without contradiction: they were then compared with a device's result."""
+        return {
+            (r.probe, r.probe_version, _bytes(c))
+            for r in self.node
+            for c in r.comparisons
+            if c.subject is Subject.DEVICE
+        }
+
+    @cached_property
+    def cpu_erred(self) -> list[float]:
+        """Return when this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        cpus = (runs for uuid, runs in self.peers.items() if self.devices[uuid].backend == "cpu")
+        own = [h for runs in cpus for h in _accusing(runs)]
+        return sorted(h.run.started for h in (*self.host_hits[0], *own))
+
+    def host_in_doubt(self, run: Run) -> bool:
+        """Whether the host's CPU was wrong at about the same time as a run on an accelerator."""
+        return not self.is_cpu and _near(self.cpu_erred, run.started, self.policy.repeat_window)
+
+    @cached_property
+    def charges(self) -> tuple[Hit, ...]:
+        """Every hit that speaks against this device, with its cause, oldest first; only a cure forgets one."""
+        groups: dict[tuple[Subject, str, str], list[Hit]] = defaultdict(list)
+        for hit in (*_accusing(self.runs), *(self.host_hits[0] if self.is_cpu else ())):
+            groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id].append(hit)
+        charges: list[Hit] = []
+        for hits in groups.values():
+            cause, why = blame(self, hits)
+            if cause is not Cause.SOFTWARE or not _cured(self, hits[-1].run):
+                charges += [replace(h, cause=cause, why=why) for h in hits]
+        return tuple(sorted((self._doubted(h) for h in charges), key=lambda h: _time(h.run)))
+
+    def _doubted(self, hit: Hit) -> Hit:
+        if not self.host_in_doubt(hit.run):
+            return hit
+        why = "The host's own CPU was wrong at about the same time, so this device cannot be told apart from its host."
+        return replace(hit, cause=Cause.UNDETERMINED, why=why, host_in_doubt=True)
+
+    @cached_property
+    def confirmed(self) -> list[tuple[list[Hit], list[str]]]:
+        """The charges that are confirmed, with the grounds.
+
+        Software's charges and the device's own do not confirm each other, and none counts whose host is in doubt.
+        """
+        firm = [h for h in self.charges if not h.host_in_doubt]
+        sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
+        found = [(hits, [text for ground in GROUNDS if (text := ground(hits, self.policy))]) for hits in sides]
+        return [(hits, grounds) for hits, grounds in found if grounds]
+
+    def standing(self, subject: Subject, hits: Iterable[Hit]) -> Iterator[list[Hit]]:
+        """Yield the hits of a subject, probe by probe, where they have not cleared by time and clean trials."""
+        found = sorted((h for h in hits if h.comparison.subject is subject), key=lambda h: h.run.probe)
+        for _, group in itertools.groupby(found, key=lambda h: h.run.probe):
+            if not _cleared(self, listed := list(group)):
+                yield listed
+
+
+# --- Hits, tallies and ways out --------------------------------------------------------------------------------------
+
+
+def _time(run: Run) -> tuple[float, str]:
+    return run.started, run.id
+
+
+def _bytes(comparison: Comparison) -> Bytes:
+    return comparison.case, comparison.shape, comparison.seed
+
+
+def _hits(runs: Iterable[Run], subject: Subject) -> list[Hit]:
+    """Facts that a worker delivered before it crashed are facts too: the outcome of the run does not matter here."""
+    return [Hit(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
+
+
+def _accusing(runs: Iterable[Run]) -> list[Hit]:
+    return [h for h in _hits(runs, Subject.DEVICE) if h.comparison.characterised]
+
+
+def _tally(runs: Iterable[Run], subject: Subject) -> tuple[int, int]:
+    """Return (trials, wrong ones). A golden is made, and a comparator checked, once per comparison of the device."""
+    trials = wrong = 0
+    for c in itertools.chain.from_iterable(r.comparisons for r in runs):
+        weight = c.trials if subject is Subject.DEVICE else 1
+        if c.subject is Subject.DEVICE or (c.subject is subject and c.wrong):
+            trials += weight
+        if c.subject is subject and c.wrong:
+            wrong += c.wrong_trials if subject is Subject.DEVICE else 1
+    return trials, wrong
+
+
+def _outlasts(clean: int, trials: int, wrong: int) -> bool:
+    """Whether `clean` trials are at least three times as many as it took for one failure."""
+    return clean * wrong >= RULE_OF_THREE * trials
+
+
+def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
+    """Return (trials, wrong) up to the newest hit of a probe, and the clean trials since, under the same conditions."""
+    subject, newest = hits[-1].comparison.subject, hits[-1].run
+    pool = docket.node if subject is Subject.HOST else docket.runs
+    lanes = {h.run.instruction_set for h in hits}
+    runs = [r for r in pool if r.probe == newest.probe and r.instruction_set in lanes]
+    before = _tally((r for r in runs if r.started <= newest.started), subject)
+    since = _tally((r for r in runs if r.started > newest.started), subject)
+    return (*before, since[0] - since[1])
+
+
+def _cleared(docket: Docket, hits: Sequence[Hit]) -> bool:
+    """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
+    trials, wrong, clean = _record(docket, hits)
+    return docket.now - hits[-1].run.started >= docket.policy.watch and _outlasts(clean, trials, wrong)
+
+
+def _cured(docket: Docket, run: Run) -> bool:
+    """Way out of a software fault: the newest stack of this lane is another one, and exact there."""
+    lane = [
+        r
+        for r in docket.scheduled(run.probe)
+        if r.instruction_set == run.instruction_set and r.outcome is Outcome.COMPLETED and r.stack
+    ]
+    stack = lane[-1].stack_id if lane else run.stack_id
+    trials, wrong = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
+    return stack != run.stack_id and trials > 0 and wrong == 0
+
+
+# --- Whose fault ----------------------------------------------------------------------------------------------------
+
+
+def blame(docket: Docket, hits: Sequence[Hit]) -> tuple[Cause, str]:
+    """Return the cause of the hits of one subject, probe and stack, and the sentence that says why."""
+    newest = hits[-1]
+    if newest.comparison.subject is Subject.HOST:
+        return _blame_maker(docket, hits)
+    if docket.is_cpu and _whole_host(docket, hits):
+        return (
+            Cause.HARDWARE,
+            "Every device of this host is wrong, each in its own way: memory, CPU or PCIe is at fault.",
+        )
+    run = newest.run
+    own = _results(docket.runs, run)
+    siblings = {
+        device.name: theirs
+        for uuid, device in sorted(docket.devices.items())
+        if (device.backend, device.model) == (docket.device.backend, docket.device.model)
+        and (theirs := _results(docket.peers[uuid], run))
+    }
+    right, alike, unlike = _same_bytes(own, siblings, {h.bytes for h in hits})
+    if right:
+        return Cause.HARDWARE, f"{_names(right)} of the same model computed the same bytes right on the same stack."
+    if alike and not unlike:
+        return Cause.SOFTWARE, f"{_names(alike)} of the same model gives the same wrong bits on the same stack."
+    if not alike and (right := _long_clean(own, siblings)):
+        return Cause.HARDWARE, (
+            f"{_names(right)} of the same model ran {run.probe} on the same stack without a mismatch, "
+            "at least three times as long as this device takes to fail once."
+        )
+    have = f"{_names(siblings)} cannot tell yet" if siblings else "no sibling to ask (same model, same stack)"
+    return Cause.UNDETERMINED, (
+        f"Whose fault stays open: {have}. To settle it, run the same command on another host with the same stack: "
+        f"{_command(run)}"
+    )
+
+
+def _results(runs: Iterable[Run], like: Run) -> dict[Bytes, list[Comparison]]:
+    """Return what devices computed with the probe and stack of a run, by operands; an unrecorded stack equals none."""
+    found: dict[Bytes, list[Comparison]] = defaultdict(list)
+    for run in runs:
+        same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
+        if like.stack and same_probe and run.stack == like.stack:
+            for comparison in run.comparisons:
+                if comparison.subject is Subject.DEVICE:
+                    found[_bytes(comparison)].append(comparison)
+    return dict(found)
+
+
+Results = Mapping[Bytes, Sequence[Comparison]]
+
+
+def _same_bytes(own: Results, siblings: Mapping[str, Results], data: set[Bytes]) -> tuple[set[str], set[str], set[str]]:
+    """Return the siblings that computed the same bytes: right, wrong in the same way, and neither clearly."""
+    right: set[str] = set()
+    alike: set[str] = set()
+    unlike: set[str] = set()
+    for key, (name, theirs) in itertools.product(sorted(data & own.keys()), siblings.items()):
+        if key not in theirs:
+            continue
+        trials, wrong = _sum(own[key])
+        clean, errors = _sum(theirs[key])
+        if errors:
+            (alike if _marks(own[key]) & _marks(theirs[key]) else unlike).add(name)
+        # One right answer is enough against a fault that always shows; a rare one must have had its chance to show.
+        elif wrong == trials or _outlasts(clean, trials, wrong):
+            right.add(name)
+        else:
+            unlike.add(name)
+    return right, alike, unlike
+
+
+def _long_clean(own: Results, siblings: Mapping[str, Results]) -> set[str]:
+    """Return the siblings without a mismatch whose record is three times the accused's trials per failure."""
+    trials, wrong = _sum(itertools.chain.from_iterable(own.values()))
+    records = {name: _sum(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
+    return {n for n, (clean, errors) in records.items() if wrong and not errors and _outlasts(clean, trials, wrong)}
+
+
+def _sum(comparisons: Iterable[Comparison]) -> tuple[int, int]:
+    pairs = [(c.trials, c.wrong_trials) for c in comparisons]
+    return sum(t for t, _ in pairs), sum(w for _, w in pairs)
+
+
+def _marks(comparisons: Iterable[Comparison]) -> set[Mark]:
+    """Return what the wrong results look like; a digest shows one only where the first result was wrong for sure."""
+    marks: set[Mark] = set()
+    for c in comparisons:
+        if c.wrong:
+            first = c.evidence.first if c.evidence else ()
+            marks.add(first or (c.digest if c.wrong_trials == c.trials else ""))
+    return marks - {""}
+
+
+def _blame_maker(docket: Docket, hits: Sequence[Hit]) -> tuple[Cause, str]:
+    """Return who is to blame for goldens that contradict each other: a core, or perhaps the reference itself."""
+    for hit in reversed(hits):
+        if re.match(r"cores \d+ and \d+", hit.comparison.place):
+            return Cause.HARDWARE, f"One program gave two results on {hit.comparison.place}."
+        if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.goldens:
+            return Cause.HARDWARE, f"This host has also made the same golden right; here {hit.core} did not."
+    return Cause.UNDETERMINED, (
+        "Whether processor or reference is wrong stays open. To settle it, run the same command on another host: "
+        f"{_command(hits[-1].run)}"
+    )
+
+
+def _whole_host(docket: Docket, hits: Sequence[Hit]) -> bool:
+    """Whether, within `repeat_window`, every accelerator (two or more) was wrong too and no two in the same way."""
+    times, window = sorted(h.run.started for h in hits), docket.policy.repeat_window
+    peers = [_accusing(runs) for uuid, runs in docket.peers.items() if docket.devices[uuid].backend != "cpu"]
+    accused = [hits, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
+    ways = [{(h.run.probe, h.bytes, m) for h in each for m in _marks([h.comparison])} for each in accused]
+    return len(peers) >= 2 and all(accused) and len(set().union(*ways)) == sum(map(len, ways))
+
+
+def _near(times: Sequence[float], at: float, window: float) -> bool:
+    """Whether any of the ascending times lies within `window` seconds of `at`, before or after."""
+    following = bisect.bisect_left(times, at - window)
+    return following < len(times) and times[following] <= at + window
+
+
+def _command(run: Run) -> str:
+    return run.repro or f"canaryd check --probe {run.probe}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+# --- Grounds of confirmation ----------------------------------------------------------------------------------------
+
+
+def _crowded(hits: Sequence[Hit], count: int, gap: float, window: float) -> bool:
+    """Whether `count` wrong runs, each at least `gap` seconds after the one before, lie within `window` seconds."""
+    times = sorted({h.run.started for h in hits})
+    for start in times:
+        at: float = start
+        for _ in range(count - 1):
+            following = bisect.bisect_left(times, at + gap)
+            at = times[following] if following < len(times) else math.inf
+        if at - start <= window:
+            return True
+    return False
+
+
+def confirmed_by_reruns(hits: Sequence[Hit], policy: JudgePolicy) -> str:
+    """3 of 3 confirmation runs of one mismatch are wrong too; more clean ones do not outvote them."""
+    wrong: dict[str, set[str]] = defaultdict(set)
+    for run in (h.run for h in hits):
+        if run.confirms and run.outcome is Outcome.COMPLETED:
+            wrong[run.confirms].add(run.id)
+    if all(len(ids) < policy.confirm_runs for ids in wrong.values()):
+        return ""
+    return f"{policy.confirm_runs} confirmation runs, each in a new process, are wrong too"
+
+
+def confirmed_within_a_day(hits: Sequence[Hit], policy: JudgePolicy) -> str:
+    """Two wrong runs within `repeat_window`, far enough apart to be independent."""
+    if not _crowded(hits, 2, policy.repeat_gap, policy.repeat_window):
+        return ""
+    return f"2 runs at least {_spoken(policy.repeat_gap)} apart are wrong within {_spoken(policy.repeat_window)}"
+
+
+def confirmed_within_a_week(hits: Sequence[Hit], policy: JudgePolicy) -> str:
+    """Three wrong runs within a week."""
+    if not _crowded(hits, policy.week_count, policy.repeat_gap, policy.week):
+        return ""
+    return f"{policy.week_count} runs are wrong within {_spoken(policy.week)}"
+
+
+def confirmed_in_place(hits: Sequence[Hit], _policy: JudgePolicy) -> str:
+    """Two uploads went wrong at the same place: one core, or one bit of one row, column or lane."""
+    seen: set[str] = set()
+    for hit in (h for h in hits if h.comparison.subject is Subject.DEVICE):
+        c = hit.comparison
+        places = {hit.core} - {""}
+        if c.evidence and len(c.evidence.bits) == 1:
+            bit = next(iter(c.evidence.bits))
+            # "0…31 (32 distinct)" is a range, not a place that two faults could share.
+            places |= {f"bit {bit} at {axis} {at}" for axis, at in c.evidence.lines.items() if "…" not in at}
+        if shared := seen & places:
+            return f"2 uploads are wrong at the same place ({min(shared)})"
+        seen |= places
+    return ""
+
+
+GROUNDS: tuple[Callable[[Sequence[Hit], JudgePolicy], str], ...] = (
+    confirmed_by_reruns,
+    confirmed_within_a_day,
+    confirmed_within_a_week,
+    confirmed_in_place,
+)
+"""Each returns in words why the charges are confirmed, or ""."""
+
+
+# --- Rules ----------------------------------------------------------------------------------------------------------
+
+
+def exact_mismatch(docket: Docket) -> Iterator[Finding]:
+    """An exact golden was missed: suspect at once, and for as long as the watch lasts."""
+    for hits in docket.standing(Subject.DEVICE, docket.charges):
+        yield _suspicion(docket, "exact-mismatch", "", hits)
+
+
+def golden_disagreement(docket: Docket) -> Iterator[Finding]:
+    """Two ways to make a golden on this host disagree: the CPU is the accused, whichever device's run showed it."""
+    for hits in docket.standing(Subject.HOST, docket.charges):
+        yield _suspicion(docket, "golden-disagreement", "goldens made twice on this CPU disagree: ", hits)
+
+
+def confirmed(docket: Docket) -> Iterator[Finding]:
+    """The charges repeat: faulty, whatever the cause; the cause decides only what to do about it."""
+    part = f"for the RMA: canaryd report {docket.device.name}"
+    if docket.device.weak_identity:
+        part = "its identity names no physical part, so give this to whoever runs the machine"
+    todo = {
+        Cause.HARDWARE: f" Take it out of service; {part}.",
+        Cause.SOFTWARE: " No RMA: the stack gives wrong numbers. Clears when another stack runs clean.",
+    }
+    for hits, grounds in docket.confirmed:
+        lead = _strongest(hits)
+        message = f"confirmed: {'; '.join(grounds)}. Newest: {hits[-1]}. {lead.why}{todo.get(lead.cause, '')}"
+        yield _finding("exact-mismatch-confirmed", State.FAULTY, lead.cause, message, hits)
+
+
+def host_in_doubt(docket: Docket) -> Iterator[Finding]:
+    """An accelerator and its host's CPU were wrong at about the same time: the host is accused, not the accelerator."""
+    doubted = [h for h in docket.charges if h.host_in_doubt]
+    if list(docket.standing(Subject.DEVICE, doubted)):
+        cpus = _names(f"{d.name} ({d.model})" for d in docket.devices.values() if d.backend == "cpu")
+        message = (
+            f"the host's CPU, {cpus or 'not in the list of devices'}, was wrong itself within "
+            f"{_spoken(docket.policy.repeat_window)} of this device's mismatch: the host is accused. "
+            "Settle the CPU first; until then this device is no more than suspect"
+        )
+        yield _finding("host-in-doubt", State.UNKNOWN, Cause.HARDWARE, message, doubted)
+
+
+def golden_in_doubt(docket: Docket) -> Iterator[Finding]:
+    """The newest run met a golden that its maker could not make twice alike: it says nothing about this device."""
+    accusing, shared = docket.host_hits
+    for run in docket.current:
+        if hits := [h for h in shared if h.run is run]:
+            text = f"several cores fail alike on one golden, so the reference is wrong and not a core: {hits[-1]}"
+            yield _finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, hits)
+        elif not docket.is_cpu and (hits := [h for h in accusing if h.run is run]):
+            text = f"this run's golden is in doubt, because its maker, the host's CPU, is a suspect: {hits[-1]}"
+            yield _finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, hits)
+
+
+def comparator_disagreement(docket: Docket) -> Iterator[Finding]:
+    """Device and host compared the same bytes and disagree: once it may be either, repeatedly it is the device."""
+    for hits in docket.standing(Subject.COMPARATOR, _hits(docket.runs, Subject.COMPARATOR)):
+        doubted = any(docket.host_in_doubt(h.run) for h in hits)
+        repeated = not doubted and _crowded(hits, 2, docket.policy.repeat_gap, docket.policy.watch)
+        weight = "once, so it may be either side"
+        if doubted:
+            weight = "and the host's CPU was wrong at about the same time"
+        elif repeated:
+            weight = "repeatedly, so the device's own comparison or its way to the host is wrong"
+        cause = Cause.HARDWARE if repeated else Cause.UNDETERMINED
+        message = f"device and host compared the same bytes and disagree, {weight}: {hits[-1]}"
+        yield _finding("comparator-disagreement", State.SUSPECT, cause, message, hits)
+
+
+def uncharacterised_mismatch(docket: Docket) -> Iterator[Finding]:
+    """A golden was missed whose exactness nobody has shown on this backend: no accusation, but no health either."""
+    hits = [h for h in _hits(docket.runs, Subject.DEVICE) if not h.comparison.characterised]
+    for listed in docket.standing(Subject.DEVICE, hits):
+        message = (
+            f"{listed[-1]}. Exactness of this class has not been shown on a healthy {docket.device.backend} device, so "
+            f"it cannot accuse. Compare with a known good device of this model: {_command(listed[-1].run)}"
+        )
+        yield _finding("uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, message, listed)
+
+
+OUTCOMES: Mapping[Outcome, tuple[Cause, str]] = {
+    Outcome.SKIPPED: (Cause.ENVIRONMENT, "was skipped"),
+    Outcome.ERRORED: (Cause.HARNESS, "raised an error"),
+    Outcome.CRASHED: (Cause.UNDETERMINED, "crashed: the worker died"),
+    Outcome.TIMED_OUT: (Cause.UNDETERMINED, "timed out: a hung driver or a busy machine"),
+    Outcome.OUT_OF_MEMORY: (Cause.ENVIRONMENT, "ran out of memory: free some, or lower the level"),
+    Outcome.UNKILLABLE: (
+        Cause.UNDETERMINED,
+        "left a worker that survives SIGKILL: the driver may hang, see the kernel log",
+    ),
+    Outcome.GARBLED: (Cause.HARNESS, "answered what is not the protocol"),
+}
+"""What a run that did not complete is blamed on, and how its sentence goes on after the probe's name."""
+
+
+def not_completed(docket: Docket) -> Iterator[Finding]:
+    """The newest run of a wanted probe did not complete: nothing is known about the numbers."""
+    for run in docket.current:
+        if run.outcome is not Outcome.COMPLETED:
+            cause, text = OUTCOMES[run.outcome]
+            lane = f" ({run.instruction_set})" if run.instruction_set else ""
+            reason = _reason(run)
+            message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
+            yield _finding("not-completed", State.UNKNOWN, cause, message, run)
+
+
+def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
+    """Nothing was asked, nothing has run, or it is too long ago: unknown, never healthy."""
+    if not docket.wanted:
+        text = "no enabled probe gives evidence about this device; disabled is not healthy"
+        yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text)
+    for probe in sorted(docket.wanted):
+        completed = [r for r in docket.scheduled(probe) if r.outcome is Outcome.COMPLETED]
+        if not completed:
+            text = f"no evidence yet: {probe} has not completed a run on this device"
+            yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text, probe=probe)
+        elif (age := docket.now - completed[-1].started) > docket.limit(probe):
+            period = _spoken(docket.wanted[probe])
+            text = f"evidence is {_spoken(age)} old: {probe} has not completed since, though wanted every {period}"
+            yield _finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, completed[-1])
+
+
+def checked_nothing(docket: Docket) -> Iterator[Finding]:
+    """A run completed without looking at anything: skipped parts are fine, skipping all of them is not evidence."""
+    for run in docket.current:
+        idle = not run.readings or any(r.name == "trials" and r.value == 0 for r in run.readings)
+        compared = any(c.subject is Subject.DEVICE for c in run.comparisons)
+        if run.outcome is Outcome.COMPLETED and idle and not compared:
+            reason = f"; first skipped: {run.skipped[0].case}, {run.skipped[0].reason}" if run.skipped else ""
+            message = f"{run.probe} completed, but it checked nothing{reason}"
+            yield _finding("checked-nothing", State.UNKNOWN, Cause.HARNESS, message, run)
+
+
+def clock_set_back(docket: Docket) -> Iterator[Finding]:
+    """A run is dated in the future: its age is not known. Said, not held against the device."""
+    ahead = [r for r in docket.runs if r.started > docket.now + AHEAD]
+    if ahead:
+        lead = _spoken(ahead[-1].started - docket.now)
+        text = f"runs are dated up to {lead} in the future: was the clock set back? They count as fresh"
+        yield _finding("clock-set-back", State.HEALTHY, Cause.ENVIRONMENT, text, ahead[-1])
+
+
+Rule = Callable[[Docket], Iterator[Finding]]
+RULES: tuple[Rule, ...] = (
+    confirmed,
+    exact_mismatch,
+    golden_disagreement,
+    comparator_disagreement,
+    host_in_doubt,
+    golden_in_doubt,
+    uncharacterised_mismatch,
+    not_completed,
+    no_fresh_evidence,
+    checked_nothing,
+    clock_set_back,
+)
+"""Every rule is asked, in any order: the worst finding decides."""
+
+
+def _suspicion(docket: Docket, rule: str, opening: str, hits: Sequence[Hit]) -> Finding:
+    lead = _strongest(hits)
+    count = len({h.run.id for h in hits})
+    message = f"{opening}{hits[-1]}. Seen in {count} run{'s' * (count > 1)}. "
+    known = any(h is lead for charges, _ in docket.confirmed for h in charges)
+    message += "It is confirmed." if known else f"{lead.why} {_next(docket, hits)}"
+    return _finding(rule, State.SUSPECT, lead.cause, message, hits)
+
+
+def _next(docket: Docket, hits: Sequence[Hit]) -> str:
+    """Say what happens next to a suspect: confirmation runs, then the watch."""
+    root = hits[-1].run.confirms or hits[-1].run.id
+    again = [r for r in docket.runs if r.confirms == root and r.outcome is Outcome.COMPLETED]
+    clean = sum(1 for r in again if not any(h.run is r for h in hits))
+    to_come = docket.policy.confirm_runs - len(again)
+    trials, wrong, _ = _record(docket, hits)
+    text = f"Next: {to_come} confirmation runs in new processes. " if to_come > 0 else ""
+    if clean:
+        text += f"{clean} of {len(again)} confirmation runs are clean; a clean retest is not an acquittal. "
+    needed = math.ceil(RULE_OF_THREE * trials / wrong)
+    return f"{text}Watched until {_spoken(docket.policy.watch)} and {needed} clean trials have passed without another."
+
+
+def _finding(rule: str, state: State, cause: Cause, message: str, evidence: Sequence[Hit] | Run) -> Finding:
+    """Make a finding that rests on one run, or on hits (oldest first)."""
+    runs = [evidence] if isinstance(evidence, Run) else [h.run for h in evidence]
+    ids = tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:]
+    return Finding(
+        rule=rule, state=state, cause=cause, message=message, probe=runs[-1].probe, repro=runs[-1].repro, runs=ids
+    )
+
+
+def _strongest(hits: Sequence[Hit]) -> Hit:
+    """Return the newest of the hits whose cause ranks first."""
+    return min(reversed(hits), key=lambda h: CAUSES.index(h.cause))
+
+
+def _reason(run: Run) -> str:
+    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
+    lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
+    if not lines:
+        return ""
+    return lines[-1 if lines[0].startswith("Traceback") else 0][:300]
+
+
+def _spoken(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size or (unit == "hours" and seconds == size):
+            return f"{seconds / size:.4g} {unit}" if seconds % size == 0 else f"{seconds // size:g} {unit}"
+    return f"{seconds:g} seconds"
+
+
+# --- Verdicts -------------------------------------------------------------------------------------------------------
+
+
+def decide(
+    device: Device,
+    runs: Sequence[Run],
+    *,
+    siblings: Mapping[str, Sequence[Run]],
+    sibling_devices: Mapping[str, Device],
+    wanted: Mapping[str, float],
+    policy: JudgePolicy,
+    now: float,
+    previous: Verdict | None,
+    drill: bool = False,
+) -> Verdict:
+    """Judge one device. Deterministic; the order of `runs` does not matter.
+
+    `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
+    device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
+    seconds. With `drill`, only drill runs of the last hour exist; without, none.
+    """
+
+    def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
+        unique = {r.id: r for r in candidates if bool(r.drill) == drill}
+        recent = (r for r in unique.values() if not drill or now - r.started <= DRILL_EXPIRY)
+        return tuple(sorted(recent, key=_time))
+
+    peers = {uuid: other for uuid, other in sibling_devices.items() if uuid != device.uuid}
+    docket = Docket(
+        device=device,
+        runs=admitted(runs),
+        peers={uuid: admitted(siblings.get(uuid, ())) for uuid in peers},
+        devices=peers,
+        wanted=wanted,
+        policy=policy,
+        now=now,
+    )
+    found = (finding for rule in RULES for finding in rule(docket))
+    findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))
+    state = findings[0].state if findings else State.HEALTHY
+    blamed = (f.cause for f in findings if f.state is state is not State.HEALTHY)
+    cause = min(blamed, key=CAUSES.index, default=Cause.NONE)
+    unchanged = previous is not None and (previous.state, previous.cause) == (state, cause)
+    since = previous.since if previous is not None and unchanged else now
+    return Verdict(
+        device=device.uuid, state=state, cause=cause, findings=findings, decided=now, since=since, drill=drill
+    )
+
+
+def freshness(policy: JudgePolicy, period: float) -> float:
+    """Return the age in seconds up to which evidence of a probe that runs every `period` seconds is fresh."""
+    return max(policy.stale_after, 3 * period)
+
+
+def worst(verdicts: Iterable[Verdict]) -> State:
+    """Return the worst state; no verdict at all is `unknown`."""
+    return max((v.state for v in verdicts), key=lambda s: s.severity, default=State.UNKNOWN)
+
+
+def exit_code(state: State) -> int:
+    """Return what `canaryd check` exits with: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."""
+    return {State.HEALTHY: 0, State.DEGRADED: 1, State.SUSPECT: 2, State.FAULTY: 2, State.UNKNOWN: 3}[state]
+
+
+def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, float]:
+    """Return, per probe, the faults per trial that its clean trials rule out at 95 % (the rule of three: about 3/n).
+
+    Exactly: the rate at which n trials would stay clean with a probability of 5 %, 1 - 0.05^(1/n). A probe with a
+    mismatch of any kind, or without a trial, is absent.
+    """
+    trials: dict[str, int] = defaultdict(int)
+    wrong = set()
+    for run in runs:
+        if bool(run.drill) == drill:
+            trials[run.probe] += run.trials
+            if run.wrong:
+                wrong.add(run.probe)
+    return {p: -math.expm1(math.log(0.05) / n) for p, n in sorted(trials.items()) if n and p not in wrong}
