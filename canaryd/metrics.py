@@ -1,0 +1,537 @@
+"""What Prometheus reads: the exposition, and the HTTP server that hands it out.
+
+`render` turns a snapshot of the evidence into bytes whenever the evidence changes; a scrape only sends prepared bytes.
+Only the classic text format is written: OpenMetrics would carry the same numbers, and `choose_encoder` of
+prometheus_client raises on an Accept header such as "application/openmetrics-text;version=x".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import logging
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
+
+log = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of what `render` and `process_metrics` return."""
+
+PLAIN_TEXT = "text/plain; charset=utf-8"
+"""Media type of the server's own short answers."""
+
+STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
+"""The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
+
+_DEVICE = ("device", "index", "model")
+_PROBE = (*_DEVICE, "probe")
+
+
+class Family(NamedTuple):
+    """One metric: its Prometheus type, its labels in the order that `_Page.add` takes them, and its HELP text."""
+
+    type: str
+    labels: tuple[str, ...]
+    help: str
+
+
+FAMILIES: Mapping[str, Family] = {
+    "canaryd_build_info": Family("gauge", ("version",), "Always 1; the labels say which canaryd runs."),
+    "canaryd_device_present": Family("gauge", _DEVICE, "1 while the device is found, 0 after it vanished."),
+    "canaryd_device_info": Family(
+        "gauge",
+        (*_DEVICE, "backend", "serial", "bus_id", "identity"),
+        "Always 1; identity is weak where the device label does not name the physical part.",
+    ),
+    "canaryd_devices_expected": Family(
+        "gauge", (), "Devices that the configuration expects; absent when it does not say."
+    ),
+    "canaryd_device_state": Family(
+        "gauge", (*_DEVICE, "state"), "1 for the state that the device is in, 0 for every other state."
+    ),
+    "canaryd_device_cause": Family(
+        "gauge", (*_DEVICE, "cause"), "1 for the cause of the state that the device is in, 0 for every other cause."
+    ),
+    "canaryd_device_verdict_timestamp_seconds": Family(
+        "gauge", _DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
+    ),
+    "canaryd_stack_info": Family(
+        "gauge",
+        (*_DEVICE, "stack", *STACK_KEYS),
+        "Always 1; the software under the newest runs, one series for each distinct stack.",
+    ),
+    "canaryd_probe_runs_total": Family(
+        "counter", (*_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
+    ),
+    "canaryd_probe_mismatches_total": Family("counter", _PROBE, "Comparisons that found a wrong bit."),
+    "canaryd_probe_trials_total": Family("counter", _PROBE, "Results of the device that were compared with a golden."),
+    "canaryd_probe_duration_seconds": Family(
+        "gauge", _PROBE, "Wall time of the newest run, the worker's start excluded."
+    ),
+    "canaryd_probe_last_success_timestamp_seconds": Family(
+        "gauge", _PROBE, "Start of the newest run that completed with every bit right, since the epoch."
+    ),
+    "canaryd_golden_fingerprint": Family(
+        "gauge", (*_PROBE, "stack"), "An integer below 2^53 that equal results on equal stacks share."
+    ),
+    "canaryd_fault_rate_upper_bound": Family(
+        "gauge", _PROBE, "Wrong results per compared result that the evidence does not rule out."
+    ),
+    "canaryd_drill_device_state": Family(
+        "gauge", (*_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
+    ),
+    "canaryd_drill_runs_total": Family("counter", _PROBE, "Runs with an injected fault; counted nowhere else."),
+    "canaryd_drill_mismatches_total": Family(
+        "counter", _PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
+    ),
+    "canaryd_store_problem": Family("gauge", (), "1 while runs cannot be stored as they should be, 0 otherwise."),
+    "canaryd_workers_abandoned_total": Family(
+        "counter", (), "Workers that survived SIGKILL and were given up, since the daemon started."
+    ),
+    "canaryd_config_last_reload_successful": Family("gauge", (), "1 if the configuration was read without problems."),
+    "canaryd_config_last_reload_success_timestamp_seconds": Family(
+        "gauge", (), "When the configuration in use was read, since the epoch."
+    ),
+}
+"""Every metric that `render` may write, in this order. docs/metrics.md repeats it; a test compares the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceView:
+    """All that is shown of one device."""
+
+    device: Device
+    present: bool
+    verdict: Verdict | None
+    """None is shown as unknown, cause undetermined."""
+    drill_verdict: Verdict | None
+    last_runs: Mapping[str, Run]
+    """Probe → its newest run, drills left out."""
+    last_success: Mapping[str, float]
+    """Probe → seconds since the epoch."""
+    fault_rate: Mapping[str, float]
+    """Probe → upper bound of wrong results per compared result."""
+    fingerprints: Mapping[tuple[str, str], int]
+    """(probe, stack id) → an integer that a float holds exactly."""
+    probes: Sequence[str] = ()
+    """Probes planned for the device. Their counters show 0 before the first run, so that `increase()` sees a first
+    mismatch; probes that any other field or counter names need not be repeated."""
+
+    def __post_init__(self) -> None:
+        where = f"view of {self.device.uuid}"
+        for key, value in self.fingerprints.items():
+            if not 0 <= value < 2**53:
+                raise ValueError(f"{where}: fingerprint {key} is {value}; wanted an integer in [0, 2^53)")
+        if any(run.drill for run in self.last_runs.values()) or (self.verdict and self.verdict.drill):
+            raise ValueError(
+                f"{where}: a drill among the real evidence; hand drills over as drill_verdict and counters"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The evidence at one moment."""
+
+    version: str
+    devices: Sequence[DeviceView]
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+    """The store's persistent counters: (name, label items) → count."""
+    store_problem: str
+    """A sentence, "" when all is well."""
+    abandoned_workers: int
+    config_reload_ok: bool
+    config_reloaded: float
+    """Seconds since the epoch."""
+    expected_devices: int | None
+
+
+class _Page(Collector):
+    """The metric families of one exposition, filled and then collected once."""
+
+    def __init__(self) -> None:
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        self._families = {name: kinds[f.type](name, f.help, labels=f.labels) for name, f in FAMILIES.items()}
+
+    def add(self, name: str, value: float, *labels: str) -> None:
+        self._families[name].add_metric([_clean(label) for label in labels], value)
+
+    def add_set(self, name: str, chosen: enum.Enum, *labels: str) -> None:
+        """Add one series for each member of the enumeration of `chosen`: 1 for `chosen`, 0 for the others."""
+        for member in type(chosen):
+            self.add(name, member is chosen, *labels, member.value)
+
+    def collect(self) -> Iterable[Metric]:
+        return [family for family in self._families.values() if family.samples]
+
+
+def render(snapshot: Snapshot) -> bytes:
+    """Write `snapshot` in the text format of Prometheus (`CONTENT_TYPE`).
+
+    A vanished device keeps only its presence and its identity; counters of devices that are not in the snapshot are
+    left out.
+    """
+    page = _Page()
+    page.add("canaryd_build_info", 1, snapshot.version)
+    page.add("canaryd_store_problem", bool(snapshot.store_problem))
+    page.add("canaryd_workers_abandoned_total", snapshot.abandoned_workers)
+    page.add("canaryd_config_last_reload_successful", snapshot.config_reload_ok)
+    page.add("canaryd_config_last_reload_success_timestamp_seconds", snapshot.config_reloaded)
+    if snapshot.expected_devices is not None:
+        page.add("canaryd_devices_expected", snapshot.expected_devices)
+    counted: dict[str, set[str]] = {}
+    for _, items in snapshot.counters:
+        of = dict(items)
+        if "probe" in of:
+            counted.setdefault(of["device"], set()).add(of["probe"])
+    for view in snapshot.devices:
+        device = view.device
+        labels = (device.uuid, str(device.index), device.model)
+        identity = "weak" if device.weak_identity else "strong"
+        page.add("canaryd_device_present", view.present, *labels)
+        page.add(
+            "canaryd_device_info",
+            1,
+            *labels,
+            device.backend,
+            device.detail.get("serial", ""),
+            device.detail.get("bus_id", ""),
+            identity,
+        )
+        if view.present:
+            probes = counted.get(device.uuid, set()).union(
+                view.probes, view.last_runs, view.last_success, view.fault_rate
+            )
+            _add_evidence(page, view, sorted(probes), snapshot.counters, labels)
+    registry = CollectorRegistry()
+    registry.register(page)
+    return generate_latest(registry)
+
+
+def _add_evidence(
+    page: _Page,
+    view: DeviceView,
+    probes: Sequence[str],
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+) -> None:
+    verdict = view.verdict
+    page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
+    page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
+    if verdict:
+        page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
+    if view.drill_verdict:
+        page.add_set("canaryd_drill_device_state", view.drill_verdict.state, *labels)
+    for stack_id, stack in sorted({run.stack_id: run.stack for run in view.last_runs.values() if run.stack}.items()):
+        page.add("canaryd_stack_info", 1, *labels, stack_id, *(stack.get(key, "") for key in STACK_KEYS))
+    for probe in probes:
+        of = {"device": view.device.uuid, "probe": probe}
+        for outcome in Outcome:
+            runs = counters.get(("probe_runs", frozenset({**of, "outcome": outcome.value}.items())), 0)
+            page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value)
+        for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
+            page.add(f"canaryd_{name}_total", counters.get((name, frozenset(of.items())), 0), *labels, probe)
+        if probe in view.last_runs:
+            page.add("canaryd_probe_duration_seconds", view.last_runs[probe].seconds, *labels, probe)
+        if probe in view.last_success:
+            page.add("canaryd_probe_last_success_timestamp_seconds", view.last_success[probe], *labels, probe)
+        if probe in view.fault_rate:
+            page.add("canaryd_fault_rate_upper_bound", view.fault_rate[probe], *labels, probe)
+    for (probe, stack_id), fingerprint in sorted(view.fingerprints.items()):
+        page.add("canaryd_golden_fingerprint", fingerprint, *labels, probe, stack_id)
+
+
+def _clean(label: str) -> str:
+    """Replace lone surrogates, which JSON can carry and UTF-8 cannot: one of them would cost the whole page."""
+    return label.encode("utf-8", "replace").decode()
+
+
+_PROCESS = CollectorRegistry()
+ProcessCollector(registry=_PROCESS)
+
+
+def process_metrics() -> bytes:
+    """Return the daemon's own `process_*` metrics as of now.
+
+    Appended to the prepared page on each scrape: reading them takes about 0.06 ms and never waits for a device.
+    """
+    return generate_latest(_PROCESS)
+
+
+Route = Callable[[str], tuple[int, str, bytes]]
+"""Takes the Accept header ("" without one); returns status, content type and body. It must not wait for anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one client may cost the others. Times in seconds."""
+
+    connections: int = 64
+    head: float = 5.0
+    """From a request's first byte to its blank line; also the silence allowed after connecting."""
+    idle: float = 30.0
+    """Silence allowed between two requests of one connection."""
+    write: float = 10.0
+    """For a whole answer."""
+    patience: float = 1.0
+    """An answer that takes longer than this loses its connection when another client needs the place."""
+
+
+_LIMITS = Limits()
+_MAX_REQUEST_LINE = 8 * 1024
+_MAX_HEAD = 32 * 1024
+
+
+class Server:
+    """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
+
+    Each connection has a thread and deadlines of its own, so that a slow or silent client holds up nobody else. When
+    all places are taken, a newcomer gets that of the client that has kept us waiting longest.
+    """
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits = _LIMITS) -> None:
+        """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
+
+        Raises `OSError` that says which address cannot be had and what to do.
+        """
+        self._listener = _Listener(host, port, routes, limits)
+        self._thread = threading.Thread(target=self._listener.serve_forever, name="canaryd-http", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port that is bound."""
+        port: int = self._listener.socket.getsockname()[1]
+        return port
+
+    @property
+    def refused(self) -> int:
+        """Connections closed unanswered so far because every place was taken."""
+        return self._listener.refused
+
+    def start(self) -> None:
+        """Begin to answer, in threads of our own."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and hang up on every client; takes up to half a second."""
+        if self._thread.is_alive():
+            self._listener.shutdown()
+            self._thread.join()
+        self._listener.server_close()
+        self._listener.hang_up()
+
+
+_ADVICE = {
+    errno.EADDRINUSE: "another process, perhaps another canaryd, listens there: stop it or choose another port",
+    errno.EADDRNOTAVAIL: "this machine does not have that address: choose one of its own",
+    errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher port",
+}
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    # ThreadingHTTPServer, minus its look-up of the host's full name, which may wait for a name server.
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits) -> None:
+        self.routes = routes
+        self.limits = limits
+        self.refused = 0
+        self._lock = threading.Lock()
+        # Connection → (is it being answered?, since when), the longest unchanged first.
+        self._places: dict[socket.socket, tuple[bool, float]] = {}
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family, _, _, _, address = found[0]
+            super().__init__((str(address[0]), port), _Connection)
+        except OSError as error:
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            advice = _ADVICE.get(error.errno or 0, "choose another address")
+            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}; {advice}") from error
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)  # out of file descriptors, the pending connection would otherwise wake us in a busy loop
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            admitted = len(self._places) < self.limits.connections or self._evict()
+            if admitted:
+                self._places[request] = (False, time.monotonic())
+            else:
+                self.refused += 1
+        if admitted:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def _evict(self) -> bool:
+        now = time.monotonic()
+        for request, (answering, since) in self._places.items():
+            if not answering or now - since > self.limits.patience:
+                del self._places[request]
+                _hang_up(request)
+                return True
+        return False
+
+    def turn(self, request: socket.socket, *, answering: bool) -> bool:
+        """Note that a connection is now being answered, or waited for; False when it has lost its place."""
+        with self._lock:
+            if self._places.pop(request, None) is None:
+                return False
+            self._places[request] = (answering, time.monotonic())
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # forgotten before it is closed: _evict must never meet a reused descriptor
+            self._places.pop(request, None)
+        super().shutdown_request(request)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            for request in self._places:
+                _hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (socketserver's signature)
+        log.error("answering %s failed", client_address, exc_info=True)  # noqa: LOG014  (called while handling)
+
+
+def _hang_up(request: socket.socket) -> None:
+    """Make the thread that reads from or writes to `request` give up at once."""
+    with contextlib.suppress(OSError):  # the client was faster
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _BadRequestError(Exception):
+    """The message is the answer to the client."""
+
+
+class _Request(NamedTuple):
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    keep_alive: bool
+
+
+def _parse(head: bytes) -> _Request:
+    first, *lines = re.split("\r?\n", head.decode("latin-1"))
+    if len(first) > _MAX_REQUEST_LINE:
+        raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
+    match = re.fullmatch(r"([!-~]+) ([!-~]+) HTTP/1\.([0-9])", first)
+    if not match:
+        raise _BadRequestError('malformed request line; wanted "GET /metrics HTTP/1.1"')
+    headers: dict[str, str] = {}
+    for line in lines:
+        field = re.fullmatch(r"([!-9;-~]+):[ \t]*(.*?)[ \t]*", line)
+        if not field:
+            raise _BadRequestError('malformed header; wanted "Name: value"')
+        name = field[1].lower()
+        headers[name] = f"{headers[name]}, {field[2]}" if name in headers else field[2]
+    # A body is never read, so what follows it could not be told from the next request.
+    body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    keep_alive = match[3] != "0" and "close" not in headers.get("connection", "").lower() and not body
+    return _Request(match[1], match[2].partition("?")[0], headers, keep_alive)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    """One client, in a thread of its own: all that waits for the client happens from `handle` on, never earlier."""
+
+    server: _Listener
+    request: socket.socket
+
+    def handle(self) -> None:
+        self._received = b""
+        patience = self.server.limits.head
+        with contextlib.suppress(OSError):  # gone, too slow, or evicted: there is nobody to tell
+            while self._exchange(patience) and self.server.turn(self.request, answering=False):
+                patience = self.server.limits.idle
+            self._linger()
+
+    def _exchange(self, patience: float) -> bool:
+        """Answer one request, waiting `patience` for it to begin; True if another may follow."""
+        request = None
+        try:
+            head = self._read_head(patience)
+            if head is None or not self.server.turn(self.request, answering=True):
+                return False
+            request = _parse(head)
+        except _BadRequestError as error:
+            status, content_type, body = 400, PLAIN_TEXT, f"bad request: {error}\n".encode()
+        else:
+            status, content_type, body = self._answer(request)
+        keep_alive = request is not None and request.keep_alive
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            f"Date: {formatdate(usegmt=True)}",
+            f"Content-Type: {content_type}",
+            f"Content-Length: {len(body)}",
+            *(["Allow: GET, HEAD"] if status == HTTPStatus.METHOD_NOT_ALLOWED else []),
+            f"Connection: {'keep-alive' if keep_alive else 'close'}",
+        ]
+        if request is not None and request.method == "HEAD":
+            body = b""
+        self.request.settimeout(self.server.limits.write)  # sendall takes it for the whole, not for each part
+        self.request.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        return keep_alive
+
+    def _answer(self, request: _Request) -> tuple[int, str, bytes]:
+        if request.method not in ("GET", "HEAD"):
+            return 405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n"
+        route = self.server.routes.get(request.path)
+        if route is None:
+            return 404, PLAIN_TEXT, f"not found: there is {', '.join(sorted(self.server.routes))}\n".encode()
+        try:
+            return route(request.headers.get("accept", ""))
+        except Exception:
+            log.exception("%s failed", request.path)
+            return 500, PLAIN_TEXT, b"internal error: see the log of canaryd\n"
+
+    def _read_head(self, patience: float) -> bytes | None:
+        """Return the next request up to its blank line; None when the client has nothing (more) to say in time."""
+        limits = self.server.limits
+        deadline = time.monotonic() + (limits.head if self._received else patience)
+        while not (end := re.search(b"\r?\n\r?\n", self._received)):
+            if len(self._received) > _MAX_REQUEST_LINE and b"\n" not in self._received:
+                raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
+            if len(self._received) > _MAX_HEAD:
+                raise _BadRequestError(f"headers longer than {_MAX_HEAD} bytes")
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            self.request.settimeout(remaining)
+            chunk = self.request.recv(8192)
+            if not chunk:
+                return None
+            if not self._received:
+                deadline = time.monotonic() + limits.head
+            self._received = (self._received + chunk).lstrip(b"\r\n")
+        head, self._received = self._received[: end.start()], self._received[end.end() :]
+        return head
+
+    def _linger(self) -> None:
+        """Say that we are done and read on for a moment: closing over unread bytes would tear up the answer."""
+        self.request.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + self.server.limits.patience
+        while (remaining := deadline - time.monotonic()) > 0:
+            self.request.settimeout(remaining)
+            if not self.request.recv(65536):
+                return
