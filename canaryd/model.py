@@ -317,6 +317,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from error
     if origin is typing.Union or origin is types.UnionType:
+        if type(data) in args:
+            return data  # an exact match first: an integer of more than 53 bits must not become a float
         for choice in args:
             try:
                 return _decode(choice, data, where)

@@ -1,0 +1,84 @@
+"""The words and their one codec."""
+
+import json
+
+import pytest
+
+from canaryd.model import Comparison, Evidence, Exactness, Outcome, Reading, Run, State, from_json, stack_id, to_json
+
+
+def a_run(**changes: object) -> Run:
+    evidence = Evidence(
+        wrong=1,
+        total=4,
+        first=(((0, 1), "0x3f800000", "0x3f800001"),),
+        bits={"0": 1},
+        zeroed=0,
+        nonfinite=0,
+        lines={"row": "0"},
+        pattern="element [0, 1]: only bit 0 (lowest of the mantissa) is flipped",
+    )
+    wrong = Comparison(
+        case="float32/dense", shape="M=2", seed=3, exactness=Exactness.UNIVERSAL, wrong_trials=1, evidence=evidence
+    )
+    facts: dict[str, object] = {
+        "id": "1-a",
+        "device": "CPU-1",
+        "probe": "exact_matmul",
+        "probe_version": 1,
+        "started": 1.5,
+        "seconds": 2.0,
+        "outcome": Outcome.COMPLETED,
+        "comparisons": (wrong,),
+        "readings": (Reading(name="trials", value=3, unit="1"),),
+    }
+    return Run(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_a_run_survives_the_codec() -> None:
+    """What goes through JSON comes back equal, enumerations, tuples and optional parts included."""
+    run = a_run()
+    assert from_json(Run, json.loads(json.dumps(to_json(run)))) == run
+
+
+@pytest.mark.parametrize("value", [2**60 + 1, 0.5, "text", True, -1])
+def test_a_reading_keeps_its_type(value: object) -> None:
+    """A value keeps its exact type: an integer of more than 53 bits does not become a float, nor a bool a number."""
+    reading = from_json(Reading, json.loads(json.dumps(to_json(Reading(name="x", value=value)))))  # type: ignore[arg-type]
+    assert reading.value == value
+    assert type(reading.value) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outcome": "fine"}, "Run.outcome: 'fine' is not one of"),
+        ({"seconds": "two"}, "Run.seconds: wanted float, got str"),
+        ({"comparisons": [{"case": 1}]}, r"Run.comparisons\[0\].case: wanted str, got int"),
+        ({"surprise": 1}, "Run: unknown field 'surprise'"),
+        ({"readings": 7}, "Run.readings: wanted a list, got int"),
+    ],
+)
+def test_what_is_not_a_run_is_refused_by_place(change: dict[str, object], message: str) -> None:
+    """A wrong shape is a `ValueError` that names the place; an unknown field is not dropped in silence."""
+    with pytest.raises(ValueError, match=message):
+        from_json(Run, {**to_json(a_run()), **change})
+
+
+def test_states_rank_from_healthy_to_faulty() -> None:
+    """The worst wins: healthy < degraded < unknown < suspect < faulty."""
+    ranks = [State.HEALTHY, State.DEGRADED, State.UNKNOWN, State.SUSPECT, State.FAULTY]
+    assert sorted(State, key=lambda s: s.severity) == ranks
+
+
+def test_equal_stacks_share_an_id() -> None:
+    """The id depends on the items and not on their order."""
+    assert stack_id({"torch": "2.13", "blas": "mkl"}) == stack_id({"blas": "mkl", "torch": "2.13"})
+    assert stack_id({"torch": "2.13"}) != stack_id({"torch": "2.12"})
+
+
+def test_a_run_counts_device_results_only() -> None:
+    """`trials` counts results of the device; `wrong` lists comparisons with a wrong bit."""
+    run = a_run()
+    assert run.trials == 1
+    assert run.wrong == run.comparisons
