@@ -1,0 +1,690 @@
+"""Starts workers, asks them, bounds every wait and says what became of them. Never hangs on what it started.
+
+A worker is one process in a session of its own: standard input carries requests, a pipe of its own (or, behind
+`worker.command`, standard output) carries the answers, and the rest of what it prints is kept as a bounded tail. One
+thread owns a `Series`; only `Series.kill` may be called from another.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from canaryd.model import Comparison, Device, Outcome, Reading, Run, Skipped, from_json, to_json
+from canaryd.probe import Absent, ProbeSpec
+
+CHATTER = 65_536
+"""Bytes kept of what a worker prints."""
+MAX_LINE = 16 * 1024 * 1024
+"""Bytes in one line of the protocol beyond which it is garbled."""
+MAX_RUN = 64 * 1024 * 1024
+"""Bytes of protocol in one run beyond which it is garbled."""
+MAX_SHIPPED = 64 * 1024 * 1024
+"""Bytes of one probe directory that are sent through `worker.command`."""
+DETAIL = 4096
+"""Bytes of what a lost worker printed that become part of its run."""
+TICK = 0.1
+"""Longest sleep, in seconds, between two looks at the worker's process."""
+AFTERLIFE = 1.0
+"""Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
+
+INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "native": {},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+}
+"""Execution path of a CPU → environment that makes torch take it; "" and "native" leave the choice to the libraries."""
+STRICT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
+"""Environment of every worker: libraries read these only when they start, so a probe cannot set them."""
+SCRUBBED = (
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
+)
+"""Environment that no worker inherits: it changes numbers behind the back of the one who started canaryd."""
+
+PACKAGE = Path(__file__).resolve().parent
+ENTRY = "canaryd/worker/__main__.py"
+# Runs behind `worker.command`, where nothing of canaryd exists: unpacks it, runs it, removes it whatever became of it.
+BOOTSTRAP = """
+import sys
+sys.path = [p for p in sys.path if p]
+if sys.version_info < (3, 10):
+    sys.exit("canaryd: the worker needs Python 3.10 or newer; %s is %s" % (sys.executable, sys.version.split()[0]))
+import base64, json, os, signal, subprocess, tempfile
+signal.signal(signal.SIGTERM, lambda *_: None)
+pipe = open(0, "rb", buffering=0, closefd=False)
+size, packed = int(pipe.readline()), b""
+while len(packed) < size:
+    packed += pipe.read(size - len(packed)) or sys.exit("canaryd: standard input ended early")
+head = json.loads(packed)
+env = {k: v for k, v in os.environ.items() if k not in head["unset"]}
+env.update(head["set"])
+with tempfile.TemporaryDirectory(prefix="canaryd-") as tree:
+    for name, content in head["files"].items():
+        path = os.path.join(tree, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(content))
+    fd = os.dup(1)
+    os.dup2(2, 1)
+    argv = [sys.executable, os.path.join(tree, head["entry"]), "--fd", str(fd), "--nonce", head["nonce"]]
+    code = subprocess.call(argv, env=env, pass_fds=[fd])
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+FACTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Skipped, Absent)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """How to start a worker."""
+
+    python: str = sys.executable
+    """Interpreter of the stack under test; Python 3.10 or newer."""
+    command: tuple[str, ...] = ()
+    """Instead of `python`: a command that ends in an interpreter elsewhere, e.g. docker exec -i vllm python3."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set last, above everything that canaryd sets or removes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What to run, and on what."""
+
+    probe_path: Path
+    spec: ProbeSpec
+    device: Device
+    level: str
+    seed: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    cases: tuple[str, ...] = ()
+    """Only these cases; empty for all."""
+    drill: str = ""
+    confirms: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a worker's interpreter has to offer."""
+
+    python: str = ""
+    """Its version; "" where it could not be started."""
+    torch: str | None = None
+    """torch's version."""
+    torch_reason: str = ""
+    """Why there is no torch, or why nothing could be found out."""
+    devices: tuple[Device, ...] = ()
+    stack: Mapping[str, str] = field(default_factory=dict)
+    probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
+    """Probe file → its spec, or what is wrong with it."""
+
+
+def new_run_id(now: float) -> str:
+    """Return an id that sorts by `now` (seconds since the epoch) and never repeats."""
+    return f"{int(now * 1000):012x}-{secrets.token_hex(3)}"
+
+
+def abandoned() -> int:
+    """Return how many workers this process has given up because they survived SIGKILL."""
+    return _abandoned.count
+
+
+class _Abandoned:
+    """Workers in uninterruptible sleep: counted, and reaped without waiting should they ever wake."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self.count += 1
+            self._processes.append(process)
+
+    def reap(self) -> None:
+        with self._lock:
+            self._processes = [process for process in self._processes if process.poll() is None]
+
+
+_abandoned = _Abandoned()
+
+
+class _LostError(Exception):
+    """The worker is of no more use; says which outcome that is, and why."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.reason = reason
+
+
+class _Worker:
+    """One process and its pipes. No method blocks for longer than its arguments say."""
+
+    def __init__(self, spec: WorkerSpec, instruction_set: str) -> None:
+        _abandoned.reap()
+        self.python = ""
+        self.chatter = bytearray()
+        self._remote = bool(spec.command)
+        self._nonce = secrets.token_hex(8)
+        self._messages: deque[dict[str, Any]] = deque()
+        self._received = 0
+        self._line = bytearray()
+        self._outgoing = bytearray()
+        self._shipped: dict[Path, str] = {}
+        self._protocol_ended: float | None = None
+        self._reaped = False
+        self._lock = threading.RLock()  # a signal handler may call kill() in the very thread that holds it
+        self._oom_kills = _oom_kills()
+        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **spec.env}
+        if self._remote:
+            self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
+            protocol, chatter = _pipe(self._process.stdout), _pipe(self._process.stderr)
+            head = {"set": setting, "unset": SCRUBBED, "entry": ENTRY, "nonce": self._nonce, "files": _own_files()}
+            packed = json.dumps(head).encode()
+            self._outgoing += f"{len(packed)}\n".encode() + packed
+        else:
+            ours, theirs = os.pipe()
+            protocol = os.fdopen(ours, "rb", buffering=0)
+            argv = [spec.python, str(PACKAGE.parent / ENTRY), "--fd", str(theirs), "--nonce", self._nonce]
+            env = {name: value for name, value in os.environ.items() if name not in SCRUBBED} | setting
+            try:
+                self._process = _spawn(argv, stderr=subprocess.STDOUT, env=env, pass_fds=(theirs,))
+            except OSError:
+                protocol.close()
+                raise
+            finally:
+                os.close(theirs)
+            chatter = _pipe(self._process.stdout)
+        self._stdin = _pipe(self._process.stdin)
+        os.set_blocking(self._stdin.fileno(), False)
+        self._pipes = (self._stdin, protocol, chatter)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(protocol, selectors.EVENT_READ, self._read_protocol)
+        self._selector.register(chatter, selectors.EVENT_READ, self._read_chatter)
+        self._write_later()
+
+    def begin(self) -> None:
+        """Forget what was printed and received so far: a new run starts."""
+        self.chatter.clear()
+        self._received = 0
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queue one request; it is written while waiting for the answer."""
+        self._outgoing += json.dumps(message, default=str).encode() + b"\n"
+        self._write_later()
+
+    def place(self, path: Path) -> str:
+        """Return the name under which the worker finds a probe's file, sending its directory along if need be."""
+        path = path.resolve()
+        if not self._remote:
+            return str(path)
+        if path.parent not in self._shipped:
+            into = f"probes/{len(self._shipped)}"
+            try:
+                self.send({"op": "unpack", "files": _pack(path.parent, into)})
+            except OSError as error:
+                raise _LostError(Outcome.ERRORED, f"{path.parent} cannot be sent to worker.command: {error}") from error
+            self._shipped[path.parent] = into
+        return f"{self._shipped[path.parent]}/{path.name}"
+
+    def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
+        """Return the next message; raise `_LostError` when there will be none, or none before `deadline`."""
+        while not self._messages:
+            if reason := stopped():
+                raise _LostError(Outcome.ERRORED, f"stopped: {reason}")
+            now = time.monotonic()
+            if now >= deadline:
+                raise _LostError(Outcome.TIMED_OUT, "the worker did not answer before its deadline and was killed")
+            if self.exited():
+                self._drain()
+                if not self._messages:
+                    raise self._death()
+            elif self._protocol_ended is not None and now > self._protocol_ended + AFTERLIFE:
+                raise _LostError(Outcome.GARBLED, "the worker closed its end of the protocol without an answer")
+            else:
+                self._pump(min(TICK if self._protocol_ended is None else 0.01, deadline - now))
+        return self._messages.popleft()
+
+    def exited(self) -> bool:
+        """Tell whether the process has ended, without reaping it: until then its process group's id stays its own."""
+        if self._reaped:
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # SIGCHLD is ignored in this process: the kernel reaps by itself
+            return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker and its children."""
+        with self._lock:
+            if not self._reaped:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, number)
+
+    def end(self, *, ask: Callable[[], None] | None, grace: float) -> bool:
+        """End the whole process group; return False where the worker was abandoned.
+
+        `ask` asks for it politely; SIGKILL follows when the worker is gone or `grace` seconds are over.
+        """
+        if ask is not None:
+            ask()
+            self._await_exit(grace)
+        self.signal(signal.SIGKILL)
+        gone = self._await_exit(AFTERLIFE)
+        with self._lock:
+            if gone:
+                self.signal(signal.SIGKILL)  # children that were born meanwhile
+                self._process.wait()
+            else:
+                _abandoned.add(self._process)
+            self._reaped = True
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+        return gone
+
+    def hang_up(self) -> None:
+        """Close standard input, which a worker takes as its end."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._stdin)
+        self._stdin.close()
+
+    def _await_exit(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self.exited():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with contextlib.suppress(_LostError):  # nonsense no longer matters
+                self._pump(min(0.01, left))  # its last words must not block it
+        with contextlib.suppress(_LostError):
+            self._drain()
+        return True
+
+    def _drain(self) -> None:
+        """Read what a dead worker left in the pipes; bounded, for its children may still be writing."""
+        for _ in range(64):
+            self._pump(0.0)
+
+    def _pump(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            key.data()
+
+    def _write_later(self) -> None:
+        if self._outgoing and self._stdin not in self._selector.get_map():
+            self._selector.register(self._stdin, selectors.EVENT_WRITE, self._write)
+
+    def _write(self) -> None:
+        try:
+            del self._outgoing[: os.write(self._stdin.fileno(), self._outgoing[:CHATTER])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()  # its exit tells the story
+        if not self._outgoing:
+            self._selector.unregister(self._stdin)
+
+    def _keep(self, data: bytes) -> None:
+        self.chatter += data
+        del self.chatter[:-CHATTER]
+
+    def _read_chatter(self) -> None:
+        chatter = self._pipes[2]
+        data = os.read(chatter.fileno(), CHATTER)
+        if not data:
+            self._selector.unregister(chatter)
+        self._keep(data)
+
+    def _read_protocol(self) -> None:
+        protocol = self._pipes[1]
+        data = os.read(protocol.fileno(), CHATTER)
+        if not data:
+            self._selector.unregister(protocol)
+            self._protocol_ended = time.monotonic()
+            return
+        try:
+            self._split(data)
+        except _LostError:
+            self._line.clear()
+            self._selector.unregister(protocol)  # nothing after nonsense is read, let alone kept
+            raise
+
+    def _split(self, data: bytes) -> None:
+        self._received += len(data)
+        self._line += data
+        if b"\n" in data:
+            *lines, self._line = self._line.split(b"\n")
+            for line in lines:
+                self._take(bytes(line))
+        if len(self._line) > MAX_LINE or self._received > MAX_RUN:
+            raise _LostError(Outcome.GARBLED, f"the worker sent {self._received} bytes, too many to be facts")
+
+    def _take(self, line: bytes) -> None:
+        if not line:
+            return
+        nonce, _, body = line.partition(b" ")
+        if nonce != self._nonce.encode():
+            if not self._remote:
+                raise _LostError(Outcome.GARBLED, f"on the protocol's descriptor stood {line[:80]!r}")
+            self._keep(line + b"\n")  # what the command itself prints
+            return
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}: {error}") from error
+        if not isinstance(message, dict):
+            raise _LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}, not an object")
+        self._messages.append(message)
+
+    def _death(self) -> _LostError:
+        with self._lock:
+            self.signal(signal.SIGKILL)  # its children first, while the group's id cannot have passed to strangers
+            code = self._process.wait()
+            self._reaped = True
+        number = -code if code < 0 else code - 128 if self._remote and code > 128 else 0
+        try:
+            how = f"was killed by {signal.Signals(number).name}"
+        except ValueError:
+            return _LostError(Outcome.CRASHED, f"the worker exited with status {code} before it answered")
+        if number == signal.SIGKILL:
+            now = _oom_kills()
+            if now > self._oom_kills:
+                why = f"the kernel's count of out-of-memory kills rose from {self._oom_kills} to {now}"
+                return _LostError(Outcome.OUT_OF_MEMORY, f"the worker {how}, and {why}")
+            how += ", not by canaryd: by hand, or by an out-of-memory killer that this machine does not count"
+        return _LostError(Outcome.CRASHED, f"the worker {how}")
+
+
+class Series:
+    """Runs on one device that share a worker, so that its start is paid for once.
+
+    After anything but a completed or a skipped run the next one gets a fresh worker: a failed run may leave a device's
+    context or the process itself poisoned.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        instruction_set: str = "",
+        grace: float = 2.0,
+        on_progress: Callable[[float, str], None] | None = None,
+    ) -> None:
+        """`grace`: seconds between SIGTERM and SIGKILL. Raises `ValueError` for an unknown instruction set."""
+        if instruction_set not in INSTRUCTION_SETS:
+            known = ", ".join(filter(None, INSTRUCTION_SETS))
+            raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
+        self.workers_started = 0
+        self._spec = spec
+        self._instruction_set = instruction_set
+        self._grace = grace
+        self._on_progress = on_progress
+        self._worker: _Worker | None = None
+        self._stopped = ""
+
+    def __enter__(self) -> Series:  # noqa: PYI034 - typing.Self came with Python 3.11
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self, paths: Sequence[Path], timeout: float = 60.0) -> Description:
+        """Ask for the interpreter, the devices and the specs of the probes at `paths`.
+
+        Never raises for what a worker does. `timeout` is the patience, in seconds, for each single answer. A probe that
+        takes the worker down is described by that, and the others are asked for again.
+        """
+        probes: dict[Path, ProbeSpec | str] = {}
+        python = ""
+        while True:
+            waiting = [path for path in paths if path not in probes]
+            try:
+                worker = self._ready(time.monotonic() + timeout)
+                python = worker.python
+                worker.send({"op": "describe", "probes": [worker.place(path) for path in waiting]})
+                while True:
+                    message = worker.receive(time.monotonic() + timeout, self._why_stopped)
+                    with _decoding(message):
+                        if message["kind"] == "described":
+                            return Description(
+                                python=python,
+                                torch=message["torch"],
+                                torch_reason=message["torch_reason"] or "",
+                                devices=from_json(tuple[Device, ...], message["devices"]),
+                                stack=message["stack"],
+                                probes=probes,
+                            )
+                        if message["kind"] == "probe":
+                            error = message["error"]
+                            probes[waiting.pop(0)] = error or from_json(ProbeSpec, message["spec"])
+            except _LostError as lost:
+                _, reason = self._discard(lost)
+                if waiting and python and not self._stopped:
+                    probes[waiting[0]] = reason
+                    continue
+                return Description(python=python, torch_reason=reason, probes=probes | dict.fromkeys(waiting, reason))
+
+    def run(self, request: RunRequest, timeout: float) -> Run:
+        """Run one probe and return what became of it, at the latest `timeout` + grace + 1 seconds from now.
+
+        Never raises for anything that a worker does. Facts that arrived before a worker was lost are part of the run.
+        """
+        started, deadline = time.time(), time.monotonic() + timeout
+        run = new_run_id(started)
+        facts: dict[str, list[Any]] = {name: [] for name in FACTS}
+        answer: _Answer | None = None
+        begun = None
+        try:
+            worker = self._ready(deadline)
+            begun = time.monotonic()
+            worker.send(
+                {
+                    "op": "run",
+                    "id": run,
+                    "probe": worker.place(request.probe_path),
+                    "device": to_json(request.device),
+                    "level": request.level,
+                    "seed": request.seed,
+                    "budget": request.spec.budget[request.level],
+                    "settings": to_json(request.settings),
+                    "cases": request.cases,
+                    "drill": request.drill,
+                    "instruction_set": self._instruction_set,
+                    "timeout": deadline - begun + self._grace,
+                }
+            )
+            while answer is None:
+                message = worker.receive(deadline, self._why_stopped)
+                progress = None
+                with _decoding(message):
+                    if message.pop("id") != run:
+                        continue  # the last words of a thread that an earlier probe left behind
+                    kind = message.pop("kind")
+                    if kind == "progress":
+                        progress = (float(message["fraction"]), str(message["text"]))
+                    elif kind == "fact":
+                        facts[message["type"]].append(from_json(FACTS[message["type"]], message["value"]))
+                    elif kind == "result":
+                        answer = from_json(_Answer, message)
+                    else:
+                        raise ValueError(f"unknown kind {kind!r}")
+                if progress is not None and self._on_progress is not None:
+                    self._on_progress(*progress)
+            if answer.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
+                self.close()
+        except _LostError as lost:
+            seconds = time.monotonic() - begun if begun is not None else 0.0
+            outcome, detail = self._discard(lost)
+            answer = _Answer(outcome=outcome, seconds=seconds, detail=detail)
+        return Run(
+            id=run,
+            device=request.device.uuid,
+            probe=request.spec.name,
+            probe_version=request.spec.version,
+            started=started,
+            seconds=answer.seconds,
+            outcome=answer.outcome,
+            level=request.level,
+            seed=request.seed,
+            instruction_set=self._instruction_set,
+            readings=tuple(facts["Reading"]),
+            comparisons=tuple(facts["Comparison"]),
+            skipped=tuple(facts["Skipped"]),
+            absent={fact.name: fact.reason for fact in facts["Absent"]} | dict(answer.absent),
+            stack=answer.stack,
+            environment=answer.environment,
+            detail=answer.detail,
+            repro=self._repro(request),
+            drill=request.drill,
+            confirms=request.confirms,
+        )
+
+    def close(self) -> None:
+        """End the worker, politely first; waits at most grace + 1 seconds."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end(ask=worker.hang_up, grace=self._grace)
+
+    def kill(self, reason: str = "canaryd is shutting down") -> None:
+        """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
+        self._stopped = reason
+        worker = self._worker
+        if worker is not None:
+            worker.signal(signal.SIGKILL)
+
+    def _why_stopped(self) -> str:
+        return self._stopped
+
+    def _ready(self, deadline: float) -> _Worker:
+        if self._stopped:
+            raise _LostError(Outcome.ERRORED, f"stopped: {self._stopped}")
+        if self._worker is not None and self._worker.exited():
+            self.close()
+        if self._worker is not None:
+            self._worker.begin()
+            return self._worker
+        where = "worker.command" if self._spec.command else f"worker.python ({self._spec.python})"
+        try:
+            self._worker = _Worker(self._spec, self._instruction_set)
+        except OSError as error:
+            raise _LostError(Outcome.ERRORED, f"{where} cannot be started: {error}") from error
+        self.workers_started += 1
+        try:
+            message = self._worker.receive(deadline, self._why_stopped)
+        except _LostError as lost:
+            if lost.outcome is not Outcome.CRASHED:
+                raise
+            raise _LostError(Outcome.ERRORED, f"{where} does not run the worker: {lost.reason}") from lost
+        with _decoding(message):
+            self._worker.python = str(message["python"])
+        return self._worker
+
+    def _discard(self, lost: _LostError) -> tuple[Outcome, str]:
+        worker, self._worker = self._worker, None
+        outcome, reason = lost.outcome, lost.reason
+        if worker is None:
+            return outcome, reason
+        # Only a worker that overran is asked first: SIGTERM makes it print where it hangs.
+        ask = functools.partial(worker.signal, signal.SIGTERM) if outcome is Outcome.TIMED_OUT else None
+        if not worker.end(ask=ask, grace=self._grace):
+            outcome = Outcome.UNKILLABLE
+            reason += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
+        printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
+        return outcome, f"{reason}\nlast output:\n{printed}" if printed else reason
+
+    def _repro(self, request: RunRequest) -> str:
+        words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
+        for case in request.cases:
+            words += ["--case", case]
+        words += ["--seed", str(request.seed), "--level", request.level]
+        if self._instruction_set:
+            words += ["--instruction-set", self._instruction_set]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    outcome: Outcome
+    seconds: float
+    detail: str = ""
+    stack: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _decoding(message: Mapping[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error} in {str(message)[:200]}"
+        raise _LostError(Outcome.GARBLED, f"the worker sent what is not the protocol: {said}") from error
+
+
+def _spawn(
+    argv: Sequence[str], *, stderr: int, env: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        bufsize=0,
+        start_new_session=True,
+        env=env,
+        pass_fds=pass_fds,
+    )
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def _own_files() -> dict[str, str]:
+    paths = [*(PACKAGE / name for name in ("__init__.py", "model.py", "probe.py")), *(PACKAGE / "worker").glob("*.py")]
+    paths += (PACKAGE / "worker").glob("*.json")
+    return {str(path.relative_to(PACKAGE.parent)): base64.b64encode(path.read_bytes()).decode() for path in paths}
+
+
+def _pack(directory: Path, into: str) -> dict[str, str]:
+    """Return the files of a probe directory, its data included, as name below `into` → base64."""
+    files, size = {}, 0
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
+            size += path.stat().st_size
+            if size > MAX_SHIPPED:
+                raise OSError(f"its files exceed {MAX_SHIPPED} bytes; keep probes in a directory of their own")
+            files[f"{into}/{name}"] = base64.b64encode(path.read_bytes()).decode()
+    return files
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

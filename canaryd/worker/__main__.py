@@ -1,0 +1,55 @@
+"""The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
+
+It makes `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable from the files beside it, and nothing else
+of ours: what lies under a probe is the serving stack's own environment. Then it hands over to `canaryd.worker.runner`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+OPEN = ("canaryd.model", "canaryd.probe", "canaryd.worker")
+"""What a probe may import of canaryd; of the last one, everything below it too."""
+
+
+class Fence:
+    """Refuses the daemon's modules, so that no probe grows roots in them."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Raise `ModuleNotFoundError` for a module of the daemon; leave every other name to the usual finders."""
+        del path, target
+        if name.startswith("canaryd.") and name not in OPEN and not name.startswith("canaryd.worker."):
+            raise ModuleNotFoundError(
+                f"{name} belongs to the daemon; a probe imports canaryd.probe and canaryd.worker.* only", name=name
+            )
+
+
+def main() -> None:
+    """Prepare the interpreter and serve requests until standard input ends."""
+    if sys.version_info < (3, 10):  # noqa: UP036 - somebody else's interpreter decides, not our own metadata
+        sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor that the protocol is written to")
+    parser.add_argument("--nonce", required=True, help="word that starts each line of the protocol")
+    arguments = parser.parse_args()
+    here = Path(__file__).resolve().parent
+    sys.path = [p for p in sys.path if p and Path(p).resolve() != here]  # our file names must not shadow anybody's
+    sys.dont_write_bytecode = True  # a health check leaves nothing behind in a probe's directory
+    sys.meta_path.insert(0, Fence())
+    spec = importlib.util.spec_from_file_location("canaryd", here.parent / "__init__.py")
+    if spec is None or spec.loader is None:
+        sys.exit(f"canaryd: {here.parent} is not canaryd's package; reinstall canaryd")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["canaryd"] = package
+    spec.loader.exec_module(package)
+    importlib.import_module("canaryd.worker.runner").serve(arguments.fd, arguments.nonce)
+
+
+if __name__ == "__main__":
+    main()

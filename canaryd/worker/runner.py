@@ -1,0 +1,229 @@
+"""Runs probes on request: JSON lines in on standard input, JSON lines out on the protocol's file descriptor.
+
+Requests and answers are described in docs/architecture.md. Facts travel as they are yielded, so that what a probe has
+measured survives its crash. The end of standard input ends the process at once, so that neither a killed daemon nor a
+killed `docker exec` leaves an orphan.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from canaryd.model import Comparison, Device, Outcome, Reading, Skipped, from_json, to_json
+from canaryd.probe import Absent, Context, ProbeSpec, Skip
+
+GRACE = 5.0
+"""Seconds past the supervisor's own deadline after which a worker ends itself, whatever holds the interpreter lock."""
+PROGRESS_PERIOD = 0.1
+"""Seconds between two progress lines; a probe may report as often as it likes."""
+DETAIL = 16_384
+"""Characters kept of a traceback, from its end."""
+FACTS = (Reading, Comparison, Skipped, Absent)
+MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+"""What backends say in a plain `RuntimeError` when memory ran out."""
+
+
+def serve(protocol: int, nonce: str) -> None:
+    """Answer requests on standard input, one after the other, until it ends."""
+    # Only this file talks to the supervisor: a probe's input() and its children get neither of the pipes.
+    requests = os.dup(0)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path to compute with
+        os.dup2(nothing.fileno(), 0)
+    os.set_inheritable(protocol, False)
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # SIGTERM prints where the probe hangs, even inside a C call that holds the interpreter lock, and then ends it.
+    faulthandler.register(signal.SIGTERM, chain=True)
+    # No core dumps, they fill disks: 1 byte stops files and, unlike 0, the pipe to a dump collector too (see core(5)).
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, inbox), name="canaryd-requests", daemon=True).start()
+    Runner(protocol, nonce).serve(inbox)
+
+
+def _listen(requests: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    with open(requests, "rb") as pipe:
+        for line in pipe:
+            inbox.put(json.loads(line))
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # the probe's children go too
+    os._exit(0)
+
+
+class Runner:
+    """Loads probes and turns what they do into answers."""
+
+    def __init__(self, protocol: int, nonce: str) -> None:
+        self._protocol = protocol
+        self._nonce = nonce.encode()
+        self._lock = threading.Lock()
+        self._modules: dict[Path, ModuleType] = {}
+        self._root = Path(__file__).resolve().parents[2]
+
+    def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+        """Handle requests for ever; `_listen` ends the process."""
+        operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
+            "describe": self.describe,
+            "run": self.run,
+            "unpack": self.unpack,
+        }
+        self._send(kind="ready", python=platform.python_version())
+        while True:
+            request = inbox.get()
+            operations[request["op"]](request)
+
+    def unpack(self, request: dict[str, Any]) -> None:
+        """Write files that another machine's supervisor sent below this tree."""
+        for name, content in request["files"].items():
+            path = self._root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
+
+    def describe(self, request: dict[str, Any]) -> None:
+        """Answer with each probe's spec or what is wrong with it, then with the devices and the software found."""
+        for path in request["probes"]:
+            try:
+                spec, error = to_json(self._load(path).SPEC), None
+            except BaseException as caught:  # noqa: BLE001 - whatever a probe's file does is its own problem
+                spec, error = None, _last_line(caught)
+            self._send(kind="probe", path=path, spec=spec, error=error)
+        try:
+            devices, stack, torch, reason = importlib.import_module("canaryd.worker.devices").discover()
+        except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
+            devices, stack, torch, reason = [], {}, None, f"the devices could not be listed: {_last_line(caught)}"
+        self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
+
+    def run(self, request: dict[str, Any]) -> None:
+        """Run one probe; send its facts as they come and then the result."""
+        run = request["id"]
+        device = from_json(Device, request["device"])
+        seconds, numeric, detail = 0.0, False, ""
+        faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
+        try:
+            probe = self._load(request["probe"])
+            numeric = probe.SPEC.numeric
+            context = Context(
+                device=device,
+                level=request["level"],
+                seed=request["seed"],
+                budget=request["budget"],
+                settings=request["settings"],
+                cases=tuple(request["cases"]),
+                drill=request["drill"],
+                progress=self._progress(run),
+            )
+            begun = time.monotonic()
+            try:
+                for fact in probe.run(context):
+                    self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
+            finally:
+                seconds = time.monotonic() - begun
+            outcome = Outcome.COMPLETED
+        except Skip as skip:
+            outcome, detail = Outcome.SKIPPED, str(skip)
+        except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
+            outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
+            traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
+            detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
+        surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
+        faulthandler.cancel_dump_traceback_later()
+        self._send(kind="result", id=run, outcome=outcome.value, seconds=seconds, detail=detail, **surroundings)
+
+    def _load(self, name: str) -> ModuleType:
+        path = self._root / name  # an absolute name stays itself
+        if path not in self._modules:
+            spec = importlib.util.spec_from_file_location(f"canaryd_probe_{path.stem}", path)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{path}: a probe is a file that ends in .py")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+            spec.loader.exec_module(module)
+            if not isinstance(getattr(module, "SPEC", None), ProbeSpec):
+                found = type(module.SPEC).__name__ if hasattr(module, "SPEC") else "missing"
+                raise TypeError(f"{path}: SPEC is {found}; write SPEC = ProbeSpec(…) at module level")
+            if not callable(getattr(module, "run", None)):
+                raise TypeError(f"{path}: no function run; write def run(ctx): … that yields facts")
+            self._modules[path] = module
+        return self._modules[path]
+
+    def _progress(self, run: str) -> Callable[[float, str], None]:
+        latest = float("-inf")
+
+        def progress(fraction: float, text: str) -> None:
+            nonlocal latest
+            now = time.monotonic()
+            if now - latest >= PROGRESS_PERIOD:
+                latest = now
+                self._send(kind="progress", id=run, fraction=min(1.0, max(0.0, float(fraction))), text=str(text)[:200])
+
+        return progress
+
+    def _send(self, **message: Any) -> None:
+        body = json.dumps(message, allow_nan=False).encode()
+        # The newline in front ends whatever a probe may have left unfinished on the same descriptor.
+        data = memoryview(b"\n" + self._nonce + b" " + body + b"\n")
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._protocol, data) :]
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"canaryd: the worker lost its protocol pipe: {error}\n".encode())
+                os._exit(1)
+
+
+def _plain(fact: Any) -> Any:
+    """Return a fact as JSON data; raise `TypeError` or `ValueError` naming the type where it is not one."""
+    if type(fact) not in FACTS:
+        wanted = ", ".join(kind.__name__ for kind in FACTS)
+        raise TypeError(f"the probe yielded {type(fact).__name__}; it may yield {wanted}")
+    data = to_json(fact)
+    try:
+        from_json(type(fact), json.loads(json.dumps(data, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the probe yielded a {type(fact).__name__} that is not plain data: {error}; "
+            "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
+        ) from error
+    return data
+
+
+def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
+    """Return "stack" and "environment", or why there are none in "absent"."""
+    try:
+        devices = importlib.import_module("canaryd.worker.devices")
+        return {"stack": devices.stack(device, instruction_set), "environment": devices.environment()}
+    except BaseException as error:  # noqa: BLE001 - a run is delivered whatever else fails
+        return {"absent": {"stack": _last_line(error)}}
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in MEMORY_TEXTS)
+
+
+def _last_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)).strip()[-DETAIL:]

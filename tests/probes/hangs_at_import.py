@@ -1,0 +1,5 @@
+"""Never finishes its import."""
+
+import time
+
+time.sleep(600)

@@ -1,0 +1,3 @@
+"""Cannot be imported."""
+
+raise ImportError("no module named unobtainium")
