@@ -35,6 +35,7 @@ from canaryd.schema import (
     setting,
 )
 
+STATE_DIRECTORY = Path("/var/lib/canaryd")
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
 MAX_FILE_BYTES = 1 << 20
@@ -194,13 +195,19 @@ _FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1}
 
 
 def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
-    """Return where runs are kept: /var/lib/canaryd for root and for users without a home, else the state directory."""
+    """Return where runs are kept: /var/lib/canaryd for root, for users without a home, and for all once it is there.
+
+    A command that a person runs beside the daemon then meets the daemon's locks and history; where it may not write, it
+    runs unrecorded and says so.
+    """
+    if STATE_DIRECTORY.exists():
+        return STATE_DIRECTORY
     state, home = environ.get("XDG_STATE_HOME", ""), environ.get("HOME", "")
     if uid != 0 and state.startswith("/"):  # the XDG specification tells to ignore a relative one
         return Path(state, "canaryd")
     if uid != 0 and home.startswith("/"):
         return Path(home, ".local/state/canaryd")
-    return Path("/var/lib/canaryd")
+    return STATE_DIRECTORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +295,9 @@ class ScheduleConfig:
 class JudgePolicy:
     """The judge's numbers; durations are in seconds."""
 
-    stale_after: float = setting(_DURATION, '"2h"', "A device whose newest evidence is older than this is unknown.")
+    stale_after: float = setting(
+        _DURATION, '"2h"', "A device whose newest evidence is older than this, and than three periods, is unknown."
+    )
     confirm_runs: int = setting(
         _whole(1, 100), "3", "A mismatch is confirmed when this many new processes all repeat it."
     )
@@ -325,7 +334,7 @@ class DevicesConfig:
     expected: int | None = setting(
         _whole(0, 1024),
         "null",
-        "How many devices should be found; fewer is a finding. Default: not watched.",
+        "How many devices should be found; exported for an alarm. Default: not exported.",
         sample="8",
     )
 

@@ -474,7 +474,9 @@ def golden_disagreement(docket: Docket) -> Iterator[Finding]:
 
 def confirmed(docket: Docket) -> Iterator[Finding]:
     """The charges repeat: faulty, whatever the cause; the cause decides only what to do about it."""
-    part = f"for the RMA: canaryd report {docket.device.name}"
+    part = (
+        f"for the RMA, the evidence is in the runs named here and in canaryd check --device {docket.device.name} --json"
+    )
     if docket.device.weak_identity:
         part = "its identity names no physical part, so give this to whoever runs the machine"
     todo = {

@@ -26,7 +26,7 @@ class Outcome(str, enum.Enum):
     SKIPPED = "skipped"
     """The probe could not apply here and said why (no torch, no such kernel); nothing was measured."""
     ERRORED = "errored"
-    """The probe raised an exception."""
+    """The probe raised an exception, or no worker could be started for it."""
     CRASHED = "crashed"
     """The worker died (signal, abort, unexpected exit) before it answered."""
     TIMED_OUT = "timed_out"

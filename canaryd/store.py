@@ -367,19 +367,23 @@ class Store:
 
     @contextlib.contextmanager
     def lock(
-        self, device_uuid: str, timeout: float = 0, on_wait: Callable[[str], None] | None = None
+        self,
+        device_uuid: str,
+        timeout: float = 0,
+        on_wait: Callable[[str], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """Hold a device alone among all processes that share the state directory.
 
-        Waits up to `timeout` seconds; `on_wait` is told once who holds it. Raises `Busy`, which names the holder. The
-        kernel releases the lock of a process that dies. Where lock files cannot exist, the device is used unlocked and
-        `problems` says so.
+        Waits up to `timeout` seconds, or until `stopped`; `on_wait` is told once who holds it. Raises `Busy`, which
+        names the holder. The kernel releases the lock of a process that dies. Where lock files cannot exist, the device
+        is used unlocked and `problems` says so.
         """
         path = self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
         with contextlib.ExitStack() as held:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_flock(path, timeout, on_wait))
+                held.enter_context(_flock(path, timeout, on_wait, stopped))
             except Busy:
                 raise
             except OSError as error:
@@ -674,22 +678,30 @@ def _add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _flock(path: Path, timeout: float, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+def _flock(
+    path: Path,
+    timeout: float,
+    on_wait: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """Hold the file `path`, which names its holder, alone. Raises `Busy`, or `OSError` where there can be no lock."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except PermissionError:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
     try:
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 holder = os.pread(fd, 4096, 0).decode("utf-8", "replace") or "a process that left no name"
-                if time.monotonic() >= deadline:
-                    raise Busy(f"{path}: still held after {timeout:g} s by {holder}; wait for it or stop it") from error
+                waited = time.monotonic() - begun
+                if waited >= timeout or stopped():
+                    raise Busy(
+                        f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
+                    ) from error
                 if on_wait:
                     on_wait(holder)
                     on_wait = None

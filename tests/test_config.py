@@ -318,8 +318,10 @@ def test_permission(tmp_path):
         (1000, {}, "/var/lib/canaryd"),
     ],
 )
-def test_default_state_dir(uid, environ, wanted):
+def test_default_state_dir(uid, environ, wanted, monkeypatch):
     """Root keeps state in /var/lib, people in their state directory, users without a home in /var/lib."""
+    monkeypatch.setattr("canaryd.config.STATE_DIRECTORY", Path("/var/lib/canaryd-that-is-not-there"))
+    wanted = wanted.replace("/var/lib/canaryd", "/var/lib/canaryd-that-is-not-there")
     assert default_state_dir(uid, environ) == Path(wanted)
 
 
@@ -404,3 +406,9 @@ def test_license_is_apache_2():
     assert text.strip().startswith("Apache License\n")
     assert text.rstrip().endswith("limitations under the License.")
     assert "Copyright [yyyy] [name of copyright owner]" in text
+
+
+def test_everybody_shares_the_system_state_directory_once_it_exists(tmp_path, monkeypatch):
+    """A person's command beside the daemon uses the daemon's directory, with its locks and history."""
+    monkeypatch.setattr("canaryd.config.STATE_DIRECTORY", tmp_path)
+    assert default_state_dir(1000, {"HOME": "/home/a"}) == tmp_path

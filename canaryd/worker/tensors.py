@@ -1,0 +1,270 @@
+"""The one door to torch: formats, switches, placement on cores, and what the stack under test is made of.
+
+Everything else of the worker takes `torch` from here. Where torch cannot be imported the module still loads, so that
+the catalogue can be described; `need_torch` then ends a numeric probe with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.probe import Skip
+
+torch: Any = None
+why_no_torch = ""
+try:
+    import torch  # type: ignore[no-redef]
+    import torch.nn.attention  # type: ignore[no-redef]
+except Exception as error:  # noqa: BLE001  a broken installation raises anything: OSError, KeyError, RuntimeError
+    why_no_torch = f"{sys.executable} cannot import torch: {type(error).__name__}: {error}"
+
+
+def need_torch() -> None:
+    """Raise `Skip` with the reason and the remedy when torch is not there."""
+    if torch is None:
+        raise Skip(f"{why_no_torch}. Point worker.python at an interpreter that has torch 2.4 or newer")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format: what a significand of `bits` bits with normal exponents `emin`…`emax` can hold."""
+
+    name: str
+    bits: int
+    """Significand bits, the implicit one included."""
+    emin: int
+    """Smallest exponent of a normal number: 2**emin is normal."""
+    emax: int
+    """Every integer below 2**bits times 2**e is finite as long as its top bit is at or below 2**emax."""
+
+    @property
+    def dtype(self) -> Any:
+        """The torch dtype that carries the format."""
+        return torch.float32 if self.name == "tfloat32" else getattr(torch, self.name)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        # IEEE 754-2019 table 3.5; bfloat16 and tfloat32: NVIDIA PTX ISA, "Alternate Floating-Point Data Formats";
+        # FP8: OCP 8-bit Floating Point Specification 1.0. E4M3's topmost significand at 2**8 is NaN, hence emax 7.
+        Format("float64", 53, -1022, 1023),
+        Format("float32", 24, -126, 127),
+        Format("tfloat32", 11, -126, 127),
+        Format("bfloat16", 8, -126, 127),
+        Format("float16", 11, -14, 15),
+        Format("float8_e4m3fn", 4, -6, 7),
+        Format("float8_e5m2", 3, -14, 15),
+    )
+}
+
+_INTEGER_OF_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def bits(tensor: Any) -> Any:
+    """View a tensor's raw bits as integers of the same width (no copy); NaN and signed zeros become plain values."""
+    return tensor.view(getattr(torch, _INTEGER_OF_WIDTH[tensor.element_size()]))
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Compare two contiguous tensors bit for bit on their own device; reads eight bytes at a time where it can."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"compared {a.dtype}{tuple(a.shape)} with {b.dtype}{tuple(b.shape)}; wanted equal kinds")
+    if a.device.type == "cpu" and a.nbytes % 8 == 0 and a.is_contiguous() and b.is_contiguous():
+        a, b = a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)
+    else:
+        a, b = bits(a), bits(b)
+    return bool(torch.equal(a, b))
+
+
+def host_same_bits(a: Any, b: Any) -> bool:
+    """Compare two host tensors with the C library's memcmp: a path that shares nothing with torch's comparison."""
+    a, b = a.contiguous(), b.contiguous()
+    if a.nbytes != b.nbytes:
+        return False
+    memcmp = ctypes.CDLL(None).memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return bool(memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
+
+
+def torch_device(device: Device) -> Any:
+    """Return the torch device of a `Device`, found by its uuid: its index may have moved since it was discovered.
+
+    Raises `Skip` when no such device is visible now. ROCm answers to the name "cuda" in torch.
+    """
+    kind = "cuda" if device.backend == "rocm" else device.backend
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, _index_now(kind, device.uuid, device.index))
+
+
+@functools.lru_cache(maxsize=64)
+def _index_now(kind: str, uuid: str, index: int) -> int:
+    module = getattr(torch, kind)
+    if not module.is_available():
+        raise Skip(f"{uuid} is not visible: torch finds no {kind} device")
+    if kind == "mps":
+        return index
+    for now in range(module.device_count()):
+        found = str(getattr(module.get_device_properties(now), "uuid", ""))
+        if not found and now == index:
+            return index  # a device that gives no uuid is known by its place alone
+        if found and uuid.endswith(found.removeprefix("GPU-")):
+            return now
+    raise Skip(f"{uuid} is not visible: none of the {module.device_count()} {kind} devices has that uuid")
+
+
+def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+    """Copy host tensors into new allocations on the device, strides kept (a transposed operand stays transposed)."""
+    target = torch_device(device)
+    # clone() first: on the CPU `to` would hand back the same memory, and a fresh upload must be fresh.
+    return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
+
+
+_REFUSALS = re.compile(
+    r"not (yet )?(implemented|supported)|unsupported|not_supported|no viable backend|must be|should be|expected",
+    re.IGNORECASE,
+)
+_FAILURES = re.compile(
+    r"(cuda|hip|cudnn|nccl|device-side).{0,20}(error|assert)|out of memory|\becc\b|illegal",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Tell a kernel that does not take a problem from one that failed on it: only the first may be skipped.
+
+    What is not plainly a refusal counts as a failure, for a broken device says unforeseen things.
+    """
+    if isinstance(error, NotImplementedError):
+        return True
+    return bool(_REFUSALS.search(str(error))) and not _FAILURES.search(str(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Switches: what may change the bits of a result is set by the probe, recorded, and put back.
+
+
+def _switch_table() -> list[tuple[str, Any, str, Any]]:
+    matmul = torch.backends.cuda.matmul
+    return [
+        ("cuda.matmul.allow_tf32", matmul, "allow_tf32", False),
+        ("cuda.matmul.allow_fp16_reduced_precision_reduction", matmul, "allow_fp16_reduced_precision_reduction", False),
+        ("cuda.matmul.allow_bf16_reduced_precision_reduction", matmul, "allow_bf16_reduced_precision_reduction", False),
+        ("cuda.matmul.allow_fp16_accumulation", matmul, "allow_fp16_accumulation", False),
+        ("cudnn.allow_tf32", torch.backends.cudnn, "allow_tf32", False),
+        ("cudnn.benchmark", torch.backends.cudnn, "benchmark", False),
+        ("cudnn.deterministic", torch.backends.cudnn, "deterministic", True),
+    ]
+
+
+@contextlib.contextmanager
+def strict_switches() -> Iterator[dict[str, str]]:
+    """Set every switch that may change a result's bits to its exact position; yield what was set; put all back.
+
+    A switch that this torch does not have is recorded as "absent". Float32 products of the CPU are held at "highest",
+    so that no library rounds operands to bfloat16 or TF32 behind the probe's back.
+    """
+    record: dict[str, str] = {}
+    restore: list[tuple[Any, str, Any]] = []
+    precision = torch.get_float32_matmul_precision()
+    # use_deterministic_algorithms() sets the same and imports torch's compiler besides: a second that no probe needs.
+    deterministic = torch.get_deterministic_debug_mode()
+    torch.set_float32_matmul_precision("highest")
+    record["float32_matmul_precision"] = "highest"
+    try:
+        for name, owner, attribute, value in _switch_table():
+            try:
+                before = getattr(owner, attribute)
+                setattr(owner, attribute, value)
+            except (AttributeError, RuntimeError):
+                record[name] = "absent"
+                continue
+            restore.append((owner, attribute, before))
+            record[name] = str(value)
+        torch.set_deterministic_debug_mode("error")
+        record["deterministic_algorithms"] = "True"
+        record["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
+        yield record
+    finally:
+        torch.set_deterministic_debug_mode(deterministic)
+        for owner, attribute, before in reversed(restore):
+            setattr(owner, attribute, before)
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """Let float32 products round their operands to TF32 (11 significant bits), for the `tfloat32` classes only."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Placement: which core of a CPU does the work.
+
+
+def visible_cores() -> tuple[int, ...]:
+    """Return the host cores this process may use, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+@functools.lru_cache(maxsize=1)
+def can_pin() -> bool:
+    """Return whether this process may choose its core: no on macOS, and not under a filter of system calls."""
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Do the block's torch work in this thread alone, pinned to `core`; None leaves all threads free.
+
+    With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. Where the
+    core cannot be chosen (`can_pin`) the work still runs on one thread, on a core that the system chose.
+    """
+    if core is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    cores = visible_cores()
+    torch.set_num_threads(1)
+    try:
+        if can_pin():
+            os.sched_setaffinity(0, {core})
+        yield
+    finally:
+        # Affinity goes back first: threads of the pool inherit it from this thread when they are made again.
+        if can_pin():
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+def synchronize(device: Device) -> None:
+    """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
+    kind = torch_device(device).type
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def as_text(record: dict[str, str]) -> str:
+    """One canonical line for a record of switches, for a Reading."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))

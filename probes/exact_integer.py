@@ -1,0 +1,52 @@
+"""Integer and index operations: gather, embedding, scatter, sort, cumulative sum, modulo, routing to experts.
+
+Stresses: integer units, address arithmetic, atomics, and the memory paths of indexed reads and writes. In real
+incidents a wrong scatter or a wrong modulo was the first symptom, long before any product was off.
+
+Cannot see: floating-point units (exact_matmul does), addresses beyond the memory that these sizes touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canaryd.probe import Context, Device, Fact, ProbeSpec
+from canaryd.worker.exact import Case, verify_all
+from canaryd.worker.indexing import OPERATIONS, build
+from canaryd.worker.tensors import need_torch
+
+SPEC = ProbeSpec(
+    name="exact_integer",
+    summary="integer and index operations with one right answer",
+    budget={"quick": 1.0, "standard": 8.0, "deep": 60.0},
+    every_instruction_set=True,
+    order=5,
+)
+
+ELEMENTS = {"quick": 8_192, "standard": 1 << 17, "deep": 1 << 20}
+GOLDEN = Path(__file__).parent / "golden" / "exact_integer.json"
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Verify every operation once on fixed operands and then on fresh ones."""
+    need_torch()
+    known = ctx.device.backend == "cpu"
+    fresh = [_case(name, ELEMENTS[ctx.level], known) for name in OPERATIONS]
+    yield from verify_all(ctx, fresh, fixed_cases(ctx.device), GOLDEN)
+
+
+def fixed_cases(device: Device) -> list[Case]:
+    """Return every fixed case; their digests are shipped."""
+    return [_case(name, 1024, device.backend == "cpu", is_fixed=True) for name in OPERATIONS]
+
+
+def _case(name: str, n: int, known: bool, *, is_fixed: bool = False) -> Case:
+    kind = "fixed" if is_fixed else "fresh"
+    return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), partial(_compute, name), known, fixed=is_fixed)
+
+
+def _compute(name: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001  results are always new
+    return OPERATIONS[name][1](*operands).contiguous()

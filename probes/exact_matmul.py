@@ -1,0 +1,178 @@
+"""Matrix products with one right answer, in every format the device multiplies.
+
+Stresses: the matrix units (tensor cores, AMX, AVX-512/AVX2 FMA), the vector units behind float32 and float64, the
+operands' way through memory and caches. Each case runs verified: result and golden are compared bit for bit where they
+lie, every time.
+
+Cannot see: faults that need full load or a temperature this run did not reach; kernels that serving uses and torch's
+matmul does not choose; errors rarer than the rate that the run's report rules out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
+from canaryd.worker.content import CONTENTS, Product, build, build_int8
+from canaryd.worker.devices import int8_pairs_saturate
+from canaryd.worker.exact import Accumulator, Case, accumulator, asked_sizes, verify_all
+from canaryd.worker.sizes import Sizes, measure_speed
+from canaryd.worker.tensors import FORMATS, need_torch, tf32_allowed, torch, torch_device
+
+SPEC = ProbeSpec(
+    name="exact_matmul",
+    summary="matrix products with one right answer, in every format",
+    budget={"quick": 4.0, "standard": 30.0, "deep": 240.0},
+    every_instruction_set=True,
+    order=10,
+)
+
+# (operand format, result format): float32 results of narrow operands show the accumulator unrounded.
+FORMAT_PAIRS = (
+    ("float64", "float64"), ("float32", "float32"), ("tfloat32", "float32"),
+    ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
+    ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
+)  # fmt: skip
+KINDS = ("square", "prefill", "decode", "batched")
+LAYOUTS = ("nn", "nt", "tn", "tt")
+INT8_CONTENTS = ("narrow", "wide")
+GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Verify fixed cases, then fresh ones: every format with every content; shapes and layouts in rotation."""
+    need_torch()
+    fixed: list[Case] = []
+    fresh: list[Case] = []
+    pairs = 0
+    for source, target in FORMAT_PAIRS:
+        label = _label(source, target)
+        room = accumulator(ctx.device, source)
+        refusal = unsupported(ctx, source, target)
+        if refusal:
+            yield Skipped(case=label, reason=refusal)
+            continue
+        speed = measure_speed(ctx.device, partial(_compute, source, target), FORMATS[source], FORMATS[target])
+        yield Reading(name=f"speed_{label}", value=speed, unit="flops per second")
+        for content in CONTENTS:
+            fixed.append(_fixed(ctx.device, source, target, content))
+            for kind, layout in _variants(ctx, pairs, source):
+                sizes = _sizes(ctx, speed, kind, f"{label}/{content}/{kind}/{layout}")
+                fresh.append(_case(source, target, label, content, kind, layout, room, sizes))
+            pairs += 1
+    yield from _int8(ctx, fixed, fresh)
+    yield from verify_all(ctx, fresh, fixed, GOLDEN)
+
+
+def fixed_cases(device: Device) -> list[Case]:
+    """Return every fixed case of `device`, formats that it cannot run included; their digests are shipped."""
+    products = [_fixed(device, source, target, content) for source, target in FORMAT_PAIRS for content in CONTENTS]
+    return products + [_int8_case(device, content, "fixed", (96, 80, 256)) for content in INT8_CONTENTS]
+
+
+def _sizes(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
+    """Return M, N, K and batch: those of a full name that was asked for, or what the budget and the speed allow."""
+    asked = asked_sizes(ctx, name)
+    if len(asked) in (3, 4):
+        M, N, K = asked[-3:]
+        return M, N, K, asked[0] if len(asked) == 4 else 0
+    return Sizes(ctx.level, speed).of(kind, name, ctx.seed)
+
+
+def _label(source: str, target: str) -> str:
+    return source if source == target else f"{source}>{target}"
+
+
+def _fixed(device: Device, source: str, target: str, content: str) -> Case:
+    room, label = accumulator(device, source), _label(source, target)
+    return _case(source, target, label, content, "square", "nt", room, (96, 80, 256, 0), is_fixed=True)
+
+
+def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
+    """Choose shape kinds and layouts: one in rotation at quick, every kind at standard, every pair at deep."""
+    layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
+    kinds = ("square", "prefill", "decode") if source.startswith("float8") else KINDS
+    turn += ctx.seed
+    if ctx.level == "deep" or ctx.cases:
+        return [(k, la) for k in kinds for la in layouts]
+    if ctx.level == "standard":
+        return [(k, layouts[(turn + i) % len(layouts)]) for i, k in enumerate(kinds)]
+    return [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
+
+
+def _case(
+    source: str,
+    target: str,
+    label: str,
+    content: str,
+    kind: str,
+    layout: str,
+    room: Accumulator,
+    sizes: tuple[int, int, int, int],
+    *,
+    is_fixed: bool = False,
+) -> Case:
+    M, N, K, batch = sizes
+    product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
+    kind = f"fixed{room.bits}" if is_fixed else kind
+    name = f"{label}/{content}/{kind}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
+    work = 2.0 * M * N * K * max(1, batch)
+    return Case(
+        name, partial(build, product), partial(_compute, source, target), room.characterised, work, fixed=is_fixed
+    )
+
+
+def _compute(source: str, target: str, operands: tuple[Any, ...], out: Any) -> Any:
+    a, b = operands
+    if source.startswith("float8"):
+        one = torch.ones((), device=a.device)
+        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=FORMATS[target].dtype)  # noqa: SLF001
+    if source == "tfloat32":
+        with tf32_allowed():
+            return torch.matmul(a, b)
+    if source != target:
+        return torch.mm(a, b, out_dtype=FORMATS[target].dtype)
+    return torch.matmul(a, b, out=out) if out is not None else torch.matmul(a, b)
+
+
+def unsupported(ctx: Context, source: str, target: str) -> str:
+    """Return why this device cannot multiply these formats, or "" after it has done so once on a tiny product."""
+    if source == "tfloat32" and ctx.device.backend != "cuda":
+        return "TF32 is a format of NVIDIA's tensor cores"
+    product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
+    try:
+        operands = tuple(t.to(torch_device(ctx.device)) for t in build(product, 1).operands)
+        _compute(source, target, operands, None)
+    except Exception as error:  # noqa: BLE001  a backend refuses with anything; what it said is the reason
+        return f"this torch on {ctx.device.backend} refuses it: {str(error).splitlines()[0][:120]}"
+    return ""
+
+
+def _int8(ctx: Context, fixed: list[Case], fresh: list[Case]) -> Iterator[Fact]:
+    """Add int8 products with int32 results through `torch._int_mm`, where the device has them."""
+    for content in INT8_CONTENTS:
+        label = f"int8>int32/{content}"
+        if content == "wide" and ctx.device.backend == "cpu" and (why := int8_pairs_saturate()):
+            yield Skipped(case=label, reason=why)
+            continue
+        for kind, sizes in (
+            ("fixed", (96, 80, 256)),
+            ("fresh", (256, 512, 1024) if ctx.level != "quick" else (64, 256, 512)),
+        ):
+            case = _int8_case(ctx.device, content, kind, sizes)
+            (fixed if case.fixed else fresh).append(case)
+
+
+def _int8_case(device: Device, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
+    M, N, K = sizes
+    return Case(
+        f"int8>int32/{content}/{kind}/nt@{M}x{N}x{K}",
+        partial(build_int8, content, M, N, K, "nt"),
+        lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
+        accumulator(device, "float64").characterised,
+        2.0 * M * N * K,
+        fixed=kind == "fixed",
+    )

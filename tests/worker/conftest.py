@@ -1,0 +1,37 @@
+"""What the tests of the numeric worker share: the script that recomputes goldens, and the probes loaded by path."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PROBES = Path(__file__).resolve().parents[2] / "probes"
+
+
+@pytest.fixture(scope="session")
+def maker():
+    """The module `probes/golden/make.py`: plain-integer arithmetic that shares nothing with the builders."""
+    spec = importlib.util.spec_from_file_location("canaryd_golden_make", PROBES / "golden" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def probes(maker):
+    """The three exact probes as modules, by name."""
+    return {name: maker.load(name) for name in maker.PROBES}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Build in one thread: the problems are tiny, and on a busy machine a pool of threads costs five times the work."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
