@@ -17,8 +17,8 @@ from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
 from canaryd.worker.attention import CONTENTS, MASKS, Attention, build
-from canaryd.worker.exact import Case, accumulator, verify_all
-from canaryd.worker.tensors import FORMATS, need_torch, torch, torch_device
+from canaryd.worker.exact import Case, accumulator, refusal, verify_all
+from canaryd.worker.tensors import FORMATS, need_torch, torch
 
 SPEC = ProbeSpec(
     name="exact_attention",
@@ -53,11 +53,10 @@ def run(ctx: Context) -> Iterator[Fact]:
     turn = ctx.seed
     for kernel in KERNELS:
         for name in FORMAT_NAMES:
-            refusal = refuses(ctx, kernel, name, "none", grouped=False)
-            if refusal:
-                yield Skipped(case=f"{kernel.lower()}/{name}", reason=refusal)
+            if why := refuses(ctx.device, kernel, name, "none", grouped=False):
+                yield Skipped(case=f"{kernel.lower()}/{name}", reason=why)
                 continue
-            refused = {(m, g): refuses(ctx, kernel, name, m, grouped=g) for m in MASKS for g in (False, True)}
+            refused = {(m, g): refuses(ctx.device, kernel, name, m, grouped=g) for m in MASKS for g in (False, True)}
             for (mask, grouped), why in refused.items():
                 if why:
                     yield Skipped(case=f"{kernel.lower()}/{name}/{mask}{'/grouped' if grouped else ''}", reason=why)
@@ -67,7 +66,7 @@ def run(ctx: Context) -> Iterator[Fact]:
                 for kind, mask in _variants(ctx, turn):
                     sizes = SIZES[ctx.level][kind]
                     if not refused[mask, sizes[1] != sizes[2]]:
-                        fresh.append(_case(ctx.device, kernel, name, content, mask, kind, sizes))
+                        fresh.append(attention_case(ctx.device, kernel, name, content, mask, kind, sizes))
     yield from verify_all(ctx, fresh, fixed, GOLDEN)
 
 
@@ -77,7 +76,7 @@ def fixed_cases(device: Device) -> list[Case]:
 
 
 def _fixed(device: Device, kernel: str, form: str, content: str) -> Case:
-    return _case(device, kernel, form, content, "none", "fixed", (1, 2, 2, 32, 64, 64))
+    return attention_case(device, kernel, form, content, "none", "fixed", (1, 2, 2, 32, 64, 64))
 
 
 def _variants(ctx: Context, turn: int) -> list[tuple[str, str]]:
@@ -89,7 +88,10 @@ def _variants(ctx: Context, turn: int) -> list[tuple[str, str]]:
     return [(kinds[turn % len(kinds)], MASKS[turn // len(kinds) % len(MASKS)])]
 
 
-def _case(device: Device, kernel: str, form: str, content: str, mask: str, kind: str, sizes: tuple[int, ...]) -> Case:
+def attention_case(
+    device: Device, kernel: str, form: str, content: str, mask: str, kind: str, sizes: tuple[int, ...]
+) -> Case:
+    """Return one attention problem as a case; `sizes` are B, H, G, L, S and D; kind "fixed" has a fixed seed."""
     B, H, G, L, S, D = sizes
     spec = Attention(content, FORMATS[form], mask, B, H, G, L, S, D)
     name = f"{form}/{content}/{kind}/{kernel.lower()}/{mask}@{B}x{H}x{G}x{L}x{S}x{D}"
@@ -110,13 +112,8 @@ def _compute(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any
     return result.contiguous()
 
 
-def refuses(ctx: Context, kernel: str, form: str, mask: str, *, grouped: bool) -> str:
+def refuses(device: Device, kernel: str, form: str, mask: str, *, grouped: bool) -> str:
     """Return why this kernel does not take this kind of problem here, or "" after it has solved a tiny one."""
     heads = (4, 2) if grouped else (2, 2)
     problem = build(Attention("onehot", FORMATS[form], mask, 1, *heads, 16, 32, 64), 1)
-    operands = tuple(t.to(torch_device(ctx.device)) for t in problem.operands)
-    try:
-        _compute(kernel, mask, operands, None)
-    except Exception as error:  # noqa: BLE001  a backend refuses with anything; what it said is the reason
-        return f"this torch on {ctx.device.backend} refuses it: {str(error).splitlines()[0][:120]}"
-    return ""
+    return refusal(device, problem, partial(_compute, kernel, mask))

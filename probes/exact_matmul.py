@@ -18,9 +18,9 @@ from typing import Any
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
 from canaryd.worker.content import CONTENTS, Product, build, build_int8
 from canaryd.worker.devices import int8_pairs_saturate
-from canaryd.worker.exact import Accumulator, Case, accumulator, asked_sizes, verify_all
-from canaryd.worker.sizes import Sizes, measure_speed
-from canaryd.worker.tensors import FORMATS, need_torch, tf32_allowed, torch, torch_device
+from canaryd.worker.exact import Case, accumulator, refusal, verify_all
+from canaryd.worker.sizes import choose, measure_speed
+from canaryd.worker.tensors import FORMATS, need_torch, tf32_allowed, torch
 
 SPEC = ProbeSpec(
     name="exact_matmul",
@@ -50,18 +50,16 @@ def run(ctx: Context) -> Iterator[Fact]:
     pairs = 0
     for source, target in FORMAT_PAIRS:
         label = _label(source, target)
-        room = accumulator(ctx.device, source)
-        refusal = unsupported(ctx, source, target)
-        if refusal:
-            yield Skipped(case=label, reason=refusal)
+        if why := unsupported(ctx.device, source, target):
+            yield Skipped(case=label, reason=why)
             continue
         speed = measure_speed(ctx.device, partial(_compute, source, target), FORMATS[source], FORMATS[target])
         yield Reading(name=f"speed_{label}", value=speed, unit="flops per second")
         for content in CONTENTS:
             fixed.append(_fixed(ctx.device, source, target, content))
             for kind, layout in _variants(ctx, pairs, source):
-                sizes = _sizes(ctx, speed, kind, f"{label}/{content}/{kind}/{layout}")
-                fresh.append(_case(source, target, label, content, kind, layout, room, sizes))
+                sizes = choose(ctx, speed, kind, f"{label}/{content}/{kind}/{layout}")
+                fresh.append(product_case(ctx.device, source, target, content, kind, layout, sizes))
             pairs += 1
     yield from _int8(ctx, fixed, fresh)
     yield from verify_all(ctx, fresh, fixed, GOLDEN)
@@ -73,22 +71,12 @@ def fixed_cases(device: Device) -> list[Case]:
     return products + [_int8_case(device, content, "fixed", (96, 80, 256)) for content in INT8_CONTENTS]
 
 
-def _sizes(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
-    """Return M, N, K and batch: those of a full name that was asked for, or what the budget and the speed allow."""
-    asked = asked_sizes(ctx, name)
-    if len(asked) in (3, 4):
-        M, N, K = asked[-3:]
-        return M, N, K, asked[0] if len(asked) == 4 else 0
-    return Sizes(ctx.level, speed).of(kind, name, ctx.seed)
-
-
 def _label(source: str, target: str) -> str:
     return source if source == target else f"{source}>{target}"
 
 
 def _fixed(device: Device, source: str, target: str, content: str) -> Case:
-    room, label = accumulator(device, source), _label(source, target)
-    return _case(source, target, label, content, "square", "nt", room, (96, 80, 256, 0), is_fixed=True)
+    return product_case(device, source, target, content, "fixed", "nt", (96, 80, 256, 0))
 
 
 def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
@@ -103,26 +91,17 @@ def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
     return [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 
-def _case(
-    source: str,
-    target: str,
-    label: str,
-    content: str,
-    kind: str,
-    layout: str,
-    room: Accumulator,
-    sizes: tuple[int, int, int, int],
-    *,
-    is_fixed: bool = False,
+def product_case(
+    device: Device, source: str, target: str, content: str, kind: str, layout: str, sizes: tuple[int, int, int, int]
 ) -> Case:
+    """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
     M, N, K, batch = sizes
+    room = accumulator(device, source)
     product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
-    kind = f"fixed{room.bits}" if is_fixed else kind
-    name = f"{label}/{content}/{kind}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
-    work = 2.0 * M * N * K * max(1, batch)
-    return Case(
-        name, partial(build, product), partial(_compute, source, target), room.characterised, work, fixed=is_fixed
-    )
+    where = f"fixed{room.bits}" if kind == "fixed" else kind
+    name = f"{_label(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
+    compute = partial(_compute, source, target)
+    return Case(name, partial(build, product), compute, room.characterised, fixed=kind == "fixed")
 
 
 def _compute(source: str, target: str, operands: tuple[Any, ...], out: Any) -> Any:
@@ -138,32 +117,23 @@ def _compute(source: str, target: str, operands: tuple[Any, ...], out: Any) -> A
     return torch.matmul(a, b, out=out) if out is not None else torch.matmul(a, b)
 
 
-def unsupported(ctx: Context, source: str, target: str) -> str:
+def unsupported(device: Device, source: str, target: str) -> str:
     """Return why this device cannot multiply these formats, or "" after it has done so once on a tiny product."""
-    if source == "tfloat32" and ctx.device.backend != "cuda":
+    if source == "tfloat32" and device.backend != "cuda":
         return "TF32 is a format of NVIDIA's tensor cores"
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
-    try:
-        operands = tuple(t.to(torch_device(ctx.device)) for t in build(product, 1).operands)
-        _compute(source, target, operands, None)
-    except Exception as error:  # noqa: BLE001  a backend refuses with anything; what it said is the reason
-        return f"this torch on {ctx.device.backend} refuses it: {str(error).splitlines()[0][:120]}"
-    return ""
+    return refusal(device, build(product, 1), partial(_compute, source, target))
 
 
 def _int8(ctx: Context, fixed: list[Case], fresh: list[Case]) -> Iterator[Fact]:
     """Add int8 products with int32 results through `torch._int_mm`, where the device has them."""
+    fresh_sizes = (64, 256, 512) if ctx.level == "quick" else (256, 512, 1024)
     for content in INT8_CONTENTS:
-        label = f"int8>int32/{content}"
         if content == "wide" and ctx.device.backend == "cpu" and (why := int8_pairs_saturate()):
-            yield Skipped(case=label, reason=why)
+            yield Skipped(case=f"int8>int32/{content}", reason=why)
             continue
-        for kind, sizes in (
-            ("fixed", (96, 80, 256)),
-            ("fresh", (256, 512, 1024) if ctx.level != "quick" else (64, 256, 512)),
-        ):
-            case = _int8_case(ctx.device, content, kind, sizes)
-            (fixed if case.fixed else fresh).append(case)
+        fixed.append(_int8_case(ctx.device, content, "fixed", (96, 80, 256)))
+        fresh.append(_int8_case(ctx.device, content, "fresh", fresh_sizes))
 
 
 def _int8_case(device: Device, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
@@ -173,6 +143,5 @@ def _int8_case(device: Device, content: str, kind: str, sizes: tuple[int, int, i
         partial(build_int8, content, M, N, K, "nt"),
         lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
         accumulator(device, "float64").characterised,
-        2.0 * M * N * K,
         fixed=kind == "fixed",
     )

@@ -6,7 +6,6 @@ A probe names its cases and how to compute them; `verify` does the rest and yiel
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +38,8 @@ FRESH_UPLOADS = 3
 """Fresh uploads tried at once after a mismatch, in the same process."""
 WRONG_ENOUGH = 3
 """Wrong results after which an upload is not repeated further."""
+SAID = 90
+"""Characters kept of what a backend says when it refuses a problem."""
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
 BURST_BYTES = 64 << 20
@@ -89,8 +90,6 @@ class Case:
     compute: Callable[[tuple[Any, ...], Any], Any]
     """(operands on the device, a result to reuse or None) → result, contiguous."""
     characterised: bool = True
-    work: float = 0.0
-    """Floating-point operations of one result, for the throughput reading; 0 where that means nothing."""
     struck: int = 0
     """Which operand an injected operand fault strikes: one in which every bit reaches the result."""
     fixed: bool = False
@@ -104,16 +103,19 @@ def chosen(ctx: Context, name: str) -> bool:
     )
 
 
-def asked_sizes(ctx: Context, stable: str) -> tuple[int, ...]:
-    """Return the sizes in a full name that was asked for, e.g. (64, 48, 256) of "stable@64x48x256"; () if none was.
+def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
+    """Return why the device does not take this kind of problem, or "" after it has computed this one.
 
-    A confirmation must meet the same operands whatever speed the device shows this time.
+    Anything else that goes wrong is raised: a failing device must not pass for a kernel that is not there.
     """
-    for want in ctx.cases:
-        name, _, sizes = want.partition("@")
-        if name == stable and re.fullmatch(r"\d+(x\d+)+", sizes):
-            return tuple(int(size) for size in sizes.split("x"))
-    return ()
+    try:
+        compute(upload(problem.operands, device), None)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        said = (str(error).splitlines() or ["no reason given"])[0]
+        return f"this torch on {device.backend} refuses it: {said if len(said) <= SAID else said[:SAID] + '…'}"
+    return ""
 
 
 def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
@@ -303,6 +305,14 @@ def _agree(results: list[Any], golden: Any) -> list[bool]:
     return [not differs for differs in torch.stack([(bits(r) != raw).any() for r in results]).tolist()]
 
 
+def _spoil(results: list[Any]) -> None:
+    """Overwrite results once they are compared: the next ones may land in this memory, and a kernel that writes
+    nothing must not find it right already.
+    """  # noqa: D205  the sentence needs two lines
+    for result in results:
+        bits(result).fill_(-1 if result.element_size() > 1 else 255)
+
+
 def _measure(
     session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
 ) -> tuple[Comparison, Comparison | None]:
@@ -345,9 +355,7 @@ def _measure(
                         found = _evidence(problem.golden, result)
             if wrong >= WRONG_ENOUGH or ctx.clock() - started >= seconds:
                 break
-            for result in results:
-                # The next result may land in this memory: a kernel that writes nothing must not find it right already.
-                bits(result).fill_(-1 if result.element_size() > 1 else 255)
+            _spoil(results)
     session.trials += trials
     session.elements += trials * golden.numel()
     comparison = Comparison(
@@ -375,6 +383,3 @@ def _evidence(golden: Any, result: Any) -> Evidence:
     if host_same_bits(observed, golden):
         return evidence.collect_nothing(golden, "the device saw a difference that the host's copy does not show")
     return evidence.collect(golden, observed)
-
-
-__all__ = ["FIXED_SEED", "Accumulator", "Case", "accumulator", "asked_sizes", "case_seed", "chosen", "verify_all"]

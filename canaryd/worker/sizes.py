@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from canaryd.model import Device
+from canaryd.probe import Context
 from canaryd.worker.content import Product, build
 from canaryd.worker.integers import below
 from canaryd.worker.tensors import Format, synchronize, torch_device
@@ -36,26 +37,28 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
     return 2.0 * n**3 / best
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Chooses M, N, K and batch for a kind of shape, at a level and a measured speed (operations per second)."""
+def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
+    """Return M, N, K and batch (0 for none) of the case called `name`, for a measured speed in operations per second.
 
-    level: str
-    speed: float
-
-    def of(self, kind: str, name: str, seed: int) -> tuple[int, int, int, int]:
-        """Return (M, N, K, batch; 0 for none); sizes vary with the seed and need not be multiples of a tile."""
-        side = (self.speed * SECONDS[self.level] / 2.0) ** (1 / 3)
-        n = int(min(max(side, 48), LARGEST[self.level]))
-        # Sixteenths keep FP8 and int8 kernels willing; every other format also meets ragged edges.
-        ragged = 0 if name.startswith("float8") else int(below(seed, f"ragged {name}", (1,), 16))
-        n = max(48, n // 16 * 16)
-        rows = (1, 2, 3, 4, 7, 8, 13, 16, 31, 32)
-        m = 16 if name.startswith("float8") else rows[int(below(seed, f"rows {name}", (1,), len(rows)))]
-        if kind == "square":
-            return n - ragged, n - ragged, n - ragged, 0
-        if kind == "prefill":
-            return max(32, n // 32 * 16) - ragged, n * 2 - ragged, n, 0
-        if kind == "decode":
-            return m, n * 2 - ragged, n * 2, 0
-        return max(16, n // 2) - ragged, max(16, n // 2), max(16, n // 2), 4
+    A full name that was asked for, "name@64x48x256", brings its own sizes: a confirmation must meet the same operands
+    whatever speed the device shows this time. Otherwise they follow from the level's time for one product; they vary
+    with the seed and need not be multiples of a tile.
+    """
+    for want in ctx.cases:
+        asked, _, sizes = want.partition("@")
+        if asked == name and re.fullmatch(r"(\d+x)?\d+x\d+x\d+", sizes):
+            *batch, M, N, K = map(int, sizes.split("x"))
+            return M, N, K, batch[0] if batch else 0
+    side = (speed * SECONDS[ctx.level] / 2.0) ** (1 / 3)
+    # FP8 and int8 kernels want sixteenths; every other format also meets ragged edges.
+    ragged = 0 if name.startswith("float8") else int(below(ctx.seed, f"ragged {name}", (1,), 16))
+    n = max(48, int(min(side, LARGEST[ctx.level])) // 16 * 16)
+    rows = (1, 2, 3, 4, 7, 8, 13, 16, 31, 32)
+    m = 16 if name.startswith("float8") else rows[int(below(ctx.seed, f"rows {name}", (1,), len(rows)))]
+    if kind == "square":
+        return n - ragged, n - ragged, n - ragged, 0
+    if kind == "prefill":
+        return max(32, n // 32 * 16) - ragged, n * 2 - ragged, n, 0
+    if kind == "decode":
+        return m, n * 2 - ragged, n * 2, 0
+    return max(16, n // 2) - ragged, max(16, n // 2), max(16, n // 2), 4

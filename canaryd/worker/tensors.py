@@ -130,7 +130,8 @@ def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
 
 
 _REFUSALS = re.compile(
-    r"not (yet )?(implemented|supported)|unsupported|not_supported|no viable backend|must be|should be|expected",
+    r"not (yet )?(implemented|supported)|only (supported|available)|unsupported|no viable backend"
+    r"|must be|should be|expected",
     re.IGNORECASE,
 )
 _FAILURES = re.compile(
@@ -144,8 +145,8 @@ def is_refusal(error: BaseException) -> bool:
 
     What is not plainly a refusal counts as a failure, for a broken device says unforeseen things.
     """
-    if isinstance(error, NotImplementedError):
-        return True
+    if isinstance(error, (NotImplementedError, AttributeError, TypeError)) or "NOT_SUPPORTED" in str(error):
+        return True  # also: a function or an argument that this torch does not have
     return bool(_REFUSALS.search(str(error))) and not _FAILURES.search(str(error))
 
 

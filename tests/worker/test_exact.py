@@ -151,7 +151,7 @@ def products(probes):
     }
     module = probes["exact_matmul"]
     for source, target in module.FORMAT_PAIRS:
-        if module.unsupported(context(), source, target):
+        if module.unsupported(cpu(), source, target):
             continue
         layouts, sizes = module.LAYOUTS, shapes
         if source.startswith("float8"):  # scaled products want sixteenths, and B column-major
@@ -172,7 +172,7 @@ def attentions(probes):
     module = probes["exact_attention"]
     choices = itertools.product(module.KERNELS[:2], module.FORMAT_NAMES, module.MASKS, sizes)
     for kernel, form, mask, kind in choices:
-        if module.refuses(context(), kernel, form, mask, grouped=kind == "grouped"):
+        if module.refuses(cpu(), kernel, form, mask, grouped=kind == "grouped"):
             continue
         for name in module.CONTENTS:
             build = partial(build_attention, Attention(name, FORMATS[form], mask, *sizes[kind]))
