@@ -1,0 +1,7 @@
+"""`python -m canaryd` is `canaryd`."""
+
+import sys
+
+from canaryd.cli import main
+
+sys.exit(main())

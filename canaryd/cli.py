@@ -1,0 +1,304 @@
+"""The command line: the only module that parses arguments, prints and exits."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from canaryd import __version__, check, config, judge, report
+from canaryd.config import Config, ConfigError
+from canaryd.engine import Engine, Progress, choose
+from canaryd.model import State, to_json
+from canaryd.probe import LEVELS
+from canaryd.store import Retention, Store, StoreTooNew
+from canaryd.supervise import INSTRUCTION_SETS
+
+USAGE = 64
+"""Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
+FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
+"""Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
+EPILOG = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the whole command line."""
+    common = _Parser(add_help=False)
+    common.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration (default: /etc/canaryd/canaryd.yaml)"
+    )
+    common.add_argument("--state-dir", type=Path, metavar="DIR", help="where runs and verdicts are kept")
+    top = _Parser(prog="canaryd", description="Tells whether it was the machine.", epilog=EPILOG)
+    top.add_argument("--version", action="version", version=f"canaryd {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    one = commands.add_parser("check", parents=[common], epilog=EPILOG, help="test every device now, one verdict each")
+    one.add_argument("--level", choices=LEVELS, default="standard", help="how hard to look (default: standard)")
+    one.add_argument("--for", dest="seconds", type=_duration, default=0.0, metavar="30m", help="repeat for so long")
+    one.add_argument("--json", action="store_true", help="print one JSON object (docs/check-json.md)")
+    one.add_argument("--report", type=Path, metavar="FILE", help="write that JSON object to a file as well")
+    _selection(one)
+    one.add_argument("--case", action="append", default=[], metavar="CASE", help="only this case or prefix; repeatable")
+    one.add_argument("--seed", type=_seed, metavar="N", help="repeat a run with its seed")
+    sets = [name for name in INSTRUCTION_SETS if name]
+    one.add_argument("--instruction-set", choices=sets, default="", help="CPU: only this execution path")
+
+    drill = commands.add_parser(
+        "drill", parents=[common], epilog=EPILOG, help="inject a software fault and watch the alarm arrive"
+    )
+    drill.add_argument("--fault", choices=FAULTS, default="flip", help="what to break (default: flip)")
+    drill.add_argument("--json", action="store_true", help="print one JSON object")
+    _selection(drill)
+
+    daemon = commands.add_parser("run", parents=[common], help="the daemon: test on a schedule and serve metrics")
+    daemon.add_argument("--listen", type=_listen, metavar="HOST:PORT", help="where /metrics is served")
+
+    settings = commands.add_parser("config", parents=[common], help="check, or print an example or the schema")
+    settings.add_argument("what", choices=("check", "example", "schema"))
+
+    commands.add_parser("probes", parents=[common], help="list the catalogue: what each probe stresses")
+    commands.add_parser("devices", parents=[common], help="list devices with their identity")
+    return top
+
+
+def _selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device", action="append", default=[], metavar="DEV", help="uuid, cpu:0, cuda:3 or a backend"
+    )
+    command.add_argument("--probe", action="append", default=[], metavar="NAME", help="only this probe; repeatable")
+    command.add_argument(
+        "--wait", type=_duration, default=600.0, metavar="10m", help="for a device that is being tested"
+    )
+
+
+def _duration(text: str) -> float:
+    try:
+        return config.parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
+    return int(text)
+
+
+def _listen(text: str) -> tuple[str, int]:
+    try:
+        return config.parse_listen(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale without "…" must cost no more than that character
+    try:
+        status = _command(options)
+        sys.stdout.flush()  # here, where a reader that went away is expected
+    except ConfigError as error:
+        _complain(*error.problems)
+        return USAGE
+    except StoreTooNew as error:
+        _complain(str(error))
+        return USAGE
+    except BrokenPipeError:
+        # The reader went away (| head): nothing to tell it. Python would complain again while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _command(options: argparse.Namespace) -> int:
+    if options.command == "config":
+        return _config(options)
+    settings = replace(config.load(options.config), **_overrides(options))
+    commands = {"check": _check, "drill": _check, "run": _run, "probes": _probes, "devices": _devices}
+    return commands[options.command](options, settings)
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the command line gives, which win over the file."""
+    given = {"state_dir": options.state_dir.absolute()} if options.state_dir else {}
+    return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
+
+
+def _complain(*lines: str) -> None:
+    for line in lines:
+        print(f"canaryd: {line}", file=sys.stderr)
+
+
+def _config(options: argparse.Namespace) -> int:
+    if options.what == "example":
+        print(config.example(), end="")
+    elif options.what == "schema":
+        print(json.dumps(config.json_schema(), indent=2))
+    else:
+        loaded = config.load(options.config)
+        print(f"{loaded.file or 'no configuration file: defaults'}: ok")
+    return 0
+
+
+def _open(settings: Config) -> Store:
+    return Store.open(
+        settings.state_dir,
+        max_bytes=settings.store.max_size,
+        keep=Retention(successes=settings.store.keep_successes, failures=settings.store.keep_failures),
+    )
+
+
+# -- check and drill --------------------------------------------------------------------------------------------------
+
+
+class _Teller:
+    """Progress on standard error: one moving line on a terminal, a plain line per finished probe elsewhere."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+
+    def __call__(self, progress: Progress) -> None:
+        name = f"{progress.device.name} {progress.probe}"
+        if progress.instruction_set:
+            name += f" [{progress.instruction_set}]"
+        if progress.done is not None:
+            done = progress.done
+            wrong = f", {len(done.wrong)} goldens WRONG" if done.wrong else ""
+            why = f": {done.detail.splitlines()[-1]}" if done.detail and done.outcome.value != "completed" else ""
+            confirming = " (confirmation)" if done.confirms else ""
+            self._line(
+                f"{name}{confirming}: {done.outcome.value}, {done.trials:,} results in {done.seconds:.1f} s{wrong}{why}"
+            )
+        elif self.terminal:
+            width = shutil.get_terminal_size().columns - 1
+            filled = round(20 * progress.fraction)
+            text = f"[{'#' * filled}{'.' * (20 - filled)}] {name} {progress.text}"
+            print(f"\r{text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+    def waiting(self, holder: str) -> None:
+        self._line(f"waiting: {holder}")
+
+    def _line(self, text: str) -> None:
+        if self.terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{'':<{width}}\r", end="", file=sys.stderr)
+        print(text, file=sys.stderr, flush=True)
+
+
+def _check(options: argparse.Namespace, settings: Config) -> int:
+    into: Path | None = getattr(options, "report", None)
+    if into and (into.is_dir() or not os.access(into if into.exists() else into.absolute().parent, os.W_OK)):
+        _complain(f"--report {into}: cannot be written; name a file in a directory that exists and is yours")
+        return USAGE
+    store = _open(settings)
+    _complain(*store.problems)
+    teller = _Teller()
+    engine = Engine(settings, store, listener=teller)
+    _stop_on_signals(engine)
+    engine.discover()
+    devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
+    unknown = [p for p in options.probe if p not in engine.entries]
+    complaints = [f"--device {m}: no such device here; there are {_names(engine.devices)}" for m in missing]
+    complaints += [f"--probe {p}: no such probe; there are {', '.join(sorted(engine.entries))}" for p in unknown]
+    if complaints and not engine.stopping:
+        _complain(*complaints, *engine.problems)
+        return USAGE
+    asked = check.Options(
+        level="quick" if options.command == "drill" else options.level,
+        devices=tuple(options.device),
+        probes=tuple(options.probe) or (("exact_matmul",) if options.command == "drill" else ()),
+        cases=tuple(getattr(options, "case", ())),
+        seed=getattr(options, "seed", None),
+        instruction_set=getattr(options, "instruction_set", ""),
+        seconds=getattr(options, "seconds", 0.0),
+        drill=options.fault if options.command == "drill" else "",
+        wait=options.wait,
+    )
+    engine.only = frozenset(asked.probes)
+    result = check.run(engine, asked, devices, teller.waiting)
+    store.close()
+    document = report.as_json(result)
+    if into:
+        try:
+            into.write_text(json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            _complain(f"--report {into}: not written: {error.strerror}")
+    print(json.dumps(document, indent=2) if options.json else report.as_text(result))
+    return judge.exit_code(result.state)
+
+
+def _names(devices: dict[str, Any]) -> str:
+    return ", ".join(d.name for d in devices.values()) or "none"
+
+
+def _stop_on_signals(engine: Engine) -> None:
+    def stop(number: int, frame: Any) -> None:  # noqa: ARG001  the signature is Python's
+        # In a thread of its own: the engine's lock may be held by the code that this signal interrupted.
+        threading.Thread(target=engine.stop, args=(f"interrupted by {signal.Signals(number).name}",)).start()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+# -- the daemon, and lists --------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace, settings: Config) -> int:
+    from canaryd.daemon import Daemon  # noqa: PLC0415  a check need not pay for the scheduler and the exposition
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    store = _open(settings)
+    for problem in store.problems:
+        logging.getLogger("canaryd").warning("%s", problem)
+    try:
+        return Daemon(settings, options.config, store, _overrides(options)).run()
+    except OSError as error:
+        _complain(error.strerror or str(error))
+        return USAGE
+
+
+def _engine(settings: Config) -> Engine:
+    engine = Engine(settings, _open(settings))
+    _stop_on_signals(engine)
+    engine.discover()
+    return engine
+
+
+def _probes(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
+    engine = _engine(settings)
+    for name, entry in sorted(engine.entries.items(), key=lambda item: item[1].spec.order):
+        print(f"{name:<20} {entry.spec.summary}  ({entry.file.source}: {entry.file.path})")
+    _complain(*engine.problems)
+    return 0 if not engine.problems else judge.exit_code(State.UNKNOWN)
+
+
+def _devices(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
+    engine = _engine(settings)
+    found = [to_json(d) | {"present": u in engine.present} for u, d in engine.devices.items()]
+    print(json.dumps(found, indent=2))
+    _complain(*engine.problems)
+    return 0 if found else judge.exit_code(State.UNKNOWN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

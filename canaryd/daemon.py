@@ -1,0 +1,364 @@
+"""`canaryd run`: the clock, the queue of each device, the HTTP routes, and the signals.
+
+The main thread only waits, follows signals and watches the clock. Each device has one queue: a tick asks what is due
+and runs it as one series, so that a device never meets two probes at once and nothing piles up. The exposition is
+rendered when evidence changes; a scrape copies bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from apscheduler.executors.pool import ThreadPoolExecutor as JobPool
+from apscheduler.schedulers.background import BackgroundScheduler
+
+from canaryd import __version__, config, judge, metrics, schedule, supervise
+from canaryd.config import Config, ConfigError
+from canaryd.engine import Engine, Progress
+from canaryd.model import Outcome, Run
+from canaryd.probe import LEVELS
+from canaryd.store import Busy, Store
+
+log = logging.getLogger("canaryd")
+
+TICK = 5.0
+"""Seconds between two questions to a device's queue whether something is due."""
+REFRESH = 15.0
+"""Seconds between two looks at what other processes stored and at evidence that has aged."""
+REDISCOVER = 3600.0
+"""Seconds between two inventories of devices and probes."""
+RETRY = 60.0
+"""Seconds until the next inventory when one found nothing to test."""
+PRUNE = 3600.0
+STOP = 4.0
+"""Seconds that a stop may take before the process leaves without its threads."""
+CLOCK_JUMP = 5.0
+"""Seconds by which wall and monotonic clock may part before the jobs are set anew."""
+
+
+@dataclass
+class Health:
+    """What /healthz and /readyz answer, prepared when evidence changes."""
+
+    healthy: bool = False
+    ready: bool = False
+    reasons: tuple[str, ...] = ("no evidence yet",)
+
+
+@dataclass
+class Daemon:
+    """One running daemon."""
+
+    config: Config
+    config_path: Path | None
+    store: Store
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the command line gave: they win over every reloaded file too."""
+    engine: Engine = field(init=False)
+    _page: bytes = b""
+    _health: Health = field(default_factory=Health)
+    _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """(device, probes that are due together) → how many rounds they had: which instruction set is next."""
+    _last: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(device, probe) → when it last started, by this process."""
+    _luck: dict[str, float] = field(default_factory=dict)
+    _signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    """A signal handler may put into it: unlike an Event, it takes no lock that the interrupted code may hold."""
+    _rendering: threading.Lock = field(default_factory=threading.Lock)
+    """A page from older evidence must not replace one from newer."""
+    _refreshed: float = field(default_factory=time.time)
+    _warned: set[str] = field(default_factory=set)
+    _reload_ok: bool = True
+    _reloaded: float = 0.0
+    _jobs: BackgroundScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Prepare everything that cannot fail on hardware."""
+        self.engine = Engine(self.config, self.store, listener=self._progress)
+        self._reloaded = time.time()
+        self._jobs = BackgroundScheduler(
+            timezone=timezone.utc,
+            executors={"default": JobPool(4), "devices": JobPool(32)},
+            # However long the process slept, a job runs once and at once; a running one is not started again.
+            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+        )
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; return the exit status. Raises `OSError` when the address cannot be bound."""
+        host, port = self.config.listen
+        server = metrics.Server(host, port, self._routes())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._render()
+        server.start()
+        log.info(
+            "canaryd %s serves http://%s:%d/metrics; state in %s", __version__, host, server.port, self.config.state_dir
+        )
+        self._every(REDISCOVER, self._discover, "discover", now=True)
+        self._every(REFRESH, self._refresh, "refresh")
+        self._every(PRUNE, lambda: self.store.prune(time.time()), "prune")
+        self._jobs.start()
+        self._watch()
+        log.info("stopping")
+        self._stop(server)
+        return 0
+
+    def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002  the signature is Python's
+        self._signals.put(number)
+
+    def _watch(self) -> None:
+        offset = time.time() - time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                if self._signals.get(timeout=1.0) != signal.SIGHUP:
+                    return
+                self._reload()
+            drift = time.time() - time.monotonic() - offset
+            if abs(drift) > CLOCK_JUMP:
+                # The scheduler reckons in wall time: after a jump back it would sleep until the old hour returns.
+                log.warning("the clock jumped by %+.0f s; jobs are set anew", drift)
+                offset += drift
+                for job in self._jobs.get_jobs():
+                    job.modify(next_run_time=datetime.now(timezone.utc))
+
+    def _stop(self, server: metrics.Server) -> None:
+        self.engine.stop()
+        server.close()
+        done = threading.Event()
+
+        def finish() -> None:
+            self._jobs.shutdown(wait=True)
+            done.set()
+
+        threading.Thread(target=finish, daemon=True).start()
+        if not done.wait(STOP):
+            log.warning("a worker did not end within %.0f s; leaving without it", STOP)
+            self.store.close()
+            logging.shutdown()
+            os._exit(0)  # a thread that waits for an unkillable worker must not hold the stop
+        self.store.close()
+
+    def _every(
+        self, seconds: float, what: Callable[[], object], name: str, *, now: bool = False, pool: str = "default"
+    ) -> None:
+        def safely() -> None:
+            try:
+                what()
+            except Exception:
+                log.exception("%s failed; the daemon goes on", name)
+
+        extra = {"next_run_time": datetime.now(timezone.utc)} if now else {}
+        self._jobs.add_job(safely, "interval", seconds=seconds, id=name, replace_existing=True, executor=pool, **extra)
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _discover(self) -> None:
+        self.engine.discover()
+        self._warn(self.engine.problems)
+        for uuid in self.engine.devices:
+            name = f"device {uuid}"
+            if self._jobs.get_job(name) is None:
+                self._every(TICK, lambda uuid=uuid: self._tick(uuid), name, now=True, pool="devices")  # type: ignore[misc]
+        found = bool(self.engine.present and self.engine.entries)
+        self._every(REDISCOVER if found else RETRY, self._discover, "discover")
+        self._refresh()
+
+    def _tick(self, uuid: str) -> None:
+        """Run what is due on one device as one series per instruction set."""
+        engine, settings = self.engine, self.config.schedule
+        device = engine.devices.get(uuid)
+        if device is None or uuid not in engine.present:
+            return
+        luck = self._luck.setdefault(uuid, random.random())
+        periods = engine.periods(device)
+        last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}
+        if not settings.run_at_start:
+            for name in periods:
+                last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
+        names = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
+        if not names:
+            return
+        group = (uuid, *names)
+        turn = self._turns.get(group, 0)
+        levels = {n: level for n, level in engine.levels().items() if n in names}
+        plans = schedule.plan_round(
+            device,
+            [engine.entries[n] for n in names],
+            levels=levels,
+            seed=schedule.new_seed(),
+            sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
+        )
+        started = time.time()
+        try:
+            for plan in plans:
+                engine.carry_out(plan)
+        except Busy as busy:
+            log.info("%s: %s; trying again in %.0f s", device.name, busy, TICK)
+            return
+        finally:
+            self._render()
+        self._turns[group] = turn + 1
+        self._luck[uuid] = random.random()
+        for name in names:
+            self._last[uuid, name] = started
+
+    def _progress(self, progress: Progress) -> None:
+        """Log a finished run and show it at once: a suspect is not kept back until it is confirmed."""
+        run = progress.done
+        if run is None:
+            return
+        level = logging.INFO if run.outcome is Outcome.COMPLETED and not run.wrong else logging.WARNING
+        wrong = f", {len(run.wrong)} goldens WRONG" if run.wrong else ""
+        first = run.detail.splitlines()[0] if run.detail else ""
+        detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
+        log.log(level, "%s %s %s: %d results%s%s", run.id, run.probe, run.outcome.value, run.trials, wrong, detail)
+        self._render()
+
+    def _refresh(self) -> None:
+        """Take what other canaryd processes stored, judge again (evidence ages), render."""
+        mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
+        # A second look at the recent past: what is being written now may become visible after this.
+        since, self._refreshed = self._refreshed - REFRESH, time.time()
+        for run in self.store.runs(since=since, drill=None):
+            if run.id not in mine and run.device in self.engine.devices:
+                self.engine.take(run)
+        self.engine.decide()
+        self._warn(self.store.problems)
+        self._render()
+
+    def _warn(self, problems: Iterable[str]) -> None:
+        """Log each problem once."""
+        for problem in problems:
+            if problem not in self._warned:
+                log.warning("%s", problem)
+                self._warned.add(problem)
+
+    def _reload(self) -> None:
+        try:
+            new = replace(config.load(self.config_path), **self.overrides)
+        except ConfigError as error:
+            self._reload_ok = False
+            for problem in [*error.problems, "the new configuration is bad; the old one stays in force"]:
+                log.error("%s", problem)  # noqa: TRY400  a mistake in a file, not a traceback
+        else:
+            for name in ("listen", "state_dir", "store"):
+                if getattr(new, name) != getattr(self.config, name):
+                    log.warning("%s changed: it takes effect at the next restart", name)
+            self.config = self.engine.config = new
+            self._reload_ok, self._reloaded = True, time.time()
+            log.info("configuration reloaded")
+            self._every(REDISCOVER, self._discover, "discover", now=True)
+        self._render()
+
+    # -- what is served -----------------------------------------------------------------------------------------------
+
+    def _routes(self) -> dict[str, metrics.Route]:
+        def health(_: str) -> tuple[int, str, bytes]:
+            state = self._health
+            text = "ok\n" if state.healthy else "".join(f"{reason}\n" for reason in state.reasons)
+            return (200 if state.healthy else 503), metrics.PLAIN_TEXT, text.encode()
+
+        def ready(_: str) -> tuple[int, str, bytes]:
+            text = b"ready\n" if self._health.ready else b"the first round has not ended yet\n"
+            return (200 if self._health.ready else 503), metrics.PLAIN_TEXT, text
+
+        return {
+            "/metrics": lambda _: (200, metrics.CONTENT_TYPE, self._page + metrics.process_metrics()),
+            "/healthz": health,
+            "/readyz": ready,
+        }
+
+    def _render(self) -> None:
+        with self._rendering:
+            self._render_alone()
+
+    def _render_alone(self) -> None:
+        engine = self.engine
+        now = time.time()
+        verdicts = self.store.verdicts()
+        views, reasons = [], []
+        for uuid, device in sorted(engine.devices.items()):
+            runs = list(engine.evidence(uuid))
+            plain = [r for r in runs if not r.drill]
+            present = uuid in engine.present
+            views.append(
+                metrics.DeviceView(
+                    device=device,
+                    present=present,
+                    verdict=verdicts.get(uuid),
+                    drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
+                    last_runs={r.probe: r for r in plain},
+                    last_success={
+                        r.probe: r.started for r in plain if r.outcome is Outcome.COMPLETED and r.trials and not r.wrong
+                    },
+                    fault_rate=judge.fault_rate_bound(plain),
+                    fingerprints=_fingerprints(plain),
+                    probes=tuple(engine.periods(device)),
+                )
+            )
+            if present:
+                reasons += self._stale(uuid, plain, now)
+        fresh = bool(engine.present) and not reasons
+        ran = {r.device for uuid in engine.devices for r in engine.evidence(uuid) if not r.drill}
+        self._health = Health(
+            healthy=fresh,
+            ready=bool(engine.present) and engine.present <= ran,
+            reasons=tuple(reasons) or (*engine.problems, "no device was found yet"),
+        )
+        self._page = metrics.render(
+            metrics.Snapshot(
+                version=__version__,
+                devices=views,
+                counters=self.store.counters(),
+                store_problem=self.store.problem,
+                abandoned_workers=supervise.abandoned(),
+                config_reload_ok=self._reload_ok,
+                config_reloaded=self._reloaded,
+                expected_devices=self.config.devices.expected,
+            )
+        )
+
+    def _stale(self, uuid: str, runs: list[Run], now: float) -> list[str]:
+        """Say which probes of a device have no fresh evidence; the limits are the judge's."""
+        device = self.engine.devices[uuid]
+        reasons = []
+        for probe, period in self.engine.periods(device).items():
+            done = [r.started for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and not r.confirms]
+            limit = judge.freshness(self.config.judge, period)
+            if not done:
+                reasons.append(f"{device.name} {probe}: no evidence yet")
+            elif now - max(done) > limit:
+                reasons.append(
+                    f"{device.name} {probe}: newest evidence is {now - max(done):.0f} s old, wanted {limit:.0f} s"
+                )
+        return reasons
+
+
+def _fingerprints(runs: list[Run]) -> dict[tuple[str, str], int]:
+    """Return (probe, stack) → the newest fingerprint of fixed goldens, from runs that completed.
+
+    Anybody's probe may yield anything under that name: what a float cannot hold exactly is left out.
+    """
+    found = {}
+    for run in runs:
+        for reading in run.readings:
+            if reading.name == "golden_fingerprint" and run.outcome is Outcome.COMPLETED:
+                value = reading.value
+                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+                    found[run.probe, run.stack_id] = value
+    return found

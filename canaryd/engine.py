@@ -1,0 +1,361 @@
+"""The one path from a plan to a verdict, shared by `canaryd check`, `canaryd drill` and `canaryd run`.
+
+Discover devices and probes through a worker; carry a series out under the device's lock; store each run; confirm what
+was wrong; judge. Everything that waits on hardware happens in a worker; nothing here can hang on a driver.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from canaryd import catalogue, judge, schedule
+from canaryd.catalogue import Entry
+from canaryd.config import Config, ProbeSettings
+from canaryd.model import Comparison, Device, Exactness, Outcome, Reading, Run, Subject, Verdict
+from canaryd.probe import ProbeSpec
+from canaryd.schedule import Plan, Step
+from canaryd.store import Busy, Store
+from canaryd.supervise import RunRequest, Series, WorkerSpec
+
+NEWEST = 50
+"""Unremarkable runs of one probe and instruction set that the judge looks at on a device without a mismatch."""
+RECORD = 3000
+"""The same on a device with one: how often it fails and what it did since decide; about three weeks of the default."""
+FAILURES = 100
+"""Mismatches and confirmations of one probe and instruction set that are kept in memory: more say nothing new."""
+REWRITE = 600.0
+"""Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
+STOPPED = "stopped: "
+"""How the detail of a run begins that canaryd itself cut short; such a run is no evidence and is not stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a long command tells its reader."""
+
+    device: Device
+    instruction_set: str
+    probe: str
+    fraction: float
+    text: str
+    done: Run | None = None
+    """The finished run, when one has just finished."""
+
+
+Listener = Callable[[Progress], None]
+
+
+def fold(run: Run) -> Run:
+    """Return a clean run with its comparisons summed into one: what the judge needs of it, in little memory."""
+    if run.wrong or run.confirms or len(run.comparisons) < 2:
+        return run
+    elements = Comparison(
+        case="*", shape="", seed=run.seed, exactness=Exactness.UNIVERSAL, subject=Subject.DEVICE, trials=run.trials
+    )
+    return replace(run, comparisons=(elements,) if run.trials else (), skipped=(), readings=_kept(run))
+
+
+def _kept(run: Run) -> tuple[Reading, ...]:
+    return tuple(r for r in run.readings if r.name == "golden_fingerprint") or run.readings[:1]
+
+
+@dataclass
+class Engine:
+    """Devices, probes and evidence of this host, and how to add to them."""
+
+    config: Config
+    store: Store
+    listener: Listener = lambda _: None
+    clock: Callable[[], float] = time.time
+    devices: dict[str, Device] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    only: frozenset[str] = frozenset()
+    """Probes that a restricted check asked for; its verdicts are about them alone and are not stored."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the catalogue or the stack under test, one sentence each."""
+    present: set[str] = field(default_factory=set)
+    _evidence: dict[str, list[Run]] = field(default_factory=dict)
+    _series: set[Series] = field(default_factory=set)
+    stopping: str = ""
+    """Why `stop` was called; "" until then."""
+    _mutex: threading.RLock = field(default_factory=threading.RLock)
+    _workers: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `_series`; never held while anything waits, so that `stop` is heard at once."""
+
+    # -- discovery ----------------------------------------------------------------------------------------------------
+
+    def discover(self) -> None:
+        """Find probes and devices through a worker.
+
+        What a silent worker cannot tell stays as it was. A device that is gone stays known, and not present, until it
+        has been away for as long as the judge watches a suspect.
+        """
+        enabled = [name for name, probe in self.config.probes.each.items() if probe.enabled]
+        files, problems = catalogue.find(self.config.probes.directories, enabled)
+        series = self._worker("")
+        try:
+            described = series.describe([f.path for f in files])
+        finally:
+            self._end(series)
+        entries, more = catalogue.load(files, described.probes)
+        unknown = [name for name in self.config.probes.each if name not in {f.name for f in files}]
+        with self._mutex:
+            if entries or not files:
+                self.entries = {n: e for n, e in entries.items() if self.settings(n).enabled is not False}
+            self.problems = [str(p) for p in [*problems, *more]]
+            self.problems += [f"probes.{name}: no probe of that name was found" for name in unknown]
+            if described.torch is None and described.torch_reason:
+                self.problems.append(described.torch_reason)
+            now = self.clock()
+            if described.devices:
+                found = [d for d in described.devices if self._included(d)]
+                self.present = {d.uuid for d in found}
+                for device in found:
+                    self.store.see_device(device, now)
+                if described.torch is not None:  # without torch only the CPU can be seen: the others are not gone
+                    self.store.set_present(self.present, now)
+            # A new mapping each time: other threads iterate over the old one.
+            known = [r.device for r in self.store.devices() if r.present or now - r.last_seen < self.config.judge.watch]
+            self.devices = {device.uuid: device for device in known if self._included(device)}
+            for uuid in self.devices:
+                if uuid not in self._evidence:
+                    self._evidence[uuid] = self._load(uuid)
+
+    def _included(self, device: Device) -> bool:
+        wanted = self.config.devices.include
+        return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
+
+    def _worker(
+        self, instruction_set: str, on_progress: Callable[[float, str], None] | None = None, *, numeric: bool = True
+    ) -> Series:
+        settings = self.config.worker
+        spec = WorkerSpec()
+        if numeric:
+            python = settings.python or sys.executable
+            spec = WorkerSpec(python=python, command=tuple(settings.command), env=settings.env)
+        series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
+        with self._workers:
+            self._series.add(series)
+            if self.stopping:
+                series.kill(self.stopping)
+        return series
+
+    def _end(self, series: Series) -> None:
+        series.close()
+        with self._workers:
+            self._series.discard(series)
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    def settings(self, probe: str) -> ProbeSettings:
+        """Return the configuration's section of a probe, defaults where it has none."""
+        return self.config.probes.each.get(probe, ProbeSettings())
+
+    def levels(self, level: str | None = None) -> dict[str, str]:
+        """Return probe → level: the given one for all, or each probe's own setting."""
+        return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
+
+    def periods(self, device: Device) -> dict[str, float]:
+        """Return the probes that apply to a device with their periods in seconds."""
+        return {
+            name: self.settings(name).period or entry.spec.period
+            for name, entry in self.entries.items()
+            if schedule.applies(entry, device) and (not self.only or name in self.only)
+        }
+
+    def timeout(self, spec: ProbeSpec, level: str) -> float:
+        """Return the seconds after which a run of a probe is killed."""
+        return spec.budget[level] + (self.settings(spec.name).timeout or spec.timeout)
+
+    # -- carrying out -------------------------------------------------------------------------------------------------
+
+    def carry_out(self, plan: Plan, *, wait: float = 0.0, on_wait: Callable[[str], None] = lambda _: None) -> list[Run]:
+        """Run a series and the confirmations that its mismatches ask for; return all runs.
+
+        Raises `Busy` when the device stays locked by another process for `wait` seconds, or until `stop`. Runs are
+        stored as they end, and the device is judged after each.
+        """
+        with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.stopping)):
+            runs = self._series_of(plan)
+        for run in list(runs):
+            for again in self._confirmations(run):
+                if self.stopping:
+                    return runs
+                try:
+                    with self.store.lock(again.device.uuid, max(wait, 60.0), on_wait, lambda: bool(self.stopping)):
+                        runs += self._series_of(again)
+                except Busy as busy:
+                    self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
+        return runs
+
+    def _confirmations(self, run: Run) -> list[Plan]:
+        if run.probe not in self.entries:
+            return []
+        device = self.devices[run.device]
+        siblings = [
+            d
+            for d in self.devices.values()
+            if d.uuid != device.uuid
+            and d.uuid in self.present
+            and (d.backend, d.model) == (device.backend, device.model)
+        ]
+        return schedule.confirmations(run, self.entries[run.probe], device, siblings, self.config.judge.confirm_runs)
+
+    def _series_of(self, plan: Plan) -> list[Run]:
+        runs: list[Run] = []
+        step_now: list[Step] = []
+
+        def tell(fraction: float, text: str, done: Run | None = None) -> None:
+            self.listener(
+                Progress(
+                    device=plan.device,
+                    instruction_set=plan.instruction_set,
+                    probe=step_now[-1].entry.spec.name,
+                    fraction=fraction,
+                    text=text,
+                    done=done,
+                )
+            )
+
+        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric)
+        try:
+            for step in plan.steps:
+                if self.stopping:
+                    break
+                step_now.append(step)
+                spec = step.entry.spec
+                tell(0.0, "starting")
+                request = RunRequest(
+                    probe_path=step.entry.file.path,
+                    spec=spec,
+                    device=plan.device,
+                    level=step.level,
+                    seed=step.seed,
+                    settings=self.settings(spec.name).settings,
+                    cases=step.cases,
+                    drill=step.drill,
+                    confirms=step.confirms,
+                )
+                run = series.run(request, self.timeout(spec, step.level))
+                # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
+                if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
+                    break
+                self.add(run)
+                runs.append(run)
+                tell(1.0, run.outcome.value, run)
+        finally:
+            self._end(series)
+        return runs
+
+    def stop(self, reason: str = "canaryd is shutting down") -> None:
+        """Kill every worker now and start no more; callable from any thread."""
+        with self._workers:
+            self.stopping = reason
+            for series in self._series:
+                series.kill(reason)
+
+    # -- evidence and verdicts ----------------------------------------------------------------------------------------
+
+    def add(self, run: Run) -> None:
+        """Store a run and judge its device and the siblings that it may speak for."""
+        self.store.add_run(run)
+        self.take(run)
+        self.decide()
+
+    def take(self, run: Run) -> None:
+        """Count a run among the evidence in memory, once: `add` and a look at the store may both bring it."""
+        with self._mutex:
+            runs = self._evidence.setdefault(run.device, [])
+            if all(known.id != run.id for known in runs):
+                self._evidence[run.device] = _remembered([*runs, fold(run)], self.clock())
+
+    def _load(self, uuid: str) -> list[Run]:
+        """Read from the store what the judge needs: what went wrong, the newest of the rest, and recent drills."""
+        failed = self.store.runs(uuid, failed=True)
+        # One probe at a time: the many runs of one must not hide the last run of another with a longer period.
+        newest = [run for probe in self.entries for run in self.store.runs(uuid, probe, failed=False, limit=NEWEST)]
+        # A device with a mismatch is judged by its whole record: how often it fails, and what it did since.
+        record = self.store.runs(uuid, failed=False, limit=RECORD) if any(run.wrong for run in failed) else []
+        drills = self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY)
+        runs = {run.id: fold(run) for run in (*failed, *newest, *record, *drills)}
+        return _remembered([runs[name] for name in sorted(runs)], self.clock())
+
+    def evidence(self, uuid: str) -> Sequence[Run]:
+        """Return the runs that the judge sees of a device, clean ones folded, drills only while they are recent."""
+        with self._mutex:
+            runs, now = self._evidence.get(uuid, ()), self.clock()
+            return tuple(run for run in runs if not _expired(run, now))
+
+    def decide(self) -> dict[str, Verdict]:
+        """Judge every known device from the evidence at hand, store what changed, and return the verdicts."""
+        return {uuid: self._decide(uuid, drill=False) for uuid in list(self.devices)}
+
+    def verdict(self, uuid: str) -> Verdict:
+        """Judge one device now."""
+        return self._decide(uuid, drill=False)
+
+    def drill_verdict(self, uuid: str) -> Verdict:
+        """Judge the drills of a device by the same rules; never stored, never mixed with the other verdict."""
+        return self._decide(uuid, drill=True)
+
+    def _decide(self, uuid: str, *, drill: bool) -> Verdict:
+        with self._mutex:
+            device = self.devices[uuid]
+            others = {u: d for u, d in self.devices.items() if u != uuid}
+            previous = None if drill else self.store.verdicts().get(uuid)
+            verdict = judge.decide(
+                device,
+                self.evidence(uuid),
+                siblings={u: self.evidence(u) for u in others},
+                sibling_devices=others,
+                wanted=self.periods(device),
+                policy=self.config.judge,
+                now=self.clock(),
+                previous=previous,
+                drill=drill,
+            )
+            if not drill and not self.only and _news(verdict, previous):
+                self.store.set_verdict(verdict)
+            return verdict
+
+
+def _expired(run: Run, now: float) -> bool:
+    return bool(run.drill) and now - run.started > judge.DRILL_EXPIRY
+
+
+def _remembered(runs: Sequence[Run], now: float) -> list[Run]:
+    """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
+    record = RECORD if any(run.wrong and not run.drill for run in runs) else 0
+    seen: Counter[object] = Counter()
+    kept = []
+    for run in reversed(runs):
+        remarkable = bool(run.wrong or run.confirms)
+        lane = (run.probe, run.instruction_set, run.drill, remarkable)
+        seen[lane] += 1
+        seen["unremarkable"] += not remarkable
+        recent = seen[lane] <= (FAILURES if remarkable else NEWEST)
+        if not _expired(run, now) and (recent or (not remarkable and seen["unremarkable"] <= record)):
+            kept.append(run)
+    return kept[::-1]
+
+
+def _news(verdict: Verdict, previous: Verdict | None) -> bool:
+    """Return whether a verdict is worth a write: it says something else, or the stored one looks old."""
+    if previous is None or (verdict.state, verdict.cause) != (previous.state, previous.cause):
+        return True
+    same = [f.message for f in verdict.findings] == [f.message for f in previous.findings]
+    return not same or verdict.decided - previous.decided > REWRITE
+
+
+def choose(devices: Mapping[str, Device], wanted: Sequence[str]) -> tuple[list[Device], list[str]]:
+    """Return the devices that any of `wanted` names (uuid, name, index-free backend), and the words that name none."""
+    if not wanted:
+        return list(devices.values()), []
+    chosen = {d.uuid: d for d in devices.values() if any(w in (d.uuid, d.name, d.backend) for w in wanted)}
+    missing = [w for w in wanted if not any(w in (d.uuid, d.name, d.backend) for d in devices.values())]
+    return list(chosen.values()), missing

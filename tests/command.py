@@ -1,0 +1,223 @@
+"""canaryd as its users meet it: `python -m canaryd` in a process of its own, on light probes in a directory."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBES = ROOT / "tests/probes"
+BUILTIN = ("exact_attention", "exact_integer", "exact_matmul")
+RUN_ID = re.compile(r"\b[0-9a-f]{12}-[0-9a-f]{6}\b")
+PATIENCE = 60.0
+MARK = "CANARYD_TEST_MARK"
+"""Environment variable by which a test finds every process that its canaryd started, and theirs."""
+
+
+@functools.cache
+def bare_python() -> str:
+    """Return an interpreter without torch, so that listing the devices does not cost torch's start."""
+    directory = tempfile.mkdtemp(prefix="canaryd-bare-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    return f"{directory}/bin/python"
+
+
+def catalogue(directory: Path, *names: str) -> Path:
+    """Copy probes of tests/probes to `directory`; "records:second" is a copy under another name."""
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        original, _, copy = name.partition(":")
+        text = (PROBES / f"{original}.py").read_text()
+        if copy:
+            text = text.replace(f'name="{original}"', f'name="{copy}"')
+        path = directory / f"{copy or original}.py"
+        path.write_text(text)
+        path.chmod(0o644)
+    directory.chmod(0o755)
+    return directory
+
+
+def configure(directory: Path, *names: str, each: Mapping[str, Any] | None = None, **sections: Any) -> Path:
+    """Write a configuration with these probes of tests/probes alone; JSON is YAML."""
+    probes = {name: {"enabled": False} for name in BUILTIN} | dict(each or {})
+    probes["directories"] = [str(catalogue(directory / "probes.d", *names))]
+    content = {"worker": {"python": bare_python()}, "probes": probes} | sections
+    path = directory / "canaryd.yaml"
+    path.write_text(json.dumps(content, indent=2))
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment for a canaryd that this machine's own configuration does not reach."""
+    return {k: v for k, v in os.environ.items() if k not in ("CANARYD_CONFIG", "COLUMNS")} | extra
+
+
+class Answer(NamedTuple):
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """Standard output as JSON."""
+        return json.loads(self.out)
+
+
+def canaryd(*arguments: object, timeout: float = 120.0, **extra: str) -> Answer:
+    """Run one command to its end. Whatever it is given, no traceback may show."""
+    argv = [sys.executable, "-m", "canaryd", *map(str, arguments)]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment(**extra), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    # That of a probe is data, and indented in a document.
+    assert not re.search("^Traceback", done.stdout + done.stderr, re.MULTILINE), done.stdout + done.stderr
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def eventually(what: Callable[[], Any], within: float = PATIENCE) -> Any:
+    """Ask until the answer is true and return it; fail after `within` seconds."""
+    end = time.monotonic() + within
+    while not (answer := what()):
+        assert time.monotonic() < end, f"not within {within} s: {what}"
+        time.sleep(0.05)
+    return answer
+
+
+class Process:
+    """A canaryd that runs beside the test."""
+
+    def __init__(self, *arguments: object, stderr: int = subprocess.PIPE) -> None:
+        self.mark = uuid.uuid4().hex
+        self.lines: list[str] = []
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "canaryd", *map(str, arguments)],
+            cwd=ROOT,
+            env=environment(**{MARK: self.mark}),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        if self.popen.stderr:
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr
+        for line in self.popen.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    def line(self, text: str, within: float = PATIENCE) -> str:
+        """Wait for a line on standard error that contains `text`."""
+        return str(eventually(lambda: next((line for line in self.lines if text in line), ""), within))
+
+    def others(self) -> list[int]:
+        """Return the ids of the living processes that came of this one."""
+        return [pid for pid in marked(self.mark) if pid != self.popen.pid]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it alone."""
+        self.popen.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, within: float = PATIENCE) -> tuple[int, float]:
+        """Send a signal, wait for the end; return the status and the seconds that it took."""
+        begun = time.monotonic()
+        self.send(number)
+        code = self.popen.wait(within)
+        return code, time.monotonic() - begun
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever became of the test."""
+        for pid in marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait(PATIENCE)
+        if self.popen.stderr:
+            self._reader.join(PATIENCE)
+            self.popen.stderr.close()
+        if self.popen.stdout:
+            self.popen.stdout.close()
+
+
+class Daemon(Process):
+    """A running `canaryd run`."""
+
+    def __init__(self, config: Path, state: Path, *arguments: object) -> None:
+        super().__init__("run", "--config", config, "--state-dir", state, "--listen", "127.0.0.1:0", *arguments)
+
+    @property
+    def address(self) -> str:
+        """Where it serves; waits for the line that says so."""
+        return self.line("serves http://").partition("serves ")[2].partition("/metrics")[0]
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Return status and body."""
+        try:
+            with urllib.request.urlopen(self.address + path, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the first sample of `name` with these labels, None where there is none."""
+        status, page = self.get("/metrics")
+        assert status == 200
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return None
+
+
+def marked(mark: str) -> list[int]:
+    """Return the ids of living processes (zombies are dead) whose environment carries `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            alive = entry.name.isdigit() and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            if alive and mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def running(process: Process) -> Iterator[Any]:
+    """Close a process at the end of a test."""
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def intervals(log: Path) -> list[tuple[float, float]]:
+    """Return when the probe `records` ran, as (begin, end), in order; what never ended is left out."""
+    begun, found = {}, []
+    for line in log.read_text().splitlines():
+        word, pid, at = line.split()
+        if word == "begin":
+            begun[pid] = float(at)
+        else:
+            found.append((begun.pop(pid), float(at)))
+    return sorted(found)

@@ -1,0 +1,382 @@
+"""From a plan to a verdict: a real engine, a real store, real workers running probes that behave and misbehave."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd import judge, schedule
+from canaryd.config import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
+from canaryd.engine import NEWEST, Engine, Progress, choose, fold
+from canaryd.model import Cause, Comparison, Device, Evidence, Exactness, Outcome, Reading, Run, State, Verdict
+from canaryd.store import Busy, Store
+from tests.command import BUILTIN, bare_python, catalogue, eventually
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
+NOW = 1_700_000_000.0
+EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
+
+
+def settings(directory: Path, *probes: str, confirm_runs: int = 3, **each: ProbeSettings) -> Config:
+    off = {name: ProbeSettings(enabled=False) for name in BUILTIN}
+    return Config(
+        state_dir=directory / "state",
+        worker=WorkerConfig(python=bare_python(), grace=0.2),
+        probes=ProbesConfig(directories=(catalogue(directory / "probes.d", *probes),), each=off | each),
+        judge=JudgePolicy(confirm_runs=confirm_runs),
+    )
+
+
+def start(config: Config, **fields) -> Engine:
+    engine = Engine(config, Store.open(config.state_dir), **fields)
+    engine.discover()
+    return engine
+
+
+def the_cpu(engine: Engine) -> Device:
+    return next(d for d in engine.devices.values() if d.backend == "cpu")
+
+
+def carry_out(engine: Engine, *names: str, drill: str = "", **arguments) -> list[Run]:
+    device = the_cpu(engine)
+    entries = [e for n, e in engine.entries.items() if not names or n in names]
+    plans = schedule.plan_round(device, entries, levels=engine.levels("quick"), seed=7, sets=("",), drill=drill)
+    return [run for plan in plans for run in engine.carry_out(plan, **arguments)]
+
+
+def verdict(engine: Engine) -> Verdict:
+    return engine.verdict(the_cpu(engine).uuid)
+
+
+def made(number: int, probe: str = "p", *, wrong: bool = False, at: float = NOW, **fields) -> Run:
+    comparison = Comparison(
+        case="a",
+        shape="N=4",
+        seed=1,
+        exactness=Exactness.UNIVERSAL,
+        wrong_trials=int(wrong),
+        evidence=EVIDENCE if wrong else None,
+    )
+    default = {"id": f"{number:012x}-{probe}", "device": CPU.uuid, "probe": probe, "probe_version": 1, "seconds": 1.0}
+    fields = {"outcome": Outcome.COMPLETED, "comparisons": (comparison,)} | fields
+    return Run(started=at + number, **(default | fields))
+
+
+@pytest.fixture
+def idle(tmp_path) -> Engine:
+    """An engine that knows a device and looks at no hardware."""
+    engine = Engine(Config(state_dir=tmp_path), Store.open(tmp_path), clock=lambda: NOW)
+    engine.devices = {CPU.uuid: CPU}
+    return engine
+
+
+# --- Good and bad numbers --------------------------------------------------------------------------------------------
+
+
+def test_right_numbers_make_a_device_healthy(tmp_path):
+    """A completed run is stored, and the verdict that follows from it too."""
+    engine = start(settings(tmp_path, "passes"))
+    (run,) = carry_out(engine)
+    assert (run.outcome, run.trials) == (Outcome.COMPLETED, 3)
+    assert verdict(engine).state is State.HEALTHY
+    assert [stored.id for stored in engine.store.runs()] == [run.id]
+    assert engine.store.verdicts()[run.device].state is State.HEALTHY
+
+
+def test_a_mismatch_is_confirmed_in_new_workers_and_makes_a_device_faulty(tmp_path):
+    """Exactly as many repetitions as the policy says, of the same case and seed, each in a process of its own."""
+    log = tmp_path / "log"
+    engine = start(settings(tmp_path, "records", records=ProbeSettings(settings={"log": str(log), "wrong": 99})))
+    first, *again = carry_out(engine)
+    assert [run.confirms for run in again] == [first.id] * 3
+    assert {(run.seed, run.outcome, len(run.wrong)) for run in again} == {(first.seed, Outcome.COMPLETED, 1)}
+    pids = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("begin")]
+    assert len(set(pids)) == len(pids) == 4
+    found = verdict(engine)
+    assert (found.state, found.cause) == (State.FAULTY, Cause.UNDETERMINED)  # no sibling to ask
+    assert "exact-mismatch-confirmed" in {finding.rule for finding in found.findings}
+    assert len(engine.store.runs(failed=True)) == 4
+
+
+def test_the_policy_says_how_many_confirmations(tmp_path):
+    """Two here."""
+    engine = start(settings(tmp_path, "mismatches", confirm_runs=2))
+    assert len(carry_out(engine)) == 1 + 2
+
+
+def test_a_clean_retest_is_not_an_acquittal(tmp_path):
+    """A fault that fires once leaves the device suspect, whatever its confirmations say."""
+    once = ProbeSettings(settings={"log": str(tmp_path / "log"), "wrong": 1})
+    engine = start(settings(tmp_path, "records", records=once))
+    runs = carry_out(engine)
+    assert [len(run.wrong) for run in runs] == [1, 0, 0, 0]
+    assert verdict(engine).state is State.SUSPECT
+
+
+def test_a_suspect_is_known_before_it_is_confirmed(tmp_path):
+    """The first wrong bit is stored and judged at once; nothing waits for the confirmations."""
+    states = []
+
+    def listen(progress: Progress) -> None:
+        if progress.done:
+            states.append(engine.store.verdicts()[progress.device.uuid].state)
+
+    always = ProbeSettings(settings={"log": str(tmp_path / "log"), "wrong": 99})
+    engine = start(settings(tmp_path, "records", records=always), listener=listen)
+    carry_out(engine)
+    assert states == [State.SUSPECT, State.SUSPECT, State.SUSPECT, State.FAULTY]
+
+
+def test_evidence_survives_a_restart(tmp_path):
+    """A new engine on the same store knows the device, its runs and its state; a reboot resets nothing."""
+    config = settings(tmp_path, "mismatches")
+    engine = start(config)
+    runs = carry_out(engine)
+    before = verdict(engine)
+    engine.store.close()
+    again = start(config)
+    assert [run.id for run in again.evidence(runs[0].device)] == [run.id for run in runs]
+    after = verdict(again)
+    assert (after.state, after.cause, after.since) == (State.FAULTY, before.cause, before.since)
+
+
+def test_a_drill_is_a_world_of_its_own(tmp_path):
+    """Its mismatches are confirmed and judged by the same rules, and touch neither the verdict nor the record."""
+    engine = start(settings(tmp_path, "records"))
+    carry_out(engine)
+    runs = carry_out(engine, drill="flip")
+    assert [(run.drill, len(run.wrong)) for run in runs] == [("flip", 1)] * 4
+    assert engine.drill_verdict(runs[0].device).state is State.FAULTY
+    assert verdict(engine).state is State.HEALTHY
+    assert engine.store.runs(failed=True) == []
+
+
+def test_an_expired_drill_is_forgotten(idle):
+    """An hour later nothing shows it any more, in a process that has run all the while."""
+    idle.take(made(0, wrong=True, at=NOW - 10, drill="flip"))
+    assert idle.drill_verdict(CPU.uuid).state is not State.UNKNOWN
+    idle.clock = lambda: NOW + judge.DRILL_EXPIRY
+    assert idle.evidence(CPU.uuid) == ()
+
+
+# --- Misbehaving probes ----------------------------------------------------------------------------------------------
+
+
+def test_a_hanging_probe_leaves_its_device_unknown(tmp_path):
+    """It is killed at its deadline; no evidence is not health."""
+    engine = start(settings(tmp_path, "records", records=ProbeSettings(timeout=0.3, settings={"seconds": 600})))
+    (run,) = carry_out(engine)
+    assert (run.outcome, run.trials) == (Outcome.TIMED_OUT, 0)
+    assert verdict(engine).state is State.UNKNOWN
+    assert [stored.outcome for stored in engine.store.runs()] == [Outcome.TIMED_OUT]
+
+
+def test_a_broken_probe_hurts_only_itself(tmp_path):
+    """Import errors, bad names and crashes become sentences and outcomes; the others run as if alone."""
+    engine = start(settings(tmp_path, "crashes", "passes", "raises_at_import", "wrong_name", "raises", "bad_spec"))
+    assert sorted(engine.entries) == ["crashes", "passes", "raises"]
+    for name in ("raises_at_import", "wrong_name", "bad_spec"):
+        assert any(f"{name}.py" in problem for problem in engine.problems), engine.problems
+    outcomes = {run.probe: run.outcome for run in carry_out(engine)}
+    assert outcomes == {"crashes": Outcome.CRASHED, "passes": Outcome.COMPLETED, "raises": Outcome.ERRORED}
+    found = verdict(engine)
+    assert found.state is State.UNKNOWN
+    assert {f.probe for f in found.findings if f.rule == "not-completed"} == {"crashes", "raises"}
+    assert not any(f.probe == "passes" for f in found.findings)
+
+
+def test_a_mismatch_survives_the_crash_that_follows(tmp_path):
+    """What a probe has measured before it took the process down is evidence."""
+    engine = start(settings(tmp_path, "mismatches_then_crashes"))
+    runs = carry_out(engine)
+    assert [(run.outcome, len(run.wrong)) for run in runs] == [(Outcome.CRASHED, 1)] * 4
+    assert verdict(engine).state is State.SUSPECT  # a confirmation must complete to count as one
+
+
+def test_a_disabled_probe_does_not_run_and_is_not_health(tmp_path):
+    """With all of them disabled the device is unknown."""
+    engine = start(settings(tmp_path, "passes", passes=ProbeSettings(enabled=False)))
+    assert carry_out(engine) == []
+    assert verdict(engine).state is State.UNKNOWN
+
+
+def test_a_setting_for_a_probe_that_does_not_exist_is_said(tmp_path):
+    """A typing error must not look like a disabled probe."""
+    engine = start(settings(tmp_path, "passes", pases=ProbeSettings(enabled=False)))
+    assert "probes.pases: no probe of that name was found" in engine.problems
+
+
+def test_an_interpreter_that_cannot_start_is_a_problem_and_no_device(tmp_path):
+    """The sentence names the setting; known devices stay known."""
+    config = settings(tmp_path, "passes")
+    start(config).store.close()
+    broken = dataclasses.replace(config, worker=WorkerConfig(python="/nonexistent/python"))
+    engine = start(broken)
+    assert engine.present == set()
+    assert [d.backend for d in engine.devices.values()] == ["cpu"]
+    assert any("worker.python (/nonexistent/python) cannot be started" in problem for problem in engine.problems)
+    assert verdict(engine).state is State.UNKNOWN
+
+
+# --- Stopping, waiting -----------------------------------------------------------------------------------------------
+
+
+def test_stop_ends_a_hung_worker_at_once_and_stores_no_run(tmp_path):
+    """From another thread; what canaryd cut short itself says nothing about the device."""
+    log = tmp_path / "log"
+    stubborn = ProbeSettings(settings={"log": str(log), "seconds": 600, "stubborn": True})
+    engine = start(settings(tmp_path, "records", records=stubborn))
+    found: list[Run] = []
+    thread = threading.Thread(target=lambda: found.extend(carry_out(engine)))
+    thread.start()
+    eventually(lambda: log.exists() and log.read_text())
+    begun = time.monotonic()
+    engine.stop("enough")
+    thread.join(10)
+    assert time.monotonic() - begun < 2
+    assert found == []
+    assert engine.store.runs() == []
+    pid = int(log.read_text().split()[1])
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"), 5)  # noqa: PTH110  a process, not a path
+    assert carry_out(engine) == []  # nothing starts any more
+
+
+def test_a_wrong_bit_before_a_stop_is_kept(tmp_path):
+    """A rare fault may not show itself again: the run is stored although canaryd cut it short."""
+    (tmp_path / "probes.d").mkdir()
+    text = (Path(__file__).parent / "probes/mismatches.py").read_text().replace('"mismatches"', '"wrong_and_slow"')
+    (tmp_path / "probes.d/wrong_and_slow.py").write_text(
+        f"{text}    open({str(tmp_path / 'seen')!r}, 'w')\n    import time; time.sleep(600)\n"
+    )
+    (tmp_path / "probes.d/wrong_and_slow.py").chmod(0o644)
+    engine = start(settings(tmp_path))
+    thread = threading.Thread(target=carry_out, args=(engine,))
+    thread.start()
+    eventually((tmp_path / "seen").exists)
+    time.sleep(0.3)  # the fact travels
+    engine.stop("enough")
+    thread.join(10)
+    (kept,) = engine.store.runs()
+    assert len(kept.wrong) == 1
+    assert verdict(engine).state is State.SUSPECT
+
+
+def test_a_locked_device_is_busy(tmp_path):
+    """The message names the holder; nothing has run, and once the lock is free everything does."""
+    engine = start(settings(tmp_path, "passes"))
+    with Store.open(tmp_path / "state") as other, other.lock(the_cpu(engine).uuid):
+        with pytest.raises(Busy, match=f"pid {os.getpid()}"):
+            carry_out(engine)
+        assert engine.store.runs() == []
+    assert len(carry_out(engine)) == 1
+
+
+def test_a_wait_for_a_device_ends_with_stop(tmp_path):
+    """A user who interrupts a waiting check is not kept for the ten minutes that it may wait."""
+    engine = start(settings(tmp_path, "passes"))
+    holders: list[str] = []
+    with Store.open(tmp_path / "state") as other, other.lock(the_cpu(engine).uuid):
+        threading.Timer(0.3, engine.stop, ("enough",)).start()
+        begun = time.monotonic()
+        with pytest.raises(Busy):
+            carry_out(engine, wait=60.0, on_wait=holders.append)
+        assert time.monotonic() - begun < 5
+    assert len(holders) == 1
+    assert f"pid {os.getpid()}" in holders[0]
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_fold_keeps_trials():
+    """A clean run with many goldens becomes one comparison that counts as much; its fingerprint stays."""
+    many = made(1).comparisons * 5
+    readings = (Reading(name="trials", value=5), Reading(name="golden_fingerprint", value=12))
+    run = dataclasses.replace(made(1), comparisons=many, readings=readings)
+    small = fold(run)
+    assert (small.trials, len(small.comparisons), small.wrong) == (5, 1, ())
+    assert [r.value for r in small.readings] == [12]
+    assert judge.fault_rate_bound([small]) == judge.fault_rate_bound([run])
+
+
+@pytest.mark.parametrize("fields", [{"wrong": True}, {"confirms": "r0"}])
+def test_fold_leaves_what_was_wrong_and_what_confirms(fields):
+    """The judge compares those byte for byte with siblings."""
+    run = made(1, **fields)
+    run = dataclasses.replace(run, comparisons=run.comparisons * 2)
+    assert fold(run) is run
+
+
+def test_a_run_counts_once(idle):
+    """The daemon may meet its own run again when it looks at what others have stored."""
+    idle.take(made(1))
+    idle.take(made(1))
+    assert len(idle.evidence(CPU.uuid)) == 1
+
+
+def test_a_frequent_probe_does_not_crowd_out_a_rare_one(idle):
+    """Memory is bounded lane by lane: the only run of a daily probe outlives a thousand of another."""
+    idle.take(made(0, "daily"))
+    for number in range(1, 1000):
+        idle.take(made(number, "frequent"))
+    probes = [run.probe for run in idle.evidence(CPU.uuid)]
+    assert probes.count("daily") == 1
+    assert probes.count("frequent") == NEWEST
+
+
+def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path):
+    """The same when the evidence is read back from the store."""
+    config = settings(tmp_path, "passes", "records")
+    engine = start(config)
+    device = the_cpu(engine).uuid
+    engine.store.add_run(dataclasses.replace(made(0, "passes"), device=device))
+    for number in range(1, 2 * NEWEST):
+        engine.store.add_run(dataclasses.replace(made(number, "records"), device=device))
+    engine.store.close()
+    probes = [run.probe for run in start(config).evidence(device)]
+    assert (probes.count("passes"), probes.count("records")) == (1, NEWEST)
+
+
+def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
+    """A device with one is judged by a long record, which is bounded too."""
+    monkeypatch.setattr("canaryd.engine.RECORD", 200)
+    idle.take(made(0, wrong=True))
+    for number in range(1, 300):
+        idle.take(made(number))
+    runs = idle.evidence(CPU.uuid)
+    assert runs[0].wrong
+    assert len(runs) == 200 + 1
+
+
+def test_a_broken_device_does_not_fill_the_memory(idle):
+    """Wrong in every run, for months: the newest mismatches tell as much as all of them."""
+    for number in range(1000):
+        idle.take(made(number, wrong=True))
+    assert len(idle.evidence(CPU.uuid)) <= 100
+
+
+# --- Restricted checks, and which device -----------------------------------------------------------------------------
+
+
+def test_a_restricted_check_does_not_decide_for_the_device(tmp_path):
+    """Its verdict is about the probes it asked for, and is not stored."""
+    engine = start(settings(tmp_path, "passes", "records"))
+    engine.only = frozenset({"passes"})
+    carry_out(engine, "passes")
+    assert verdict(engine).state is State.HEALTHY
+    assert engine.store.verdicts() == {}
+
+
+def test_devices_are_chosen_by_uuid_name_or_backend():
+    """Words that name no device are returned, so that the user hears about each."""
+    devices = {d.uuid: d for d in (CPU, Device(uuid="GPU-1", backend="cuda", index=3, model="a card"))}
+    assert [d.uuid for d in choose(devices, [])[0]] == ["CPU-1", "GPU-1"]
+    for word in ("GPU-1", "cuda:3", "cuda"):
+        found, missing = choose(devices, [word])
+        assert ([d.uuid for d in found], missing) == (["GPU-1"], [])
+    assert choose(devices, ["cuda:0", "cpu"]) == ([CPU], ["cuda:0"])

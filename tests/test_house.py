@@ -1,0 +1,125 @@
+"""What holds the house together: imports go one way, and the rules that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canaryd.cli import FAULTS, parser
+from canaryd.probe import ProbeSpec
+from tests.command import ROOT, environment
+
+MODULES = sorted((ROOT / "canaryd").rglob("*.py"))
+PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+HEAVY = {"torch", "numpy", "pynvml", "amdsmi", "scipy", "pandas"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def loaded(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}; import json, sys; print(json.dumps(sorted(sys.modules)))"
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_imports_go_one_way():
+    """The contracts of pyproject.toml hold (CONTRIBUTING.md)."""
+    linter = Path(sys.executable).parent / "lint-imports"
+    if not linter.exists():
+        pytest.skip("import-linter is not installed in this interpreter")
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_daemon_and_the_command_line_load_nothing_heavy():
+    """No torch, no vendor library, no worker, no probe: the daemon cannot hang on what it has not loaded."""
+    modules = loaded("import canaryd.cli, canaryd.daemon")
+    assert not HEAVY & modules
+    assert not {module for module in modules if module.startswith("canaryd.worker")}
+
+
+def test_a_check_does_not_pay_for_the_daemon():
+    """Scheduler and exposition are loaded by `canaryd run` alone."""
+    assert not {"apscheduler", "prometheus_client", "canaryd.daemon", "canaryd.metrics"} & loaded("import canaryd.cli")
+
+
+def test_a_probe_author_needs_the_standard_library_alone():
+    """`canaryd.probe` and `canaryd.model` run under anybody's interpreter."""
+    modules = {module.partition(".")[0] for module in loaded("import canaryd.probe")}
+    before = {module.partition(".")[0] for module in loaded("pass")}
+    assert modules - before - {"canaryd"} <= sys.stdlib_module_names
+
+
+@pytest.mark.torch
+def test_the_command_line_knows_every_fault():
+    """It must not import the worker to list them, so it has a copy."""
+    from canaryd.worker.inject import FAULTS as INJECTED
+
+    assert tuple(INJECTED) == FAULTS
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROBE_FILES], ids=name)
+def test_every_module_says_what_it_is(path):
+    """One sentence at the top, at least."""
+    assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name)
+def test_every_test_states_a_behaviour(path):
+    """In a docstring: a failing test then says what is broken."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if f.name.startswith("test_") and not ast.get_docstring(f)] == []
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROBE_FILES], ids=name)
+def test_only_the_command_line_prints(path):
+    """Everything else returns, raises or logs."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    prints = any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
+    assert not prints or path == ROOT / "canaryd/cli.py"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("path", PROBE_FILES, ids=name)
+def test_a_probe_is_one_short_file_that_bears_its_name(path):
+    """At most 150 lines, with a spec and a `run`."""
+    assert len(path.read_text().splitlines()) <= 150
+    spec = importlib.util.spec_from_file_location(f"house_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert isinstance(module.SPEC, ProbeSpec)
+    assert module.SPEC.name == path.stem
+    assert callable(module.run)
+
+
+def test_a_probe_imports_no_sibling():
+    """Only `canaryd.probe` and `canaryd.worker`: each file can be read, shipped and removed alone."""
+    siblings = {path.stem for path in PROBE_FILES}
+    for path in PROBE_FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                ours = module.startswith("canaryd")
+                assert not ours or module == "canaryd.probe" or module.startswith("canaryd.worker."), (path, module)
+                assert module not in siblings, (path, module)
+
+
+def test_the_readme_names_every_command():
+    """A command that nobody reads about is not there."""
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    readme = (ROOT / "README.md").read_text()
+    assert [command for command in subparsers.choices if f"`canaryd {command}" not in readme] == []
