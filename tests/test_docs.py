@@ -1,0 +1,266 @@
+"""What the documents say is there: links, commands, settings, protocol, outcomes, and the example probe."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from canaryd import catalogue, config, judge, supervise
+from canaryd.cli import parser
+from canaryd.model import Device, Outcome, Run, State
+from canaryd.supervise import RunRequest, Series, WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PROBES = sorted([*(ROOT / "probes").glob("*.py"), *(DOCS / "examples").glob("*.py")])
+MISBEHAVING = {path.stem for path in (ROOT / "tests" / "probes").glob("*.py")}
+ARCHITECTURE = (DOCS / "architecture.md").read_text()
+EXAMPLE = DOCS / "examples" / "memory_pattern.py"
+DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def spans(text: str) -> list[str]:
+    """Return what stands in `backticks` outside of fenced code."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def subcommands() -> Mapping[str, argparse.ArgumentParser]:
+    (action,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return action.choices
+
+
+def options_of(command: argparse.ArgumentParser) -> set[str]:
+    return {text for action in command._actions for text in action.option_strings}
+
+
+# --- Links and names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_relative_links_lead_to_something(path):
+    """Every link without a scheme names a file or a directory of the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (path.parent / target.partition("#")[0]).exists(), f"{name(path)}: {target}"
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted((ROOT / "deploy").rglob("*.*"))], ids=name)
+def test_no_document_speaks_of_a_private_machine(path):
+    """No path and no ticket that only its author knows."""
+    found = re.search(r"/work/|/tmp/w|\b[Ii]ssue #?\d", path.read_text())
+    assert found is None, f"{name(path)}: {found}"
+
+
+# --- Commands and settings -------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_table_and_the_command_line_agree():
+    """Each row is a command that exists, with options and choices that exist; no command is missing."""
+    rows = re.findall(r"^\| `canaryd ([^`]+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = subcommands()
+    assert {row[0].split()[0] for row in rows} == set(commands)
+    for words, text in rows:
+        command = commands[words.split()[0]]
+        assert set(re.findall(r"--[a-z-]+", f"{words} {text}")) <= options_of(command), words
+        if choices := words.split()[1:]:
+            (positional,) = (a for a in command._actions if not a.option_strings)
+            assert tuple(choices[0].split("\\|")) == tuple(positional.choices)
+
+
+def commands_in(text: str) -> Iterator[str]:
+    yield from (span for span in spans(text) if span.startswith("canaryd "))
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        yield from re.findall(r"^(?:\$ )?(canaryd [^\n]*)", block, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_every_command_that_a_document_shows_exists(path):
+    """In code, "canaryd X --y" names a command X with an option --y."""
+    commands = subcommands()
+    for text in commands_in(path.read_text()):
+        words = shlex.split(text.replace("\\|", "|"), comments=True)
+        assert words[1] in commands, f"{name(path)}: {text}"
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= options_of(commands[words[1]]), f"{name(path)}: {text}"
+
+
+def test_the_default_address_is_the_one_that_is_written_down():
+    """README and decision name the address that the configuration has."""
+    host, port = config.Config().listen
+    assert f"{host}:{port}" in (ROOT / "README.md").read_text()
+    assert (DOCS / "decisions" / f"0008-default-port-{port}.md").is_file()
+
+
+def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in schema.get("properties", {}).items():
+        yield (*where, key)
+        yield from settings_of(value, (*where, key))
+    extra = schema.get("additionalProperties")
+    if isinstance(extra, dict) and "properties" in extra:  # one section per probe
+        yield from settings_of(extra, (*where, "*"))
+
+
+def settings_in(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every "key:" and "#key:" line of a commented example; "*" stands for a probe's name."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if found := re.match(r"( *)#?([a-z_]+):", line):
+            depth = len(found[1])
+            above = [(d, key) for d, key in above if d < depth]
+            at_probe = [key for _, key in above] == ["probes"] and found[2] in {path.stem for path in PROBES}
+            above.append((depth, "*" if at_probe else found[2]))
+            yield tuple(key for _, key in above)
+
+
+def test_every_setting_stands_in_the_example_configuration():
+    """deploy/canaryd.yaml shows all that can be set, and nothing else."""
+    shown = set(settings_in((ROOT / "deploy" / "canaryd.yaml").read_text())) - {("probes", "*")}
+    assert shown == set(settings_of(config.json_schema()))
+
+
+# --- Architecture ----------------------------------------------------------------------------------------------------
+
+
+def test_every_room_is_described():
+    """No module of the daemon side is missing from the architecture."""
+    rooms = {path.stem for path in (ROOT / "canaryd").glob("*.py")} - {"__init__", "__main__"}
+    assert rooms <= set(re.findall(r"\*\*([a-z]+)\*\*", ARCHITECTURE))
+
+
+def test_every_message_and_field_of_the_protocol_is_described():
+    """Read from the source: the requests that the supervisor builds, the answers that the runner sends."""
+    words: set[str] = set()
+    for node in ast.walk(ast.parse(Path(supervise.__file__).read_text())):
+        if isinstance(node, ast.Dict):
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            if "op" in keys:
+                words |= {*keys, node.values[keys.index("op")].value}
+    runner = ROOT / "canaryd" / "worker" / "runner.py"
+    for node in ast.walk(ast.parse(runner.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_send":
+            words |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            words |= {keyword.value.value for keyword in node.keywords if keyword.arg == "kind"}
+    assert {"describe", "run", "unpack", "ready", "progress", "fact", "result", "seconds"} <= words
+    assert words - set(spans(ARCHITECTURE)) == set()
+
+
+def test_the_table_of_outcomes_is_complete():
+    """Every outcome has its line, and every probe that misbehaves its place."""
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", ARCHITECTURE.partition("## Outcomes")[2], re.MULTILINE))
+    assert set(rows) == {outcome.value for outcome in Outcome}
+    assert all(set(spans(cell)) and set(spans(cell)) <= MISBEHAVING for cell in rows.values())
+    assert set(spans(ARCHITECTURE)) >= MISBEHAVING
+
+
+def test_every_variable_of_a_workers_environment_is_described():
+    """Set, removed, or part of an instruction set."""
+    sets = {key: value for each in supervise.INSTRUCTION_SETS.values() for key, value in each.items()}
+    written = {f"{key}={value}" for each in supervise.INSTRUCTION_SETS.values() for key, value in each.items()}
+    written |= {f"{key}={value}" for key, value in supervise.STRICT.items()}
+    section = ARCHITECTURE.partition("## Environment of workers")[2].partition("\n## ")[0]
+    assert written | set(supervise.SCRUBBED) <= set(spans(section))
+    assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
+        {*sets, *supervise.STRICT, *supervise.SCRUBBED}
+    )
+
+
+def test_decisions_are_numbered_dated_and_complete():
+    """One file each: context, decision, consequences."""
+    paths = sorted((DOCS / "decisions").glob("*.md"))
+    for number, path in enumerate(paths, 1):
+        text = path.read_text()
+        assert path.name.startswith(f"{number:04d}-")
+        assert text.startswith(f"# {number}. ")
+        assert re.search(r"^20\d\d-\d\d-\d\d · ", text, re.MULTILINE), path.name
+        assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Context", "Decision", "Consequences"], path.name
+
+
+# --- Probes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PROBES, ids=name)
+def test_every_probe_says_what_it_stresses_and_cannot_see(path):
+    """A clean result must not promise more than was looked at."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert "\nStresses: " in text
+    assert "\nCannot see: " in text
+
+
+def test_the_goldens_page_and_the_catalogue_name_the_same_probes():
+    """Each exact probe has its section, and no section is without its probe."""
+    named = set(re.findall(r"^## .*\(`(\w+)`\)", (DOCS / "goldens.md").read_text(), re.MULTILINE))
+    assert named == {path.stem for path in PROBES if path.stem.startswith("exact_")}
+
+
+def test_the_page_shows_the_example_as_it_is():
+    """What is read is what is run."""
+    assert f"```python\n{EXAMPLE.read_text()}```" in (DOCS / "writing-a-probe.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory) -> catalogue.Entry:
+    """The example as a drop-in: found in a directory and described by a worker."""
+    place = tmp_path_factory.mktemp("probes.d")
+    place.chmod(0o755)
+    shutil.copyfile(EXAMPLE, place / EXAMPLE.name)
+    (place / EXAMPLE.name).chmod(0o644)
+    files, problems = catalogue.find([place])
+    assert problems == []
+    dropped = [file for file in files if file.source == "directory"]
+    with Series(WorkerSpec()) as series:
+        entries, problems = catalogue.load(dropped, series.describe([file.path for file in dropped]).probes)
+    assert problems == []
+    return entries["memory_pattern"]
+
+
+def run_example(entry: catalogue.Entry, **fields) -> Run:
+    wanted = {"device": DEVICE, "level": "quick", "seed": 7} | fields
+    with Series(WorkerSpec()) as series:
+        run = series.run(RunRequest(probe_path=entry.file.path, spec=entry.spec, **wanted), 60.0)
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    return run
+
+
+def state_after(run: Run) -> State:
+    verdict = judge.decide(
+        DEVICE,
+        [run],
+        siblings={},
+        sibling_devices={},
+        wanted={run.probe: 1800.0},
+        policy=config.JudgePolicy(),
+        now=time.time(),
+        previous=None,
+        drill=bool(run.drill),
+    )
+    return verdict.state
+
+
+def test_the_example_finds_nothing_on_a_healthy_machine(entry):
+    """It compares, the device is healthy, and the same seed gives the same facts."""
+    run, again = run_example(entry), run_example(entry)
+    assert run.trials > 0
+    assert (run.wrong, state_after(run)) == ((), State.HEALTHY)
+    assert (run.comparisons, run.readings) == (again.comparisons, again.readings)
+
+
+def test_the_example_finds_its_injected_fault(entry):
+    """One flipped bit is one wrong element with its bits, and makes the device suspect."""
+    run = run_example(entry, drill="flip", cases=("bytes/seeded",))
+    (wrong,) = run.wrong
+    assert wrong.evidence is not None
+    assert (wrong.wrong_trials, wrong.evidence.wrong, wrong.evidence.bits) == (1, 1, {"0": 1})
+    assert state_after(run) is State.SUSPECT
