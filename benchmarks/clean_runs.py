@@ -1,0 +1,322 @@
+"""Counts false alarms: distinct clean runs of exact goldens, none of which may find a wrong bit.
+
+A run is one golden, made from a seed of its own, computed once and compared twice (by torch and by the C library). Its
+key is (case with sizes, seed, instruction set, threads). Every key differs, and so does every golden: both are
+counted. Each combination of instruction set and threads is a process of its own, because libraries choose their kernels
+when they start. Each process ends with controls: results with one bit flipped on purpose, which must be found wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from benchmarks import common
+from canaryd.model import Device, to_json
+from canaryd.probe import Context
+from canaryd.worker import content, devices, evidence, indexing
+from canaryd.worker.attention import CONTENTS, MASKS
+from canaryd.worker.content import Inexact
+from canaryd.worker.exact import Case
+from canaryd.worker.integers import derive, digest
+from canaryd.worker.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
+from probes import exact_attention, exact_integer, exact_matmul
+
+KEPT = 100
+"""Wrong runs whose evidence is written out in full."""
+PROGRESS = 5.0
+"""Seconds between two lines of progress."""
+GROUPS = ("family", "format", "content", "kind", "layout or kernel", "mask", "instruction set", "threads")
+WEIGHTS = {"product": 6, "attention": 3, "integer": 1}
+"""Shares of the runs."""
+
+Maker = Callable[[random.Random], Case]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process: one instruction set, one number of threads.
+
+
+def products(context: Context) -> Iterator[Maker]:
+    """Yield a maker of cases for every format, content, kind of shape and layout that this machine multiplies."""
+    for source, target in exact_matmul.FORMAT_PAIRS:
+        if exact_matmul.unsupported(context.device, source, target):
+            continue
+        scaled = source.startswith("float8")  # its kernels want B column-major and no batch
+        layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (exact_matmul.LAYOUTS, exact_matmul.KINDS)
+        for name, kind, layout in itertools.product(content.CONTENTS, kinds, layouts):
+            yield partial(_product, context.device, source, target, name, kind, layout)
+    for name in ("narrow", "wide"):
+        if name == "narrow" or not devices.int8_pairs_saturate():
+            yield from (partial(_int8, name, layout) for layout in ("nn", "nt"))
+
+
+def _product(device: Device, source: str, target: str, name: str, kind: str, layout: str, rng: random.Random) -> Case:
+    sizes = product_sizes(rng, kind, 16 if source.startswith("float8") else 1)
+    return exact_matmul.product_case(device, source, target, name, kind, layout, sizes)
+
+
+def product_sizes(rng: random.Random, kind: str, step: int) -> tuple[int, int, int, int]:
+    """Draw M, N, K and batch (0: none), small to medium, multiples of `step`."""
+
+    def size(low: int, high: int) -> int:
+        return rng.randint(-(-low // step), high // step) * step
+
+    if kind == "square":
+        side = size(32, 448)
+        return side, side, side, 0
+    if kind == "prefill":
+        return size(32, 256), size(64, 768), size(32, 768), 0
+    if kind == "decode":
+        return size(1, 32), size(64, 1536), size(64, 2048), 0
+    return size(8, 96), size(8, 96), size(16, 192), rng.randint(2, 5)
+
+
+def _int8(name: str, layout: str, rng: random.Random) -> Case:
+    M, N, K = (8 * rng.randint(4, 40) for _ in range(3))
+    return Case(
+        f"int8>int32/{name}/square/{layout}@{M}x{N}x{K}",
+        partial(content.build_int8, name, M, N, K, layout),
+        lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
+    )
+
+
+def attentions(context: Context) -> Iterator[Maker]:
+    """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine takes."""
+    for kernel, form in itertools.product(exact_attention.KERNELS, exact_attention.FORMAT_NAMES):
+        for mask, grouped in itertools.product(MASKS, (False, True)):
+            if exact_attention.refuses(context.device, kernel, form, mask, grouped=grouped):
+                continue
+            for name, kind in itertools.product(CONTENTS, ("grouped",) if grouped else ("prefill", "decode")):
+                yield partial(_attention, context.device, kernel, form, name, mask, kind)
+
+
+def _attention(device: Device, kernel: str, form: str, name: str, mask: str, kind: str, rng: random.Random) -> Case:
+    return exact_attention.attention_case(device, kernel, form, name, mask, kind, attention_sizes(rng, kind))
+
+
+def attention_sizes(rng: random.Random, kind: str) -> tuple[int, ...]:
+    """Draw B, H, G, L, S and D."""
+    B, G, D = rng.randint(1, 2), rng.randint(1, 2), rng.choice((64, 96, 128))
+    if kind == "decode":
+        return B, G, G, rng.randint(1, 7), rng.randint(64, 1536), D
+    rows = rng.randint(16, 256)
+    return B, G * (2 if kind == "grouped" else 1), G, rows, rows + (rng.randint(0, 64) if kind == "grouped" else 0), D
+
+
+def integers() -> Iterator[Maker]:
+    """Yield a maker of cases for every integer and index operation."""
+    return (partial(_integer, name) for name in indexing.OPERATIONS)
+
+
+def _integer(name: str, rng: random.Random) -> Case:
+    return exact_integer._case(name, 16 * rng.randint(16, 1024), known=True)  # noqa: SLF001
+
+
+def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> dict[str, Any]:
+    """Make, compute and compare one golden; return what became of it. `spoil` flips the lowest bit of one element."""
+    try:
+        problem = case.build(seed)
+    except Inexact as error:
+        return {"outcome": "inexact", "detail": str(error)}
+    try:
+        result = case.compute(upload(problem.operands, device), None)
+    except (RuntimeError, NotImplementedError) as error:
+        return {"outcome": "refused", "detail": str(error).splitlines()[0][:200]}
+    if spoil:
+        bits(result).view(-1)[seed % result.numel()] ^= 1
+    done = {"outcome": "right", "digest": digest(problem.golden), "elements": problem.golden.numel()}
+    if not problem.witnessed:
+        return {**done, "outcome": "doubted", "detail": "two ways of making the golden disagree"}
+    by_torch, by_host = same_bits(result, problem.golden), host_same_bits(result, problem.golden)
+    if by_torch != by_host:
+        return {**done, "outcome": "doubted", "detail": f"equal by torch: {by_torch}, by the host: {by_host}"}
+    if not by_torch:
+        found = to_json(evidence.collect(problem.golden, result))
+        return {**done, "outcome": "wrong", "shape": problem.shape, "detail": found["pattern"], "evidence": found}
+    return done
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Be one process: do `--runs` runs and print each as a line of JSON, the first line telling what this torch is."""
+    torch.set_num_threads(arguments.threads[0])
+    device = devices.cpu()
+    where = (arguments.instruction_sets[0], arguments.threads[0])
+    start = derive(arguments.seed, "/".join(map(str, where)))
+    rng = random.Random(start)
+    context = Context(device=device, level="standard", seed=start, budget=3600.0)
+    with strict_switches():
+        families = {
+            "product": list(products(context)),
+            "attention": list(attentions(context)),
+            "integer": list(integers()),
+        }
+        stack = devices.stack(device, where[0])
+        print(json.dumps({"stack": stack, "classes": {k: len(v) for k, v in families.items()}}), flush=True)
+        # Every class of a family in turn, in an order of its own, so that few runs already touch many classes.
+        decks = {name: itertools.cycle(rng.sample(makers, len(makers))) for name, makers in families.items()}
+        hands = itertools.cycle([name for name, weight in WEIGHTS.items() for _ in range(weight)])
+        for number, family in zip(range(arguments.runs), hands):  # noqa: B905  hands never end
+            case, seed = next(decks[family])(rng), derive(start, f"run {number}")
+            done = run_one(case, seed, device)
+            line = {"family": family, "case": case.name, "seed": seed, **done}
+            print(json.dumps(line), flush=True)
+        for family in families:
+            done = run_one(next(decks[family])(rng), derive(start, f"control {family}"), device, spoil=True)
+            print(json.dumps({"control": done["outcome"] == "wrong"}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The one that counts.
+
+
+class Tally:
+    """What the runs of all processes add up to."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
+        self.outcomes: Counter[str] = Counter()
+        self.elements = 0
+        self.keys: set[tuple[str, int, str, int]] = set()
+        self.digests: set[str] = set()
+        self.classes: set[str] = set()
+        self.groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in GROUPS}
+        self.controls: Counter[bool] = Counter()
+        self.findings: list[dict[str, Any]] = []
+        self.stacks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._started = self._told = time.monotonic()
+
+    @property
+    def clean(self) -> bool:
+        """True when every run was done, distinct and right, and every control was found wrong."""
+        right = self.outcomes["right"]
+        found = self.controls[True] > 0 and not self.controls[False]
+        return found and right == self.wanted == len(self.keys) == len(self.digests) == sum(self.outcomes.values())
+
+    def add(self, line: dict[str, Any], instruction_set: str, threads: int) -> None:
+        """Count one run, or one control."""
+        with self._lock:
+            if "control" in line:
+                self.controls[line["control"]] += 1
+                return
+            outcome = line["outcome"]
+            self.outcomes[outcome] += 1
+            if outcome == "right":
+                self.keys.add((line["case"], line["seed"], instruction_set, threads))
+                self.digests.add(line["digest"])
+                self.elements += line["elements"]
+            elif len(self.findings) < KEPT:
+                self.findings.append({**line, "instruction_set": instruction_set, "threads": threads})
+            stable = line["case"].partition("@")[0]
+            self.classes.add(stable)
+            names = [line["family"], *[*stable.split("/"), "-", "-"][:5], instruction_set, str(threads)]
+            for group, name in zip(GROUPS, names, strict=True):
+                self.groups[group].setdefault(name, Counter())[outcome] += 1
+            if outcome != "right":
+                print(f"{outcome}: {line['case']} seed {line['seed']}: {line['detail']}", flush=True)
+            if time.monotonic() - self._told >= PROGRESS:
+                self._told = time.monotonic()
+                done, spent = sum(self.outcomes.values()), self._told - self._started
+                rest = spent / done * (self.wanted - done)
+                print(f"{done} of {self.wanted} runs, {self.outcomes['right']} right, {rest:.0f} s left", flush=True)
+
+    def report(self) -> str:
+        """Return the findings and the tables."""
+        right, runs = self.outcomes["right"], sum(self.outcomes.values())
+        others = ", ".join(f"{count} {name}" for name, count in self.outcomes.items() if name != "right") or "none"
+        text = (
+            f"{right} of {runs} runs right, others: {others} (wanted {self.wanted}). Distinct keys: {len(self.keys)},\n"
+            f"distinct goldens: {len(self.digests)}, classes: {len(self.classes)}, elements compared: "
+            f"{self.elements:,}.\nControls, one bit flipped on purpose: {self.controls[True]} of "
+            f"{self.controls.total()} found.\n"
+        )
+        if self.clean:
+            text += f"No false alarm in {right} runs bounds their rate by {3 / right:.1e} (95 %).\n"
+        for finding in self.findings:
+            where = f"{finding['instruction_set']}, {finding['threads']} threads"
+            text += f"\n- {finding['outcome']}: {finding['case']}, seed {finding['seed']}, {where}: {finding['detail']}"
+        for group, names in self.groups.items():
+            rows = [[name, sum(count.values()), count["right"]] for name, count in sorted(names.items())]
+            text += "\n\n" + common.table([group, "runs", "right"], rows).rstrip()
+        return text + "\n"
+
+
+def follow(tally: Tally, instruction_set: str, threads: int, runs: int, seed: int) -> None:
+    """Start one process, count its runs, and raise `RuntimeError` with what it said if it fails."""
+    env = common.worker_environment(instruction_set)
+    words = ["--serve", "--instruction-sets", instruction_set, "--threads", threads, "--runs", runs, "--seed", seed]
+    argv = [sys.executable, "-m", "benchmarks.clean_runs", *map(str, words)]
+    with subprocess.Popen(argv, cwd=common.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        tally.stacks[f"{instruction_set}, {threads} threads"] = json.loads(next(process.stdout, "null"))
+        for line in process.stdout:
+            tally.add(json.loads(line), instruction_set, threads)
+    if process.returncode:
+        raise RuntimeError(f"the process for {instruction_set}, {threads} threads ended with {process.returncode}")
+
+
+def main() -> None:
+    """Deal the runs to processes, count, write; end with 1 unless every run was right and distinct."""
+    parser = common.options(__doc__)
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1, help="another seed gives other runs (default: %(default)s)")
+    parser.add_argument("--instruction-sets", nargs="+", default=list(devices.cpu().instruction_sets))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments)
+        return
+    facts = common.machine()
+    tally = Tally(arguments.runs)
+    places = list(itertools.product(sorted(set(arguments.threads)), arguments.instruction_sets))
+    share, rest = divmod(arguments.runs, len(places))
+    started = time.monotonic()
+    for threads in sorted(set(arguments.threads)):
+        at_once = max(1, len(os.sched_getaffinity(0)) // threads)
+        with ThreadPoolExecutor(at_once) as pool:
+            jobs = [
+                pool.submit(follow, tally, isa, threads, share + (places.index((threads, isa)) < rest), arguments.seed)
+                for isa in arguments.instruction_sets
+            ]
+        for job in jobs:
+            job.result()
+    common.write(
+        arguments.out,
+        "clean_runs",
+        "False alarms of exact goldens over distinct clean runs",
+        {**facts, "seconds": f"{time.monotonic() - started:.0f}", "seed": str(arguments.seed)},
+        tally.report(),
+        {
+            "clean": tally.clean,
+            "wanted": tally.wanted,
+            "outcomes": tally.outcomes,
+            "distinct_keys": len(tally.keys),
+            "distinct_goldens": len(tally.digests),
+            "classes": sorted(tally.classes),
+            "elements": tally.elements,
+            "groups": tally.groups,
+            "controls_found": tally.controls[True],
+            "controls_missed": tally.controls[False],
+            "findings": tally.findings,
+            "processes": tally.stacks,
+        },
+    )
+    sys.exit(0 if tally.clean else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What every benchmark shares: the machine's name, interleaved pairs with an interval, and results on disk."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import canaryd
+from canaryd.supervise import INSTRUCTION_SETS, SCRUBBED, STRICT
+from canaryd.worker import devices
+from canaryd.worker.tensors import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DISTURBED = 0.05
+"""Share of the processor time spent by others from which a time tells of them and not of what was measured."""
+RESAMPLES = 4000
+"""Bootstrap resamples: the ends of a 95 % interval then rest on about a hundred of them each."""
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    return parser
+
+
+def worker_environment(instruction_set: str) -> dict[str, str]:
+    """Return the environment in which canaryd starts a worker for this instruction set."""
+    kept = {name: value for name, value in os.environ.items() if name not in SCRUBBED}
+    return {**kept, **STRICT, **INSTRUCTION_SETS[instruction_set]}
+
+
+def become_worker() -> None:
+    """Start this program anew in a worker's environment, unless it has it: libraries read it only when they start."""
+    wanted = worker_environment("native")
+    if dict(os.environ) != wanted:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)  # noqa: S606  this very program
+
+
+def machine() -> dict[str, str]:
+    """Return what a reader must know of the machine, the software and the moment to judge a figure."""
+    host = devices.cpu()
+    facts = {
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "canaryd": canaryd.__version__,
+        "commit": _commit(),
+        "cpu": host.model,
+        "cores": host.detail["cores"],
+        "load at start": f"{os.getloadavg()[0]:.2f}",
+        **devices.stack(host, ""),
+    }
+    if torch is not None and torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+    return facts
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "none"
+    # The results of earlier benchmarks are no change of what is measured.
+    return commit + (" with changes" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else "")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the ratios of pairs, and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    def against(self, target: float) -> str:
+        """Return "reached" or "missed" where the whole interval lies on that side of the target, or "not resolved"."""
+        if self.low >= target:
+            return "reached"
+        return "missed" if self.high < target else "not resolved"
+
+    def __str__(self) -> str:
+        return f"{self.median:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def interleave(first: Callable[[], object], second: Callable[[], object], pairs: int) -> list[tuple[float, float]]:
+    """Time `first` and `second` in turn, `pairs` times: what slows the machine for a while slows both."""
+    return [(seconds(first), seconds(second)) for _ in range(pairs)]
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """Return the median of first / second over the pairs, with a percentile bootstrap interval (seeded)."""
+    ratios = [first / second for first, second in pairs]
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    tail = RESAMPLES * 25 // 1000
+    return Ratio(statistics.median(ratios), medians[tail], medians[-1 - tail], len(ratios))
+
+
+@dataclass
+class Bystanders:
+    """Share of the machine's processor time that went to other processes between `__enter__` and `__exit__`."""
+
+    share: float = 0.0
+
+    def __enter__(self) -> Bystanders:  # noqa: PYI034  typing.Self came with Python 3.11
+        self._before = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        total, busy, own = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        self.share = max(0.0, busy - own) / total if total else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        return total, total - idle, own.user + own.system
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def write(out: Path, name: str, title: str, facts: Mapping[str, str], body: str, data: Mapping[str, Any]) -> None:
+    """Print the report, and write it as NAME.md and the data as NAME.json into `out`."""
+    named = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    report = f"# {title}\n\n{body}\nMeasured on:\n\n{named}\n"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(report)
+    (out / f"{name}.json").write_text(json.dumps({"machine": dict(facts), **data}, indent=1) + "\n")
+    print(report)

@@ -1,0 +1,226 @@
+"""Throughput of verified products over the same products unverified, and an account of what verification costs.
+
+Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial, its own `compute` and the comparison
+of every result with the kept golden where both lie; on an accelerator in bursts with one synchronisation. What happens
+once per upload (the golden is made twice, uploaded, compared by the host) is measured apart, and so is the digest,
+which is taken of fixed cases only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks import common
+from canaryd.model import Device
+from canaryd.probe import Context
+from canaryd.worker import devices, exact
+from canaryd.worker.integers import digest
+from canaryd.worker.tensors import host_same_bits, strict_switches, synchronize, torch, upload
+from probes import exact_matmul
+
+SAMPLE = 0.2
+"""Seconds that one side of a pair lasts at least: small products are repeated."""
+TARGETS = {1024: 0.95, 2048: 0.98, 4096: 0.98}
+"""Least ratio of the throughputs by size; from 2048 up it stays 0.98. None is set below 1024."""
+FEWER = 10
+"""Pairs from 4096 up unless --pairs says otherwise: one product takes seconds there."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one size costs, in seconds (medians)."""
+
+    product: float
+    """One unverified product."""
+    comparison: float
+    """One comparison with the golden on the device; part of every trial."""
+    spoiling: float
+    """Overwriting one compared result, so that the next is not found in its memory; part of every trial."""
+    making: float
+    """The golden and its operands, made twice; once per upload."""
+    upload: float
+    """Operands and golden into new allocations; once per upload."""
+    host: float
+    """The first result fetched and compared by the host; once per upload."""
+    digest: float
+    """Digest of one result; fixed cases only."""
+
+    @property
+    def trial(self) -> float:
+        """Seconds of one verified product."""
+        return self.product + self.comparison + self.spoiling
+
+    @property
+    def per_upload(self) -> float:
+        """Seconds spent once per upload."""
+        return self.making + self.upload + self.host
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size."""
+
+    size: int
+    repeats: int
+    ratio: common.Ratio
+    others: float
+    """Share of the processor time that other processes took meanwhile."""
+    account: Account
+
+    @property
+    def judged(self) -> str:
+        """The interval against the target in words."""
+        target = TARGETS.get(min(self.size, 4096))
+        if target is None:
+            return "no target"
+        disturbed = self.others >= common.DISTURBED
+        return f"{'not resolved, disturbed' if disturbed else self.ratio.against(target)} (≥ {target})"
+
+
+def measure(device: Device, form: str, size: int, pairs: int) -> Row:
+    """Measure one size; end the program if a result is wrong."""
+    context = Context(device=device, level="standard", seed=size, budget=3600.0)
+    session = exact.Session(context)
+    case = exact_matmul.product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
+    seed = exact.case_seed(context, case)
+    made: list[Any] = []
+    making = common.seconds(lambda: made.append(exact._make(session, case, seed, None, "")))
+    problem, doubts = made[0]
+    if doubts:
+        raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")
+    operands = upload(problem.operands, device)
+    (golden,) = upload((problem.golden,), device)
+    burst = 1 if device.backend == "cpu" else max(1, min(exact.BURST, exact.BURST_BYTES // golden.nbytes))
+    buffers = [torch.empty_like(golden) for _ in range(burst)]
+    repeats = 1
+
+    def unverified() -> None:
+        for _ in range(repeats):
+            for buffer in buffers:
+                torch.matmul(*operands, out=buffer)
+            synchronize(device)
+
+    def verified() -> None:
+        for _ in range(repeats):
+            results = [case.compute(operands, buffer) for buffer in buffers]
+            for result in results:
+                session.injector.after(case.name, result)
+            if not all(exact._agree(results, golden)):  # noqa: SLF001
+                raise SystemExit(f"{case.name} with seed {seed} is wrong on this machine")
+            exact._spoil(results)  # noqa: SLF001
+
+    unverified()
+    verified()
+    repeats = max(1, round(SAMPLE / common.seconds(unverified)))
+    with common.Bystanders() as bystanders:
+        times = common.interleave(unverified, verified, pairs)
+    tries = 3 if size >= 4096 else 9
+
+    def median(work: Callable[[], object]) -> float:
+        return statistics.median(common.seconds(work) for _ in range(tries))
+
+    def load() -> None:
+        upload((*problem.operands, problem.golden), device)
+        synchronize(device)
+
+    unverified()  # what was verified is spoilt: the account compares right results
+    spare = [torch.empty_like(golden) for _ in range(burst)]
+    account = Account(
+        product=statistics.median(first for first, _ in times) / (repeats * burst),
+        comparison=median(lambda: exact._agree(buffers, golden)) / burst,  # noqa: SLF001
+        spoiling=median(lambda: exact._spoil(spare)) / burst,  # noqa: SLF001
+        making=making,
+        upload=median(load),
+        host=median(lambda: host_same_bits(buffers[0].cpu(), problem.golden)),
+        digest=median(lambda: digest(buffers[0])),
+    )
+    return Row(size, repeats * burst, common.ratio(times), bystanders.share, account)
+
+
+def report(rows: list[Row]) -> str:
+    """Return the tables."""
+    speed = common.table(
+        ["size", "pairs", "products per side", "verified / unverified (95 %)", "target", "others", "Gflop/s"],
+        [
+            [
+                *(r.size, r.ratio.pairs, r.repeats, r.ratio, r.judged, f"{100 * r.others:.0f} %"),
+                f"{2e-9 * r.size**3 / r.account.product:.1f}",
+            ]
+            for r in rows
+        ],
+    )
+    costs = common.table(
+        [
+            "size",
+            "product",
+            "comparison",
+            "spoiling",
+            "making twice",
+            "upload",
+            "host compare",
+            "digest",
+            "trials to 5 %",
+        ],
+        [
+            [
+                r.size,
+                *(
+                    f"{1e3 * cost:.2f} ms"
+                    for cost in (
+                        r.account.product,
+                        r.account.comparison,
+                        r.account.spoiling,
+                        r.account.making,
+                        r.account.upload,
+                        r.account.host,
+                        r.account.digest,
+                    )
+                ),
+                round(r.account.per_upload / (0.05 * r.account.trial)),
+            ]
+            for r in rows
+        ],
+    )
+    return (
+        f"{speed}\nOthers: the share of all processor time that other processes took meanwhile. Gflop/s: unverified.\n"
+        "\nThe account. Comparison and spoiling (overwriting a compared result, so that a kernel that writes nothing\n"
+        "does not find it right) are part of every trial and of the ratio above; making, upload and host compare\n"
+        "happen once per upload, the digest for fixed cases only. The last column: how many trials over one\n"
+        f"upload bring its own costs below 5 % of the time.\n\n{costs}"
+    )
+
+
+def main() -> None:
+    """Measure every size in one run."""
+    parser = common.options(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--pairs", type=int, help=f"pairs per size (default: 40; {FEWER} from 4096 up on a CPU)")
+    arguments = parser.parse_args()
+    common.become_worker()
+    facts = common.machine()
+    found = [d for d in devices.discover()[0] if d.backend == arguments.device]
+    if not found:
+        parser.error(f"--device {arguments.device}: this torch finds none; it finds {devices.discover()[0][0].name}")
+    with strict_switches():
+        rows = []
+        for size in arguments.sizes:
+            slow = arguments.device == "cpu" and size >= 4096
+            rows.append(measure(found[0], arguments.dtype, size, arguments.pairs or (FEWER if slow else 40)))
+            print(f"{size}: {rows[-1].ratio}, {rows[-1].judged}", flush=True)
+    common.write(
+        arguments.out,
+        f"verified_gemm-{arguments.device}-{arguments.dtype}",
+        f"Verified products over unverified ones, {arguments.dtype} on {found[0].model}",
+        facts,
+        report(rows),
+        {"rows": [{**asdict(r), "judged": r.judged} for r in rows]},
+    )
+
+
+if __name__ == "__main__":
+    main()

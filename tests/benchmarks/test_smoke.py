@@ -1,0 +1,74 @@
+"""The benchmarks run and leave their reports; what they measure is never asserted here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch in this interpreter")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Run a benchmark at its smallest and return its JSON."""
+
+    def run(name, *words, result):
+        argv = [sys.executable, "-m", f"benchmarks.{name}", "--out", str(tmp_path), *map(str, words)]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / f"{result}.md").read_text().startswith("# ")
+        return json.loads((tmp_path / f"{result}.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def one_probe(tmp_path):
+    """Return a configuration under which only the cheapest probe runs."""
+    path = tmp_path / "canaryd.yaml"
+    off = "".join(f"  {name}: {{enabled: false}}\n" for name in ("exact_matmul", "exact_attention"))
+    path.write_text(f"schedule: {{level: quick}}\nprobes:\n{off}")
+    return path
+
+
+@needs_torch
+@pytest.mark.torch
+def test_verified_gemm(bench):
+    """Verified products are timed against unverified ones, and the account is complete."""
+    data = bench("verified_gemm", "--sizes", 48, "--pairs", 2, result="verified_gemm-cpu-float32")
+    (row,) = data["rows"]
+    assert (row["size"], row["ratio"]["pairs"], row["judged"]) == (48, 2, "no target")
+    assert set(row["account"]) == {"product", "comparison", "spoiling", "making", "upload", "host", "digest"}
+    assert data["machine"]["cpu"]
+
+
+@needs_torch
+@pytest.mark.torch
+def test_clean_runs(bench):
+    """Every run is distinct and right, is counted in each of its groups, and a flipped bit is found."""
+    words = ("--runs", 20, "--instruction-sets", "native", "--threads", 1)
+    data = bench("clean_runs", *words, result="clean_runs")
+    assert data["clean"]
+    assert data["distinct_keys"] == data["distinct_goldens"] == data["outcomes"]["right"] == 20
+    assert (data["controls_found"], data["controls_missed"]) == (3, 0)
+    assert all(sum(n["right"] for n in names.values()) == 20 for names in data["groups"].values())
+
+
+def test_footprint(bench, one_probe):
+    """The daemon is measured after its first round and has nothing foreign mapped."""
+    words = ("--config", one_probe, "--seconds", 1, "--quiet", 0.5)
+    data = bench("footprint", *words, result="footprint")
+    assert data["foreign"] == []
+    assert data["memory"]["resident"] > data["memory"]["proportional"] > 0
+    assert data["rest"]["scrapes"] == 1
+
+
+def test_check_time(bench, one_probe):
+    """A check of one sound processor ends with a verdict."""
+    data = bench("check_time", "--config", one_probe, "--runs", 1, result="check_time-quick")
+    assert len(data["seconds"]) == 1
+    assert data["verdicts"] == ["healthy"]
