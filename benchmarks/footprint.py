@@ -35,7 +35,6 @@ DEPENDENCIES = {
     "prometheus-client": "prometheus_client",
     "APScheduler": "apscheduler.schedulers.background",
     "PyYAML": "yaml",
-    "psutil": "psutil",
 }
 """Distribution → the module that a daemon imports of it."""
 

@@ -234,7 +234,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
         drill=options.fault if options.command == "drill" else "",
         wait=options.wait,
     )
-    engine.only = frozenset(asked.probes)
+    engine.only, engine.cases = frozenset(asked.probes), asked.cases
     result = check.run(engine, asked, devices, teller.waiting)
     store.close()
     document = report.as_json(result)

@@ -338,7 +338,7 @@ class Daemon:
         device = self.engine.devices[uuid]
         reasons = []
         for probe, period in self.engine.periods(device).items():
-            done = [r.started for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and not r.confirms]
+            done = [r.started for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and r.whole]
             limit = judge.freshness(self.config.judge, period)
             if not done:
                 reasons.append(f"{device.name} {probe}: no evidence yet")

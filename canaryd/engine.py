@@ -28,6 +28,8 @@ RECORD = 3000
 """The same on a device with one: how often it fails and what it did since decide; about three weeks of the default."""
 FAILURES = 100
 """Mismatches and confirmations of one probe and instruction set that are kept in memory: more say nothing new."""
+BRIEF = 4
+"""Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
 STOPPED = "stopped: "
@@ -52,12 +54,20 @@ Listener = Callable[[Progress], None]
 
 def fold(run: Run) -> Run:
     """Return a clean run with its comparisons summed into one: what the judge needs of it, in little memory."""
-    if run.wrong or run.confirms or len(run.comparisons) < 2:
+    if run.wrong:
+        return replace(run, comparisons=tuple(map(_brief, run.comparisons)), skipped=(), readings=_kept(run))
+    if not run.whole or len(run.comparisons) < 2:
         return run
     elements = Comparison(
         case="*", shape="", seed=run.seed, exactness=Exactness.UNIVERSAL, subject=Subject.DEVICE, trials=run.trials
     )
     return replace(run, comparisons=(elements,) if run.trials else (), skipped=(), readings=_kept(run))
+
+
+def _brief(comparison: Comparison) -> Comparison:
+    """Return a comparison with the first few of its wrong elements: what tells two mismatches apart."""
+    found = comparison.evidence
+    return comparison if found is None else replace(comparison, evidence=replace(found, first=found.first[:BRIEF]))
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:
@@ -76,9 +86,12 @@ class Engine:
     entries: dict[str, Entry] = field(default_factory=dict)
     only: frozenset[str] = frozenset()
     """Probes that a restricted check asked for; its verdicts are about them alone and are not stored."""
+    cases: tuple[str, ...] = ()
+    """Cases that it asked for, likewise."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
     present: set[str] = field(default_factory=set)
+    _last_seen: dict[str, float] = field(default_factory=dict)
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
     _series: set[Series] = field(default_factory=set)
     stopping: str = ""
@@ -120,7 +133,10 @@ class Engine:
                 if described.torch is not None:  # without torch only the CPU can be seen: the others are not gone
                     self.store.set_present(self.present, now)
             # A new mapping each time: other threads iterate over the old one.
-            known = [r.device for r in self.store.devices() if r.present or now - r.last_seen < self.config.judge.watch]
+            records = [r for r in self.store.devices() if r.present or now - r.last_seen < self.config.judge.watch]
+            known = [r.device for r in records]
+            if described.torch is not None:
+                self._last_seen = {r.device.uuid: r.last_seen for r in records}
             self.devices = {device.uuid: device for device in known if self._included(device)}
             for uuid in self.devices:
                 if uuid not in self._evidence:
@@ -308,9 +324,12 @@ class Engine:
             device = self.devices[uuid]
             others = {u: d for u, d in self.devices.items() if u != uuid}
             previous = None if drill else self.store.verdicts().get(uuid)
+            runs = self.evidence(uuid)
+            if self.cases:  # what was asked for is a part, and the verdict is about that part
+                runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]
             verdict = judge.decide(
                 device,
-                self.evidence(uuid),
+                runs,
                 siblings={u: self.evidence(u) for u in others},
                 sibling_devices=others,
                 wanted=self.periods(device),
@@ -318,8 +337,9 @@ class Engine:
                 now=self.clock(),
                 previous=previous,
                 drill=drill,
+                gone_since=None if uuid in self.present else self._last_seen.get(uuid),
             )
-            if not drill and not self.only and _news(verdict, previous):
+            if not drill and not self.only and not self.cases and _news(verdict, previous):
                 self.store.set_verdict(verdict)
             return verdict
 

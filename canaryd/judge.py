@@ -88,6 +88,8 @@ class Docket:
     wanted: Mapping[str, float]
     policy: JudgePolicy
     now: float
+    gone_since: float | None = None
+    """When the device was last seen, if it is not found any more."""
 
     @property
     def is_cpu(self) -> bool:
@@ -101,10 +103,10 @@ class Docket:
     def scheduled(self, probe: str) -> list[Run]:
         """Return the probe's runs that stand for its state now, oldest first.
 
-        Confirmations look at one case only. Runs dated in the future (the clock was set back) count only while there
-        are no others: they must not hide what came after them.
+        Confirmations and runs limited to some cases look at a part only. Runs dated in the future (the clock was set
+        back) count only while there are no others: they must not hide what came after them.
         """
-        runs = [r for r in self.runs if r.probe == probe and not r.confirms]
+        runs = [r for r in self.runs if r.probe == probe and r.whole]
         return [r for r in runs if r.started <= self.now + AHEAD] or runs
 
     @cached_property
@@ -603,7 +605,23 @@ def clock_set_back(docket: Docket) -> Iterator[Finding]:
 
 
 Rule = Callable[[Docket], Iterator[Finding]]
+
+
+def vanished(docket: Docket) -> Iterator[Finding]:
+    """The device was there and is not found any more: whatever it was, nothing is known of it now."""
+    if docket.gone_since is not None:
+        ago = _spoken(max(0.0, docket.now - docket.gone_since) // 60 * 60)
+        yield Finding(
+            rule="device-vanished",
+            state=State.UNKNOWN,
+            cause=Cause.UNDETERMINED,
+            message=f"{docket.device.name} ({docket.device.model}) was last found {ago} ago and is not found now:"
+            " look for it in the kernel log and on the bus; taken out on purpose, it is forgotten after judge.watch",
+        )
+
+
 RULES: tuple[Rule, ...] = (
+    vanished,
     confirmed,
     exact_mismatch,
     golden_disagreement,
@@ -685,12 +703,14 @@ def decide(
     now: float,
     previous: Verdict | None,
     drill: bool = False,
+    gone_since: float | None = None,
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
     `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
     device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
-    seconds. With `drill`, only drill runs of the last hour exist; without, none.
+    seconds. `gone_since` is when a device was last seen that is not found now. With `drill`, only drill runs of the
+    last hour exist; without, none.
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
@@ -707,6 +727,7 @@ def decide(
         wanted=wanted,
         policy=policy,
         now=now,
+        gone_since=gone_since,
     )
     found = (finding for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))

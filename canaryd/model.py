@@ -219,6 +219,13 @@ class Run:
     """Name of the injected fault when this run is a drill; drills are a world of their own."""
     confirms: str = ""
     """Id of the run whose mismatch this run was started to confirm."""
+    cases: tuple[str, ...] = ()
+    """The cases it was limited to; empty for a whole run."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it looked at all that its probe looks at: only then does it stand for the device's state."""
+        return not (self.confirms or self.cases)
 
     @property
     def wrong(self) -> tuple[Comparison, ...]:

@@ -562,6 +562,7 @@ class Series:
             repro=self._repro(request),
             drill=request.drill,
             confirms=request.confirms,
+            cases=request.cases,
         )
 
     def close(self) -> None:

@@ -305,11 +305,17 @@ def test_fold_keeps_trials():
 
 
 @pytest.mark.parametrize("fields", [{"wrong": True}, {"confirms": "r0"}])
-def test_fold_leaves_what_was_wrong_and_what_confirms(fields):
-    """The judge compares those byte for byte with siblings."""
+def test_fold_leaves_the_comparisons_of_what_was_wrong_and_what_confirms(fields):
+    """The judge compares those byte for byte with siblings; a few wrong elements are enough for that."""
     run = made(1, **fields)
     run = dataclasses.replace(run, comparisons=run.comparisons * 2)
-    assert fold(run) is run
+    assert fold(run).comparisons == run.comparisons
+    if fields.get("wrong"):
+        evidence = dataclasses.replace(
+            run.comparisons[0].evidence, first=tuple(((i,), "0x1", "0x2") for i in range(64))
+        )
+        loud = dataclasses.replace(run, comparisons=(dataclasses.replace(run.comparisons[0], evidence=evidence),))
+        assert [e[0] for e in fold(loud).comparisons[0].evidence.first] == [(0,), (1,), (2,), (3,)]
 
 
 def test_a_run_counts_once(idle):

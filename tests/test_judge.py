@@ -123,6 +123,7 @@ SUSPECT, FAULTY, UNKNOWN, HEALTHY = State.SUSPECT, State.FAULTY, State.UNKNOWN, 
 SCENARIOS = {
     # name: (verdict, state, cause, rules that speak)
     "clean": lambda: (ask(fresh()), HEALTHY, Cause.NONE, set()),
+    "gone": lambda: (ask(fresh(), gone_since=NOW - HOUR), UNKNOWN, U, {"device-vanished"}),
     "one mismatch": lambda: (ask(run(60, wrong())), SUSPECT, U, {"exact-mismatch"}),
     "a mismatch that a crashed run delivered": lambda: (
         ask(run(120, wrong(), outcome=Outcome.CRASHED, stack={}), fresh()),
@@ -571,7 +572,9 @@ def test_confirmed_hardware_says_what_to_do():
     """A confirmed hardware fault leads to the dossier, but only where the identity names a part."""
     twin = [(TWIN, [run(HOUR, right(seed=1000), of=TWIN)])]
     runs = (*mismatches(2 * HOUR, HOUR), fresh())
-    assert "for the RMA: canaryd report cuda:0." in message(ask(*runs, peers=twin), "exact-mismatch-confirmed")
+    assert "for the RMA, the evidence is in the runs named here and in canaryd check --device cuda:0" in message(
+        ask(*runs, peers=twin), "exact-mismatch-confirmed"
+    )
     weak = dataclasses.replace(GPU, weak_identity=True)
     text = message(ask(*runs, of=weak, peers=twin), "exact-mismatch-confirmed")
     assert "RMA" not in text
@@ -789,3 +792,19 @@ def test_every_finding_can_be_acted_on(runs, gpu_runs):
     assert severities == sorted(severities, reverse=True)
     assert verdict.state.severity == max(severities, default=0)
     assert all(f.rule and f.message for f in verdict.findings)
+
+
+def test_a_vanished_device_is_unknown_whatever_it_was():
+    """What was healthy a minute ago and is gone now is unknown; a device that is there is not touched by the rule."""
+    assert ask(fresh()).state is State.HEALTHY
+    gone = ask(fresh(), gone_since=NOW - 2 * HOUR)
+    assert (gone.state, gone.cause) == (State.UNKNOWN, Cause.UNDETERMINED)
+    assert "was last found 2 hours ago and is not found now" in message(gone, "device-vanished")
+
+
+def test_a_run_limited_to_some_cases_is_no_evidence_for_the_whole_probe():
+    """A clean look at one case does not stand for the probe, nor does its mismatch go unseen."""
+    part = dataclasses.replace(fresh(), cases=("float32/dense",))
+    assert ask(part).state is State.UNKNOWN
+    wrong = dataclasses.replace(mismatches(HOUR)[0], cases=("float32/dense",))
+    assert ask(fresh(), wrong).state is State.SUSPECT
