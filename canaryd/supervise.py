@@ -51,7 +51,11 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
 }
 """Execution path of a CPU → environment that makes torch take it; "" and "native" leave the choice to the libraries."""
-STRICT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+STRICT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would take the cores from the server beside it
+    "PYTHONUNBUFFERED": "1",
+}
 """Environment of every worker: libraries read these only when they start, so a probe cannot set them."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.

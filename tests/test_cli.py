@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -249,3 +250,15 @@ def test_json_is_ascii_safe(common):
     document = canaryd("check", "--json", *common).out
     assert document.isascii()
     assert json.loads(document)["schema"] == "canaryd.check/1"
+
+
+def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
+    """An uncaught exception would exit with 1, which means degraded: a broken installation exits with 3."""
+    package = tmp_path / "canaryd"
+    shutil.copytree(ROOT / "canaryd", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "store.py").write_text("raise RuntimeError('half an upgrade')\n")
+    command = [sys.executable, "-m", "canaryd", "check"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "half an upgrade" in done.stderr
+    assert "nothing is known" in done.stderr

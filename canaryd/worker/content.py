@@ -304,10 +304,10 @@ def _check_range(problem: Problem, product: Product) -> None:
         (problem.golden, product.target, False),
         *((t, product.source, True) for t in problem.operands),
     ):
-        size = tensor.to(torch.float64).abs()
-        if not bool(torch.isfinite(size).all()):
+        size = (tensor.to(torch.float32) if tensor.element_size() == 1 else tensor).abs()  # FP8 has no arithmetic
+        if not bool(torch.isfinite(size.max())):  # the largest of values with a NaN among them is NaN
             raise Inexact(f"{product}: a value is not finite")
-        smallest = float(size[size > 0].min()) if zeros else float(size.min())
+        smallest = float((size.masked_fill_(size == 0, torch.inf) if zeros else size).min())
         if smallest < 2.0**form.emin:
             raise Inexact(f"{product}: {smallest} is zero or subnormal in {form.name}")
 
