@@ -41,6 +41,8 @@ DETAIL = 4096
 """Bytes of what a lost worker printed that become part of its run."""
 TICK = 0.1
 """Longest sleep, in seconds, between two looks at the worker's process."""
+PING = 5.0
+"""Seconds that a worker has to answer between two runs before a fresh one takes its place."""
 AFTERLIFE = 1.0
 """Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
 
@@ -588,10 +590,9 @@ class Series:
     def _ready(self, deadline: float) -> _Worker:
         if self._stopped:
             raise _LostError(Outcome.ERRORED, f"stopped: {self._stopped}")
-        if self._worker is not None and self._worker.exited():
+        if self._worker is not None and not self._answers(self._worker, deadline):
             self.close()
         if self._worker is not None:
-            self._worker.begin()
             return self._worker
         where = "worker.command" if self._spec.command else f"worker.python ({self._spec.python})"
         try:
@@ -608,6 +609,17 @@ class Series:
         with _decoding(message):
             self._worker.python = str(message["python"])
         return self._worker
+
+    def _answers(self, worker: _Worker, deadline: float) -> bool:
+        """Ask a worker that has served before whether it still does: one that died since is nobody's outcome."""
+        try:
+            worker.begin()
+            worker.send({"op": "ping"})
+            while worker.receive(min(deadline, time.monotonic() + PING), self._why_stopped).get("kind") != "ready":
+                pass  # the last words of a thread that an earlier probe left behind
+        except _LostError:
+            return False
+        return True
 
     def _discard(self, lost: _LostError) -> tuple[Outcome, str]:
         worker, self._worker = self._worker, None

@@ -83,14 +83,19 @@ class Runner:
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
         """Handle requests for ever; `_listen` ends the process."""
         operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
+            "ping": self.ping,
             "describe": self.describe,
             "run": self.run,
             "unpack": self.unpack,
         }
-        self._send(kind="ready", python=platform.python_version())
+        self.ping({})
         while True:
             request = inbox.get()
             operations[request["op"]](request)
+
+    def ping(self, _: dict[str, Any]) -> None:
+        """Say that requests are heard."""
+        self._send(kind="ready", python=platform.python_version())
 
     def unpack(self, request: dict[str, Any]) -> None:
         """Write files that another machine's supervisor sent below this tree."""
