@@ -25,9 +25,10 @@ from canaryd.supervise import RunRequest, Series, WorkerSpec
 NEWEST = 50
 """Unremarkable runs of one probe and instruction set that the judge looks at on a device without a mismatch."""
 RECORD = 3000
-"""The same on a device with one: how often it fails and what it did since decide; about three weeks of the default."""
+"""The same on a device with one: how often it fails and what it did since decide, over more than the judge's watch."""
 FAILURES = 100
-"""Mismatches and confirmations of one probe and instruction set that are kept in memory: more say nothing new."""
+"""Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
+sibling's many confirmations must never push out a mismatch."""
 BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 REWRITE = 600.0
@@ -294,11 +295,11 @@ class Engine:
         """Read from the store what the judge needs: what went wrong, the newest of the rest, and recent drills."""
         failed = self.store.runs(uuid, failed=True)
         # One probe at a time: the many runs of one must not hide the last run of another with a longer period.
-        newest = [run for probe in self.entries for run in self.store.runs(uuid, probe, failed=False, limit=NEWEST)]
         # A device with a mismatch is judged by its whole record: how often it fails, and what it did since.
-        record = self.store.runs(uuid, failed=False, limit=RECORD) if any(run.wrong for run in failed) else []
+        limit = RECORD if any(run.wrong for run in failed) else NEWEST
+        newest = [run for probe in self.entries for run in self.store.runs(uuid, probe, failed=False, limit=limit)]
         drills = self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY)
-        runs = {run.id: fold(run) for run in (*failed, *newest, *record, *drills)}
+        runs = {run.id: fold(run) for run in (*failed, *newest, *drills)}
         return _remembered([runs[name] for name in sorted(runs)], self.clock())
 
     def evidence(self, uuid: str) -> Sequence[Run]:
@@ -350,16 +351,13 @@ def _expired(run: Run, now: float) -> bool:
 
 def _remembered(runs: Sequence[Run], now: float) -> list[Run]:
     """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
-    record = RECORD if any(run.wrong and not run.drill for run in runs) else 0
+    plain = RECORD if any(run.wrong and not run.drill for run in runs) else NEWEST
     seen: Counter[object] = Counter()
     kept = []
     for run in reversed(runs):
-        remarkable = bool(run.wrong or run.confirms)
-        lane = (run.probe, run.instruction_set, run.drill, remarkable)
+        lane = (run.probe, run.instruction_set, run.drill, bool(run.wrong), bool(run.confirms))
         seen[lane] += 1
-        seen["unremarkable"] += not remarkable
-        recent = seen[lane] <= (FAILURES if remarkable else NEWEST)
-        if not _expired(run, now) and (recent or (not remarkable and seen["unremarkable"] <= record)):
+        if seen[lane] <= (FAILURES if run.wrong or run.confirms else plain) and not _expired(run, now):
             kept.append(run)
     return kept[::-1]
 

@@ -22,6 +22,8 @@ from canaryd.model import Cause, Comparison, Device, Finding, Outcome, Run, Stat
 
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
+EPOCH = 1_577_836_800.0
+"""2020-01-01: no run is older than canaryd; one that says so was dated by a clock that had not been set."""
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten."""
 AHEAD = 3600.0
@@ -487,6 +489,8 @@ def confirmed(docket: Docket) -> Iterator[Finding]:
     }
     for hits, grounds in docket.confirmed:
         lead = _strongest(hits)
+        if lead.comparison.subject is Subject.HOST and lead.cause is not Cause.HARDWARE:
+            continue  # a wrong reference repeats itself as faithfully as a broken core: suspect, never confirmed
         message = f"confirmed: {'; '.join(grounds)}. Newest: {hits[-1]}. {lead.why}{todo.get(lead.cause, '')}"
         yield _finding("exact-mismatch-confirmed", State.FAULTY, lead.cause, message, hits)
 
@@ -714,7 +718,10 @@ def decide(
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
-        unique = {r.id: r for r in candidates if bool(r.drill) == drill}
+        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
+        unique = {
+            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
+        }
         recent = (r for r in unique.values() if not drill or now - r.started <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=_time))
 

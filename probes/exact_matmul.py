@@ -129,7 +129,9 @@ def _int8(ctx: Context, fixed: list[Case], fresh: list[Case]) -> Iterator[Fact]:
     """Add int8 products with int32 results through `torch._int_mm`, where the device has them."""
     fresh_sizes = (64, 256, 512) if ctx.level == "quick" else (256, 512, 1024)
     for content in INT8_CONTENTS:
-        if content == "wide" and ctx.device.backend == "cpu" and (why := int8_pairs_saturate()):
+        why = int8_pairs_saturate() if content == "wide" and ctx.device.backend == "cpu" else ""
+        tiny = _int8_case(ctx.device, content, "fresh", (32, 32, 32))
+        if why := why or refusal(ctx.device, tiny.build(1), tiny.compute):
             yield Skipped(case=f"int8>int32/{content}", reason=why)
             continue
         fixed.append(_int8_case(ctx.device, content, "fixed", (96, 80, 256)))

@@ -386,3 +386,13 @@ def test_devices_are_chosen_by_uuid_name_or_backend():
         found, missing = choose(devices, [word])
         assert ([d.uuid for d in found], missing) == (["GPU-1"], [])
     assert choose(devices, ["cuda:0", "cpu"]) == ([CPU], ["cuda:0"])
+
+
+def test_confirmations_for_a_sibling_never_push_out_a_mismatch(idle):
+    """A hundred clean confirmations that a flaky sibling asked for must not acquit this device."""
+    mine = [dataclasses.replace(made(n, wrong=True), id=f"{n:012x}-w") for n in (1, 2)]
+    clean = [dataclasses.replace(made(10 + n, confirms=f"other-{n}"), id=f"{10 + n:012x}-c") for n in range(150)]
+    for run in (*mine, *clean):
+        idle.take(run)
+    (uuid,) = {run.device for run in mine}
+    assert [run.id for run in idle.evidence(uuid) if run.wrong] == [run.id for run in mine]

@@ -808,3 +808,20 @@ def test_a_run_limited_to_some_cases_is_no_evidence_for_the_whole_probe():
     assert ask(part).state is State.UNKNOWN
     wrong = dataclasses.replace(mismatches(HOUR)[0], cases=("float32/dense",))
     assert ask(fresh(), wrong).state is State.SUSPECT
+
+
+def test_a_clock_that_was_not_set_does_not_clear_a_mismatch():
+    """A mismatch dated 1970 counts as of now: otherwise it would be cleared by its age at once."""
+    unset = dataclasses.replace(mismatches(HOUR)[0], started=12.0)
+    assert ask(fresh(), unset).state is State.SUSPECT
+
+
+def test_a_wrong_reference_is_never_confirmed():
+    """A damaged digest file contradicts one core in the same words every time: no core is faulty for it."""
+    cpu = dataclasses.replace(GPU, uuid="CPU-1", backend="cpu", index=0)
+    odd = {"subject": Subject.HOST, "place": "core 0", "trials": 1}
+    first = run(2 * HOUR, wrong(seed=1, **odd), of=cpu, id="first")
+    again = [run(2 * HOUR - 1 - i, wrong(seed=1, **odd), of=cpu, confirms="first") for i in range(3)]
+    verdict = ask(first, *again, fresh(of=cpu), of=cpu)
+    assert verdict.state in (State.SUSPECT, State.UNKNOWN)
+    assert "exact-mismatch-confirmed" not in rules(verdict)

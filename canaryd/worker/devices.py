@@ -148,6 +148,7 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
     if device.backend == "cpu":
         facts["instruction_set"] = instruction_set or "native"
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        facts["int8_pairs"] = "may saturate" if int8_pairs_saturate() else "exact"
         facts["visible_cores"] = str(len(visible_cores()))
         facts["microcode"] = device.detail.get("microcode", "not given")
     if device.backend in ("cuda", "rocm"):
@@ -155,6 +156,7 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["cudnn"] = str(torch.backends.cudnn.version())
         match = re.search(r"Kernel Module\s+(?:for \w+\s+)?([\d.]+)", _read("/proc/driver/nvidia/version"))
         facts["driver"] = match.group(1) if match else _read("/sys/module/amdgpu/version").strip() or "not given"
+        facts["capability"] = device.detail.get("capability", "not given")
         facts["multiprocessors"] = device.detail.get("multiprocessors", "not given")
         facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
     return facts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.model import Comparison, Device, Evidence, Reading, Skipped, Subject
-from canaryd.probe import Context, Fact, Skip
+from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker import evidence, inject
 from canaryd.worker.content import Problem
 from canaryd.worker.devices import capability
@@ -22,6 +22,7 @@ from canaryd.worker.tensors import (
     bits,
     can_pin,
     host_same_bits,
+    is_late_refusal,
     is_refusal,
     need_torch,
     on_core,
@@ -138,7 +139,6 @@ class Session:
     made_twice: int = 0
     digests: list[tuple[str, str]] = field(default_factory=list)
     places: set[str] = field(default_factory=set)
-    turn: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
@@ -146,14 +146,17 @@ class Session:
             raise Skip(f"no fault is called {self.ctx.drill!r}; there are {', '.join(inject.FAULTS)}")
         fault = inject.FAULTS[self.ctx.drill] if self.ctx.drill else None
         self.injector = inject.Injector(fault, self.ctx.seed)
-        self.turn = self.ctx.seed % max(1, len(self.cores) + 1)
 
-    def next_place(self) -> int | None:
-        """Return where the next case runs on a CPU: each core alone in turn, and all of them together (None)."""
-        if self.ctx.device.backend != "cpu":
+    def _draw(self, case: str) -> int:
+        """Draw a number for a case from the run's seed: the same when the case is confirmed, alone or not."""
+        return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
+
+    def place(self, case: str) -> int | None:
+        """Return where a case runs on a CPU: half of them on all cores together (None), half on one core alone."""
+        draw = self._draw(case)
+        if self.ctx.device.backend != "cpu" or draw & 1:
             return None
-        self.turn = (self.turn + 1) % (len(self.cores) + 1)
-        return self.cores[self.turn] if self.turn < len(self.cores) else None
+        return self.cores[(draw >> 1) % len(self.cores)]
 
     def place_name(self, core: int | None) -> str:
         """Return the place in words, as it stands in comparisons and findings."""
@@ -163,10 +166,10 @@ class Session:
             return f"all {torch.get_num_threads()} threads"
         return f"core {core}" if can_pin() else "one thread"
 
-    def makers(self, avoid: int | None) -> tuple[int | None, int | None]:
+    def makers(self, case: str, avoid: int | None) -> tuple[int | None, int | None]:
         """Return two host cores to make a golden on, away from the core under test where there is a choice."""
         others = [c for c in self.cores if c != avoid] or list(self.cores)
-        first = others[self.turn % len(others)]
+        first = others[(self._draw(case) >> 20) % len(others)]
         second = next((c for c in [*others[::-1], *self.cores] if c != first), None)
         return first, second
 
@@ -182,6 +185,8 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
     start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run begins elsewhere
     fresh = [*fresh[start:], *fresh[:start]]
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}
+    if shipped and not digests:
+        yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
     session.injector.arm([c.name for c in fresh or fixed])
     fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill must not miss its turn
     with strict_switches() as switches:
@@ -189,7 +194,8 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
         for number, case in enumerate([*fixed, *fresh]):
             remaining = len(fixed) + len(fresh) - number
             ctx.progress(number / (len(fixed) + len(fresh)), case.name)
-            needed = case.fixed or ctx.cases or (ctx.drill and case.name == session.injector.target)
+            # A loaded machine still gets fresh operands: the same fixed ones for ever would prove little.
+            needed = case.fixed or ctx.cases or number == len(fixed)
             if ctx.left <= 0.0 and not needed:
                 yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
                 continue
@@ -197,7 +203,7 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
             try:
                 yield from _verify(session, case, seconds, digests.get(case.name, ""))
             except RuntimeError as error:
-                if not is_refusal(error):
+                if not is_late_refusal(error):
                     raise
                 yield Skipped(case=case.name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if ctx.drill and not session.injector.spent:
@@ -222,7 +228,7 @@ def case_seed(ctx: Context, case: Case) -> int:
 
 def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Iterator[Fact]:
     ctx = session.ctx
-    core = session.next_place()
+    core = session.place(case.name)
     seed = case_seed(ctx, case)
     started = ctx.clock()
     problem, doubts = _make(session, case, seed, core, shipped)
@@ -259,7 +265,7 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
     """Build a problem on two host cores, and return it with what speaks against it (nothing, on a sound host)."""
-    first, second = session.makers(core)
+    first, second = session.makers(case.name, core)
     with on_core(first):
         problem = case.build(seed)
     doubts = []
@@ -288,12 +294,20 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
             twin = case.build(seed)
         session.made_twice += can_pin()
         pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
-        if not all(host_same_bits(a, b) for a, b in pairs):
-            doubt(f"cores {first} and {second}", "two host cores made different operands or goldens", twin.golden)
+        agree = all(host_same_bits(a, b) for a, b in pairs)
+        if agree:
+            _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
+        else:
+            doubt(
+                f"cores {first} and {second}" if can_pin() else "two threads",
+                "two host cores made different operands or goldens",
+                twin.golden,
+            )
+    maker = f"core {first}" if can_pin() else "one thread"
     if not problem.witnessed:
-        doubt(f"core {first}", "integer and float64 arithmetic of the host disagree on the golden")
+        doubt(maker, "integer and float64 arithmetic of the host disagree on the golden")
     if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
-        doubt(f"core {first}", f"golden has digest {made}, the one made elsewhere and shipped is {shipped}")
+        doubt(maker, f"golden has digest {made}, the one made elsewhere and shipped is {shipped}")
     return problem, doubts
 
 
@@ -340,7 +354,8 @@ def _measure(
             agreed = _agree(results, golden)
             if trials == 0:
                 # The comparator can be the broken part: the host compares the first result of every upload itself.
-                host_says = host_same_bits(results[0].cpu(), problem.golden)
+                with on_core(None if core is None else session.makers(case.name, core)[0]):
+                    host_says = host_same_bits(results[0].cpu(), problem.golden)
                 if host_says != agreed[0]:
                     words = ("differs", "equals") if agreed[0] else ("equals", "differs")
                     comparator_erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
@@ -353,9 +368,9 @@ def _measure(
                     wrong += 1
                     if found is None:
                         found = _evidence(problem.golden, result)
-            if wrong >= WRONG_ENOUGH or ctx.clock() - started >= seconds:
-                break
             _spoil(results)
+            if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() - started >= seconds):
+                break
     session.trials += trials
     session.elements += trials * golden.numel()
     comparison = Comparison(

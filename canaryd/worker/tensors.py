@@ -135,9 +135,16 @@ _REFUSALS = re.compile(
     re.IGNORECASE,
 )
 _FAILURES = re.compile(
-    r"(cuda|hip|cudnn|nccl|device-side).{0,20}(error|assert)|out of memory|\becc\b|illegal",
+    r"(cuda|hip|hsa|xpu|mps|cudnn|nccl|ur_result|device-side).{0,20}(error|assert)"
+    r"|lost|reset|out of memory|\becc\b|illegal",
     re.IGNORECASE,
 )
+
+
+def is_late_refusal(error: BaseException) -> bool:
+    """Tell a refusal from a failure for a format that the device has already computed: almost nothing is one then."""
+    said = str(error).lower()
+    return isinstance(error, NotImplementedError) or "not implemented" in said or "no viable backend" in said
 
 
 def is_refusal(error: BaseException) -> bool:
