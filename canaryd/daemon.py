@@ -184,6 +184,12 @@ class Daemon:
         device = engine.devices.get(uuid)
         if device is None or uuid not in engine.present:
             return
+        try:
+            for plan in engine.owed(uuid):
+                engine.carry_out(plan)
+        except Busy as busy:
+            log.info("%s: confirmations wait: %s", device.name, busy)
+            return
         luck = self._luck.setdefault(uuid, random.random())
         periods = engine.periods(device)
         last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}

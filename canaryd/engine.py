@@ -210,8 +210,19 @@ class Engine:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
         return runs
 
+    def owed(self, uuid: str) -> list[Plan]:
+        """Return the confirmations that recent mismatches lack: a stop, a crash or a busy device cut them short."""
+        runs, now = self.evidence(uuid), self.clock()
+        plans: list[Plan] = []
+        for run in runs:
+            recent = now - run.started < self.config.judge.repeat_window
+            if run.wrong and run.whole and recent and not run.drill and run.probe in self.entries:
+                missing = self.config.judge.confirm_runs - sum(other.confirms == run.id for other in runs)
+                plans += schedule.confirmations(run, self.entries[run.probe], self.devices[uuid], [], missing)
+        return plans
+
     def _confirmations(self, run: Run) -> list[Plan]:
-        if run.probe not in self.entries:
+        if run.probe not in self.entries or run.device not in self.devices:
             return []
         device = self.devices[run.device]
         siblings = [

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from canaryd import judge, schedule
+from canaryd.catalogue import Entry, ProbeFile
 from canaryd.config import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
 from canaryd.engine import NEWEST, Engine, Progress, choose, fold
 from canaryd.model import Cause, Comparison, Device, Evidence, Exactness, Outcome, Reading, Run, State, Verdict
+from canaryd.probe import ProbeSpec
 from canaryd.store import Busy, Store
 from tests.command import BUILTIN, bare_python, catalogue, eventually
 
@@ -396,3 +398,18 @@ def test_confirmations_for_a_sibling_never_push_out_a_mismatch(idle):
         idle.take(run)
     (uuid,) = {run.device for run in mine}
     assert [run.id for run in idle.evidence(uuid) if run.wrong] == [run.id for run in mine]
+
+
+def test_interrupted_confirmations_are_owed(idle, tmp_path):
+    """What a stop cut short is made up for later: as many as are missing, for mismatches of the last day only."""
+    (tmp_path / "p.py").write_text("")
+    file = ProbeFile(name="p", path=tmp_path / "p.py", source="directory")
+    idle.entries = {"p": Entry(spec=ProbeSpec(name="p", summary="s"), file=file)}
+    assert idle.owed(CPU.uuid) == []
+    hit = made(1, wrong=True, at=NOW - 60)
+    idle.take(hit)
+    assert [plan.steps[0].confirms for plan in idle.owed(CPU.uuid)] == [hit.id] * 3
+    idle.take(made(2, confirms=hit.id))
+    assert len(idle.owed(CPU.uuid)) == 2
+    idle.take(made(3, wrong=True, at=NOW - 2 * 86400))
+    assert len(idle.owed(CPU.uuid)) == 2
