@@ -122,7 +122,7 @@ def _carry_out(
 def _conclude(engine: Engine, options: Options, result: Result) -> None:
     for device in result.devices:
         uuid = device.uuid
-        verdict = engine.drill_verdict(uuid) if options.drill else engine.verdict(uuid)
+        verdict = engine.drill_verdict(uuid, since=result.started) if options.drill else engine.verdict(uuid)
         result.verdicts[uuid] = _missing(verdict, result.missed.get(uuid, ""))
         runs = result.runs.get(uuid, [])
         result.rules_out[uuid] = judge.fault_rate_bound(runs, drill=bool(options.drill))

@@ -183,7 +183,7 @@ class _Teller:
             name += f" [{progress.instruction_set}]"
         if progress.done is not None:
             done = progress.done
-            wrong = f", {len(done.wrong)} goldens WRONG" if done.wrong else ""
+            wrong = f", {len(done.wrong)} comparisons WRONG" if done.wrong else ""
             why = f": {done.detail.splitlines()[-1]}" if done.detail and done.outcome.value != "completed" else ""
             confirming = " (confirmation)" if done.confirms else ""
             self._line(

@@ -104,6 +104,7 @@ class Daemon:
         server = metrics.Server(host, port, self._routes())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        self.engine.recall()
         self._render()
         server.start()
         log.info(
@@ -229,10 +230,11 @@ class Daemon:
         if run is None:
             return
         level = logging.INFO if run.outcome is Outcome.COMPLETED and not run.wrong else logging.WARNING
-        wrong = f", {len(run.wrong)} goldens WRONG" if run.wrong else ""
+        wrong = f", {len(run.wrong)} comparisons WRONG" if run.wrong else ""
         first = run.detail.splitlines()[0] if run.detail else ""
         detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
-        log.log(level, "%s %s %s: %d results%s%s", run.id, run.probe, run.outcome.value, run.trials, wrong, detail)
+        what = f"{progress.device.name} {run.probe}{' (confirmation)' if run.confirms else ''}"
+        log.log(level, "%s %s %s: %d results%s%s", run.id, what, run.outcome.value, run.trials, wrong, detail)
         self._render()
 
     def _refresh(self) -> None:
@@ -280,7 +282,7 @@ class Daemon:
             return (200 if state.healthy else 503), metrics.PLAIN_TEXT, text.encode()
 
         def ready(_: str) -> tuple[int, str, bytes]:
-            text = b"ready\n" if self._health.ready else b"the first round has not ended yet\n"
+            text = b"ready\n" if self._health.ready else b"waiting for a first run on every device\n"
             return (200 if self._health.ready else 503), metrics.PLAIN_TEXT, text
 
         return {
@@ -305,7 +307,7 @@ class Daemon:
             views.append(
                 metrics.DeviceView(
                     device=device,
-                    present=present,
+                    present=uuid in engine.in_place,
                     verdict=verdicts.get(uuid),
                     drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
                     last_runs={r.probe: r for r in plain},

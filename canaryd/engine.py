@@ -92,7 +92,11 @@ class Engine:
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
     present: set[str] = field(default_factory=set)
+    in_place: set[str] = field(default_factory=set)
+    """Devices that the last inventory which succeeded found, be it before a restart."""
     _last_seen: dict[str, float] = field(default_factory=dict)
+    _recalled: set[str] = field(default_factory=set)
+    """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
     _series: set[Series] = field(default_factory=set)
     stopping: str = ""
@@ -133,14 +137,26 @@ class Engine:
                     self.store.see_device(device, now)
                 if described.torch is not None:  # without torch only the CPU can be seen: the others are not gone
                     self.store.set_present(self.present, now)
-            # A new mapping each time: other threads iterate over the old one.
-            records = [r for r in self.store.devices() if r.present or now - r.last_seen < self.config.judge.watch]
-            known = [r.device for r in records]
+            self.recall()
             if described.torch is not None:
-                self._last_seen = {r.device.uuid: r.last_seen for r in records}
-            self.devices = {device.uuid: device for device in known if self._included(device)}
+                self._last_seen = {r.device.uuid: r.last_seen for r in self.store.devices()}
+
+    def recall(self) -> None:
+        """Take up what the store knows of devices and runs: what was faulty stays so before anything is looked at."""
+        with self._mutex:
+            now = self.clock()
+            records = [
+                r
+                for r in self.store.devices()
+                if self._included(r.device) and (r.present or now - r.last_seen < self.config.judge.watch)
+            ]
+            # New mappings each time: other threads iterate over the old ones.
+            self.devices = {r.device.uuid: r.device for r in records}
+            self.in_place = {r.device.uuid for r in records if r.present}
+            new = set(self.entries) - self._recalled
+            self._recalled |= new
             for uuid in self.devices:
-                if uuid not in self._evidence:
+                if new or uuid not in self._evidence:
                     self._evidence[uuid] = self._load(uuid)
 
     def _included(self, device: Device) -> bool:
@@ -327,16 +343,16 @@ class Engine:
         """Judge one device now."""
         return self._decide(uuid, drill=False)
 
-    def drill_verdict(self, uuid: str) -> Verdict:
-        """Judge the drills of a device by the same rules; never stored, never mixed with the other verdict."""
-        return self._decide(uuid, drill=True)
+    def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
+        """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
+        return self._decide(uuid, drill=True, since=since)
 
-    def _decide(self, uuid: str, *, drill: bool) -> Verdict:
+    def _decide(self, uuid: str, *, drill: bool, since: float = 0.0) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
             others = {u: d for u, d in self.devices.items() if u != uuid}
             previous = None if drill else self.store.verdicts().get(uuid)
-            runs = self.evidence(uuid)
+            runs = [run for run in self.evidence(uuid) if run.started >= since]
             if self.cases:  # what was asked for is a part, and the verdict is about that part
                 runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]
             verdict = judge.decide(

@@ -114,7 +114,7 @@ def _text_of(result: Result, device: Device) -> list[str]:
     for (probe, instructions), count in totals.items():
         name = f"{probe} [{instructions}]" if instructions else probe
         failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
-        results = f"{count['trials']:>9,} results against {count['goldens']:,} goldens"
+        results = f"{count['trials']:>9,} results in {count['goldens']:,} comparisons"
         lines.append(f"  {name:<28} {results}, {count['wrong']} wrong{failed}")
     for probe, bound in result.rules_out.get(device.uuid, {}).items():
         lines.append(f"  {probe}: a fault that fires in more than 1 of {1 / bound:,.0f} results is ruled out (95 %)")

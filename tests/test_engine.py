@@ -413,3 +413,21 @@ def test_interrupted_confirmations_are_owed(idle, tmp_path):
     assert len(idle.owed(CPU.uuid)) == 2
     idle.take(made(3, wrong=True, at=NOW - 2 * 86400))
     assert len(idle.owed(CPU.uuid)) == 2
+
+
+def test_what_was_faulty_stays_so_when_the_inventory_fails(idle):
+    """A restart with a worker that cannot start must not make an alarm disappear."""
+    idle.store.see_device(CPU, NOW)
+    for n in (1, 2, 3):
+        idle.store.add_run(made(n, wrong=True, at=NOW - 600 + 100 * n))
+    again = Engine(idle.config, idle.store, clock=lambda: NOW)
+    again.recall()
+    assert again.in_place == {CPU.uuid}
+    assert again.verdict(CPU.uuid).state is State.FAULTY
+
+
+def test_a_drill_is_judged_by_its_own_runs(idle):
+    """An earlier drill's detection must not stand in for one that never ran."""
+    idle.take(made(1, wrong=True, at=NOW - 300, drill="flip"))
+    assert idle.drill_verdict(CPU.uuid).state is State.SUSPECT
+    assert idle.drill_verdict(CPU.uuid, since=NOW - 10).state is State.UNKNOWN
