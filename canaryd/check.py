@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd import judge, schedule
 from canaryd.engine import Engine
-from canaryd.model import Cause, Device, Finding, Outcome, Run, Skipped, State, Verdict
+from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, Skipped, State, Verdict
 from canaryd.schedule import Plan
 from canaryd.store import Busy
+from canaryd.telemetry import Poll
 
 NOT_CHECKED = {
     "quick": (
@@ -21,7 +22,6 @@ NOT_CHECKED = {
     "deep": ("products larger than 4096",),
 }
 NEVER_CHECKED = (
-    "telemetry: ECC, temperatures, throttling, driver and kernel log",
     "canary prompts and the serving engine",
     "device memory beyond what the operands touch, and links between devices",
     "load, power and temperature that this run did not reach",
@@ -61,6 +61,10 @@ class Result:
     missed: dict[str, str] = field(default_factory=dict)
     """Device → why something that was asked for could not be run on it."""
     rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
+    polls: dict[str, dict[str, Poll]] = field(default_factory=dict)
+    """Device → telemetry probe → what it said."""
+    events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
+    """Device → what happened to it in the last month."""
     not_checked: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
@@ -76,8 +80,12 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
     entries = [e for name, e in engine.entries.items() if not options.probes or name in options.probes]
     turn = 0
+    if not options.drill:
+        # Before and after: what a device counted while it was under test is part of the evidence.
+        engine.read_log(until_end=True)
+        engine.sweep(hold=True)
     while True:
-        for device in devices:
+        for device in filter(engine.reached, devices):
             sets = (options.instruction_set,) if options.instruction_set and device.instruction_sets else ()
             plans = schedule.plan_round(
                 device,
@@ -92,6 +100,10 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         turn += 1
         if engine.stopping or time.monotonic() - begun >= options.seconds:
             break
+    if not options.drill:
+        engine.read_log(until_end=True)
+        engine.sweep()
+        engine.watch.let_go()
     _conclude(engine, options, result)
     result.seconds = time.monotonic() - begun
     return result
@@ -126,6 +138,10 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.verdicts[uuid] = _missing(verdict, result.missed.get(uuid, ""))
         runs = result.runs.get(uuid, [])
         result.rules_out[uuid] = judge.fault_rate_bound(runs, drill=bool(options.drill))
+        if not options.drill:
+            result.polls[uuid] = engine.watch.polls(uuid)
+            result.events[uuid] = engine.watch.events(device)
+            result.skipped.setdefault(uuid, []).extend(_unread(result.polls[uuid]))
         left_out = [n for n in engine.config.probes.each if engine.settings(n).enabled is False]
         result.skipped.setdefault(uuid, []).extend(
             (n, Skipped(case="*", reason="disabled in the configuration")) for n in left_out
@@ -138,7 +154,17 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     chosen: tuple[str, ...] = ()
     if options.probes or options.cases:
         chosen = (f"probes and cases other than {', '.join([*options.probes, *options.cases])}",)
-    result.not_checked = (*chosen, *NOT_CHECKED[options.level], *NEVER_CHECKED)
+    unread = (f"the kernel log: {engine.watch.log_problem}",) if engine.watch.log_problem else ()
+    result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
+
+
+def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
+    """Return the telemetry that could not be read, and why."""
+    return [
+        (probe, Skipped(case="*", reason=poll.newest.detail.partition("\n")[0] or poll.newest.outcome.value))
+        for probe, poll in polls.items()
+        if poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
+    ]
 
 
 def _missing(verdict: Verdict, why: str) -> Verdict:

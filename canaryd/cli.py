@@ -12,21 +12,25 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canaryd import __version__, check, config, judge, report
+from canaryd import __version__, check, config, judge, report, status
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress, choose
 from canaryd.model import State, to_json
 from canaryd.probe import LEVELS
 from canaryd.store import Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
+from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE
 
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
+RELEASE_PATIENCE = 30.0
+"""Seconds that `canaryd release` waits for the daemon's answer."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
 EPILOG = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
@@ -73,6 +77,15 @@ def parser() -> argparse.ArgumentParser:
     settings = commands.add_parser("config", parents=[common], help="check, or print an example or the schema")
     settings.add_argument("what", choices=("check", "example", "schema"))
 
+    one = commands.add_parser("status", parents=[common], epilog=EPILOG, help="what the store knows; touches no device")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+    one = commands.add_parser(
+        "release", parents=[common], help="let go of every device for a while, as for a driver upgrade"
+    )
+    one.add_argument("--for", dest="seconds", type=_duration, default=600.0, metavar="10m", help="how long")
+    one.add_argument("--end", action="store_true", help="end a release early")
+
     commands.add_parser("probes", parents=[common], help="list the catalogue: what each probe stresses")
     commands.add_parser("devices", parents=[common], help="list devices with their identity")
     return top
@@ -115,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale without "…" must cost no more than that character
     try:
-        status = _command(options)
+        outcome = _command(options)
         sys.stdout.flush()  # here, where a reader that went away is expected
     except ConfigError as error:
         _complain(*error.problems)
@@ -127,14 +140,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader went away (| head): nothing to tell it. Python would complain again while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    return status
+    return outcome
 
 
 def _command(options: argparse.Namespace) -> int:
     if options.command == "config":
         return _config(options)
     settings = replace(config.load(options.config), **_overrides(options))
-    commands = {"check": _check, "drill": _check, "run": _run, "probes": _probes, "devices": _devices}
+    commands = {
+        "check": _check,
+        "drill": _check,
+        "run": _run,
+        "status": _status,
+        "release": _release,
+        "probes": _probes,
+        "devices": _devices,
+    }
     return commands[options.command](options, settings)
 
 
@@ -282,6 +303,36 @@ def _engine(settings: Config) -> Engine:
     _stop_on_signals(engine)
     engine.discover()
     return engine
+
+
+def _status(options: argparse.Namespace, settings: Config) -> int:
+    with _open(settings) as store:
+        found = status.gather(store, settings)
+    print(json.dumps(report.status_json(found), indent=2) if options.json else report.status_text(found))
+    return judge.exit_code(found.state)
+
+
+def _release(options: argparse.Namespace, settings: Config) -> int:
+    """Ask the daemon to let go of every device, and return when it has."""
+    with _open(settings) as store:
+        if not status.daemon_runs(store):
+            print(f"no daemon runs on {settings.state_dir}: nothing of canaryd holds a device between two commands")
+            return 0
+        until = 0.0 if options.end else time.time() + options.seconds
+        if not store.set_note(RELEASE_NOTE, str(until)):
+            _complain(f"the daemon could not be asked: {store.problem}")
+            return judge.exit_code(State.UNKNOWN)
+        wanted = "" if options.end else str(until)
+        deadline = time.monotonic() + RELEASE_PATIENCE
+        while store.note(RELEASED_NOTE) != wanted:
+            if time.monotonic() > deadline:
+                _complain(f"the daemon has not answered within {RELEASE_PATIENCE:.0f} s: look at its log")
+                return judge.exit_code(State.UNKNOWN)
+            time.sleep(0.1)
+    print(
+        "devices are tested again" if options.end else f"released for {options.seconds:.0f} s: canaryd holds no device"
+    )
+    return 0
 
 
 def _probes(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands

@@ -41,6 +41,8 @@ DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
 MAX_FILE_BYTES = 1 << 20
 MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of the standard library overflow
 MAX_BYTES = 1 << 50
+GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
+"""What an Xid may call for, from nothing to a return of the part; docs/kernel-log.md explains them."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -139,6 +141,12 @@ def _level(text: str) -> str:
     return text
 
 
+def _grade(text: str) -> str:
+    if text not in GRADES:
+        raise ValueError(f"{quoted(text)} is not a grade; write one of {', '.join(GRADES)}")
+    return text
+
+
 def _half(text: str) -> float:
     if not 0 <= (number := read_number(text)) <= 0.5:
         raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
@@ -183,6 +191,7 @@ _LISTEN = Scalar(
     _SPELLED,
 )
 _LEVEL = Scalar(f"one of {', '.join(LEVELS)}", _level, {"enum": list(LEVELS)}, _SPELLED)
+_GRADE = Scalar(f"one of {', '.join(GRADES)}", _grade, {"enum": list(GRADES)}, _SPELLED)
 _BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 _FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
 _PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
@@ -311,6 +320,41 @@ class JudgePolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What is made of what devices say about themselves; docs/telemetry.md has the source of each number."""
+
+    kernel_log: Path = setting(
+        _PATH, '"/dev/kmsg"', "The kernel's log, or a file that is fed with records in its format."
+    )
+    keep: float = setting(
+        _DURATION, '"5m"', "A poll is stored at least this often, and whenever a counter or a flag has changed."
+    )
+    settle: float = setting(
+        _DURATION, '"1h"', "A condition that comes and goes is over when it has not been seen for this long."
+    )
+    throttle: float = setting(
+        _DURATION, '"60s"', "Time held down by heat or power within telemetry.settle that makes a device degraded."
+    )
+    corrected_per_day: int = setting(
+        _whole(1, 10**9), "1000", "Corrected errors of an accelerator's memory in a day that make it degraded."
+    )
+    dimm_corrected_per_day: int = setting(
+        _whole(1, 10**9), "10", "Corrected errors of a memory module of the host in a day that make it degraded."
+    )
+    xids: Mapping[str, str] = setting(
+        Variables(
+            _GRADE,
+            "[0-9]{1,5}",
+            "a mapping of Xid codes to grades",
+            'not an Xid; write its number in quotes, e.g. "31"',
+        ),
+        "{}",
+        "Xids to be graded otherwise than NVIDIA's catalogue says. Default: none.",
+        sample='{"31": none}',
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """How long runs are kept. Sizes are in bytes."""
 
@@ -334,8 +378,14 @@ class DevicesConfig:
     expected: int | None = setting(
         _whole(0, 1024),
         "null",
-        "How many devices should be found; exported for an alarm. Default: not exported.",
+        "How many accelerators should be found: whole ones, without the CPU. Default: any number will do.",
         sample="8",
+    )
+    absent: tuple[str, ...] = setting(
+        ListOf(_FILLED),
+        "[]",
+        "Devices taken out on purpose, by uuid: they are not missed while they are gone. Default: none.",
+        sample='["GPU-5f1c0d6e-0000-0000-0000-000000000000"]',
     )
 
 
@@ -359,6 +409,7 @@ class Config:
     probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each by name.")
     schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how hard they look.")
     judge: JudgePolicy = section(JudgePolicy, "Judge: how mismatches become verdicts.")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "Telemetry: what is made of what devices say of themselves.")
     store: StoreConfig = section(StoreConfig, "Store: how long runs are kept.")
     devices: DevicesConfig = section(DevicesConfig, "Devices: which are watched.")
     file: Path | None = field(default=None, compare=False)

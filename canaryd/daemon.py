@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import queue
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,9 +29,11 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from canaryd import __version__, config, judge, metrics, schedule, supervise
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
-from canaryd.model import Outcome, Run
+from canaryd.model import Outcome, Run, State, Verdict
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
+from canaryd.telemetry import Poll
+from canaryd.watch import DAEMON_LOCK, RELEASE_NOTE, RELEASED_NOTE
 
 log = logging.getLogger("canaryd")
 
@@ -42,6 +46,13 @@ REDISCOVER = 3600.0
 RETRY = 60.0
 """Seconds until the next inventory when one found nothing to test."""
 PRUNE = 3600.0
+SWEEP = 5.0
+"""Shortest time, in seconds, between two sweeps of telemetry."""
+TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
+"""Seconds for which a device that was tested out of turn is not tested out of turn again: a crashing application must
+not keep it busy. While reasons keep coming the pause doubles, up to the second."""
+LOG_RETRY = 60.0
+"""Seconds until the kernel log is tried again when it cannot be read."""
 STOP = 4.0
 """Seconds that a stop may take before the process leaves without its threads."""
 CLOCK_JUMP = 5.0
@@ -74,12 +85,19 @@ class Daemon:
     _last: dict[tuple[str, str], float] = field(default_factory=dict)
     """(device, probe) → when it last started, by this process."""
     _luck: dict[str, float] = field(default_factory=dict)
+    _triggered: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Device → when it was last tested out of turn, by the monotonic clock, and how long not again."""
+    _log: threading.Thread | None = None
+    _sweep_period: float = 0.0
+    _quit: threading.Event = field(default_factory=threading.Event)
     _signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """A signal handler may put into it: unlike an Event, it takes no lock that the interrupted code may hold."""
     _rendering: threading.Lock = field(default_factory=threading.Lock)
     """A page from older evidence must not replace one from newer."""
     _refreshed: float = field(default_factory=time.time)
     _warned: set[str] = field(default_factory=set)
+    _said: dict[str, Verdict] = field(default_factory=dict)
+    """Device → the verdict that was logged last."""
     _reload_ok: bool = True
     _reloaded: float = 0.0
     _jobs: BackgroundScheduler = field(init=False)
@@ -105,6 +123,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self.engine.recall()
+        self.engine.watch.runs(running=True)
         self._render()
         server.start()
         log.info(
@@ -114,7 +133,10 @@ class Daemon:
         self._every(REFRESH, self._refresh, "refresh")
         self._every(PRUNE, lambda: self.store.prune(time.time()), "prune")
         self._jobs.start()
-        self._watch()
+        self._log = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
+        self._log.start()
+        with self._alone():
+            self._watch()
         log.info("stopping")
         self._stop(server)
         return 0
@@ -129,6 +151,7 @@ class Daemon:
                 if self._signals.get(timeout=1.0) != signal.SIGHUP:
                     return
                 self._reload()
+            self._heed_release()
             drift = time.time() - time.monotonic() - offset
             if abs(drift) > CLOCK_JUMP:
                 # The scheduler reckons in wall time: after a jump back it would sleep until the old hour returns.
@@ -137,8 +160,36 @@ class Daemon:
                 for job in self._jobs.get_jobs():
                     job.modify(next_run_time=datetime.now(timezone.utc))
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock that tells `canaryd release` that a daemon runs; a second daemon is warned about."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self.store.lock(DAEMON_LOCK))
+            except Busy as busy:
+                log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
+            yield
+
+    def _heed_release(self) -> None:
+        """Let go of every device, or take them back, as `canaryd release` has asked for."""
+        wanted = self.store.note(RELEASE_NOTE)
+        until = float(wanted or 0.0)
+        if until > time.time() and self.engine.released == "":
+            clock = datetime.fromtimestamp(until, tz=timezone.utc).astimezone()
+            log.info("released until %s: no device is touched", f"{clock:%Y-%m-%d %H:%M:%S}")
+            self.engine.release(f"released until {clock:%H:%M:%S} by canaryd release")
+            self.store.set_note(RELEASED_NOTE, wanted)
+            self._render()
+        elif until <= time.time() and self.engine.released:
+            log.info("the release is over: devices are tested again")
+            self.engine.take_back()
+            self.store.set_note(RELEASED_NOTE, "")
+            self._every(REDISCOVER, self._discover, "discover", now=True)
+
     def _stop(self, server: metrics.Server) -> None:
         self.engine.stop()
+        self._quit.set()
+        self.engine.watch.runs(running=False)
         server.close()
         done = threading.Event()
 
@@ -169,21 +220,44 @@ class Daemon:
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def _discover(self) -> None:
+        if self.engine.released:
+            return
         self.engine.discover()
         self._warn(self.engine.problems)
         for uuid in self.engine.devices:
             name = f"device {uuid}"
             if self._jobs.get_job(name) is None:
                 self._every(TICK, lambda uuid=uuid: self._tick(uuid), name, now=True, pool="devices")  # type: ignore[misc]
+        periods = self.engine.telemetry_periods().values()
+        if periods and min(periods) != self._sweep_period:
+            self._sweep_period = min(periods)
+            self._every(max(SWEEP, self._sweep_period), self._sweep, "telemetry", now=True, pool="devices")
         found = bool(self.engine.present and self.engine.entries)
         self._every(REDISCOVER if found else RETRY, self._discover, "discover")
         self._refresh()
+
+    def _sweep(self) -> None:
+        """Poll the telemetry of every device; what it shows is exported at once."""
+        if self.engine.halted:
+            return
+        self.engine.sweep(due=True)
+        self._render()
+
+    def _follow(self) -> None:
+        """Read the kernel log for as long as the daemon runs; a reader that dies is replaced."""
+        while not self.engine.stopping:
+            self.engine.read_log(until_end=False)
+            if not self.engine.stopping:
+                if problem := self.engine.watch.log_problem:
+                    self._warn([f"kernel log: {problem}"])
+                    self._render()
+                self._quit.wait(LOG_RETRY if problem else SWEEP)
 
     def _tick(self, uuid: str) -> None:
         """Run what is due on one device as one series per instruction set."""
         engine, settings = self.engine, self.config.schedule
         device = engine.devices.get(uuid)
-        if device is None or uuid not in engine.present:
+        if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
             return
         try:
             for plan in engine.owed(uuid):
@@ -198,6 +272,10 @@ class Daemon:
             for name in periods:
                 last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
         names = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
+        trigger = self._trigger(uuid)
+        if trigger:
+            log.info("%s: tested out of turn: %s", device.name, trigger)
+            names = [name for name in periods if engine.entries[name].spec.numeric]
         if not names:
             return
         group = (uuid, *names)
@@ -208,6 +286,7 @@ class Daemon:
             [engine.entries[n] for n in names],
             levels=levels,
             seed=schedule.new_seed(),
+            trigger=trigger,
             sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
         )
         started = time.time()
@@ -223,6 +302,16 @@ class Daemon:
         self._luck[uuid] = random.random()
         for name in names:
             self._last[uuid, name] = started
+
+    def _trigger(self, uuid: str) -> str:
+        """Return why a device should be tested now, once, and not again too soon; "" where nothing calls for it."""
+        now = time.monotonic()
+        last, pause = self._triggered.get(uuid, (now - LONGEST_PAUSE, 0.0))
+        if uuid not in self.engine.watch.triggers or now - last < pause:
+            return ""
+        again = 2 * pause if now - last < 2 * pause else TRIGGER_PAUSE
+        self._triggered[uuid] = (now, min(again, LONGEST_PAUSE))
+        return self.engine.watch.triggers.pop(uuid)
 
     def _progress(self, progress: Progress) -> None:
         """Log a finished run and show it at once: a suspect is not kept back until it is confirmed."""
@@ -245,6 +334,7 @@ class Daemon:
         for run in self.store.runs(since=since, drill=None):
             if run.id not in mine and run.device in self.engine.devices:
                 self.engine.take(run)
+        self.engine.watch.recall(time.time())
         self.engine.decide()
         self._warn(self.store.problems)
         self._render()
@@ -264,8 +354,8 @@ class Daemon:
             for problem in [*error.problems, "the new configuration is bad; the old one stays in force"]:
                 log.error("%s", problem)  # noqa: TRY400  a mistake in a file, not a traceback
         else:
-            for name in ("listen", "state_dir", "store"):
-                if getattr(new, name) != getattr(self.config, name):
+            for name in ("listen", "state_dir", "store", "telemetry.kernel_log"):
+                if operator.attrgetter(name)(new) != operator.attrgetter(name)(self.config):
                     log.warning("%s changed: it takes effect at the next restart", name)
             self.config = self.engine.config = new
             self._reload_ok, self._reloaded = True, time.time()
@@ -299,6 +389,7 @@ class Daemon:
         engine = self.engine
         now = time.time()
         verdicts = self.store.verdicts()
+        self._tell(verdicts)
         views, reasons = [], []
         for uuid, device in sorted(engine.devices.items()):
             runs = list(engine.evidence(uuid))
@@ -317,6 +408,8 @@ class Daemon:
                     fault_rate=judge.fault_rate_bound(plain),
                     fingerprints=_fingerprints(plain),
                     probes=tuple(engine.periods(device)),
+                    polls=_poll_views(engine.watch.polls(uuid)),
+                    readings=engine.watch.readings(uuid, now),
                 )
             )
             if present:
@@ -325,21 +418,42 @@ class Daemon:
         ran = {r.device for uuid in engine.devices for r in engine.evidence(uuid) if not r.drill}
         self._health = Health(
             healthy=fresh,
-            ready=bool(engine.present) and engine.present <= ran,
+            ready=bool(engine.present and ran)
+            and {u for u in engine.present if engine.reached(engine.devices[u])} <= ran,
             reasons=tuple(reasons) or (*engine.problems, "no device was found yet"),
         )
         self._page = metrics.render(
             metrics.Snapshot(
                 version=__version__,
                 devices=views,
-                counters=self.store.counters(),
+                counters=_sum(self.store.counters(), engine.watch.uncounted()),
                 store_problem=self.store.problem,
                 abandoned_workers=supervise.abandoned(),
                 config_reload_ok=self._reload_ok,
                 config_reloaded=self._reloaded,
                 expected_devices=self.config.devices.expected,
+                log_readable=not engine.watch.log_problem,
+                log_lost=engine.watch.log_lost["lost"],
+                handles_held=engine.watch.holding,
+                released=bool(engine.released),
             )
         )
+
+    def _tell(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Log each change of a device's state or cause with the finding behind it."""
+        for uuid, verdict in verdicts.items():
+            before = self._said.get(uuid)
+            if uuid in self.engine.devices and (
+                before is None or (before.state, before.cause) != (verdict.state, verdict.cause)
+            ):
+                self._said[uuid] = verdict
+                was = f"{before.state.value} → " if before else ""
+                why = f": {verdict.findings[0].message}" if verdict.findings else ""
+                level = logging.INFO if verdict.state is State.HEALTHY else logging.WARNING
+                name = self.engine.devices[uuid].name
+                log.log(
+                    level, "%s %s: %s%s, cause %s%s", name, uuid, was, verdict.state.value, verdict.cause.value, why
+                )
 
     def _stale(self, uuid: str, runs: list[Run], now: float) -> list[str]:
         """Say which probes of a device have no fresh evidence; the limits are the judge's."""
@@ -355,6 +469,27 @@ class Daemon:
                     f"{device.name} {probe}: newest evidence is {now - max(done):.0f} s old, wanted {limit:.0f} s"
                 )
         return reasons
+
+
+def _poll_views(polls: Mapping[str, Poll]) -> dict[str, metrics.PollView]:
+    return {
+        name: metrics.PollView(
+            seconds=poll.newest.seconds if poll.newest else None,
+            last_success=poll.completed.started if poll.completed else None,
+            absent=len(poll.completed.absent) if poll.completed else 0,
+        )
+        for name, poll in polls.items()
+    }
+
+
+Counts = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def _sum(*counts: Counts) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    total: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def _fingerprints(runs: list[Run]) -> dict[tuple[str, str], int]:

@@ -12,15 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from canaryd import catalogue, judge, schedule
+from canaryd import catalogue, inventory, judge, schedule
 from canaryd.catalogue import Entry
 from canaryd.config import Config, ProbeSettings
 from canaryd.model import Comparison, Device, Exactness, Outcome, Reading, Run, Subject, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.schedule import Plan, Step
-from canaryd.store import Busy, Store
+from canaryd.store import Busy, DeviceRecord, Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.telemetry import Signs
+from canaryd.watch import Task, Watch
 
 NEWEST = 50
 """Unremarkable runs of one probe and instruction set that the judge looks at on a device without a mismatch."""
@@ -33,6 +36,12 @@ BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
+RELEASE = 10.0
+"""Seconds that `release` waits for the workers it has killed."""
+VENDORS = ("host", "nvidia", "amd", "intel", "ascend", "apple")
+"""Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
+REWORD = 60.0
+"""The same where only its words are others, since "3 minutes ago" would be written at every look."""
 STOPPED = "stopped: "
 """How the detail of a run begins that canaryd itself cut short; such a run is no evidence and is not stored."""
 
@@ -51,6 +60,7 @@ class Progress:
 
 
 Listener = Callable[[Progress], None]
+T = TypeVar("T")
 
 
 def fold(run: Run) -> Run:
@@ -91,6 +101,8 @@ class Engine:
     """Cases that it asked for, likewise."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
+    unavailable: dict[str, str] = field(default_factory=dict)
+    """Vendor → why its library or driver could not be asked for devices."""
     present: set[str] = field(default_factory=set)
     in_place: set[str] = field(default_factory=set)
     """Devices that the last inventory which succeeded found, be it before a restart."""
@@ -98,58 +110,84 @@ class Engine:
     _recalled: set[str] = field(default_factory=set)
     """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
-    _series: set[Series] = field(default_factory=set)
+    _series: dict[Series, bool] = field(default_factory=dict)
+    """Workers at large → whether they may touch a device."""
     stopping: str = ""
     """Why `stop` was called; "" until then."""
+    released: str = ""
+    """Why no device may be touched just now; "" when they may."""
+    watch: Watch = field(init=False)
     _mutex: threading.RLock = field(default_factory=threading.RLock)
     _workers: threading.Lock = field(default_factory=threading.Lock)
     """Guards `_series`; never held while anything waits, so that `stop` is heard at once."""
 
+    def __post_init__(self) -> None:
+        """Begin to watch; nothing is touched yet."""
+        self.watch = Watch(self.store, lambda: self.config, lambda: self._worker("", numeric=False), self._end)
+
     # -- discovery ----------------------------------------------------------------------------------------------------
 
     def discover(self) -> None:
-        """Find probes and devices through a worker.
+        """Find probes and devices through workers, and notice what changed since the last time.
 
         What a silent worker cannot tell stays as it was. A device that is gone stays known, and not present, until it
         has been away for as long as the judge watches a suspect.
         """
         enabled = [name for name, probe in self.config.probes.each.items() if probe.enabled]
         files, problems = catalogue.find(self.config.probes.directories, enabled)
-        series = self._worker("")
-        try:
-            described = series.describe([f.path for f in files])
-        finally:
-            self._end(series)
+        listing = self._ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
+        described = self._ask(lambda series: series.describe([f.path for f in files]), numeric=True)
         entries, more = catalogue.load(files, described.probes)
         unknown = [name for name in self.config.probes.each if name not in {f.name for f in files}]
         with self._mutex:
+            if self.halted:
+                return
             if entries or not files:
                 self.entries = {n: e for n, e in entries.items() if self.settings(n).enabled is not False}
             self.problems = [str(p) for p in [*problems, *more]]
             self.problems += [f"probes.{name}: no probe of that name was found" for name in unknown]
             if described.torch is None and described.torch_reason:
                 self.problems.append(described.torch_reason)
-            now = self.clock()
-            if described.devices:
-                found = [d for d in described.devices if self._included(d)]
-                self.present = {d.uuid for d in found}
-                for device in found:
-                    self.store.see_device(device, now)
-                if described.torch is not None:  # without torch only the CPU can be seen: the others are not gone
-                    self.store.set_present(self.present, now)
-            self.recall()
-            if described.torch is not None:
-                self._last_seen = {r.device.uuid: r.last_seen for r in self.store.devices()}
+            self.problems += listing.problems
+            self.unavailable = dict(listing.unavailable)
+            self._take_inventory(inventory.merge(described, listing, self._known()))
+
+    def _take_inventory(self, found: inventory.Found) -> None:
+        now, known = self.clock(), self._known()
+        devices = [d for d in found.devices if self._included(d)]
+        self.present = {d.uuid for d in devices}
+        if devices:
+            records = {r.device.uuid: r for r in self.store.devices()}
+            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
+            gone = [r.device for u, r in records.items() if r.present and u not in self.present | kept]
+            gone = [d for d in gone if self._included(d) and inventory.PLACEHOLDER not in d.detail]
+            for device in devices:
+                self.store.see_device(device, now)
+            self.store.set_present(self.present | kept, now)
+            self.watch.changed(inventory.changes(known, devices, gone, now))
+        self.recall()
+        self._last_seen = {r.device.uuid: r.last_seen for r in self.store.devices()}
+
+    def _known(self) -> dict[str, Device]:
+        return {r.device.uuid: r.device for r in self.store.devices()}
+
+    def _ask(self, question: Callable[[Series], T], *, numeric: bool) -> T:
+        series = self._worker("", numeric=numeric)
+        try:
+            return question(series)
+        finally:
+            self._end(series)
+
+    def _vendor_settings(self) -> dict[str, Mapping[str, object]]:
+        """Return the vendors to be asked for devices, with the settings of their probes; disabled ones are not."""
+        named = {name: self.settings(f"{name}_telemetry") for name in VENDORS}
+        return {name: settings.settings for name, settings in named.items() if settings.enabled is not False}
 
     def recall(self) -> None:
         """Take up what the store knows of devices and runs: what was faulty stays so before anything is looked at."""
         with self._mutex:
             now = self.clock()
-            records = [
-                r
-                for r in self.store.devices()
-                if self._included(r.device) and (r.present or now - r.last_seen < self.config.judge.watch)
-            ]
+            records = [r for r in self.store.devices() if self._included(r.device) and self._remembers(r, now)]
             # New mappings each time: other threads iterate over the old ones.
             self.devices = {r.device.uuid: r.device for r in records}
             self.in_place = {r.device.uuid for r in records if r.present}
@@ -158,30 +196,52 @@ class Engine:
             for uuid in self.devices:
                 if new or uuid not in self._evidence:
                     self._evidence[uuid] = self._load(uuid)
+            parts: dict[str, list[str]] = {}
+            for device in self.devices.values():
+                if device.parent:
+                    parts.setdefault(device.parent, []).append(device.uuid)
+            self.watch.instances = parts
+            self.watch.recall(now)
+            self.watch.boot(list(self.devices), now)
+
+    def _remembers(self, record: DeviceRecord, now: float) -> bool:
+        """Whether a device is still spoken of: it is there, or it went not long ago and nobody took it out."""
+        if record.present or record.device.uuid in self.present:
+            return True
+        planned = record.device.uuid in self.config.devices.absent or inventory.PLACEHOLDER in record.device.detail
+        return not planned and now - record.last_seen < self.config.judge.watch
 
     def _included(self, device: Device) -> bool:
         wanted = self.config.devices.include
         return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
 
     def _worker(
-        self, instruction_set: str, on_progress: Callable[[float, str], None] | None = None, *, numeric: bool = True
+        self,
+        instruction_set: str,
+        on_progress: Callable[[float, str], None] | None = None,
+        *,
+        numeric: bool = True,
+        device: Device | None = None,
+        touches: bool = True,
     ) -> Series:
         settings = self.config.worker
         spec = WorkerSpec()
         if numeric:
+            # An instance of a divided GPU has to be named before CUDA starts, or the process sees another one.
+            only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
             python = settings.python or sys.executable
-            spec = WorkerSpec(python=python, command=tuple(settings.command), env=settings.env)
+            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env})
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._workers:
-            self._series.add(series)
-            if self.stopping:
-                series.kill(self.stopping)
+            self._series[series] = touches
+            if self.stopping or (self.released and touches):
+                series.kill(self.halted)
         return series
 
     def _end(self, series: Series) -> None:
         series.close()
         with self._workers:
-            self._series.discard(series)
+            self._series.pop(series, None)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -194,16 +254,97 @@ class Engine:
         return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
 
     def periods(self, device: Device) -> dict[str, float]:
-        """Return the probes that apply to a device with their periods in seconds."""
+        """Return the probes, telemetry left out, that apply to a device with their periods in seconds.
+
+        A divided GPU is tested through its instances: CUDA does not reach it as a whole.
+        """
+        divided = any(d.parent == device.uuid for u, d in self.devices.items() if u in self.present)
         return {
             name: self.settings(name).period or entry.spec.period
             for name, entry in self.entries.items()
-            if schedule.applies(entry, device) and (not self.only or name in self.only)
+            if schedule.applies(entry, device)
+            and not entry.spec.telemetry
+            and not (divided and entry.spec.numeric)
+            and (not self.only or name in self.only)
         }
+
+    def telemetry_periods(self) -> dict[str, float]:
+        """Return the telemetry probes with their periods in seconds."""
+        telemetry = {name: entry for name, entry in self.entries.items() if entry.spec.telemetry}
+        return {name: self.settings(name).period or entry.spec.period for name, entry in telemetry.items()}
+
+    def reached(self, device: Device) -> bool:
+        """Whether the stack under test can compute on a device; without torch, the CPU's runs say what is missing."""
+        return device.backend == "cpu" or device.torch_index is not None
 
     def timeout(self, spec: ProbeSpec, level: str) -> float:
         """Return the seconds after which a run of a probe is killed."""
         return spec.budget[level] + (self.settings(spec.name).timeout or spec.timeout)
+
+    # -- telemetry ----------------------------------------------------------------------------------------------------
+
+    def sweep(self, *, hold: bool = False, due: bool = False) -> None:
+        """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
+
+        `hold` keeps the drivers' handles for the next sweep.
+        """
+        if self.halted:
+            return
+        periods = self.telemetry_periods()
+        devices = sorted((d for u, d in self.devices.items() if u in self.in_place), key=lambda d: d.uuid)
+        tasks = [
+            Task(
+                request=RunRequest(
+                    probe_path=entry.file.path,
+                    spec=entry.spec,
+                    device=device,
+                    level="quick",
+                    seed=0,
+                    settings=self.settings(name).settings,
+                ),
+                timeout=self.timeout(entry.spec, "quick"),
+                period=periods[name],
+            )
+            for name, entry in sorted(self.entries.items(), key=lambda item: item[1].spec.order)
+            if entry.spec.telemetry and (not self.only or name in self.only)
+            for device in devices
+            if schedule.applies(entry, device)
+        ]
+        self.watch.sweep(tasks, stopped=lambda: bool(self.halted), hold=hold, due=due)
+        self.decide()
+
+    def read_log(self, *, until_end: bool) -> None:
+        """Read the kernel log on from where it was counted: to its end, or for ever."""
+        series = self._worker("", numeric=False, touches=False)
+        try:
+            self.watch.read_log(series, lambda: list(self.devices.values()), until_end=until_end)
+        finally:
+            self._end(series)
+
+    @property
+    def halted(self) -> str:
+        """Why nothing may be started just now; "" when it may."""
+        return self.stopping or self.released
+
+    def release(self, reason: str) -> None:
+        """Let go of every device and touch none until `take_back`; returns when no worker is left, or after a while."""
+        with self._workers:
+            self.released = reason
+            for series, touches in self._series.items():
+                if touches:
+                    series.kill(reason)
+        self.watch.let_go()
+        deadline = time.monotonic() + RELEASE
+        while time.monotonic() < deadline and self._busy():
+            time.sleep(0.05)
+
+    def _busy(self) -> bool:
+        with self._workers:
+            return any(self._series.values())
+
+    def take_back(self) -> None:
+        """Touch devices again."""
+        self.released = ""
 
     # -- carrying out -------------------------------------------------------------------------------------------------
 
@@ -213,14 +354,14 @@ class Engine:
         Raises `Busy` when the device stays locked by another process for `wait` seconds, or until `stop`. Runs are
         stored as they end, and the device is judged after each.
         """
-        with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.stopping)):
+        with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.halted)):
             runs = self._series_of(plan)
         for run in list(runs):
             for again in self._confirmations(run):
-                if self.stopping:
+                if self.halted:
                     return runs
                 try:
-                    with self.store.lock(again.device.uuid, max(wait, 60.0), on_wait, lambda: bool(self.stopping)):
+                    with self.store.lock(again.device.uuid, max(wait, 60.0), on_wait, lambda: bool(self.halted)):
                         runs += self._series_of(again)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
@@ -266,10 +407,10 @@ class Engine:
                 )
             )
 
-        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric)
+        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric, device=plan.device)
         try:
             for step in plan.steps:
-                if self.stopping:
+                if self.halted:
                     break
                 step_now.append(step)
                 spec = step.entry.spec
@@ -284,6 +425,7 @@ class Engine:
                     cases=step.cases,
                     drill=step.drill,
                     confirms=step.confirms,
+                    trigger=step.trigger,
                 )
                 run = series.run(request, self.timeout(spec, step.level))
                 # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
@@ -347,6 +489,26 @@ class Engine:
         """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
         return self._decide(uuid, drill=True, since=since)
 
+    def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
+        polls = {n: p for n, p in self.watch.polls(device.uuid).items() if n in self.entries}
+        return Signs(
+            device=device,
+            polls=polls,
+            events=self.watch.events(device),
+            last_pass=max((r.started for r in runs if _passed(r)), default=None),
+            last_mismatch=max((r.started for r in runs if r.wrong and not r.drill), default=None),
+            now=self.clock(),
+            policy=self.config.telemetry,
+        )
+
+    def _count(self, device: Device) -> tuple[int, int] | None:
+        """Return how many accelerators are found and expected, where the configuration says so; the host answers."""
+        expected = self.config.devices.expected
+        if expected is None or device.backend != "cpu":
+            return None
+        found = [d for u, d in self.devices.items() if u in self.present and d.backend != "cpu" and not d.parent]
+        return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
+
     def _decide(self, uuid: str, *, drill: bool, since: float = 0.0) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
@@ -365,11 +527,17 @@ class Engine:
                 now=self.clock(),
                 previous=previous,
                 drill=drill,
-                gone_since=None if uuid in self.present else self._last_seen.get(uuid),
+                gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
+                signs=None if drill else self._signs(device, runs),
+                count=self._count(device),
             )
             if not drill and not self.only and not self.cases and _news(verdict, previous):
                 self.store.set_verdict(verdict)
             return verdict
+
+
+def _passed(run: Run) -> bool:
+    return run.outcome is Outcome.COMPLETED and run.whole and run.trials > 0 and not run.wrong and not run.drill
 
 
 def _expired(run: Run, now: float) -> bool:
@@ -393,8 +561,10 @@ def _news(verdict: Verdict, previous: Verdict | None) -> bool:
     """Return whether a verdict is worth a write: it says something else, or the stored one looks old."""
     if previous is None or (verdict.state, verdict.cause) != (previous.state, previous.cause):
         return True
+    if [(f.rule, f.state) for f in verdict.findings] != [(f.rule, f.state) for f in previous.findings]:
+        return True
     same = [f.message for f in verdict.findings] == [f.message for f in previous.findings]
-    return not same or verdict.decided - previous.decided > REWRITE
+    return verdict.decided - previous.decided > (REWRITE if same else REWORD)
 
 
 def choose(devices: Mapping[str, Device], wanted: Sequence[str]) -> tuple[list[Device], list[str]]:

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from canaryd import telemetry
 from canaryd.config import JudgePolicy
 from canaryd.model import Cause, Comparison, Device, Finding, Outcome, Run, State, Subject, Verdict
+from canaryd.telemetry import Signs
 
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
@@ -92,6 +94,15 @@ class Docket:
     now: float
     gone_since: float | None = None
     """When the device was last seen, if it is not found any more."""
+    signs: Signs | None = None
+    """What the device says about itself; None where that is not judged."""
+    count: tuple[int, int] | None = None
+    """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether the device is divided into instances, which are tested in its place."""
+        return any(d.parent == self.device.uuid for d in self.devices.values())
 
     @property
     def is_cpu(self) -> bool:
@@ -572,13 +583,53 @@ def not_completed(docket: Docket) -> Iterator[Finding]:
             yield _finding("not-completed", State.UNKNOWN, cause, message, run)
 
 
+def unreached(docket: Docket) -> Iterator[Finding]:
+    """The device is there, but nothing can compute on it: no driver, or a torch that does not see it."""
+    device = docket.device
+    if (
+        device.backend == "cpu"
+        or device.torch_index is not None
+        or docket.divided
+        or any(r.trials for r in docket.runs)
+    ):
+        return
+    if why := device.detail.get("undriven", ""):
+        text = f"it is on the PCI bus at {device.detail.get('bus_id', '?')}, but nothing drives it: {why}"
+    else:
+        text = (
+            "its driver lists it, but the torch under test does not reach it, so nothing was computed on it: point "
+            "worker.python at the serving engine's interpreter, and look at CUDA_VISIBLE_DEVICES"
+        )
+    yield Finding(rule="unreached", state=State.UNKNOWN, cause=Cause.ENVIRONMENT, message=text)
+
+
+def devices_missing(docket: Docket) -> Iterator[Finding]:
+    """Fewer accelerators are found than the configuration expects."""
+    if docket.count is not None and docket.count[0] < docket.count[1]:
+        found, expected = docket.count
+        text = (
+            f"{found} of {expected} accelerators are found: look for the others in the kernel log and on the bus; "
+            "those taken out on purpose belong into devices.absent, with devices.expected lowered"
+        )
+        yield Finding(rule="devices-missing", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text)
+
+
+def telemetry_signs(docket: Docket) -> Iterator[Finding]:
+    """What the device, its driver and the kernel log say of it (docs/telemetry.md)."""
+    if docket.signs is not None:
+        gone = docket.gone_since is not None  # what it was found to be stands; that it is silent now says nothing new
+        yield from (f for f in telemetry.findings(docket.signs) if not (gone and f.rule == "telemetry-stale"))
+
+
 def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
     """Nothing was asked, nothing has run, or it is too long ago: unknown, never healthy."""
-    if not docket.wanted:
+    if not docket.wanted and not docket.divided:
         text = "no enabled probe gives evidence about this device; disabled is not healthy"
         yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text)
     for probe in sorted(docket.wanted):
         completed = [r for r in docket.scheduled(probe) if r.outcome is Outcome.COMPLETED]
+        if not completed and any(unreached(docket)):
+            continue
         if not completed:
             text = f"no evidence yet: {probe} has not completed a run on this device"
             yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text, probe=probe)
@@ -626,6 +677,9 @@ def vanished(docket: Docket) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     vanished,
+    devices_missing,
+    unreached,
+    telemetry_signs,
     confirmed,
     exact_mismatch,
     golden_disagreement,
@@ -708,12 +762,15 @@ def decide(
     previous: Verdict | None,
     drill: bool = False,
     gone_since: float | None = None,
+    signs: Signs | None = None,
+    count: tuple[int, int] | None = None,
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
     `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
     device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
-    seconds. `gone_since` is when a device was last seen that is not found now. With `drill`, only drill runs of the
+    seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
+    many accelerators were found and expected. With `drill`, only drill runs of the
     last hour exist; without, none.
     """
 
@@ -735,6 +792,8 @@ def decide(
         policy=policy,
         now=now,
         gone_since=gone_since,
+        signs=signs,
+        count=count,
     )
     found = (finding for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))

@@ -17,7 +17,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector, gener
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
+from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
+from canaryd.readings import READINGS, metric
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,12 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_device_present": Family("gauge", _DEVICE, "1 while the device is found, 0 after it vanished."),
     "canaryd_device_info": Family(
         "gauge",
-        (*_DEVICE, "backend", "serial", "bus_id", "identity"),
-        "Always 1; identity is weak where the device label does not name the physical part.",
+        (*_DEVICE, "backend", "serial", "bus_id", "identity", "parent"),
+        "Always 1; identity is weak where the device label does not name the physical part; parent is the device "
+        "that an instance belongs to.",
     ),
     "canaryd_devices_expected": Family(
-        "gauge", (), "Devices that the configuration expects; absent when it does not say."
+        "gauge", (), "Accelerators that the configuration expects; absent when it does not say."
     ),
     "canaryd_device_state": Family(
         "gauge", (*_DEVICE, "state"), "1 for the state that the device is in, 0 for every other state."
@@ -100,6 +102,32 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_drill_mismatches_total": Family(
         "counter", _PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
     ),
+    "canaryd_xid_errors_total": Family(
+        "counter", (*_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
+    ),
+    "canaryd_sxid_errors_total": Family(
+        "counter", (*_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; of the host's device."
+    ),
+    "canaryd_kernel_log_events_total": Family(
+        "counter", (*_DEVICE, "kind", "name"), "Other lines of the kernel log that touch a device's health."
+    ),
+    "canaryd_stack_changes_total": Family(
+        "counter",
+        (*_DEVICE, "component"),
+        "Changes of driver, firmware, place or software that an inventory found, by component.",
+    ),
+    "canaryd_readings_absent": Family(
+        "gauge", _PROBE, "Readings that the device does not give, by the telemetry probe that says why."
+    ),
+    **{metric(name): Family(kind.type, (*_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
+    "canaryd_kernel_log_readable": Family("gauge", (), "1 while the kernel log is read, 0 while it cannot be."),
+    "canaryd_kernel_log_lost_records_total": Family(
+        "counter", (), "Records of the kernel log that went by unread, since the daemon started."
+    ),
+    "canaryd_device_handles_held": Family(
+        "gauge", (), "1 while a worker holds a driver between polls because it has no persistence."
+    ),
+    "canaryd_released": Family("gauge", (), "1 while `canaryd release` keeps canaryd away from every device."),
     "canaryd_store_problem": Family("gauge", (), "1 while runs cannot be stored as they should be, 0 otherwise."),
     "canaryd_workers_abandoned_total": Family(
         "counter", (), "Workers that survived SIGKILL and were given up, since the daemon started."
@@ -110,6 +138,24 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Every metric that `render` may write, in this order. docs/metrics.md repeats it; a test compares the two."""
+
+
+XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
+"""Codes that every NVIDIA device counts from 0 on, so that `increase()` sees the first one; others appear with it."""
+COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
+"""Components whose changes every device counts from 0 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollView:
+    """What is shown of one telemetry probe on one device."""
+
+    seconds: float | None
+    """Wall time of the newest poll."""
+    last_success: float | None
+    """Start of the newest poll that completed, since the epoch."""
+    absent: int
+    """Readings that it says the device does not give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +178,10 @@ class DeviceView:
     probes: Sequence[str] = ()
     """Probes planned for the device. Their counters show 0 before the first run, so that `increase()` sees a first
     mismatch; probes that any other field or counter names need not be repeated."""
+    polls: Mapping[str, PollView] = field(default_factory=dict)
+    """By telemetry probe."""
+    readings: Sequence[Reading] = ()
+    """What fresh polls say; of a name that is no metric, or with other labels, nothing is shown."""
 
     def __post_init__(self) -> None:
         where = f"view of {self.device.uuid}"
@@ -159,6 +209,10 @@ class Snapshot:
     config_reloaded: float
     """Seconds since the epoch."""
     expected_devices: int | None
+    log_readable: bool = False
+    log_lost: int = 0
+    handles_held: bool = False
+    released: bool = False
 
 
 class _Page(Collector):
@@ -192,13 +246,20 @@ def render(snapshot: Snapshot) -> bytes:
     page.add("canaryd_workers_abandoned_total", snapshot.abandoned_workers)
     page.add("canaryd_config_last_reload_successful", snapshot.config_reload_ok)
     page.add("canaryd_config_last_reload_success_timestamp_seconds", snapshot.config_reloaded)
+    page.add("canaryd_kernel_log_readable", snapshot.log_readable)
+    page.add("canaryd_kernel_log_lost_records_total", snapshot.log_lost)
+    page.add("canaryd_device_handles_held", snapshot.handles_held)
+    page.add("canaryd_released", snapshot.released)
     if snapshot.expected_devices is not None:
         page.add("canaryd_devices_expected", snapshot.expected_devices)
     counted: dict[str, set[str]] = {}
-    for _, items in snapshot.counters:
+    tallies: dict[str, list[tuple[str, dict[str, str], float]]] = {}
+    for (name, items), count in snapshot.counters.items():
         of = dict(items)
         if "probe" in of:
             counted.setdefault(of["device"], set()).add(of["probe"])
+        else:
+            tallies.setdefault(of.get("device", ""), []).append((name, of, count))
     for view in snapshot.devices:
         device = view.device
         labels = (device.uuid, str(device.index), device.model)
@@ -212,15 +273,76 @@ def render(snapshot: Snapshot) -> bytes:
             device.detail.get("serial", ""),
             device.detail.get("bus_id", ""),
             identity,
+            device.parent,
         )
         if view.present:
+            _add_tallies(page, device, tallies.get(device.uuid, []), labels)
+            _add_telemetry(page, view, snapshot.counters, labels)
             probes = counted.get(device.uuid, set()).union(
                 view.probes, view.last_runs, view.last_success, view.fault_rate
             )
-            _add_evidence(page, view, sorted(probes), snapshot.counters, labels)
+            _add_evidence(page, view, sorted(probes - view.polls.keys()), snapshot.counters, labels)
     registry = CollectorRegistry()
     registry.register(page)
     return generate_latest(registry)
+
+
+def _add_tallies(
+    page: _Page,
+    device: Device,
+    tallies: Sequence[tuple[str, Mapping[str, str], float]],
+    labels: tuple[str, str, str],
+) -> None:
+    """Add the counters of what happened: from 0 on where that is known beforehand."""
+    xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
+    components = {key: 0.0 for key in COMPONENTS if key in device.detail}
+    for name, of, count in tallies:
+        if name == "xid_errors":
+            xids[of["xid"]] = count
+        elif name == "sxid_errors":
+            page.add("canaryd_sxid_errors_total", count, *labels, of["sxid"])
+        elif name == "kernel_log_events":
+            page.add("canaryd_kernel_log_events_total", count, *labels, of["kind"], of["name"])
+        elif name == "stack_changes":
+            components[of["component"]] = count
+    for xid, count in sorted(xids.items()):
+        page.add("canaryd_xid_errors_total", count, *labels, xid)
+    for component, count in sorted(components.items()):
+        page.add("canaryd_stack_changes_total", count, *labels, component)
+
+
+def _add_telemetry(
+    page: _Page,
+    view: DeviceView,
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+) -> None:
+    for probe, poll in sorted(view.polls.items()):
+        _add_outcomes(page, view.device, probe, counters, labels)
+        page.add("canaryd_readings_absent", poll.absent, *labels, probe)
+        if poll.seconds is not None:
+            page.add("canaryd_probe_duration_seconds", poll.seconds, *labels, probe)
+        if poll.last_success is not None:
+            page.add("canaryd_probe_last_success_timestamp_seconds", poll.last_success, *labels, probe)
+    for reading in view.readings:
+        kind = READINGS.get(reading.name)
+        if kind and reading.labels.keys() == {*kind.labels} and isinstance(reading.value, (int, float)):
+            page.add(
+                metric(reading.name), float(reading.value), *labels, *(reading.labels[label] for label in kind.labels)
+            )
+
+
+def _add_outcomes(
+    page: _Page,
+    device: Device,
+    probe: str,
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+) -> None:
+    for outcome in Outcome:
+        of = {"device": device.uuid, "probe": probe, "outcome": outcome.value}
+        runs = counters.get(("probe_runs", frozenset(of.items())), 0)
+        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value)
 
 
 def _add_evidence(
@@ -241,9 +363,7 @@ def _add_evidence(
         page.add("canaryd_stack_info", 1, *labels, stack_id, *(stack.get(key, "") for key in STACK_KEYS))
     for probe in probes:
         of = {"device": view.device.uuid, "probe": probe}
-        for outcome in Outcome:
-            runs = counters.get(("probe_runs", frozenset({**of, "outcome": outcome.value}.items())), 0)
-            page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value)
+        _add_outcomes(page, view.device, probe, counters, labels)
         for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
             page.add(f"canaryd_{name}_total", counters.get((name, frozenset(of.items())), 0), *labels, probe)
         if probe in view.last_runs:

@@ -103,11 +103,16 @@ class Device:
     """CPUs only: execution paths that torch can be told to use, the native one first."""
     detail: Mapping[str, str] = field(default_factory=dict)
     """Further identity: serial, bus address, driver, memory, visible cores."""
+    torch_index: int | None = None
+    """How torch under the stack under test numbers it; None where that torch does not reach it."""
+    parent: str = ""
+    """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
 
     @property
     def name(self) -> str:
-        """What people type: "cpu:0", "cuda:3"."""
-        return f"{self.backend}:{self.index}"
+        """What people type: "cpu:0", "cuda:3", or "cuda:3.1" for the first instance of a divided device."""
+        instance = self.detail.get("instance", "")
+        return f"{self.backend}:{self.index}" + (f".{instance}" if instance else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,13 @@ class Reading:
     value: float | int | str | bool
     unit: str = ""
     """Base unit ("seconds", "bytes", "celsius", "1") or "" for text."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What tells readings of one name apart, e.g. {"sensor": "core"}."""
+
+    @property
+    def key(self) -> str:
+        """The name with its labels, as Prometheus would write it without quotes: "temperature_celsius{sensor=core}"."""
+        return reading_key(self.name, self.labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +196,64 @@ class Skipped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogRecord:
+    """One line of the kernel log that touches the health of a device, taken apart but not judged."""
+
+    boot: str
+    """The kernel's boot id."""
+    sequence: int
+    """The record's number within that boot."""
+    at: float
+    """Seconds since the epoch."""
+    kind: str
+    """"xid", "sxid", "mce", "edac", "aer", "pcie", "off-bus", "oom", "nvme", "amdgpu", "thermal", …"""
+    name: str = ""
+    """Within the kind: the Xid's code, the severity of an AER report."""
+    bus_id: str = ""
+    """The PCI function it names, e.g. "0000:65:00.0"; "" where it names none."""
+    text: str = ""
+    """The line without names of processes."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What was decoded from it, e.g. {"link": "12", "unit": "RLW_SRC_TRACK"}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPosition:
+    """How far the kernel log has been read."""
+
+    boot: str
+    sequence: int
+    """Number of the newest record that was read; -1 before the first."""
+    lost: int = 0
+    """Records that went by unread, since this reader began."""
+    garbled: int = 0
+    """Lines that are no records, since this reader began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a device: an Xid, a counter that rose, a reset, a driver that changed.
+
+    Equal ones within an hour are one event with a count.
+    """
+
+    device: str
+    """`Device.uuid`."""
+    kind: str
+    """"counter" (name is a `Reading.key`), "reset", "boot", "change" (name is a component), or a `LogRecord.kind`."""
+    name: str
+    first: float
+    """Seconds since the epoch."""
+    last: float
+    count: float = 1.0
+    """Occurrences; for a counter, by how much it rose."""
+    before: str = ""
+    after: str = ""
+    detail: str = ""
+    """The newest one in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One execution of one probe on one device: outcome, facts, environment. Stored; never changed afterwards."""
 
@@ -219,6 +289,8 @@ class Run:
     """Name of the injected fault when this run is a drill; drills are a world of their own."""
     confirms: str = ""
     """Id of the run whose mismatch this run was started to confirm."""
+    trigger: str = ""
+    """What called for this run before its time, e.g. "Xid 31"; "" for the clock."""
     cases: tuple[str, ...] = ()
     """The cases it was limited to; empty for a whole run."""
 
@@ -272,6 +344,12 @@ class Verdict:
     since: float
     """When the device entered this state."""
     drill: bool = False
+
+
+def reading_key(name: str, labels: Mapping[str, str]) -> str:
+    """Return what tells a reading from every other, e.g. "temperature_celsius{sensor=core}"."""
+    inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+    return f"{name}{{{inside}}}" if inside else name
 
 
 def stack_id(stack: Mapping[str, str]) -> str:

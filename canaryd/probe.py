@@ -56,6 +56,8 @@ class ProbeSpec:
     """True: on CPUs, levels above quick run it once per instruction set."""
     numeric: bool = True
     """True: runs under `worker.python` beside torch; False: under canaryd's own interpreter (telemetry, endpoints)."""
+    telemetry: bool = False
+    """True: reads what the device says of itself; polled in a sweep with all other telemetry, not kept run by run."""
     order: int = 50
     """Position within a series, ascending: cheap and telling probes first."""
 
@@ -67,6 +69,8 @@ class ProbeSpec:
             raise ValueError(f"version: {self.version} is not a positive integer")
         if self.period <= 0 or self.timeout <= 0:
             raise ValueError("period and timeout must be positive numbers of seconds")
+        if self.telemetry and self.numeric:
+            raise ValueError("telemetry: runs under canaryd's own interpreter; write numeric=False beside it")
         if set(self.budget) != set(LEVELS) or any(v <= 0 for v in self.budget.values()):
             raise ValueError(f"budget: wanted positive seconds for each of {', '.join(LEVELS)}")
 
@@ -80,6 +84,7 @@ class Absent:
     """A reading that this device or this machine does not give, and why. Never yield a zero in its place."""
 
     name: str
+    """As `Reading.name`, or as `Reading.key` where only some of its labels are missing."""
     reason: str
 
 

@@ -1,17 +1,22 @@
-"""What people and machines read of a check: text for a terminal, and one JSON object."""
+"""What people and machines read of a check or a status: text for a terminal, and one JSON object."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from datetime import datetime, timezone
 from typing import Any
 
 from canaryd import judge
 from canaryd.check import Result
-from canaryd.model import Device, Outcome, Run, Verdict
+from canaryd.model import Device, Event, Outcome, Run, State, Verdict, to_json
+from canaryd.status import DeviceStatus, Status
 
 SCHEMA = "canaryd.check/1"
+STATUS_SCHEMA = "canaryd.status/1"
 WIDTH = 110
+RECENT_EVENTS = 10
+"""Events of one device that a terminal is shown; JSON has them all."""
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -40,25 +45,41 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "state": verdict.state.value,
         "cause": verdict.cause.value,
         "since": verdict.since,
-        "findings": [
-            {
-                "rule": f.rule,
-                "probe": f.probe,
-                "cause": f.cause.value,
-                "severity": f.state.value,
-                "message": f.message,
-                "repro": f.repro,
-                "runs": list(f.runs),
-            }
-            for f in verdict.findings
-        ],
+        "findings": _findings(verdict),
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
             {"probe": probe, "case": skipped.case, "reason": skipped.reason}
             for probe, skipped in result.skipped.get(device.uuid, [])
         ],
         "rules_out": result.rules_out.get(device.uuid, {}),
+        "telemetry": {
+            probe: {
+                "completed": poll.completed is not None,
+                "readings": [
+                    {"name": r.name, "labels": dict(r.labels), "value": r.value}
+                    for r in (poll.completed.readings if poll.completed else ())
+                ],
+                "absent": dict(poll.completed.absent) if poll.completed else {},
+            }
+            for probe, poll in result.polls.get(device.uuid, {}).items()
+        },
+        "events": [to_json(event) for event in result.events.get(device.uuid, ())],
     }
+
+
+def _findings(verdict: Verdict) -> list[dict[str, Any]]:
+    return [
+        {
+            "rule": f.rule,
+            "probe": f.probe,
+            "cause": f.cause.value,
+            "severity": f.state.value,
+            "message": f.message,
+            "repro": f.repro,
+            "runs": list(f.runs),
+        }
+        for f in verdict.findings
+    ]
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -97,12 +118,7 @@ def as_text(result: Result) -> str:
 
 def _text_of(result: Result, device: Device) -> list[str]:
     verdict = result.verdicts[device.uuid]
-    lines = [f"{device.name}  {device.model}  {device.uuid}", f"  {_headline(verdict)}"]
-    for finding in verdict.findings:
-        where = f"{finding.probe}: " if finding.probe else ""
-        lines += _wrapped(f"  - {finding.state.value}/{finding.cause.value}  ", f"{where}{finding.message}")
-        if finding.repro:
-            lines.append(f"    repeat: {finding.repro}")
+    lines = [f"{device.name}  {device.model}  {device.uuid}", f"  {_headline(verdict)}", *_text_of_findings(verdict)]
     totals: dict[tuple[str, str], Counter[str]] = {}
     for run in result.runs.get(device.uuid, []):
         count = totals.setdefault((run.probe, run.instruction_set), Counter())
@@ -116,6 +132,10 @@ def _text_of(result: Result, device: Device) -> list[str]:
         failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
         results = f"{count['trials']:>9,} results in {count['goldens']:,} comparisons"
         lines.append(f"  {name:<28} {results}, {count['wrong']} wrong{failed}")
+    for probe, poll in result.polls.get(device.uuid, {}).items():
+        if poll.completed is not None:
+            absent = f", {len(poll.completed.absent)} not given here" if poll.completed.absent else ""
+            lines.append(f"  {probe:<28} {len(poll.completed.readings):>9,} readings{absent}")
     for probe, bound in result.rules_out.get(device.uuid, {}).items():
         lines.append(f"  {probe}: a fault that fires in more than 1 of {1 / bound:,.0f} results is ruled out (95 %)")
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -125,6 +145,83 @@ def _text_of(result: Result, device: Device) -> list[str]:
         what = "" if cases == ["*"] else f" {', '.join(cases)}" if len(cases) < 7 else f" {len(cases)} cases"
         lines += _wrapped("  skipped ", f"{probe}{what}: {reason}")
     return lines
+
+
+def _text_of_findings(verdict: Verdict) -> list[str]:
+    lines = []
+    for finding in verdict.findings:
+        where = f"{finding.probe}: " if finding.probe else ""
+        kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
+        lines += _wrapped(f"  - {kind}  ", f"{where}{finding.message}")
+        if finding.repro:
+            lines.append(f"    repeat: {finding.repro}")
+    return lines
+
+
+def status_json(status: Status) -> dict[str, Any]:
+    """Return the object that `status --json` prints: the schema's name, the worst state, and each device."""
+    return {
+        "schema": STATUS_SCHEMA,
+        "state": status.state.value,
+        "exit_code": judge.exit_code(status.state),
+        "now": status.now,
+        "daemon_running": status.daemon,
+        "released_until": status.released_until or None,
+        "devices": [
+            {
+                "device": d.device.uuid,
+                "backend": d.device.backend,
+                "index": d.device.index,
+                "name": d.device.name,
+                "model": d.device.model,
+                "present": d.present,
+                "state": d.verdict.state.value,
+                "cause": d.verdict.cause.value,
+                "since": d.verdict.since,
+                "decided": d.verdict.decided,
+                "findings": _findings(d.verdict),
+                "events": [to_json(event) for event in d.events],
+            }
+            for d in status.devices
+        ],
+        "problems": list(status.problems),
+    }
+
+
+def status_text(status: Status) -> str:
+    """Return the status for a terminal: per device the verdict, why, and what happened in the last day."""
+    lines = [line for d in status.devices for line in (*_text_of_status(d, status.now), "")]
+    if not status.devices:
+        lines += ["no device has been seen yet: start the daemon, or run canaryd check", ""]
+    lines += [line for problem in status.problems for line in _wrapped("problem: ", problem)]
+    if status.released_until:
+        lines.append(f"released until {_moment(status.released_until)}: no device is touched, and evidence grows old")
+    lines.append("daemon: running" if status.daemon else "daemon: not running on this state directory")
+    lines.append(f"status: {status.state.value.upper()}  (exit {judge.exit_code(status.state)})")
+    return "\n".join(lines)
+
+
+def _text_of_status(d: DeviceStatus, now: float) -> list[str]:
+    gone = "" if d.present else "  GONE"
+    since = f"since {_moment(d.verdict.since)}, judged {max(0.0, now - d.verdict.decided):.0f} s ago"
+    lines = [f"{d.device.name}  {d.device.model}  {d.device.uuid}{gone}", f"  {_headline(d.verdict)}  {since}"]
+    lines += _text_of_findings(d.verdict)
+    lines += [line for event in d.events[-RECENT_EVENTS:] for line in _wrapped("  * ", _told(event))]
+    more = len(d.events) - RECENT_EVENTS
+    if more > 0:
+        lines.append(f"  * and {more} earlier kinds of event in the last day: canaryd status --json")
+    return lines
+
+
+def _told(event: Event) -> str:
+    times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in ("counter", "condition") else ""
+    what = event.detail or f"{event.name}: {event.before} → {event.after}"
+    return f"{_moment(event.last)}  {event.kind} {event.name if event.name not in what else ''}{times}  {what}"
+
+
+def _moment(at: float) -> str:
+    """Return a time as the reader's wall clock shows it."""
+    return f"{datetime.fromtimestamp(at, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def _headline(verdict: Verdict) -> str:

@@ -23,6 +23,7 @@ class Step:
     cases: tuple[str, ...] = ()
     drill: str = ""
     confirms: str = ""
+    trigger: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +69,22 @@ def plan_round(
     sets: Sequence[str],
     cases: tuple[str, ...] = (),
     drill: str = "",
+    trigger: str = "",
 ) -> list[Plan]:
     """Return the series of one round on one device: every entry that applies, once per instruction set.
 
-    Probes that need no torch form a series of their own. `levels` maps probe name → level. A probe that does not
-    depend on the instruction set runs with the first only. Every instruction set gets the same seed, so that their
-    results can be set side by side.
+    Probes that need no torch form a series of their own; telemetry is no part of a round. `levels` maps probe name →
+    level. A probe that does not depend on the instruction set runs with the first only. Every instruction set gets the
+    same seed, so that their results can be set side by side.
     """
     plans = []
-    mine = sorted((e for e in entries if applies(e, device)), key=lambda e: (e.spec.order, e.spec.name))
+    mine = sorted(
+        (e for e in entries if applies(e, device) and not e.spec.telemetry), key=lambda e: (e.spec.order, e.spec.name)
+    )
     for number, name in enumerate(sets):
         for numeric in (True, False):
             steps = tuple(
-                Step(entry=e, level=levels[e.spec.name], seed=seed, cases=cases, drill=drill)
+                Step(entry=e, level=levels[e.spec.name], seed=seed, cases=cases, drill=drill, trigger=trigger)
                 for e in mine
                 if e.spec.numeric is numeric and (number == 0 or e.spec.every_instruction_set)
             )

@@ -191,24 +191,26 @@ class ListOf:
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables."""
+    """A mapping of names that follow a pattern, such as environment variables."""
 
     value: Scalar
-    name = "[A-Za-z_][A-Za-z0-9_]*"
+    name: str = "[A-Za-z_][A-Za-z0-9_]*"
+    wanted: str = "a mapping of variables to text"
+    advice: str = "not a variable's name; write letters, digits and _"
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read variables and their values."""
+        """Read names and their values."""
         if not isinstance(node, yaml.MappingNode):
-            return notes.add(node, where, f"{_shown(node)}; wanted a mapping of variables to text")
+            return notes.add(node, where, f"{_shown(node)}; wanted {self.wanted}")
         values = {}
         for key, key_node, value in notes.items(node, where):
             if not re.fullmatch(self.name, key):
-                notes.add(key_node, _join(where, key), "not a variable's name; write letters, digits and _")
+                notes.add(key_node, _join(where, key), self.advice)
             values[key] = self.value.read(value, _join(where, key), notes)
         return values
 
     def schema(self) -> dict[str, Any]:
-        """Describe the variables."""
+        """Describe names and values."""
         names = {"pattern": f"^{self.name}$"}
         return {"type": "object", "propertyNames": names, "additionalProperties": self.value.schema()}
 

@@ -1,4 +1,4 @@
-"""What canaryd remembers: runs, devices, verdicts and counters, in one SQLite file that several processes share.
+"""What canaryd remembers: runs, polls, events, devices, verdicts and counters, in one SQLite file for all processes.
 
 Each write is one short transaction. A write that the disk refuses goes to an equal database in memory instead, which
 is part of every answer and moves to disk as soon as that works again. So a full disk, a read-only directory or a
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode
 
-from canaryd.model import Device, Outcome, Run, Verdict, from_json, to_json
+from canaryd.model import Device, Event, Outcome, Run, Verdict, from_json, to_json
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
@@ -36,10 +36,14 @@ BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for another process's transaction."""
 OPEN_TIMEOUT = 10.0
 """Seconds to wait while another process creates, checks or migrates the database."""
-POLL = 0.05
+RETRY = 0.05
 """Seconds between two tries for a lock: flock has no timeout of its own."""
+HOUR = 3600.0
+"""Equal events within an hour of the clock are one event with a count: a failing part cannot fill the disk."""
 BACKLOG = 10_000
 """Runs kept in memory while they cannot be written; about 2 KiB each."""
+WAITING_POLLS = 1000
+"""Polls kept in memory while they cannot be written."""
 BATCH = 100
 """Runs moved or deleted in one transaction, so that another process never waits long."""
 
@@ -56,6 +60,15 @@ ADD_DEVICE = (
     " SET last_seen = excluded.last_seen, present = excluded.present, body = excluded.body"
 )
 VERDICT = "device, drill, state, cause, decided, body"
+POLL = "id, device, probe, started, body"
+ADD_POLL = f"INSERT INTO polls ({POLL}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+EVENT = "device, kind, name, first, last, count, before, after, detail"
+ADD_EVENT = (
+    f"INSERT INTO events ({EVENT}, hour) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, kind, name, hour)"
+    " DO UPDATE SET first = min(first, excluded.first), last = max(last, excluded.last),"
+    " count = count + excluded.count, after = excluded.after, detail = excluded.detail"
+)
+NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 T = TypeVar("T")
 
@@ -87,6 +100,8 @@ class Retention:
     failures: float = 400 * DAY
     drills: float = 1 * DAY
     """Runs with an injected fault, whatever came of them."""
+    polls: float = 14 * DAY
+    """Telemetry: the course of readings over time; what they showed to have happened is kept as events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +141,24 @@ def _version_1(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1,)
+def _version_2(db: sqlite3.Connection) -> None:
+    schema = """
+        CREATE TABLE polls (
+            number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
+            started REAL NOT NULL, body BLOB NOT NULL);
+        CREATE INDEX polls_by_probe ON polls (device, probe, started);
+        CREATE INDEX polls_by_age ON polls (started);
+        CREATE TABLE events (
+            device TEXT, kind TEXT, name TEXT, hour INTEGER, first REAL NOT NULL, last REAL NOT NULL,
+            count REAL NOT NULL, before TEXT NOT NULL, after TEXT NOT NULL, detail TEXT NOT NULL,
+            PRIMARY KEY (device, kind, name, hour));
+        CREATE INDEX events_by_age ON events (last);
+        CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL)"""
+    for statement in schema.split(";"):
+        db.execute(statement)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2)
 """In order; the database's `user_version` is the number of those it has had."""
 
 
@@ -261,6 +293,81 @@ class Store:
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._unpack(Run, [*stored, *waiting])), None)
 
+    # Telemetry
+
+    def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
+        """Keep one poll, what it shows to have happened, and the number of polls since the last one kept, by outcome.
+
+        One transaction: after a kill the next poll is compared with this one exactly when its events are stored.
+        False: only in memory so far.
+        """
+        of = {"device": poll.device, "probe": poll.probe}
+        counts = [("probe_runs", _labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
+        row = (poll.id, poll.device, poll.probe, poll.started, _pack(poll))
+        rows = [_event_row(e) for e in events]
+
+        def write(db: sqlite3.Connection) -> None:
+            if db.execute(ADD_POLL, row).rowcount:
+                db.executemany(ADD_COUNT, counts)
+                db.executemany(ADD_EVENT, rows)
+
+        if self._store(write):
+            return True
+        beyond = f"max(0, (SELECT count(*) FROM polls) - {WAITING_POLLS})"
+        with self._lock:
+            self._memory.execute(
+                f"DELETE FROM polls WHERE number IN (SELECT number FROM polls ORDER BY number LIMIT {beyond})"
+            )
+        return False
+
+    def polls(
+        self, device: str, probe: str | None = None, since: float = 0.0, *, limit: int | None = None
+    ) -> list[Run]:
+        """Return the polls that were kept of a device, started at `since` or later, newest last; `limit` newest."""
+        query = (
+            "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ?"
+            " ORDER BY number DESC LIMIT ?"
+        )
+        stored, waiting = self._read(query, device, probe, probe, since, -1 if limit is None else limit)
+        return self._unpack(Run, [*waiting, *stored][:limit])[::-1]
+
+    def add_events(
+        self,
+        events: Iterable[Event],
+        counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
+        notes: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Store what happened, increase counters (name, labels, by) and set notes, all in one transaction.
+
+        So a position in a log moves on exactly when what was read there is counted. False: only in memory so far.
+        """
+        rows = [_event_row(e) for e in events]
+        counters = [(name, _labels(labels), by) for name, labels, by in counts]
+
+        def write(db: sqlite3.Connection) -> None:
+            db.executemany(ADD_EVENT, rows)
+            db.executemany(ADD_COUNT, counters)
+            db.executemany(NOTE, (notes or {}).items())
+
+        return self._store(write)
+
+    def events(self, since: float = 0.0, device: str | None = None) -> list[Event]:
+        """Return what happened at `since` or later (seconds since the epoch), newest last."""
+        query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
+        stored, waiting = self._read(query, since, device, device)
+        names = EVENT.split(", ")
+        found = [Event(**dict(zip(names, row, strict=True))) for row in (*stored, *waiting)]
+        return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
+
+    def note(self, name: str) -> str:
+        """Return what was noted last under a name; "" for nothing."""
+        stored, waiting = self._read("SELECT value FROM notes WHERE name = ?", name)
+        return str(([*stored, *waiting] or [("",)])[-1][0])
+
+    def set_note(self, name: str, value: str) -> bool:
+        """Note a value under a name. False: only in memory so far."""
+        return self.add_events((), notes={name: value})
+
     # Devices
 
     def see_device(self, device: Device, now: float) -> bool:
@@ -345,7 +452,12 @@ class Store:
                 while self._delete(f"{condition} AND stored < ?", now - age):
                     pass
             self._commit(lambda db: db.execute(old_verdicts, (now - self.keep.failures,)))
-            while self._attempt(_used) >= self.max_bytes and (self._delete(success) or self._delete_early(failure)):
+            self._commit(lambda db: db.execute("DELETE FROM events WHERE last < ?", (now - self.keep.failures,)))
+            while self._delete_polls("started < ?", now - self.keep.polls):
+                pass
+            while self._attempt(_used) >= self.max_bytes and (
+                self._delete_polls("1") or self._delete(success) or self._delete_early(failure)
+            ):
                 pass
             self._attempt(_compact)
         except REFUSED as error:
@@ -360,9 +472,12 @@ class Store:
             )
         return deleted
 
-    def _delete(self, condition: str, *args: float) -> int:
-        oldest = f"SELECT number FROM runs WHERE {condition} ORDER BY number LIMIT {BATCH}"
-        delete = f"DELETE FROM runs WHERE number IN ({oldest})"
+    def _delete_polls(self, condition: str, *args: float) -> int:
+        return self._delete(condition, *args, table="polls")
+
+    def _delete(self, condition: str, *args: float, table: str = "runs") -> int:
+        oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"
+        delete = f"DELETE FROM {table} WHERE number IN ({oldest})"
         return self._commit(lambda db: db.execute(delete, args).rowcount)
 
     @contextlib.contextmanager
@@ -413,17 +528,23 @@ class Store:
             devices = memory.execute(f"SELECT {DEVICE} FROM devices").fetchall()
             counters = memory.execute(f"SELECT {COUNTER} FROM counters").fetchall()
             verdicts = memory.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number").fetchall()
+            polls = memory.execute(f"SELECT {POLL} FROM polls ORDER BY number").fetchall()
+            events = memory.execute(f"SELECT {EVENT}, hour FROM events").fetchall()
+            notes = memory.execute("SELECT name, value FROM notes").fetchall()
 
             def write(db: sqlite3.Connection) -> None:
                 db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
                 db.executemany(ADD_DEVICE, devices)  # noqa: B023
                 db.executemany(ADD_COUNT, counters)  # noqa: B023
+                db.executemany(ADD_POLL, polls)  # noqa: B023
+                db.executemany(ADD_EVENT, events)  # noqa: B023
+                db.executemany(NOTE, notes)  # noqa: B023
                 for verdict in verdicts:  # noqa: B023
                     _add_verdict(db, verdict)
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
-            for table in ("devices", "counters", "verdicts"):
+            for table in ("devices", "counters", "verdicts", "polls", "events", "notes"):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH
 
@@ -661,6 +782,11 @@ def _run_counts(run: Run) -> list[tuple[str, str, float]]:
     ]
 
 
+def _event_row(e: Event) -> tuple[Any, ...]:
+    hour = int(e.last // HOUR)
+    return (e.device, e.kind, e.name, e.first, e.last, e.count, e.before, e.after, e.detail, hour)
+
+
 def _labels(labels: Mapping[str, str]) -> str:
     return urlencode(sorted(labels.items()))
 
@@ -705,7 +831,7 @@ def _flock(
                 if on_wait:
                     on_wait(holder)
                     on_wait = None
-                time.sleep(POLL)
+                time.sleep(RETRY)
         _sign(fd, f"pid {os.getpid()}: {shlex.join(sys.argv)}")
         try:
             yield

@@ -26,7 +26,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from canaryd.model import Comparison, Device, Outcome, Reading, Run, Skipped, from_json, to_json
+from canaryd.model import (
+    Comparison,
+    Device,
+    LogPosition,
+    LogRecord,
+    Outcome,
+    Reading,
+    Run,
+    Skipped,
+    from_json,
+    to_json,
+)
 from canaryd.probe import Absent, ProbeSpec
 
 CHATTER = 65_536
@@ -54,6 +65,7 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
 }
 """Execution path of a CPU → environment that makes torch take it; "" and "native" leave the choice to the libraries."""
 STRICT = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would take the cores from the server beside it
     "PYTHONUNBUFFERED": "1",
@@ -130,6 +142,7 @@ class RunRequest:
     """Only these cases; empty for all."""
     drill: str = ""
     confirms: str = ""
+    trigger: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +159,18 @@ class Description:
     stack: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
     """Probe file → its spec, or what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What the telemetry modules of canaryd's own interpreter find on this machine."""
+
+    devices: Mapping[str, tuple[Device, ...]] = field(default_factory=dict)
+    """Vendor module → its devices; a module that could not be asked is not in it."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Vendor module → why it could not be asked."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
 def new_run_id(now: float) -> str:
@@ -495,6 +520,87 @@ class Series:
                     continue
                 return Description(python=python, torch_reason=reason, probes=probes | dict.fromkeys(waiting, reason))
 
+    def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
+        """Ask the vendor modules that `settings` names (each with its probe's settings) what is on this machine.
+
+        Never raises for what a worker does. `timeout` is the patience, in seconds, for each module; one that takes the
+        worker down, or hangs, is unavailable for that reason, and the others are asked all the same.
+        """
+        devices: dict[str, tuple[Device, ...]] = {}
+        unavailable: dict[str, str] = {}
+        facts: dict[str, str] = {}
+        problems: list[str] = []
+        waiting = list(settings)
+        while waiting:
+            try:
+                worker = self._ready(time.monotonic() + timeout)
+                worker.begin()
+                worker.send({"op": "inventory", "settings": {name: to_json(settings[name]) for name in waiting}})
+                while waiting:
+                    message = worker.receive(time.monotonic() + timeout, self._why_stopped)
+                    with _decoding(message):
+                        if message["kind"] != "inventoried":
+                            continue
+                        name = waiting.pop(0)
+                        if message["unavailable"]:
+                            unavailable[name] = str(message["unavailable"])
+                        else:
+                            devices[name] = from_json(tuple[Device, ...], message["devices"])
+                            facts |= {str(k): str(v) for k, v in message["facts"].items()}
+                            problems += map(str, message["problems"])
+            except _LostError as lost:
+                _, reason = self._discard(lost)
+                unavailable[waiting.pop(0)] = reason.splitlines()[0]
+                if self._stopped:
+                    unavailable |= dict.fromkeys(waiting, self._stopped)
+                    break
+        return Listing(devices=devices, unavailable=unavailable, facts=facts, problems=tuple(problems))
+
+    def follow(
+        self,
+        path: str,
+        position: LogPosition,
+        on_batch: Callable[[Sequence[LogRecord], LogPosition], None],
+        *,
+        until_end: bool = False,
+        silence: float = 30.0,
+    ) -> str:
+        """Read the kernel log from `position` on, and hand over each batch of records with the position after it.
+
+        Returns why it ended: "" at the end of the log with `until_end`, else a reason. A reader that is silent for
+        `silence` seconds is killed.
+        """
+        records: list[LogRecord] = []
+        try:
+            worker = self._ready(time.monotonic() + silence)
+            worker.begin()
+            worker.send(
+                {
+                    "op": "follow",
+                    "path": path,
+                    "boot": position.boot,
+                    "after": position.sequence,
+                    "until_end": until_end,
+                }
+            )
+            while True:
+                message = worker.receive(time.monotonic() + silence, self._why_stopped)
+                batch = None
+                with _decoding(message):
+                    kind = message["kind"]
+                    if kind == "followed":
+                        return str(message["reason"])
+                    if kind == "record":
+                        records.append(from_json(LogRecord, message["value"]))
+                    elif kind == "position":
+                        batch, records = records, []
+                        position = from_json(LogPosition, message["value"])
+                if batch is not None:
+                    on_batch(batch, position)
+                    worker.begin()
+        except _LostError as lost:
+            return self._discard(lost)[1]
+
     def run(self, request: RunRequest, timeout: float) -> Run:
         """Run one probe and return what became of it, at the latest `timeout` + grace + 1 seconds from now.
 
@@ -568,6 +674,7 @@ class Series:
             repro=self._repro(request),
             drill=request.drill,
             confirms=request.confirms,
+            trigger=request.trigger,
             cases=request.cases,
         )
 

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBES = ROOT / "tests/probes"
-BUILTIN = ("exact_attention", "exact_integer", "exact_matmul")
+BUILTIN = tuple(sorted(path.stem for path in (ROOT / "probes").glob("[!_]*.py")))
 RUN_ID = re.compile(r"\b[0-9a-f]{12}-[0-9a-f]{6}\b")
 PATIENCE = 60.0
 MARK = "CANARYD_TEST_MARK"
@@ -61,7 +61,10 @@ def configure(directory: Path, *names: str, each: Mapping[str, Any] | None = Non
     """Write a configuration with these probes of tests/probes alone; JSON is YAML."""
     probes = {name: {"enabled": False} for name in BUILTIN} | dict(each or {})
     probes["directories"] = [str(catalogue(directory / "probes.d", *names))]
-    content = {"worker": {"python": bare_python()}, "probes": probes} | sections
+    quiet = directory / "kernel.log"  # what this machine's kernel says belongs into no test that did not ask for it
+    quiet.touch()
+    telemetry = {"kernel_log": str(quiet)}
+    content = {"worker": {"python": bare_python()}, "probes": probes, "telemetry": telemetry} | sections
     path = directory / "canaryd.yaml"
     path.write_text(json.dumps(content, indent=2))
     return path

@@ -383,7 +383,11 @@ def test_every_field_is_explained():
 
 def test_the_schema_refuses_what_is_not_a_report(tmp_path):
     """A missing field, an unknown one, a state that does not exist, an empty reason: at every depth."""
-    options = ("--config", configure(tmp_path, "mismatches", "passes"), "--state-dir", tmp_path / "state")
+    said = tmp_path / "said.json"
+    said.write_text('{"readings": [["temperature_celsius", 40, {"sensor": "core"}]], "absent": {"fan_rpm": "no fan"}}')
+    config = configure(tmp_path, "mismatches", "passes", "says", each={"says": {"settings": {"file": str(said)}}})
+    (tmp_path / "kernel.log").write_text("4,1,1000000,-;CPU0: Core temperature above threshold, cpu clock throttled\n")
+    options = ("--config", config, "--state-dir", tmp_path / "state")
     good = valid(canaryd("check", "--json", *options).document)
 
     def places(value: Any, path: tuple = ()):
@@ -398,8 +402,10 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
             document = document[key]
         return document
 
-    paths = [path for path in places(good) if path[-1:] != ("rules_out",)]
-    assert {path[-2] for path in paths if len(path) > 1} == {"devices", "findings", "runs", "skipped"}
+    free = {"rules_out", "telemetry", "labels", "absent"}
+    paths = [path for path in places(good) if not free.intersection(path[-1:])]
+    objects = {"devices", "findings", "runs", "skipped", "telemetry", "readings", "events"}
+    assert {path[-2] for path in paths if len(path) > 1} == objects
     for path in paths:
         for field in at(good, path):
             bad = copy.deepcopy(good)
@@ -414,6 +420,8 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
         (("devices", 0, "skipped", 0), "reason", ""),
         (("devices", 0, "runs", 0), "outcome", "ok"),
         (("devices", 0, "rules_out"), "passes", 0),
+        (("devices", 0, "telemetry", "says", "absent"), "fan_rpm", ""),
+        (("devices", 0, "telemetry", "says", "readings", 0, "labels"), "sensor", 1),
     ):
         bad = copy.deepcopy(good)
         at(bad, path)[field] = value

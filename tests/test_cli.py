@@ -14,7 +14,7 @@ import pytest
 
 from canaryd import __version__
 from canaryd.cli import parser
-from tests.command import ROOT, canaryd, configure, environment
+from tests.command import BUILTIN, ROOT, canaryd, configure, environment
 
 COMMANDS = ("check", "drill", "run", "config", "probes", "devices")
 
@@ -65,7 +65,9 @@ def test_probes_lists_the_catalogue(tmp_path):
     (tmp_path / "empty.yaml").touch()
     answer = canaryd("probes", "--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
     assert (answer.code, answer.err) == (0, "")
-    assert [line.split()[0] for line in answer.out.splitlines()] == ["exact_integer", "exact_matmul", "exact_attention"]
+    listed = [line.split()[0] for line in answer.out.splitlines()]
+    assert sorted(listed) == list(BUILTIN)
+    assert [name for name in listed if name.startswith("exact")] == ["exact_integer", "exact_matmul", "exact_attention"]
     for line in answer.out.splitlines():
         assert f"(builtin: {ROOT}/probes/{line.split()[0]}.py)" in line
 

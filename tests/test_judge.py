@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canaryd import judge
-from canaryd.config import JudgePolicy
+from canaryd.config import JudgePolicy, TelemetryConfig
 from canaryd.judge import decide, exit_code, fault_rate_bound, worst
 from canaryd.model import (
     Cause,
@@ -25,6 +25,7 @@ from canaryd.model import (
     Subject,
     Verdict,
 )
+from canaryd.telemetry import Poll, Signs
 
 NOW = 1_790_000_000.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
@@ -34,11 +35,14 @@ WANTED = {"exact_matmul": 900.0}
 
 
 def device(uuid="GPU-a", backend="cuda", index=0, **changes):
-    return Device(uuid=uuid, backend=backend, index=index, model="H100" if backend == "cuda" else "Xeon", **changes)
+    model = "H100" if backend == "cuda" else "Xeon"
+    return Device(**{"uuid": uuid, "backend": backend, "index": index, "model": model, "torch_index": index, **changes})
 
 
 GPU, TWIN, THIRD = device(), device("GPU-b", index=1), device("GPU-c", index=2)
 CPU = device("CPU-a", "cpu")
+UNREACHED = device("GPU-u", torch_index=None)
+UNDRIVEN = device("PCI-1", torch_index=None, detail={"bus_id": "0000:65:00.0", "undriven": "no driver is loaded"})
 
 FIRST = (((3, 17), "0x3f80", "0x3f00"),)
 OTHER_FIRST = (((5, 1), "0x3f80", "0x0000"),)
@@ -96,6 +100,21 @@ def rules(verdict):
     return {f.rule for f in verdict.findings}
 
 
+def signs(*, remap_failed=0, age=5.0):
+    """Return the telemetry of a device that its driver was asked about so many seconds ago."""
+    reading = Reading(name="row_remap_failed", value=remap_failed)
+    poll = run(age, probe="nvidia_telemetry", readings=(reading,))
+    return Signs(
+        device=GPU,
+        polls={"nvidia_telemetry": Poll(period=15.0, newest=poll, completed=poll)},
+        events=(),
+        last_pass=None,
+        last_mismatch=None,
+        now=NOW,
+        policy=TelemetryConfig(),
+    )
+
+
 H, S, E, N, U = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.HARNESS, Cause.UNDETERMINED
 
 
@@ -123,6 +142,25 @@ SUSPECT, FAULTY, UNKNOWN, HEALTHY = State.SUSPECT, State.FAULTY, State.UNKNOWN, 
 SCENARIOS = {
     # name: (verdict, state, cause, rules that speak)
     "clean": lambda: (ask(fresh()), HEALTHY, Cause.NONE, set()),
+    "torch does not reach it": lambda: (ask(of=UNREACHED), UNKNOWN, E, {"unreached"}),
+    "nothing drives it": lambda: (ask(of=UNDRIVEN), UNKNOWN, E, {"unreached"}),
+    "divided, its instances are tested": lambda: (
+        ask(of=UNREACHED, wanted={}, peers=[(device("MIG-1", parent="GPU-u"), [])]), HEALTHY, Cause.NONE, set(),
+    ),
+    "no probe wanted": lambda: (ask(wanted={}), UNKNOWN, U, {"no-evidence"}),
+    "7 of 8": lambda: (ask(fresh(of=CPU), of=CPU, count=(7, 8)), UNKNOWN, U, {"devices-missing"}),
+    "8 of 8": lambda: (ask(fresh(of=CPU), of=CPU, count=(8, 8)), HEALTHY, Cause.NONE, set()),
+    "its driver says that a row could not be remapped": lambda: (
+        ask(fresh(), signs=signs(remap_failed=1)), FAULTY, H, {"row-remap-failed"},
+    ),
+    "gone, and condemned by itself before": lambda: (
+        ask(fresh(), signs=signs(remap_failed=1), gone_since=NOW - HOUR),
+        FAULTY, H, {"device-vanished", "row-remap-failed"},
+    ),
+    "gone, and silent since": lambda: (
+        ask(fresh(), signs=signs(age=HOUR), gone_since=NOW - HOUR), UNKNOWN, U, {"device-vanished"},
+    ),
+    "silent": lambda: (ask(fresh(), signs=signs(age=HOUR)), UNKNOWN, N, {"telemetry-stale"}),
     "gone": lambda: (ask(fresh(), gone_since=NOW - HOUR), UNKNOWN, U, {"device-vanished"}),
     "one mismatch": lambda: (ask(run(60, wrong())), SUSPECT, U, {"exact-mismatch"}),
     "a mismatch that a crashed run delivered": lambda: (

@@ -10,7 +10,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,13 +17,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd import metrics
-from canaryd.metrics import CONTENT_TYPE, FAMILIES, DeviceView, Limits, Server, Snapshot, render
-from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
+from canaryd.metrics import CONTENT_TYPE, FAMILIES, DeviceView, Limits, PollView, Server, Snapshot, render
+from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
+from canaryd.readings import READINGS
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "data" / "metrics.txt"
 DOCS = HERE.parent / "docs" / "metrics.md"
 NOW = 1_790_000_000.0
+UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
 STACK = {"torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "kernel": "6.1.0", "python": "3.11.9"}
 
 
@@ -56,7 +57,7 @@ def snapshot(*views, **changes):
     return Snapshot(devices=views, **{**fields, "config_reload_ok": True, "config_reloaded": NOW - 3600, **changes})
 
 
-def counter(name, value, **labels):
+def counter(name, value, /, **labels):
     return {(name, frozenset(labels.items())): value}
 
 
@@ -77,6 +78,11 @@ def example():
             last_success={"exact_matmul": NOW - 60},
             fault_rate={"exact_matmul": 2.5e-05},
             fingerprints={("exact_matmul", stack_id): 123_456_789},
+            polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2)},
+            readings=[
+                Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))
+                for i, (name, kind) in enumerate(READINGS.items())
+            ],
         ),
         view(
             bad,
@@ -92,6 +98,12 @@ def example():
             **counter("drill_runs", 1, device=good.uuid, probe="exact_matmul"),
             **counter("drill_mismatches", 3, device=good.uuid, probe="exact_matmul"),
             **counter("probe_mismatches", 7, device=bad.uuid, probe="exact_matmul"),
+            **counter("probe_runs", 40, device=good.uuid, probe="nvidia_telemetry", outcome="completed"),
+            **counter("xid_errors", 2, device=bad.uuid, xid="79"),
+            **counter("xid_errors", 1, device=bad.uuid, xid="160"),
+            **counter("sxid_errors", 3, device=bad.uuid, sxid="20034"),
+            **counter("kernel_log_events", 4, device=bad.uuid, kind="aer", name="fatal"),
+            **counter("stack_changes", 5, device=bad.uuid, component="inforom"),
             **counter("probe_runs", 2, device=gone.uuid, probe="exact_matmul", outcome="completed"),
             **counter("probe_runs", 5, device="GPU-forgotten", probe="exact_matmul", outcome="completed"),
         },
@@ -127,7 +139,7 @@ def promtool(page):
 def test_golden():
     """The whole page is what tests/data/metrics.txt says, byte for byte."""
     wanted = GOLDEN.read_text()
-    assert render(example()).decode() == wanted, f"meant? then: python {Path(__file__).name} > {GOLDEN}"
+    assert render(example()).decode() == wanted, f"meant? then: python {Path(__file__).name}"
 
 
 def test_golden_shows_every_metric():
@@ -154,7 +166,7 @@ def test_documentation():
     assert {name: row[0] for name, row in documented.items() if name.startswith("process_")} == process
     for name, _, _, unit, _ in rows:
         base = name.removesuffix("_total").rpartition("_")[2]
-        assert (base if base in ("seconds", "bytes") else "1") == unit, name
+        assert (base if base in UNITS else "1") == unit, name
 
 
 def test_process_metrics_are_those_of_this_process():
@@ -162,6 +174,46 @@ def test_process_metrics_are_those_of_this_process():
     page = metrics.process_metrics()
     assert select(page, "process_resident_memory_bytes")[0] > 1e6
     assert select(page, "process_open_fds")[0] > 2
+
+
+def test_what_happened_is_counted_from_zero():
+    """Common Xids and known components start at 0 on a device that can have them; rare ones appear when they occur."""
+    bad = gpu(1)
+    page = render(example())
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="79") == [2.0]
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="160") == [1.0]
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="31") == [0.0]
+    assert select(page, "canaryd_stack_changes_total", device=bad.uuid, component="serial") == [0.0]
+    cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC")
+    assert not select(render(snapshot(view(cpu))), "canaryd_xid_errors_total")
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        Reading(name="made_up", value=1),
+        Reading(name="power_watts", value="hot"),
+        Reading(name="temperature_celsius", value=40),
+        Reading(name="power_watts", value=1, labels={"sensor": "core"}),
+    ],
+)
+def test_a_reading_that_is_no_metric_is_not_shown(reading):
+    """What a stranger's telemetry probe makes up, mislabels or words costs nothing else."""
+    page = render(snapshot(view(gpu(), readings=[reading, Reading(name="load_average", value=0.5)])))
+    assert select(page, "canaryd_load_average") == [0.5]
+    assert not select(page, f"canaryd_{reading.name}")
+
+
+def test_telemetry_probes_have_no_mismatches():
+    """A poll compares nothing: it shows outcomes, duration and age, but neither trials nor mismatches."""
+    page = render(example())
+    mine = {name for name, labels in samples(page) if ("probe", "nvidia_telemetry") in labels}
+    assert mine == {
+        "canaryd_probe_runs_total",
+        "canaryd_probe_duration_seconds",
+        "canaryd_probe_last_success_timestamp_seconds",
+        "canaryd_readings_absent",
+    }
 
 
 def test_state_and_cause_are_state_sets():
@@ -280,7 +332,8 @@ def test_a_full_node_renders_fast():
     page = render(full)
     seconds = time.perf_counter() - started
     assert len(select(page, "canaryd_probe_runs_total")) == 16 * 10 * len(Outcome)
-    assert len(samples(page)) == 16 * (2 + len(State) + len(Cause) + 1 + 10 * (len(Outcome) + 4 + 4)) + 5
+    happened = len(metrics.XIDS) + 2
+    assert len(samples(page)) == 16 * (2 + len(State) + len(Cause) + 1 + happened + 10 * (len(Outcome) + 4 + 4)) + 9
     assert seconds < 1.0
 
 
@@ -599,5 +652,16 @@ def test_close():
     again.close()
 
 
+def table():
+    """Return the rows of docs/metrics.md for our own metrics."""
+    for name, (kind, labels, text) in FAMILIES.items():
+        base = name.removesuffix("_total").rpartition("_")[2]
+        shown = " ".join(f"`{label}`" for label in labels) or "\N{EN DASH}"
+        yield f"| `{name}` | {kind} | {shown} | {base if base in UNITS else 1} | {text} |"
+
+
 if __name__ == "__main__":
-    sys.stdout.buffer.write(render(example()))
+    GOLDEN.write_bytes(render(example()))
+    text = DOCS.read_text()
+    begin, end = text.index("| `canaryd_"), text.index("| `process_")
+    DOCS.write_text(text[:begin] + "\n".join(table()) + "\n" + text[end:])

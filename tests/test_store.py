@@ -19,6 +19,7 @@ from canaryd.model import (
     Cause,
     Comparison,
     Device,
+    Event,
     Evidence,
     Exactness,
     Finding,
@@ -64,6 +65,11 @@ def device(uuid="GPU-1", **changes):
 def verdict(state=State.HEALTHY, cause=Cause.NONE, decided=NOW, **changes):
     fields = {"device": "GPU-1", "findings": (), "since": NOW, **changes}
     return Verdict(state=state, cause=cause, decided=decided, **fields)
+
+
+def event(**changes):
+    fields = {"device": "GPU-1", "kind": "xid", "name": "31", "first": NOW, "last": NOW}
+    return Event(**{**fields, **changes})
 
 
 def ids(runs):
@@ -549,6 +555,88 @@ def test_a_rotten_run_is_passed_over_and_named(store):
     assert "Run b" in store.problems[0]
 
 
+# Telemetry
+
+
+def test_a_poll_is_kept_apart_from_runs_and_counts_all_since_the_last(store):
+    """Polls never pass for runs; the counters say how many there were, kept or not."""
+    assert store.add_poll(run("p1", probe="nvidia_telemetry"), {Outcome.COMPLETED: 20, Outcome.TIMED_OUT: 1})
+    assert store.add_poll(run("p2", probe="host_telemetry", started=NOW + 1), {Outcome.COMPLETED: 1})
+    assert store.runs(drill=None) == []
+    assert ids(store.polls("GPU-1")) == ["p1", "p2"]
+    assert ids(store.polls("GPU-1", "nvidia_telemetry")) == ["p1"]
+    assert ids(store.polls("GPU-1", since=NOW + 1)) == ["p2"]
+    assert ids(store.polls("GPU-1", limit=1)) == ["p2"]
+    assert counter(store, "probe_runs", device="GPU-1", probe="nvidia_telemetry", outcome="completed") == 20
+    assert counter(store, "probe_runs", device="GPU-1", probe="nvidia_telemetry", outcome="timed_out") == 1
+
+
+def test_equal_events_within_an_hour_are_one_with_a_count(store):
+    """A failing part cannot fill the disk: first and last, the oldest before, the newest after, the sum."""
+    hour = NOW // 3600 * 3600
+    for i in range(5):
+        at = hour + 10 * i
+        assert store.add_events([event(first=at, last=at, count=2, before=str(i), after=str(i + 1), detail=f"d{i}")])
+    store.add_events([event(first=hour + 3600, last=hour + 3600), event(name="79", first=hour, last=hour)])
+    assert [(e.name, e.count, e.before, e.after, e.detail, e.last - e.first) for e in store.events()] == [
+        ("79", 1, "", "", "", 0),
+        ("31", 10, "0", "5", "d4", 40),
+        ("31", 1, "", "", "", 0),
+    ]
+    assert store.events(device="GPU-2") == []
+    assert len(store.events(since=hour + 3600)) == 1
+
+
+def test_events_counters_and_notes_are_one_transaction(tmp_path):
+    """What is counted and how far the log was read cannot part: a refused write leaves all three as they were."""
+    with Store.open(tmp_path) as store:
+        assert store.add_events([event()], [("xid_errors", {"device": "GPU-1", "xid": "31"}, 1)], {"log": "boot:7"})
+        with pytest.raises(sqlite3.Error):
+            store._commit(lambda db: (db.execute(store_module.NOTE, ("log", "boot:8")), db.execute("nonsense")))
+    with Store.open(tmp_path) as store:
+        assert store.note("log") == "boot:7"
+        assert store.note("nothing") == ""
+        assert counter(store, "xid_errors", device="GPU-1", xid="31") == 1
+
+
+def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch):
+    """A full disk costs no event, no count and no position; only the oldest of very many polls go."""
+    with Store.open(tmp_path) as store:
+        store.add_events([event()], notes={"log": "a:1"})
+        store._disk.execute("PRAGMA query_only = 1")
+        monkeypatch.setattr(store_module, "WAITING_POLLS", 3)
+        assert not store.add_events([event(count=4)], [("xid_errors", {"xid": "31"}, 4)], {"log": "a:5"})
+        for i in range(5):
+            assert not store.add_poll(run(f"p{i}"), {Outcome.COMPLETED: 1})
+        assert store.problem
+        assert store.note("log") == "a:5"
+        assert sum(e.count for e in store.events()) == 5
+        store._disk.execute("PRAGMA query_only = 0")
+        assert store.set_note("other", "x")
+        assert not store.problem
+    with Store.open(tmp_path) as store:
+        assert store.note("log") == "a:5"
+        assert [e.count for e in store.events()] == [5]
+        assert ids(store.polls("GPU-1")) == ["p2", "p3", "p4"]
+        assert counter(store, "xid_errors", xid="31") == 4
+        assert counter(store, "probe_runs", device="GPU-1", probe="exact_matmul", outcome="completed") == 5
+
+
+def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
+    """Old polls are forgotten; beyond the size all polls go before a single run does."""
+    with Store.open(tmp_path) as store:
+        for i in range(3):
+            store.add_poll(run(f"p{i}", started=NOW - i * 10 * DAY), {})
+        store.add_run(run("r"))
+        store.add_events([event(), event(name="old", first=NOW - 500 * DAY, last=NOW - 500 * DAY)])
+        store.prune(NOW)
+        assert ids(store.polls("GPU-1")) == ["p0", "p1"]
+        assert [e.name for e in store.events()] == ["31"]
+        store.max_bytes = store_module._used(store._disk) - 1
+        store.prune(NOW)
+        assert store.polls("GPU-1") == []
+
+
 # Versions
 
 
@@ -562,14 +650,27 @@ def half_way(db):
 
 
 def test_a_database_is_migrated_and_keeps_what_it_has(tmp_path):
-    """Version 1 becomes version 2, its runs stay, and new ones go beside them."""
+    """A version becomes the next, its runs stay, and new ones go beside them."""
     with Store.open(tmp_path) as store:
         store.add_run(run("a"))
     with Store.open(tmp_path, migrations=(*MIGRATIONS, add_note)) as store:
         assert store.add_run(run("b"))
         assert ids(store.runs()) == ["a", "b"]
         assert store._disk.execute("SELECT note FROM runs").fetchall() == [("none",), ("none",)]
-        assert store._disk.execute("PRAGMA user_version").fetchone() == (2,)
+        assert store._disk.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
+
+
+def test_every_earlier_version_is_migrated(tmp_path):
+    """A database as each earlier canaryd left it opens, keeps its runs, and takes polls and events."""
+    for version in range(1, len(MIGRATIONS)):
+        state = tmp_path / str(version)
+        with Store.open(state, migrations=MIGRATIONS[:version]) as old:
+            old._commit(lambda db: db.execute(store_module.ADD_RUN, store_module._run_row(run("a"), NOW)))
+        with Store.open(state) as new:
+            assert ids(new.runs()) == ["a"]
+            assert new.add_poll(run("p"), {})
+            assert new.add_events([event()])
+            assert not new.problem
 
 
 def test_a_migration_that_fails_leaves_the_old_version(tmp_path):
@@ -589,7 +690,10 @@ def test_a_newer_database_is_refused_and_left_alone(tmp_path):
     """A database of a newer canaryd raises a message that says what to do; not a byte of it changes."""
     Store.open(tmp_path, migrations=(*MIGRATIONS, add_note)).close()
     before = (tmp_path / "canaryd.db").read_bytes()
-    with pytest.raises(StoreTooNew, match=r"version 2 of the store, this one knows 1.*upgrade canaryd"):
+    with pytest.raises(
+        StoreTooNew,
+        match=rf"version {len(MIGRATIONS) + 1} of the store, this one knows {len(MIGRATIONS)}.*upgrade canaryd",
+    ):
         Store.open(tmp_path)
     assert (tmp_path / "canaryd.db").read_bytes() == before
     assert list(tmp_path.glob("*.corrupt-*")) == []

@@ -2,11 +2,12 @@
 
 It makes `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable from the files beside it, and nothing else
 of ours: what lies under a probe is the serving stack's own environment. Then it hands over to `canaryd.worker.runner`.
+The descriptor is the one that the protocol is written to, the word the one that starts each of its lines. Arguments
+are read by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -34,10 +35,8 @@ def main() -> None:
     """Prepare the interpreter and serve requests until standard input ends."""
     if sys.version_info < (3, 10):  # noqa: UP036 - somebody else's interpreter decides, not our own metadata
         sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fd", type=int, required=True, help="file descriptor that the protocol is written to")
-    parser.add_argument("--nonce", required=True, help="word that starts each line of the protocol")
-    arguments = parser.parse_args()
+    if len(sys.argv) != 5 or sys.argv[1:4:2] != ["--fd", "--nonce"] or not sys.argv[2].isdigit():
+        sys.exit("canaryd: a worker is started by canaryd, with --fd DESCRIPTOR --nonce WORD")
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if p and Path(p).resolve() != here]  # our file names must not shadow anybody's
     sys.dont_write_bytecode = True  # a health check leaves nothing behind in a probe's directory
@@ -48,7 +47,7 @@ def main() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["canaryd"] = package
     spec.loader.exec_module(package)
-    importlib.import_module("canaryd.worker.runner").serve(arguments.fd, arguments.nonce)
+    importlib.import_module("canaryd.worker.runner").serve(int(sys.argv[2]), sys.argv[4])
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def cpu() -> Device:
         backend="cpu",
         index=0,
         model=" ".join(model.split()),
+        torch_index=None if torch is None else 0,
         weak_identity=True,
         instruction_sets=_instruction_sets(info),
         detail=detail,
@@ -72,7 +73,7 @@ def _cuda() -> list[Device]:
     found = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
-        bus = f"{getattr(props, 'pci_domain_id', 0):08x}:{getattr(props, 'pci_bus_id', 0):02x}:00.0"
+        bus = f"{getattr(props, 'pci_domain_id', 0):04x}:{getattr(props, 'pci_bus_id', 0):02x}:00.0"
         uuid = str(getattr(props, "uuid", ""))
         detail = {
             "bus_id": bus,
@@ -85,6 +86,7 @@ def _cuda() -> list[Device]:
                 uuid=f"GPU-{uuid.removeprefix('GPU-')}" if uuid else f"GPU-at-{socket.gethostname()}-{bus}",
                 backend=backend,
                 index=index,
+                torch_index=index,
                 model=props.name,
                 weak_identity=not uuid,
                 detail=detail,
@@ -102,6 +104,7 @@ def _mps() -> list[Device]:
             uuid=host.uuid.replace("CPU-", "MPS-"),
             backend="mps",
             index=0,
+            torch_index=0,
             model=host.model,
             weak_identity=True,
         )
@@ -121,6 +124,7 @@ def _xpu() -> list[Device]:
                 uuid=f"XPU-{uuid}" if uuid else f"XPU-at-{socket.gethostname()}-{index}",
                 backend="xpu",
                 index=index,
+                torch_index=index,
                 model=props.name,
                 weak_identity=not uuid,
                 detail={"memory_bytes": str(props.total_memory)},

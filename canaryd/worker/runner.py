@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canaryd.model import Comparison, Device, Outcome, Reading, Skipped, from_json, to_json
+from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Skipped, from_json, to_json
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
 
 GRACE = 5.0
@@ -85,7 +85,9 @@ class Runner:
         operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "ping": self.ping,
             "describe": self.describe,
+            "inventory": self.inventory,
             "run": self.run,
+            "follow": self.follow,
             "unpack": self.unpack,
         }
         self.ping({})
@@ -117,6 +119,38 @@ class Runner:
         except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
             devices, stack, torch, reason = [], {}, None, f"the devices could not be listed: {_last_line(caught)}"
         self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
+
+    def inventory(self, request: dict[str, Any]) -> None:
+        """Answer with what each vendor's module finds, or why it finds nothing."""
+        vendors = importlib.import_module("canaryd.worker.vendors")
+        for name, settings in request["settings"].items():
+            try:
+                devices, facts, problems = vendors.inventory(name, settings)
+            except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
+                reason = str(caught) if isinstance(caught, vendors.Unavailable) else _last_line(caught)
+                self._send(kind="inventoried", vendor=name, devices=[], facts={}, problems=[], unavailable=reason)
+            else:
+                found = to_json(devices)
+                self._send(
+                    kind="inventoried", vendor=name, devices=found, facts=facts, problems=problems, unavailable=""
+                )
+
+    def follow(self, request: dict[str, Any]) -> None:
+        """Send what the kernel log says, record by record, each batch followed by the position reached."""
+        log = importlib.import_module("canaryd.worker.kernel_log")
+        try:
+            for item in log.follow(
+                request["path"], boot=request["boot"], after=request["after"], until_end=request["until_end"]
+            ):
+                if isinstance(item, LogPosition):
+                    self._send(kind="position", value=to_json(item))
+                else:
+                    self._send(kind="record", value=to_json(item))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader of the answer must hear of it
+            reason = str(error) if isinstance(error, (OSError, ValueError)) else _last_line(error)
+            self._send(kind="followed", reason=reason)
+        else:
+            self._send(kind="followed", reason="")
 
     def run(self, request: dict[str, Any]) -> None:
         """Run one probe; send its facts as they come and then the result."""

@@ -103,7 +103,10 @@ def torch_device(device: Device) -> Any:
     Raises `Skip` when no such device is visible now. ROCm answers to the name "cuda" in torch.
     """
     kind = "cuda" if device.backend == "rocm" else device.backend
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, _index_now(kind, device.uuid, device.index))
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = device.index if device.torch_index is None else device.torch_index
+    return torch.device(kind, _index_now(kind, device.uuid, index))
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,7 +120,7 @@ def _index_now(kind: str, uuid: str, index: int) -> int:
         found = str(getattr(module.get_device_properties(now), "uuid", ""))
         if not found and now == index:
             return index  # a device that gives no uuid is known by its place alone
-        if found and uuid.endswith(found.removeprefix("GPU-")):
+        if found and uuid.endswith(found.removeprefix("GPU-").removeprefix("MIG-")):
             return now
     raise Skip(f"{uuid} is not visible: none of the {module.device_count()} {kind} devices has that uuid")
 

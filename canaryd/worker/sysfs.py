@@ -1,0 +1,270 @@
+"""Readers of /sys that vendors share: one small file at a time, and every failure is a reason.
+
+Values come in the kernel's units (Documentation/ABI/testing/sysfs-bus-pci, Documentation/hwmon/sysfs-interface.rst) and
+leave in base units. The root is a parameter everywhere, so that a constructed tree reads like a machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canaryd.model import Reading, reading_key
+from canaryd.probe import Absent
+
+
+class Unreadable(Exception):
+    """A file of /sys or /proc gave no value; the argument is the reason that people will read."""
+
+
+class Denied(Unreadable):
+    """It may be there, but this user may not read it."""
+
+
+_GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
+"""GT/s → PCI Express generation (the PCI Express Base Specifications 1.0 to 7.0)."""
+_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+"""Lanes a link can have; the kernel writes 0 or 255 where it does not know."""
+_NATURAL = re.compile(r"(\d+)")
+
+
+def path_setting(settings: Mapping[str, Any], name: str, default: str) -> Path:
+    """Return a setting that is an absolute path; raise `ValueError` for anything else."""
+    given = settings.get(name, default)
+    if not isinstance(given, str) or not given.startswith("/") or "\0" in given:
+        raise ValueError(f"{name}: got {given!r}, wanted an absolute path such as {default!r}")
+    return Path(given)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a file's bytes; raise `Unreadable` with the reason where there are none to be had."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise unreadable(error, path) from None
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    except OSError as error:
+        raise unreadable(error, path) from None
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text without surrounding blanks; raise `Unreadable` also where it is empty."""
+    text = read_bytes(path).decode(errors="replace").strip("\0 \t\r\n")
+    if not text:
+        raise Unreadable(f"{path} is empty")
+    return text
+
+
+def read_int(path: Path) -> int:
+    """Return the one whole number (decimal, or hexadecimal after 0x) in a file; raise `Unreadable` otherwise."""
+    text = read_text(path)
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+        return int(text)
+    if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text):
+        return int(text, 16)
+    raise Unreadable(f"{path} holds {text[:40]!r}, not a number")
+
+
+def read_count(path: Path) -> int:
+    """Return a number that cannot be negative; raise `Unreadable` otherwise."""
+    number = read_int(path)
+    if number < 0:
+        raise Unreadable(f"{path} holds {number}, not a count")
+    return number
+
+
+def entries(directory: Path, pattern: str = "*") -> list[Path]:
+    """Return what a directory holds that matches, in natural order (mc2 before mc10); `Unreadable` as for a file."""
+    try:
+        found = [path for path in directory.iterdir() if fnmatchcase(path.name, pattern)]
+    except OSError as error:
+        raise unreadable(error, directory) from None
+    return sorted(found, key=lambda path: [s.zfill(20) if s.isdigit() else s for s in _NATURAL.split(path.name)])
+
+
+def optional_text(path: Path) -> str:
+    """Return a file's text, or "" where there is none: for names and labels, which may be missing without harm."""
+    try:
+        return read_text(path)
+    except Unreadable:
+        return ""
+
+
+def optional_entries(directory: Path, pattern: str) -> list[Path]:
+    """Return what a directory holds that matches, or nothing where it cannot be listed."""
+    try:
+        return entries(directory, pattern)
+    except Unreadable:
+        return []
+
+
+def unreadable(error: OSError, path: Path) -> Unreadable:
+    """Turn the system's error into a reason of one phrase."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return Unreadable(f"not offered by this kernel or device: no {path}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Denied(f"permission denied: run as root to read {path}")
+    return Unreadable(f"{path}: {error.strerror or error}")
+
+
+def attempt(
+    name: str, read: Callable[[], float], unit: str = "", labels: Mapping[str, str] | None = None
+) -> Reading | Absent:
+    """Return what `read` returns as a reading, or the reason that it raises as `Unreadable`."""
+    labels = labels or {}
+    try:
+        return Reading(name=name, value=read(), unit=unit, labels=labels)
+    except Unreadable as error:
+        return Absent(name=reading_key(name, labels), reason=str(error))
+
+
+def measure(
+    name: str, path: Path, unit: str = "", labels: Mapping[str, str] | None = None, scale: float = 1
+) -> Reading | Absent:
+    """Return the number in a file times `scale` as a reading, or why there is none."""
+    return attempt(name, lambda: read_int(path) * scale, unit, labels)
+
+
+def count(name: str, path: Path, labels: Mapping[str, str] | None = None) -> Reading | Absent:
+    """Return the count in a file as a reading, or why there is none."""
+    return attempt(name, lambda: read_count(path), "1", labels)
+
+
+def aer(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
+    """Yield the PCI Express errors of a function by severity, since boot or since the device appeared on the bus.
+
+    The kernel's own totals (Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats).
+    """
+    function = root / "bus/pci/devices" / bus_id
+    for severity, total in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
+        read = partial(_aer_total, function / f"aer_dev_{severity}", f"TOTAL_ERR_{total}")
+        yield attempt("pcie_aer_errors_total", read, "1", {"severity": severity})
+
+
+def _aer_total(path: Path, name: str) -> int:
+    match = re.search(rf"^{name}[ \t]+([0-9]{{1,20}})$", read_text(path), re.MULTILINE)
+    if not match:
+        raise Unreadable(f"{path} holds no line {name}")
+    return int(match.group(1))
+
+
+def pcie(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
+    """Yield generation and width of a function's link: in use, and at most, which is what device and port both do."""
+    function = root / "bus/pci/devices" / bus_id
+    yield attempt("pcie_generation", partial(_generation, function / "current_link_speed"), "1")
+    yield attempt("pcie_generation_max", partial(_both, _generation, function, "max_link_speed"), "1")
+    yield attempt("pcie_width", partial(_width, function / "current_link_width"), "1")
+    yield attempt("pcie_width_max", partial(_both, _width, function, "max_link_width"), "1")
+
+
+def _both(measure: Callable[[Path], int], function: Path, name: str) -> int:
+    """Return the smaller of what a function and the port above it can do: a narrow slot is no fault of the device."""
+    own = measure(function / name)
+    try:
+        return min(own, measure(function.resolve().parent / name))
+    except Unreadable:  # a function without a port above it, or one that keeps its limits to itself
+        return own
+
+
+def _generation(path: Path) -> int:
+    text = read_text(path)
+    generation = _GENERATIONS.get(text.partition(" GT/s")[0]) if " GT/s" in text else None
+    if generation is None:
+        raise Unreadable(f"the link gives no speed that PCI Express has: {text[:40]!r}")
+    return generation
+
+
+def _width(path: Path) -> int:
+    lanes = read_int(path)
+    if lanes not in _WIDTHS:
+        raise Unreadable(f"the link gives no width that PCI Express has: {lanes}")
+    return lanes
+
+
+def hwmon(root: Path, device_path: Path | str) -> Iterator[Reading | Absent]:
+    """Yield temperatures, their thresholds, fans and power that a device's own hwmon chips give.
+
+    `device_path` is the device's directory below `root`, e.g. "bus/pci/devices/0000:65:00.0". A sensor is called by the
+    chip's label ("edge"), or "temp1" where it gives none; its thresholds are "edge_crit" and "edge_max".
+    """
+    reason = "no hwmon chip of the device gives it"
+    found = set()
+    try:
+        for chip in entries(root / device_path / "hwmon", "hwmon*"):
+            for fact in _chip(chip, with_power="power_watts" not in found):
+                found.add(fact.name.partition("{")[0])
+                yield fact
+    except Unreadable as error:
+        reason = str(error)
+    for name in ("temperature_celsius", "temperature_threshold_celsius", "fan_rpm", "power_watts"):
+        if name not in found:
+            yield Absent(name=name, reason=reason)
+
+
+def _chip(chip: Path, *, with_power: bool) -> Iterator[Reading | Absent]:
+    for path, sensor in inputs(chip, "temp"):
+        yield attempt("temperature_celsius", partial(celsius, path), "celsius", {"sensor": sensor})
+        for limit in ("crit", "max"):
+            threshold = path.with_name(path.name.replace("_input", f"_{limit}"))
+            if threshold.exists():
+                labels = {"threshold": f"{sensor}_{limit}"}
+                yield attempt("temperature_threshold_celsius", partial(celsius, threshold), "celsius", labels)
+    for path, fan in inputs(chip, "fan"):
+        yield attempt("fan_rpm", partial(rpm, path), "1", {"fan": fan})
+    # A chip gives its power averaged, at the moment, or both; the first rail is the whole device.
+    power = next((path for path in (chip / "power1_average", chip / "power1_input") if path.exists()), None)
+    if with_power and power is not None:
+        yield attempt("power_watts", lambda: read_count(power) * 1e-6, "watts")
+
+
+def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
+    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` where it has none of its own.
+
+    Raises `Unreadable` where the chip cannot be listed.
+    """
+    paths = entries(chip, f"{kind}[0-9]*_input")
+    stems = [path.name.removesuffix("_input") for path in paths]
+    labels = [" ".join(optional_text(chip / f"{stem}_label").split())[:40] for stem in stems]
+    for path, stem, label in zip(paths, stems, labels, strict=True):
+        yield path, label if label and labels.count(label) == 1 else f"{label} {stem}".strip()
+
+
+def celsius(path: Path) -> float:
+    """Return a file of millidegrees as degrees Celsius.
+
+    Raises `Unreadable` where the chip reports a fault of the sensor, and for what no silicon survives (our reasoning):
+    chips give such numbers for a sensor that is not connected or a threshold that is not set, e.g. 65261.85 by NVMe.
+    """
+    _no_fault(path)
+    degrees = read_int(path) / 1000
+    if not -60 <= degrees <= 150:
+        raise Unreadable(f"{path} gives {degrees:g} degrees: not connected or not set")
+    return degrees
+
+
+def rpm(path: Path) -> int:
+    """Return a fan's revolutions per minute; raise `Unreadable` where the chip reports a fault of it."""
+    _no_fault(path)
+    return read_count(path)
+
+
+def _no_fault(path: Path) -> None:
+    if path.name.endswith("_input"):
+        try:
+            fault = read_int(path.with_name(path.name.replace("_input", "_fault")))
+        except Unreadable:
+            return  # most chips have no such file
+        if fault:
+            raise Unreadable(f"{path}: the chip reports a fault of this sensor")

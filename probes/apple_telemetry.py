@@ -1,0 +1,34 @@
+"""What macOS tells without root about the GPU of Apple silicon: use, memory, restarts, and what heat holds down.
+
+Reads: ioreg, pmset, sysctl and system_profiler.
+
+Cannot see: temperatures, power and clocks, which need root; memory errors, which macOS does not count.
+
+Settings: ioreg, pmset, sysctl, system_profiler, the paths of these commands (default: where macOS keeps them).
+"""
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.apple import read
+from canaryd.worker.vendors import Unavailable
+
+SPEC = ProbeSpec(
+    name="apple_telemetry",
+    summary="use, memory, restarts and throttling of Apple GPUs, as macOS tells them without root",
+    backends=("mps",),
+    period=15.0,
+    budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
+    timeout=10.0,  # three commands, each given two seconds
+    numeric=False,
+    telemetry=True,
+    order=10,
+)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Yield one reading, or one absence with its reason, per field."""
+    try:
+        yield from read(ctx.device, ctx.settings)
+    except Unavailable as error:
+        raise Skip(str(error)) from error

@@ -1,0 +1,34 @@
+"""What Ascend NPUs say about themselves through npu-smi: health, memory errors, heat, power, clocks, link.
+
+Reads: what npu-smi prints, and the kernel's files of the link.
+
+Cannot see: links between NPUs, and all that this version of npu-smi does not print. docs/other-vendors.md has more.
+
+Settings: npu_smi (default "npu-smi"), the command's name or path; sysfs (default "/sys"), where the link is read.
+"""
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.ascend import read
+from canaryd.worker.vendors import Unavailable
+
+SPEC = ProbeSpec(
+    name="ascend_telemetry",
+    summary="health, memory errors, temperature, power, clocks and PCI Express link of Ascend NPUs",
+    backends=("npu",),
+    period=15.0,
+    budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
+    timeout=20.0,  # up to five answers of npu-smi, each given four seconds
+    numeric=False,
+    telemetry=True,
+    order=10,
+)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Yield one reading, or one absence with its reason, per field."""
+    try:
+        yield from read(ctx.device, ctx.settings)
+    except Unavailable as error:
+        raise Skip(str(error)) from error

@@ -1,0 +1,37 @@
+"""The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
+
+Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore, rasdaemon's database.
+docs/host.md says which file gives what, and what it means when one does not.
+
+Cannot see: memory errors where no EDAC driver is loaded, which is most virtual machines.
+
+Settings: sysfs (default "/sys"), proc (default "/proc"), rasdaemon (default "/var/lib/rasdaemon/ras-mc_event.db").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.host import read
+from canaryd.worker.vendors import Unavailable
+
+SPEC = ProbeSpec(
+    name="host_telemetry",
+    summary="memory errors, machine checks, heat and load of the host",
+    backends=("cpu",),
+    period=15.0,
+    budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
+    timeout=5.0,
+    numeric=False,
+    telemetry=True,
+    order=10,
+)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Yield what the machine says about itself."""
+    try:
+        yield from read(ctx.device, ctx.settings)
+    except Unavailable as reason:
+        raise Skip(str(reason)) from None

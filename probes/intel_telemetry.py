@@ -1,0 +1,34 @@
+"""What Intel GPUs say about themselves: heat, power, clocks, throttling, link. docs/other-vendors.md has the sources.
+
+Reads: the kernel's files of each card.
+
+Cannot see: memory errors (the drivers give no counts in sysfs), integrated graphics.
+
+Settings: sysfs (default "/sys"), the tree that is read.
+"""
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.intel import read
+from canaryd.worker.vendors import Unavailable
+
+SPEC = ProbeSpec(
+    name="intel_telemetry",
+    summary="temperature, power, clocks, throttling and PCI Express link of Intel GPUs",
+    backends=("xpu",),
+    period=15.0,
+    budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
+    timeout=5.0,
+    numeric=False,
+    telemetry=True,
+    order=10,
+)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Yield one reading, or one absence with its reason, per field."""
+    try:
+        yield from read(ctx.device, ctx.settings)
+    except Unavailable as error:
+        raise Skip(str(error)) from error

@@ -1,0 +1,34 @@
+"""What NVIDIA GPUs and their MIG instances say about themselves, through NVML. docs/nvidia.md has every call.
+
+Reads: NVML through NVIDIA's own binding, and the kernel's counts of PCI Express errors.
+
+Cannot see: what goes wrong without being counted, and Xid messages, which the kernel log has.
+
+Settings: sysfs (default "/sys"), the tree in which PCI Express errors are read.
+"""
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.nvidia import read
+from canaryd.worker.vendors import Unavailable
+
+SPEC = ProbeSpec(
+    name="nvidia_telemetry",
+    summary="memory errors, row remapping, heat, power, throttling, clocks, PCI Express and NVLink of NVIDIA GPUs",
+    backends=("cuda",),
+    period=15.0,
+    budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
+    timeout=5.0,
+    numeric=False,
+    telemetry=True,
+    order=10,
+)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Yield one reading, or one absence with its reason, per field."""
+    try:
+        yield from read(ctx.device, ctx.settings)
+    except Unavailable as error:
+        raise Skip(str(error)) from error
