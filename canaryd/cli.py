@@ -147,6 +147,9 @@ def _command(options: argparse.Namespace) -> int:
     if options.command == "config":
         return _config(options)
     settings = replace(config.load(options.config), **_overrides(options))
+    if settings.state_dir.exists() and not settings.state_dir.is_dir():
+        _complain(f"{settings.state_dir}: is no directory; name one for --state-dir or state_dir")
+        return USAGE
     commands = {
         "check": _check,
         "drill": _check,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections import Counter
 from datetime import datetime, timezone
@@ -15,6 +16,7 @@ from canaryd.status import DeviceStatus, Status
 SCHEMA = "canaryd.check/1"
 STATUS_SCHEMA = "canaryd.status/1"
 WIDTH = 110
+"""Columns of text at most; a narrower terminal gets narrower text."""
 RECENT_EVENTS = 10
 """Events of one device that a terminal is shown; JSON has them all."""
 
@@ -231,4 +233,5 @@ def _headline(verdict: Verdict) -> str:
 
 
 def _wrapped(lead: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
+    width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
+    return textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)

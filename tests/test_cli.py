@@ -264,3 +264,22 @@ def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
     assert done.returncode == 3
     assert "half an upgrade" in done.stderr
     assert "nothing is known" in done.stderr
+
+
+def test_a_file_is_no_state_directory(tmp_path):
+    """A state directory that is a file is a mistake to be told, not a reason to run unrecorded."""
+    wrong = tmp_path / "file"
+    wrong.touch()
+    for command in ("check", "status", "run"):
+        answer = canaryd(command, "--config", configure(tmp_path, "passes"), "--state-dir", wrong)
+        assert answer.code == 64
+        assert answer.err == f"canaryd: {wrong}: is no directory; name one for --state-dir or state_dir\n"
+
+
+def test_text_fits_a_narrow_terminal(tmp_path):
+    """Sentences are broken where the terminal ends."""
+    config = configure(tmp_path, "skips")
+    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", COLUMNS="60")
+    told = [line for line in answer.out.splitlines() if line.lstrip().startswith(("not checked", "- "))]
+    assert told
+    assert max(map(len, told)) < 60
