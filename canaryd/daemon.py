@@ -104,7 +104,7 @@ class Daemon:
 
     def __post_init__(self) -> None:
         """Prepare everything that cannot fail on hardware."""
-        self.engine = Engine(self.config, self.store, listener=self._progress)
+        self.engine = Engine(self.config, self.store, listener=self._progress, on_change=self._render)
         self._reloaded = time.time()
         self._jobs = BackgroundScheduler(
             timezone=timezone.utc,

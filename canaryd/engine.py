@@ -92,6 +92,8 @@ class Engine:
     config: Config
     store: Store
     listener: Listener = lambda _: None
+    on_change: Callable[[], None] = lambda: None
+    """Called when something other than a run has changed what is known."""
     clock: Callable[[], float] = time.time
     devices: dict[str, Device] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -124,6 +126,11 @@ class Engine:
     def __post_init__(self) -> None:
         """Begin to watch; nothing is touched yet."""
         self.watch = Watch(self.store, lambda: self.config, lambda: self._worker("", numeric=False), self._end)
+        self.watch.heard = self._heard
+
+    def _heard(self) -> None:
+        self.decide()
+        self.on_change()
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 

@@ -623,7 +623,7 @@ def telemetry_signs(docket: Docket) -> Iterator[Finding]:
 
 def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
     """Nothing was asked, nothing has run, or it is too long ago: unknown, never healthy."""
-    if not docket.wanted and not docket.divided:
+    if not docket.wanted and not docket.divided and not any(unreached(docket)):
         text = "no enabled probe gives evidence about this device; disabled is not healthy"
         yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text)
     for probe in sorted(docket.wanted):

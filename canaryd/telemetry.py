@@ -244,7 +244,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    what = "; ".join([*lost, *(f"the kernel log, {signs.ago(e.last)}: {e.detail}" for e in events[-1:])])
+    what = "; ".join([*lost, *(f"the kernel log, {signs.ago(e.last)}: {e.detail.rstrip('.')}" for e in events[-1:])])
     if any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values()):
         what += ". It answers again"
     if _returns(times, signs.boots) >= 1:
@@ -419,7 +419,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
     corrected = _worst_day(signs, [e for e in lines if e.name != "uncorrected"])
     if open_:
         newest = max(open_, key=lambda e: e.last)
-        text = f"machine check {signs.ago(newest.last)}: {newest.detail}. Reboot-class (ours): decode it, restart. "
+        text = f"machine check {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. Reboot-class (ours): decode it, restart. "
         yield _finding("machine-check", State.SUSPECT, Cause.HARDWARE, text + _until(signs, newest.last, signs.boots))
     elif corrected >= MACHINE_CHECKS:
         text = f"{corrected:g} machine checks in a day, corrected; the limit is {MACHINE_CHECKS} (mcelog's, for memory)"
@@ -494,7 +494,7 @@ def xid_unknown(signs: Signs) -> Iterator[Finding]:
     for incident in signs.incidents:
         if incident.grade == xids.UNKNOWN and signs.now - incident.last <= DAY:
             newest = max(incident.events, key=lambda e: e.last)
-            text = f"Xid {newest.name} ({incident.xid.title}) {signs.ago(newest.last)}: {newest.detail}. "
+            text = f"Xid {newest.name} ({incident.xid.title}) {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
             text += f"{_advice(signs, incident)}. Grade it under telemetry.xids. Over after a day"
             yield _finding("xid-unknown", State.DEGRADED, Cause.UNDETERMINED, text)
 
@@ -511,7 +511,7 @@ def sxid(signs: Signs) -> Iterator[Finding]:
     """An NVSwitch reported an error of its links. Links check what they carry: numbers do not go wrong in silence."""
     for event in signs.seen("sxid", DAY):
         fatal = fields_of(event).get("severity") == "fatal"
-        text = f"NVSwitch error SXid {event.name} {signs.ago(event.last)}: {event.detail}. "
+        text = f"NVSwitch error SXid {event.name} {signs.ago(event.last)}: {event.detail.rstrip('.')}. "
         text += "Reset-class (NVIDIA's Fabric Manager guide): reset switches and GPUs" if fatal else "Nothing to do"
         state = State.DEGRADED if fatal else State.HEALTHY
         yield _finding("sxid", state, Cause.HARDWARE, f"{text}. Over after a day")
@@ -598,7 +598,7 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
             over = "Over after a day" if severity == "nonfatal" else _until(signs, newest.last, signs.resets)
-            text = f"{severity} PCI Express error {signs.ago(newest.last)}: {newest.detail}. Reset-class (ours): "
+            text = f"{severity} PCI Express error {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. Reset-class (ours): "
             yield _finding("pcie-aer", state, Cause.HARDWARE, f"{text}look at seating and slot, then reset. {over}")
 
 
@@ -743,7 +743,7 @@ def kernel_lines(signs: Signs) -> Iterator[Finding]:
         if found is not None:
             state, cause, what = found
             times = f"{event.count:g} times, last " if event.count > 1 else ""
-            text = f"{what}, {times}{signs.ago(event.last)}: {event.detail}. Over after a day"
+            text = f"{what}, {times}{signs.ago(event.last)}: {event.detail.rstrip('.')}. Over after a day"
             yield _finding(f"kernel-{event.kind}", state, cause, text)
 
 

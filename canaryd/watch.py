@@ -93,6 +93,8 @@ class Watch:
         """Device → why its exact goldens should run now; whoever runs them takes it out."""
         self.instances: Mapping[str, Sequence[str]] = {}
         """Divided device → its instances: what happens to it happens to them."""
+        self.heard: Callable[[], None] = lambda: None
+        """Called when the kernel log has told something."""
         self.log_problem = ""
         """Why the kernel log is not read; "" while it is."""
         self.log_lost: Counter[str] = Counter()
@@ -342,6 +344,8 @@ class Watch:
                 self.log_lost[name] += count - seen[name]
                 seen[name] = count
             self._count(records, position, list(devices()))
+            if records:
+                self.heard()
 
         self.log_problem = series.follow(
             str(self._config().telemetry.kernel_log), position, take, until_end=until_end
