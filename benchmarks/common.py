@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DISTURBED = 0.05
 """Share of the processor time spent by others from which a time tells of them and not of what was measured."""
+T = TypeVar("T")
 RESAMPLES = 4000
 """Bootstrap resamples: the ends of a 95 % interval then rest on about a hundred of them each."""
 
@@ -116,17 +117,29 @@ def interleave(first: Callable[[], object], second: Callable[[], object], pairs:
 def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
     """Return the median of first / second over the pairs, with a percentile bootstrap interval (seeded)."""
     ratios = [first / second for first, second in pairs]
+    return Ratio(statistics.median(ratios), *interval(ratios), len(ratios))
+
+
+def interval(
+    values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median
+) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval (seeded) of an estimate from values."""
     rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    found = sorted(estimate(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = RESAMPLES * 25 // 1000
-    return Ratio(statistics.median(ratios), medians[tail], medians[-1 - tail], len(ratios))
+    return found[tail], found[-1 - tail]
 
 
 @dataclass
 class Bystanders:
-    """Share of the machine's processor time that went to other processes between `__enter__` and `__exit__`."""
+    """Share of the machine's processor time that went to others between `__enter__` and `__exit__`.
+
+    Children of this process that it has waited for by then are no others.
+    """
 
     share: float = 0.0
+    also: Sequence[psutil.Process] = ()
+    """Processes that are no others either, nor are the children that they have waited for."""
 
     def __enter__(self) -> Bystanders:  # noqa: PYI034  typing.Self came with Python 3.11
         self._before = self._read()
@@ -136,12 +149,34 @@ class Bystanders:
         total, busy, own = (after - before for after, before in zip(self._read(), self._before, strict=True))
         self.share = max(0.0, busy - own) / total if total else 0.0
 
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    def _read(self) -> tuple[float, float, float]:
+        machine = psutil.cpu_times()
+        # Its last field is time that waited for the disk: Linux alone has it, and nobody used it.
+        own = sum(sum(process.cpu_times()[:4]) for process in (psutil.Process(), *self.also))
         total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
         idle = machine.idle + getattr(machine, "iowait", 0.0)
-        return total, total - idle, own.user + own.system
+        return total, total - idle, own
+
+
+def undisturbed(measure: Callable[[], T], count: int, also: Sequence[psutil.Process] = ()) -> tuple[list[T], str]:
+    """Repeat a measurement until it was had `count` times while others used less than `DISTURBED`.
+
+    Gives up after twice as many. Returns these, or all of them where they are too few, and what to tell the reader
+    then; "" where they suffice. What is dropped is chosen by what others did, never by what was measured.
+    """
+    everything: list[tuple[T, float]] = []
+    while sum(share < DISTURBED for _, share in everything) < count and len(everything) < 2 * count:
+        with Bystanders(also=also) as others:
+            value = measure()
+        everything.append((value, others.share))
+    calm = [value for value, share in everything if share < DISTURBED]
+    if len(calm) == count:
+        return calm, ""
+    typical = statistics.median(share for _, share in everything)
+    return [value for value, _ in everything], (
+        f"disturbed: others used {100 * typical:.0f} % of the processor time; only {len(calm)} of {len(everything)} "
+        "were quiet"
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

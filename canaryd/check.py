@@ -104,6 +104,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep()
         engine.watch.let_go()
+        engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
     _conclude(engine, options, result)
     result.seconds = time.monotonic() - begun
     return result
@@ -158,10 +159,15 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 
+def _why(run: Run) -> tuple[str, str]:
+    """Return what became of a poll, unless it says so itself, and why."""
+    return "" if run.outcome is Outcome.SKIPPED else run.outcome.value, run.detail.partition("\n")[0]
+
+
 def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
     """Return the telemetry that could not be read, and why."""
     return [
-        (probe, Skipped(case="*", reason=poll.newest.detail.partition("\n")[0] or poll.newest.outcome.value))
+        (probe, Skipped(case="*", reason=": ".join(filter(None, _why(poll.newest)))))
         for probe, poll in polls.items()
         if poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
     ]

@@ -236,6 +236,10 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     store = _open(settings)
     _complain(*store.problems)
+    if (until := float(store.note(RELEASE_NOTE) or 0.0)) > time.time() and status.daemon_runs(store):
+        left = until - time.time()
+        _complain(f"devices are released for another {left:.0f} s and are not touched: wait, or canaryd release --end")
+        return judge.exit_code(State.UNKNOWN)
     teller = _Teller()
     engine = Engine(settings, store, listener=teller)
     _stop_on_signals(engine)

@@ -29,7 +29,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from canaryd import __version__, config, judge, metrics, schedule, supervise
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
-from canaryd.model import Outcome, Run, State, Verdict
+from canaryd.model import Outcome, Run, State, Verdict, printable
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
 from canaryd.telemetry import Poll
@@ -132,10 +132,9 @@ class Daemon:
         self._every(REDISCOVER, self._discover, "discover", now=True)
         self._every(REFRESH, self._refresh, "refresh")
         self._every(PRUNE, lambda: self.store.prune(time.time()), "prune")
-        self._jobs.start()
-        self._log = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
-        self._log.start()
         with self._alone():
+            self._heed_release()
+            self._jobs.start()
             self._watch()
         log.info("stopping")
         self._stop(server)
@@ -151,7 +150,10 @@ class Daemon:
                 if self._signals.get(timeout=1.0) != signal.SIGHUP:
                     return
                 self._reload()
-            self._heed_release()
+            try:
+                self._heed_release()
+            except Exception:
+                log.exception("heeding a release failed; the daemon goes on")
             drift = time.time() - time.monotonic() - offset
             if abs(drift) > CLOCK_JUMP:
                 # The scheduler reckons in wall time: after a jump back it would sleep until the old hour returns.
@@ -171,18 +173,21 @@ class Daemon:
             yield
 
     def _heed_release(self) -> None:
-        """Let go of every device, or take them back, as `canaryd release` has asked for."""
-        wanted = self.store.note(RELEASE_NOTE)
+        """Let go of every device, or take them back, as `canaryd release` has asked for; answer when it is done."""
+        engine, wanted = self.engine, self.store.note(RELEASE_NOTE)
         until = float(wanted or 0.0)
-        if until > time.time() and self.engine.released == "":
-            clock = datetime.fromtimestamp(until, tz=timezone.utc).astimezone()
-            log.info("released until %s: no device is touched", f"{clock:%Y-%m-%d %H:%M:%S}")
-            self.engine.release(f"released until {clock:%H:%M:%S} by canaryd release")
-            self.store.set_note(RELEASED_NOTE, wanted)
-            self._render()
-        elif until <= time.time() and self.engine.released:
+        if until > time.time():
+            clock = f"{datetime.fromtimestamp(until, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
+            if not engine.released:
+                log.info("released until %s: no device is touched", clock)
+                threading.Thread(target=engine.release, args=(f"released until {clock} by canaryd release",)).start()
+            elif not engine.holds and self.store.note(RELEASED_NOTE) != wanted:
+                self.store.set_note(RELEASED_NOTE, wanted)
+                self._render()
+        elif engine.released:
             log.info("the release is over: devices are tested again")
-            self.engine.take_back()
+            engine.take_back()
+            self._render()
             self.store.set_note(RELEASED_NOTE, "")
             self._every(REDISCOVER, self._discover, "discover", now=True)
 
@@ -232,6 +237,9 @@ class Daemon:
         if periods and min(periods) != self._sweep_period:
             self._sweep_period = min(periods)
             self._every(max(SWEEP, self._sweep_period), self._sweep, "telemetry", now=True, pool="devices")
+        if self._log is None and self.engine.devices:  # a line is told of a device: not before any is known
+            self._log = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
+            self._log.start()
         found = bool(self.engine.present and self.engine.entries)
         self._every(REDISCOVER if found else RETRY, self._discover, "discover")
         self._refresh()
@@ -246,9 +254,14 @@ class Daemon:
     def _follow(self) -> None:
         """Read the kernel log for as long as the daemon runs; a reader that dies is replaced."""
         while not self.engine.stopping:
-            self.engine.read_log(until_end=False)
+            problem = ""
+            try:
+                self.engine.read_log(until_end=False)
+            except Exception:
+                log.exception("reading the kernel log failed; it is tried again")
+                problem = "see the log of canaryd"
             if not self.engine.stopping:
-                if problem := self.engine.watch.log_problem:
+                if problem := problem or self.engine.watch.log_problem:
                     self._warn([f"kernel log: {problem}"])
                     self._render()
                 self._quit.wait(LOG_RETRY if problem else SWEEP)
@@ -334,7 +347,8 @@ class Daemon:
         for run in self.store.runs(since=since, drill=None):
             if run.id not in mine and run.device in self.engine.devices:
                 self.engine.take(run)
-        self.engine.watch.recall(time.time())
+        if self.store.changed_elsewhere():
+            self.engine.watch.recall(time.time())
         self.engine.decide()
         self._warn(self.store.problems)
         self._render()
@@ -440,20 +454,21 @@ class Daemon:
         )
 
     def _tell(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Log each change of a device's state or cause with the finding behind it."""
+        """Log each change of a device's state or cause, and each finding that is new."""
         for uuid, verdict in verdicts.items():
-            before = self._said.get(uuid)
-            if uuid in self.engine.devices and (
-                before is None or (before.state, before.cause) != (verdict.state, verdict.cause)
-            ):
-                self._said[uuid] = verdict
+            if uuid not in self.engine.devices:
+                continue
+            before, name = self._said.get(uuid), self.engine.devices[uuid].name
+            self._said[uuid] = verdict
+            if before is None or (before.state, before.cause) != (verdict.state, verdict.cause):
                 was = f"{before.state.value} → " if before else ""
-                why = f": {verdict.findings[0].message}" if verdict.findings else ""
                 level = logging.INFO if verdict.state is State.HEALTHY else logging.WARNING
-                name = self.engine.devices[uuid].name
-                log.log(
-                    level, "%s %s: %s%s, cause %s%s", name, uuid, was, verdict.state.value, verdict.cause.value, why
-                )
+                log.log(level, "%s %s: %s%s, cause %s", name, uuid, was, verdict.state.value, verdict.cause.value)
+            known = {(f.rule, f.probe, f.state) for f in before.findings} if before else set()
+            for finding in verdict.findings:
+                if (finding.rule, finding.probe, finding.state) not in known:
+                    level = logging.INFO if finding.state is State.HEALTHY else logging.WARNING
+                    log.log(level, "%s %s: %s", name, finding.rule, printable(finding.message))
 
     def _stale(self, uuid: str, runs: list[Run], now: float) -> list[str]:
         """Say which probes of a device have no fresh evidence; the limits are the judge's."""

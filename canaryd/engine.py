@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from canaryd import catalogue, inventory, judge, schedule
+from canaryd import catalogue, inventory, judge, schedule, supervise
 from canaryd.catalogue import Entry
 from canaryd.config import Config, ProbeSettings
 from canaryd.model import Comparison, Device, Exactness, Outcome, Reading, Run, Subject, Verdict
@@ -36,8 +36,6 @@ BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
-RELEASE = 10.0
-"""Seconds that `release` waits for the workers it has killed."""
 VENDORS = ("host", "nvidia", "amd", "intel", "ascend", "apple")
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
 REWORD = 60.0
@@ -103,8 +101,8 @@ class Engine:
     """Cases that it asked for, likewise."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
-    unavailable: dict[str, str] = field(default_factory=dict)
-    """Vendor → why its library or driver could not be asked for devices."""
+    failing: dict[str, str] = field(default_factory=dict)
+    """Vendor of whom something is installed → why it could not be asked for devices."""
     present: set[str] = field(default_factory=set)
     in_place: set[str] = field(default_factory=set)
     """Devices that the last inventory which succeeded found, be it before a restart."""
@@ -156,10 +154,11 @@ class Engine:
             if described.torch is None and described.torch_reason:
                 self.problems.append(described.torch_reason)
             self.problems += listing.problems
-            self.unavailable = dict(listing.unavailable)
-            self._take_inventory(inventory.merge(described, listing, self._known()))
+            self.failing = dict(listing.failing)
+            here = {r.device.uuid for r in self.store.devices() if r.present}
+            self._take_inventory(inventory.merge(described, listing, self._known(), here), here)
 
-    def _take_inventory(self, found: inventory.Found) -> None:
+    def _take_inventory(self, found: inventory.Found, here: Collection[str]) -> None:
         now, known = self.clock(), self._known()
         devices = [d for d in found.devices if self._included(d)]
         self.present = {d.uuid for d in devices}
@@ -171,7 +170,7 @@ class Engine:
             for device in devices:
                 self.store.see_device(device, now)
             self.store.set_present(self.present | kept, now)
-            self.watch.changed(inventory.changes(known, devices, gone, now))
+            self.watch.changed(inventory.changes(known, here, devices, gone, now))
         self.recall()
         self._last_seen = {r.device.uuid: r.last_seen for r in self.store.devices()}
 
@@ -216,6 +215,7 @@ class Engine:
         if record.present or record.device.uuid in self.present:
             return True
         planned = record.device.uuid in self.config.devices.absent or inventory.PLACEHOLDER in record.device.detail
+        planned |= record.device.parent in self.present  # the GPU was divided otherwise: its instances are others now
         return not planned and now - record.last_seen < self.config.judge.watch
 
     def _included(self, device: Device) -> bool:
@@ -334,20 +334,19 @@ class Engine:
         return self.stopping or self.released
 
     def release(self, reason: str) -> None:
-        """Let go of every device and touch none until `take_back`; returns when no worker is left, or after a while."""
+        """Let go of every device and touch none until `take_back`; `holds` tells when it is done."""
         with self._workers:
             self.released = reason
             for series, touches in self._series.items():
                 if touches:
                     series.kill(reason)
         self.watch.let_go()
-        deadline = time.monotonic() + RELEASE
-        while time.monotonic() < deadline and self._busy():
-            time.sleep(0.05)
 
-    def _busy(self) -> bool:
+    @property
+    def holds(self) -> bool:
+        """Whether a worker that may hold a device is there, one that survives SIGKILL included."""
         with self._workers:
-            return any(self._series.values())
+            return any(self._series.values()) or bool(supervise.stuck())
 
     def take_back(self) -> None:
         """Touch devices again."""
@@ -498,12 +497,16 @@ class Engine:
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         polls = {n: p for n, p in self.watch.polls(device.uuid).items() if n in self.entries}
+        parts = [u for u, d in self.devices.items() if d.parent == device.uuid and u in self.present]
+        passes = [_last_pass(self.evidence(u)) for u in parts] or [_last_pass(runs)]
+        wrong = [r for each in (runs, *map(self.evidence, parts)) for r in each if r.wrong and not r.drill]
         return Signs(
             device=device,
             polls=polls,
             events=self.watch.events(device),
-            last_pass=max((r.started for r in runs if _passed(r)), default=None),
-            last_mismatch=max((r.started for r in runs if r.wrong and not r.drill), default=None),
+            # A divided device has passed when all of its instances have.
+            last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
+            last_mismatch=max((r.started for r in wrong), default=None),
             now=self.clock(),
             policy=self.config.telemetry,
         )
@@ -537,14 +540,17 @@ class Engine:
                 gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
                 signs=None if drill else self._signs(device, runs),
                 count=self._count(device),
+                unlisted=self.failing if device.backend == "cpu" else {},
             )
             if not drill and not self.only and not self.cases and _news(verdict, previous):
                 self.store.set_verdict(verdict)
             return verdict
 
 
-def _passed(run: Run) -> bool:
-    return run.outcome is Outcome.COMPLETED and run.whole and run.trials > 0 and not run.wrong and not run.drill
+def _last_pass(runs: Iterable[Run]) -> float | None:
+    """Return when the newest whole, clean run began."""
+    clean = (r for r in runs if r.outcome is Outcome.COMPLETED and r.whole and not (r.wrong or r.drill))
+    return max((r.started for r in clean if r.trials), default=None)
 
 
 def _expired(run: Run, now: float) -> bool:

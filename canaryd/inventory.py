@@ -7,7 +7,7 @@ Two witnesses speak: the vendors' own libraries under canaryd's interpreter, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from canaryd.model import Device, Event
@@ -41,8 +41,8 @@ def bus_key(bus_id: str) -> str:
     return f"{domain:04x}:{match[2]}:{match[3]}".lower()
 
 
-def merge(described: Description, listing: Listing, known: Mapping[str, Device]) -> Found:
-    """Return one list of what torch and the vendors' libraries see.
+def merge(described: Description, listing: Listing, known: Mapping[str, Device], here: Collection[str] = ()) -> Found:
+    """Return one list of what torch and the vendors' libraries see. Of those `known`, `here` were there the last time.
 
     A device that both see has the vendor's index and identity, torch's number, and the facts of both. What was known
     of a device and cannot be read now is kept.
@@ -64,14 +64,20 @@ def merge(described: Description, listing: Listing, known: Mapping[str, Device])
             device = replace(device, torch_index=0)  # noqa: PLW2901
         found.append(device)
     found += from_torch
-    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *known.values()) if PLACEHOLDER not in d.detail}
+    # A device that was there a moment ago is missed by its own name, not by that of a stranger in its place.
+    missed = [d for uuid, d in known.items() if uuid in here]
+    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if PLACEHOLDER not in d.detail}
     for device in (d for devices in listing.devices.values() for d in devices if PLACEHOLDER in d.detail):
         if bus_key(device.detail["bus_id"]) not in claimed:
             vendor = next(name for name, backend in BACKENDS.items() if backend == device.backend)
             why = listing.unavailable.get(vendor, "its driver does not list it")
             found.append(replace(device, detail={**device.detail, PLACEHOLDER: why}))
     stack = {key: described.stack[key] for key in STACK if key in described.stack}
-    asked = {BACKENDS[name] for name in listing.devices if name in BACKENDS} | {d.backend for d in described.devices}
+    # Torch alone shows one instance of a divided GPU, and none that another variable hides: where something of the
+    # vendor is installed, only the vendor's own word is complete.
+    failing = {BACKENDS[name] for name in listing.failing if name in BACKENDS}
+    asked = {BACKENDS[name] for name in listing.devices if name in BACKENDS}
+    asked |= {d.backend for d in described.devices} - failing
     silent = {BACKENDS[name] for name in listing.unavailable if name in BACKENDS}
     if described.torch is None:
         silent |= {*BACKENDS.values()}
@@ -98,8 +104,12 @@ def _same(device: Device, other: Device) -> bool:
     return other.weak_identity and device.index == other.index  # torch knows it by nothing but its number
 
 
-def changes(known: Mapping[str, Device], found: Iterable[Device], gone: Sequence[Device], now: float) -> list[Event]:
+def changes(
+    known: Mapping[str, Device], here: Collection[str], found: Iterable[Device], gone: Sequence[Device], now: float
+) -> list[Event]:
     """Return what is another than at the last inventory, one event per component, with before and after.
+
+    Of those `known`, `here` were there at the last one.
 
     The first inventory of a machine changes nothing. A component that could not be read is no change.
     """
@@ -112,6 +122,8 @@ def changes(known: Mapping[str, Device], found: Iterable[Device], gone: Sequence
                     _change(device, "device", "", "found", f"{device.name} ({device.model}) is new here", now)
                 )
             continue
+        if device.uuid not in here and PLACEHOLDER not in device.detail:
+            events.append(_change(device, "device", "gone", "found", f"{device.name} ({device.model}) is back", now))
         for key in sorted(before.detail.keys() & device.detail.keys() - {*UNREMARKABLE}):
             old, new = before.detail[key], device.detail[key]
             if old != new:

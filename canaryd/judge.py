@@ -14,7 +14,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from canaryd import telemetry
@@ -98,6 +98,8 @@ class Docket:
     """What the device says about itself; None where that is not judged."""
     count: tuple[int, int] | None = None
     """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
+    unlisted: Mapping[str, str] = field(default_factory=dict)
+    """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
 
     @property
     def divided(self) -> bool:
@@ -586,6 +588,8 @@ def not_completed(docket: Docket) -> Iterator[Finding]:
 def unreached(docket: Docket) -> Iterator[Finding]:
     """The device is there, but nothing can compute on it: no driver, or a torch that does not see it."""
     device = docket.device
+    if docket.gone_since is not None:
+        return
     if (
         device.backend == "cpu"
         or device.torch_index is not None
@@ -594,7 +598,9 @@ def unreached(docket: Docket) -> Iterator[Finding]:
     ):
         return
     if why := device.detail.get("undriven", ""):
-        text = f"it is on the PCI bus at {device.detail.get('bus_id', '?')}, but nothing drives it: {why}"
+        driven = device.detail.get("kernel_driver", "none") != "none"
+        lack = "it cannot be asked" if driven else "nothing drives it"
+        text = f"it is on the PCI bus at {device.detail.get('bus_id', '?')}, but {lack}: {why}"
     else:
         text = (
             "its driver lists it, but the torch under test does not reach it, so nothing was computed on it: point "
@@ -612,6 +618,13 @@ def devices_missing(docket: Docket) -> Iterator[Finding]:
             "those taken out on purpose belong into devices.absent, with devices.expected lowered"
         )
         yield Finding(rule="devices-missing", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text)
+
+
+def devices_unlisted(docket: Docket) -> Iterator[Finding]:
+    """A vendor's library or driver is there and could not say which devices there are: some may be missing here."""
+    for vendor, why in sorted(docket.unlisted.items()):
+        text = f"the {vendor} devices of this host could not be listed, so some may be missing from this report: {why}"
+        yield Finding(rule="devices-unlisted", state=State.UNKNOWN, cause=Cause.ENVIRONMENT, message=text)
 
 
 def telemetry_signs(docket: Docket) -> Iterator[Finding]:
@@ -678,6 +691,7 @@ def vanished(docket: Docket) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     vanished,
     devices_missing,
+    devices_unlisted,
     unreached,
     telemetry_signs,
     confirmed,
@@ -764,14 +778,15 @@ def decide(
     gone_since: float | None = None,
     signs: Signs | None = None,
     count: tuple[int, int] | None = None,
+    unlisted: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
     `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
     device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
     seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
-    many accelerators were found and expected. With `drill`, only drill runs of the
-    last hour exist; without, none.
+    many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. With `drill`, only
+    drill runs of the last hour exist; without, none.
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
@@ -794,6 +809,7 @@ def decide(
         gone_since=gone_since,
         signs=signs,
         count=count,
+        unlisted=unlisted or {},
     )
     found = (finding for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))

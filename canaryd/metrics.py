@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_device_present": Family("gauge", _DEVICE, "1 while the device is found, 0 after it vanished."),
     "canaryd_device_info": Family(
         "gauge",
-        (*_DEVICE, "backend", "serial", "bus_id", "identity", "parent"),
+        (*_DEVICE, "name", "backend", "serial", "bus_id", "identity", "parent"),
         "Always 1; identity is weak where the device label does not name the physical part; parent is the device "
         "that an instance belongs to.",
     ),
@@ -69,6 +69,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "canaryd_device_cause": Family(
         "gauge", (*_DEVICE, "cause"), "1 for the cause of the state that the device is in, 0 for every other cause."
+    ),
+    "canaryd_finding": Family(
+        "gauge",
+        (*_DEVICE, "rule", "state", "cause"),
+        "Always 1; one series for each rule of the judge that speaks now; state healthy is a note.",
     ),
     "canaryd_device_verdict_timestamp_seconds": Family(
         "gauge", _DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
@@ -87,7 +92,9 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", _PROBE, "Wall time of the newest run, the worker's start excluded."
     ),
     "canaryd_probe_last_success_timestamp_seconds": Family(
-        "gauge", _PROBE, "Start of the newest run that completed with every bit right, since the epoch."
+        "gauge",
+        _PROBE,
+        "Start of the newest run that completed with every bit right, or of the newest poll that completed.",
     ),
     "canaryd_golden_fingerprint": Family(
         "gauge", (*_PROBE, "stack"), "An integer below 2^53 that equal results on equal stacks share."
@@ -117,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
         "Changes of driver, firmware, place or software that an inventory found, by component.",
     ),
     "canaryd_readings_absent": Family(
-        "gauge", _PROBE, "Readings that the device does not give, by the telemetry probe that says why."
+        "gauge", _PROBE, "Readings that the device does not give; canaryd check --json says which and why."
     ),
     **{metric(name): Family(kind.type, (*_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
     "canaryd_kernel_log_readable": Family("gauge", (), "1 while the kernel log is read, 0 while it cannot be."),
@@ -237,8 +244,8 @@ class _Page(Collector):
 def render(snapshot: Snapshot) -> bytes:
     """Write `snapshot` in the text format of Prometheus (`CONTENT_TYPE`).
 
-    A vanished device keeps only its presence and its identity; counters of devices that are not in the snapshot are
-    left out.
+    A vanished device keeps its presence, its identity and the verdict on it, for an alarm must not end because the part
+    is gone; counters of devices that are not in the snapshot are left out.
     """
     page = _Page()
     page.add("canaryd_build_info", 1, snapshot.version)
@@ -269,12 +276,14 @@ def render(snapshot: Snapshot) -> bytes:
             "canaryd_device_info",
             1,
             *labels,
+            device.name,
             device.backend,
             device.detail.get("serial", ""),
             device.detail.get("bus_id", ""),
             identity,
             device.parent,
         )
+        _add_verdict(page, view, labels)
         if view.present:
             _add_tallies(page, device, tallies.get(device.uuid, []), labels)
             _add_telemetry(page, view, snapshot.counters, labels)
@@ -285,6 +294,16 @@ def render(snapshot: Snapshot) -> bytes:
     registry = CollectorRegistry()
     registry.register(page)
     return generate_latest(registry)
+
+
+def _add_verdict(page: _Page, view: DeviceView, labels: tuple[str, str, str]) -> None:
+    verdict = view.verdict
+    page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
+    page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
+    if verdict:
+        for rule, state, cause in sorted({(f.rule, f.state.value, f.cause.value) for f in verdict.findings}):
+            page.add("canaryd_finding", 1, *labels, rule, state, cause)
+        page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
 
 
 def _add_tallies(
@@ -324,7 +343,7 @@ def _add_telemetry(
             page.add("canaryd_probe_duration_seconds", poll.seconds, *labels, probe)
         if poll.last_success is not None:
             page.add("canaryd_probe_last_success_timestamp_seconds", poll.last_success, *labels, probe)
-    for reading in view.readings:
+    for reading in {r.key: r for r in view.readings}.values():  # two series of one name would cost the whole page
         kind = READINGS.get(reading.name)
         if kind and reading.labels.keys() == {*kind.labels} and isinstance(reading.value, (int, float)):
             page.add(
@@ -352,11 +371,6 @@ def _add_evidence(
     counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
     labels: tuple[str, str, str],
 ) -> None:
-    verdict = view.verdict
-    page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
-    page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
-    if verdict:
-        page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
     if view.drill_verdict:
         page.add_set("canaryd_drill_device_state", view.drill_verdict.state, *labels)
     for stack_id, stack in sorted({run.stack_id: run.stack for run in view.last_runs.values() if run.stack}.items()):

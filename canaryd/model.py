@@ -346,6 +346,11 @@ class Verdict:
     drill: bool = False
 
 
+def printable(text: str) -> str:
+    """Return a text that is safe on a terminal and in a log: what a part calls itself may hold control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def reading_key(name: str, labels: Mapping[str, str]) -> str:
     """Return what tells a reading from every other, e.g. "temperature_celsius{sensor=core}"."""
     inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))

@@ -79,7 +79,10 @@ READINGS: Mapping[str, Kind] = {
         "Time for which the reason held the clocks down.", "reason", volatile=True, event=True
     ),
     "throttle_events_total": _counter(
-        "Times that a processor slowed itself down for heat.", "scope", volatile=True, event=True
+        "Times that the core, or package, that did so most often slowed itself down for heat.",
+        "scope",
+        volatile=True,
+        event=True,
     ),
     "clock_hertz": _gauge("Clock by domain.", "domain"),
     "clock_max_hertz": _gauge("Highest clock by domain.", "domain"),
@@ -126,7 +129,7 @@ READINGS: Mapping[str, Kind] = {
     ),
     "edac_controllers": _gauge("Memory controllers that EDAC watches; without one, memory errors are not known."),
     "machine_check_exceptions_total": _counter(
-        "Machine check exceptions since boot, all cores.", volatile=True, event=True
+        "Machine check exceptions since boot, all cores that are online.", volatile=True, event=True
     ),
     "ras_events_total": _counter("Events in rasdaemon's database, by table.", "table", event=True),
     "rasdaemon_wakeup_ratio": _gauge(

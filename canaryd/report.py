@@ -10,7 +10,7 @@ from typing import Any
 
 from canaryd import judge
 from canaryd.check import Result
-from canaryd.model import Device, Event, Outcome, Run, State, Verdict, to_json
+from canaryd.model import Device, Event, Outcome, Run, State, Verdict, printable, to_json
 from canaryd.status import DeviceStatus, Status
 
 SCHEMA = "canaryd.check/1"
@@ -115,7 +115,7 @@ def as_text(result: Result) -> str:
     state = result.state
     word = "drill verdict" if result.drill else "verdict"
     lines.append(f"{word}: {state.value.upper()}  (exit {judge.exit_code(state)}, {result.seconds:.1f} s)")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _text_of(result: Result, device: Device) -> list[str]:
@@ -152,7 +152,7 @@ def _text_of(result: Result, device: Device) -> list[str]:
 def _text_of_findings(verdict: Verdict) -> list[str]:
     lines = []
     for finding in verdict.findings:
-        where = f"{finding.probe}: " if finding.probe else ""
+        where = f"{finding.probe}: " if finding.probe and not finding.message.startswith(finding.probe) else ""
         kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
         lines += _wrapped(f"  - {kind}  ", f"{where}{finding.message}")
         if finding.repro:
@@ -192,21 +192,27 @@ def status_json(status: Status) -> dict[str, Any]:
 
 def status_text(status: Status) -> str:
     """Return the status for a terminal: per device the verdict, why, and what happened in the last day."""
-    lines = [line for d in status.devices for line in (*_text_of_status(d, status.now), "")]
+    lines = [f"status: {status.state.value.upper()}  (exit {judge.exit_code(status.state)})", ""]
+    alike: dict[object, list[DeviceStatus]] = {}
+    for d in status.devices:
+        said = (d.present, d.verdict.state, d.verdict.cause, tuple(f.message for f in d.verdict.findings))
+        alike.setdefault(d.device.uuid if d.events else said, []).append(d)
+    lines += [line for same in alike.values() for line in (*_text_of_status(same, status.now), "")]
     if not status.devices:
         lines += ["no device has been seen yet: start the daemon, or run canaryd check", ""]
     lines += [line for problem in status.problems for line in _wrapped("problem: ", problem)]
     if status.released_until:
         lines.append(f"released until {_moment(status.released_until)}: no device is touched, and evidence grows old")
     lines.append("daemon: running" if status.daemon else "daemon: not running on this state directory")
-    lines.append(f"status: {status.state.value.upper()}  (exit {judge.exit_code(status.state)})")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
-def _text_of_status(d: DeviceStatus, now: float) -> list[str]:
-    gone = "" if d.present else "  GONE"
+def _text_of_status(same: list[DeviceStatus], now: float) -> list[str]:
+    """Return what is said of devices of which the same is to be said."""
+    d = same[0]
     since = f"since {_moment(d.verdict.since)}, judged {max(0.0, now - d.verdict.decided):.0f} s ago"
-    lines = [f"{d.device.name}  {d.device.model}  {d.device.uuid}{gone}", f"  {_headline(d.verdict)}  {since}"]
+    lines = [f"{e.device.name}  {e.device.model}  {e.device.uuid}{'' if e.present else '  GONE'}" for e in same]
+    lines.append(f"  {_headline(d.verdict)}  {since}")
     lines += _text_of_findings(d.verdict)
     lines += [line for event in d.events[-RECENT_EVENTS:] for line in _wrapped("  * ", _told(event))]
     more = len(d.events) - RECENT_EVENTS

@@ -10,7 +10,7 @@ from canaryd import judge
 from canaryd.config import Config
 from canaryd.model import Cause, Device, Event, Finding, State, Verdict
 from canaryd.store import Busy, Store
-from canaryd.watch import DAEMON_LOCK, RELEASE_NOTE
+from canaryd.watch import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
 
 UNTENDED = 1800.0
 """Seconds after which a verdict that nobody has renewed is no verdict: a running daemon renews it every ten minutes."""
@@ -70,8 +70,12 @@ def gather(store: Store, config: Config, now: float | None = None) -> Status:
         now=now,
         daemon=daemon_runs(store),
         released_until=until if until > now else 0.0,
-        devices=tuple(sorted(found, key=lambda d: (d.device.backend, d.device.name))),
-        problems=(*store.problems, *([store.problem] if store.problem else [])),
+        devices=tuple(sorted(found, key=lambda d: (-d.verdict.state.severity, d.device.backend, d.device.name))),
+        problems=(
+            *store.problems,
+            *([store.problem] if store.problem else []),
+            *([f"the kernel log is not read: {unread}"] if (unread := store.note(LOG_PROBLEM_NOTE)) else []),
+        ),
     )
 
 

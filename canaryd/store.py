@@ -60,8 +60,8 @@ ADD_DEVICE = (
     " SET last_seen = excluded.last_seen, present = excluded.present, body = excluded.body"
 )
 VERDICT = "device, drill, state, cause, decided, body"
-POLL = "id, device, probe, started, body"
-ADD_POLL = f"INSERT INTO polls ({POLL}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+POLL = "id, device, probe, started, completed, body"
+ADD_POLL = f"INSERT INTO polls ({POLL}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 EVENT = "device, kind, name, first, last, count, before, after, detail"
 ADD_EVENT = (
     f"INSERT INTO events ({EVENT}, hour) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, kind, name, hour)"
@@ -145,7 +145,7 @@ def _version_2(db: sqlite3.Connection) -> None:
     schema = """
         CREATE TABLE polls (
             number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
-            started REAL NOT NULL, body BLOB NOT NULL);
+            started REAL NOT NULL, completed INTEGER NOT NULL, body BLOB NOT NULL);
         CREATE INDEX polls_by_probe ON polls (device, probe, started);
         CREATE INDEX polls_by_age ON polls (started);
         CREATE TABLE events (
@@ -188,6 +188,7 @@ class Store:
         self._identity: tuple[int, int] | None = None
         self._read_only = False
         self._memory = _connect("file::memory:")
+        self._data_version: object = None
         self._waiting = False  # for the disk, in `_memory`
         for migrate in migrations:
             migrate(self._memory)
@@ -303,7 +304,8 @@ class Store:
         """
         of = {"device": poll.device, "probe": poll.probe}
         counts = [("probe_runs", _labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
-        row = (poll.id, poll.device, poll.probe, poll.started, _pack(poll))
+        done = poll.outcome is Outcome.COMPLETED
+        row = (poll.id, poll.device, poll.probe, poll.started, done, _pack(poll))
         rows = [_event_row(e) for e in events]
 
         def write(db: sqlite3.Connection) -> None:
@@ -321,14 +323,23 @@ class Store:
         return False
 
     def polls(
-        self, device: str, probe: str | None = None, since: float = 0.0, *, limit: int | None = None
+        self,
+        device: str,
+        probe: str | None = None,
+        since: float = 0.0,
+        *,
+        completed: bool = False,
+        limit: int | None = None,
     ) -> list[Run]:
-        """Return the polls that were kept of a device, started at `since` or later, newest last; `limit` newest."""
+        """Return the polls that were kept of a device, started at `since` or later, newest last; `limit` newest.
+
+        With `completed`, only those that did.
+        """
         query = (
             "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ?"
-            " ORDER BY number DESC LIMIT ?"
+            " AND completed >= ? ORDER BY number DESC LIMIT ?"
         )
-        stored, waiting = self._read(query, device, probe, probe, since, -1 if limit is None else limit)
+        stored, waiting = self._read(query, device, probe, probe, since, completed, -1 if limit is None else limit)
         return self._unpack(Run, [*waiting, *stored][:limit])[::-1]
 
     def add_events(
@@ -434,6 +445,17 @@ class Store:
             key = name, frozenset(parse_qsl(labels, keep_blank_values=True))
             total[key] = total.get(key, 0) + value
         return total
+
+    def changed_elsewhere(self) -> bool:
+        """Return whether another connection has written since this was asked last; True the first time."""
+        with self._lock:
+            try:
+                (version,) = self._attempt(lambda disk: disk.execute("PRAGMA data_version").fetchone())
+            except REFUSED as error:
+                self._fail(error)
+                return True
+            before, self._data_version = self._data_version, (self._identity, version)
+            return before != self._data_version
 
     # Upkeep
 

@@ -169,6 +169,8 @@ class Listing:
     """Vendor module → its devices; a module that could not be asked is not in it."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Vendor module → why it could not be asked."""
+    failing: Mapping[str, str] = field(default_factory=dict)
+    """Those among them that should have answered: something of the vendor is installed."""
     facts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -181,6 +183,11 @@ def new_run_id(now: float) -> str:
 def abandoned() -> int:
     """Return how many workers this process has given up because they survived SIGKILL."""
     return _abandoned.count
+
+
+def stuck() -> int:
+    """Return how many of them are still there."""
+    return _abandoned.reap()
 
 
 class _Abandoned:
@@ -196,9 +203,10 @@ class _Abandoned:
             self.count += 1
             self._processes.append(process)
 
-    def reap(self) -> None:
+    def reap(self) -> int:
         with self._lock:
             self._processes = [process for process in self._processes if process.poll() is None]
+            return len(self._processes)
 
 
 _abandoned = _Abandoned()
@@ -528,6 +536,7 @@ class Series:
         """
         devices: dict[str, tuple[Device, ...]] = {}
         unavailable: dict[str, str] = {}
+        failing: dict[str, str] = {}
         facts: dict[str, str] = {}
         problems: list[str] = []
         waiting = list(settings)
@@ -544,17 +553,20 @@ class Series:
                         name = waiting.pop(0)
                         if message["unavailable"]:
                             unavailable[name] = str(message["unavailable"])
+                            if message["here"]:
+                                failing[name] = unavailable[name]
                         else:
                             devices[name] = from_json(tuple[Device, ...], message["devices"])
                             facts |= {str(k): str(v) for k, v in message["facts"].items()}
                             problems += map(str, message["problems"])
             except _LostError as lost:
                 _, reason = self._discard(lost)
-                unavailable[waiting.pop(0)] = reason.splitlines()[0]
+                name = waiting.pop(0)
+                unavailable[name] = failing[name] = reason.splitlines()[0]
                 if self._stopped:
                     unavailable |= dict.fromkeys(waiting, self._stopped)
                     break
-        return Listing(devices=devices, unavailable=unavailable, facts=facts, problems=tuple(problems))
+        return Listing(devices=devices, unavailable=unavailable, failing=failing, facts=facts, problems=tuple(problems))
 
     def follow(
         self,

@@ -13,21 +13,29 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from canaryd import xids
 from canaryd.config import TelemetryConfig
-from canaryd.events import HARMFUL, fields_of, has, numbers, taken_apart, xid_code
+from canaryd.events import HARMFUL, fields_of, has, numbers, taken_apart, within, xid_code
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Reading, Run, State
+from canaryd.readings import READINGS
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 WATCH = 30 * DAY
 """Seconds for which an event is held against a device: the design's 30 days for `suspect`."""
+EPOCH = 1_577_836_800.0
+"""2020-01-01: what is dated before it was dated by a clock that had not been set."""
+AHEAD = MINUTE
+"""Seconds by which a poll may be dated in the future and still tell of the present: clocks are set (ours)."""
+TRAINING = 10 * MINUTE
+"""Seconds after a reset in which links train and the fabric forms: errors there are no faults (ours)."""
 APART = MINUTE
 """Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
-LASTING = MINUTE
-"""Seconds for which a passing condition must have held: two polls at least, so one odd reading is none (ours)."""
+LASTING, STRETCH = MINUTE, 10 * MINUTE
+"""Seconds for which a passing condition must have held, and within how many: two polls at least, so one odd reading is
+none, and neither are blips here and there (ours)."""
 LEAST_STEP, TIMES_MEAN = 100, 10
 """Corrected errors in a day that are a step, when they are also so many times the mean day before (ours)."""
 MOST_RETIRED, MANY_DOUBLE_BIT = 63, 15
@@ -112,18 +120,26 @@ class Signs:
         found: dict[str, tuple[Reading, float, float]] = {}
         for poll in self.polls.values():
             if poll.completed is not None:
-                age = self.now - poll.completed.started
-                found |= {k: (r, age, stale_after(poll.period)) for k, r in numbers(poll.completed).items()}
+                age, limit = self.now - poll.completed.started, stale_after(poll.period)
+                # Of a poll from the future nobody knows how old it is: what lasts is true still, the rest is stale.
+                age = max(0.0, age) if age >= -AHEAD else math.nextafter(limit, math.inf)
+                found |= {k: (r, age, limit) for k, r in numbers(poll.completed).items()}
         return found
 
     @cached_property
     def by_kind(self) -> Mapping[str, list[Event]]:
-        """The events of the watch by kind, oldest first."""
+        """The events of the watch by kind, oldest first. What a wrong clock dated is as of now."""
         found: dict[str, list[Event]] = defaultdict(list)
-        for event in self.events:
+        for event in sorted(map(self._dated, self.events), key=lambda e: e.last):
             if self.now - event.last <= WATCH:
                 found[event.kind].append(event)
         return found
+
+    def _dated(self, event: Event) -> Event:
+        if EPOCH <= event.first <= event.last <= self.now:
+            return event
+        last = event.last if EPOCH <= event.last <= self.now else self.now
+        return replace(event, first=event.first if EPOCH <= event.first <= last else last, last=last)
 
     def readings(self, name: str, within: float = 0.0) -> list[Reading]:
         """Return the readings of a name that are fresh, or not older than `within` seconds."""
@@ -160,6 +176,23 @@ class Signs:
         """When the device was reset, its driver loaded again, or the machine started again; ascending."""
         return sorted({*self.boots, *(t for e in self.seen("reset") for t in (e.first, e.last))})
 
+    @cached_property
+    def trainings(self) -> list[float]:
+        """When links had to train again: after a reset, and when a device was divided or put together; ascending."""
+        return sorted({*self.resets, *(e.last for e in self.seen("flag", start="mig_enabled"))})
+
+    def trained(self, event: Event, start: float, end: float) -> float:
+        """Return `within`, without what came before the links of a device had trained."""
+        before = bisect.bisect_right(self.trainings, event.last)
+        return within(event, max(start, self.trainings[before - 1] + TRAINING) if before else start, end)
+
+    def most(
+        self, events: Sequence[Event], seconds: float, inside: Callable[[Event, float, float], float] = within
+    ) -> float:
+        """Return the largest count in any so many seconds that ended within `telemetry.settle`: it does not flap."""
+        ends = {self.now, *(e.last for e in events if self.now - e.last <= self.policy.settle)}
+        return max(sum(inside(e, end - seconds, end) for e in events) for end in ends)
+
     def passed(self, after: float) -> bool:
         """Whether exact goldens ran after a time, and only clean."""
         wrong = self.last_mismatch is not None and self.last_mismatch > after
@@ -192,7 +225,7 @@ class Signs:
 
     def _own(self, code: str) -> list[Event]:
         """Return the events of an Xid that has a rule of its own; one that the configuration grades is like others."""
-        return [] if code in self.policy.xids else [e for e in self.seen("xid") if e.name == code]
+        return [] if code in self.policy.xids else [e for e in self.seen("xid") if xid_code(e) == int(code)]
 
 
 def stale_after(period: float) -> float:
@@ -224,16 +257,16 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str]] = {
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
     """No poll has completed for too long; one failed poll alone says nothing."""
     for probe, poll in sorted(signs.polls.items()):
-        seen = max(poll.since, poll.completed.started if poll.completed else poll.since)
-        if signs.now - seen <= stale_after(poll.period) or _lost(poll):
+        times = (poll.since, poll.completed.started if poll.completed else poll.since)
+        seen = max((t for t in times if t <= signs.now + AHEAD), default=None)
+        if _lost(poll) or (seen is not None and signs.now - seen <= stale_after(poll.period)):
             continue
         cause, why = Cause.HARNESS, "none was made; is the daemon overloaded or stopped?"
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             cause, why = OUTCOMES[poll.newest.outcome]
             why = ": ".join(filter(None, (why, _reason(poll.newest))))
-        text = (
-            f"{probe}: no poll has completed for {_spoken(signs.now - seen)} ({poll.failures} failed in a row): {why}"
-        )
+        since = "since the clock was set back" if seen is None else f"for {_spoken(signs.now - seen)}"
+        text = f"{probe}: no poll has completed {since} ({poll.failures} failed in a row): {why}"
         yield _finding("telemetry-stale", State.UNKNOWN, cause, text, probe)
 
 
@@ -295,9 +328,9 @@ Some flags never fall on the same part, so a driver that hangs afterwards must n
 
 def standing(signs: Signs) -> Iterator[Finding]:
     """The device itself says that its memory needs a reset or a return."""
-    for key, (rule, within, state, text) in STANDING.items():
+    for key, (rule, age, state, text) in STANDING.items():
         name, labels = taken_apart(key)
-        if signs.value(name, within or signs.policy.settle, **labels):
+        if signs.value(name, age or signs.policy.settle, **labels):
             yield _finding(rule, state, Cause.HARDWARE, text)
 
 
@@ -366,11 +399,11 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
     for place in {taken_apart(e.name)[1].get("location", "") for e in rises}:
         # Volatile and aggregate count the same errors: the larger of the two, never their sum.
         both = [[e for e in rises if has(e.name, name, {"location": place})] for name in ECC]
-        day += max(_worst_day(signs, each) for each in both)
-        before += max(sum(e.count for e in each if e.last < signs.now - DAY) for each in both)
+        day += max(signs.most(each, DAY) for each in both)
+        before += max(sum(within(e, -math.inf, signs.now - DAY) for e in each) for each in both)
     step = day >= LEAST_STEP and day >= TIMES_MEAN * before / days
     if day >= most or step:
-        text = f"{day:g} corrected memory errors in a day, after {before / days:.3g} a day before; "
+        text = f"{day:.0f} corrected memory errors in a day, after {before / days:.3g} a day before; "
         text += f"our limits are {most} (telemetry.corrected_per_day), or {TIMES_MEAN} times as many. "
         text += (
             "NVIDIA's RMA policy leaves corrected errors out. Exact goldens tell whether the numbers hold. "
@@ -388,9 +421,9 @@ def dimm_errors_rising(signs: Signs) -> Iterator[Finding]:
     for event in signs.rises("edac_errors_total", kind="corrected"):
         modules[event.name].append(event)
     for key, events in sorted(modules.items()):
-        if (day := _worst_day(signs, events)) >= signs.policy.dimm_corrected_per_day:
+        if (day := signs.most(events, DAY)) >= signs.policy.dimm_corrected_per_day:
             where = " of controller ".join(taken_apart(key)[1].get(k, "?") for k in ("dimm", "controller"))
-            text = f"memory module {where}: {day:g} corrected errors in a day. The limit is "
+            text = f"memory module {where}: {day:.3g} corrected errors in a day. The limit is "
             text += f"{signs.policy.dimm_corrected_per_day} (telemetry.dimm_corrected_per_day). Plan to replace it"
             yield _finding("dimm-errors-rising", State.DEGRADED, Cause.HARDWARE, text)
 
@@ -416,13 +449,16 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
     events = [*signs.rises("machine_check_exceptions_total"), *(e for e in lines if e.name == "uncorrected")]
     open_ = [e for e in events if not signs.cleared(e.last, signs.boots)]
     # "logged" tells no severity; what a processor could not correct would have been an exception.
-    corrected = _worst_day(signs, [e for e in lines if e.name != "uncorrected"])
+    corrected = signs.most([e for e in lines if e.name != "uncorrected"], DAY)
     if open_:
         newest = max(open_, key=lambda e: e.last)
-        text = f"machine check {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. Reboot-class (ours): decode it, restart. "
+        text = f"machine check {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
+        text += "Reboot-class (ours): decode it, restart. "
         yield _finding("machine-check", State.SUSPECT, Cause.HARDWARE, text + _until(signs, newest.last, signs.boots))
     elif corrected >= MACHINE_CHECKS:
-        text = f"{corrected:g} machine checks in a day, corrected; the limit is {MACHINE_CHECKS} (mcelog's, for memory)"
+        text = (
+            f"{corrected:.3g} machine checks in a day, corrected; the limit is {MACHINE_CHECKS} (mcelog's, for memory)"
+        )
         yield _finding("machine-check", State.DEGRADED, Cause.HARDWARE, text)
 
 
@@ -494,7 +530,8 @@ def xid_unknown(signs: Signs) -> Iterator[Finding]:
     for incident in signs.incidents:
         if incident.grade == xids.UNKNOWN and signs.now - incident.last <= DAY:
             newest = max(incident.events, key=lambda e: e.last)
-            text = f"Xid {newest.name} ({incident.xid.title}) {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
+            text = f"Xid {newest.name.partition(' ')[0]} ({incident.xid.title}) {signs.ago(newest.last)}: "
+            text += f"{newest.detail.rstrip('.')}. "
             text += f"{_advice(signs, incident)}. Grade it under telemetry.xids. Over after a day"
             yield _finding("xid-unknown", State.DEGRADED, Cause.UNDETERMINED, text)
 
@@ -510,7 +547,7 @@ def xid_noted(signs: Signs) -> Iterator[Finding]:
 def sxid(signs: Signs) -> Iterator[Finding]:
     """An NVSwitch reported an error of its links. Links check what they carry: numbers do not go wrong in silence."""
     for event in signs.seen("sxid", DAY):
-        fatal = fields_of(event).get("severity") == "fatal"
+        fatal = event.name.endswith(" fatal")
         text = f"NVSwitch error SXid {event.name} {signs.ago(event.last)}: {event.detail.rstrip('.')}. "
         text += "Reset-class (NVIDIA's Fabric Manager guide): reset switches and GPUs" if fatal else "Nothing to do"
         state = State.DEGRADED if fatal else State.HEALTHY
@@ -522,10 +559,10 @@ def sxid(signs: Signs) -> Iterator[Finding]:
 
 def throttled(signs: Signs) -> Iterator[Finding]:
     """Heat or power held the clocks down for longer than the policy allows: slow, and right."""
-    settle, seconds = signs.policy.settle, dict.fromkeys(HARMFUL, 0.0)
+    settle, seconds = signs.policy.settle, {}
     for reason in HARMFUL:
-        seconds[reason] += sum(e.count for e in signs.rises("throttle_seconds_total", settle, reason=reason))
-        seconds[reason] += sum(e.count for e in signs.seen("condition", settle, f"throttle {reason}"))
+        rises = signs.rises("throttle_seconds_total", 2 * settle, reason=reason)
+        seconds[reason] = signs.most([*rises, *signs.seen("condition", 2 * settle, f"throttle {reason}")], settle)
     # Not the sum: hw_slowdown counts again what hw_thermal and hw_power_brake count.
     reason, longest = max(seconds.items(), key=lambda item: item[1])
     if longest >= signs.policy.throttle:
@@ -534,11 +571,14 @@ def throttled(signs: Signs) -> Iterator[Finding]:
             f"{_spoken(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
         )
         yield _finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
-    times = sum(e.count for e in signs.rises("throttle_events_total", settle, scope="package"))
-    times = max(times, sum(e.count for e in signs.rises("throttle_events_total", settle, scope="core")))
-    times = max(times, sum(e.count for e in signs.seen("thermal", settle)))
+    told = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
+    if not signs.readings("throttle_events_total", WATCH):
+        told.append(signs.seen("thermal", 2 * settle))  # a line for each processor: only where nothing counts
+    times = max(signs.most(events, settle) for events in told)
     if times >= CPU_THROTTLES:
-        text = f"processors slowed down for heat {times:g} times within {_spoken(settle)}; our limit is {CPU_THROTTLES}"
+        text = (
+            f"processors slowed down for heat {times:.3g} times within {_spoken(settle)}; our limit is {CPU_THROTTLES}"
+        )
         yield _finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
 
 
@@ -561,12 +601,13 @@ CONDITIONS: Mapping[str, tuple[str, str]] = {
 
 
 def conditions(signs: Signs) -> Iterator[Finding]:
-    """A condition that comes and goes has held for a minute, and not been away for long."""
+    """A condition that comes and goes has held for a minute of ten, and not been away for long."""
     for name, (rule, advice) in CONDITIONS.items():
-        events = signs.seen("condition", signs.policy.settle, name)
-        if sum(e.count for e in events) >= LASTING:
+        events = signs.seen("condition", signs.policy.settle + STRETCH, name)
+        if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
-            text = f"{newest.detail}, last {signs.ago(newest.last)}. {advice}. {_over(signs)}"
+            over = f"Over {_spoken(signs.policy.settle)} after it last held for a minute of ten"
+            text = f"{newest.detail}, last {signs.ago(newest.last)}. {advice}. {over}"
             yield _finding(rule, State.DEGRADED, Cause.ENVIRONMENT, text)
 
 
@@ -579,13 +620,14 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
     """The link to the host repairs more errors than it may, or reports some that it cannot repair."""
     lanes, generation = (signs.value(f"pcie_{k}_max", WATCH) or d for k, d in (("width", 16), ("generation", 5)))
     limit = replay_limit(generation, lanes)
+    # Over ten minutes, where DCGM takes one: a single burst is no rate (ours).
+    span = 10 * MINUTE
     repaired = {
-        "packets sent again": signs.rises("pcie_replays_total", signs.policy.settle),
-        "correctable errors": signs.rises("pcie_aer_errors_total", signs.policy.settle, severity="correctable"),
+        "packets sent again": signs.rises("pcie_replays_total", signs.policy.settle + span),
+        "correctable errors": signs.rises("pcie_aer_errors_total", signs.policy.settle + span, severity="correctable"),
     }
     for what, events in repaired.items():
-        # Over ten minutes at least, where DCGM takes one: a single burst is no rate (ours).
-        if (rate := _rate(events, 10 * MINUTE, per=MINUTE)) > limit:
+        if (rate := signs.most(events, span, signs.trained) * MINUTE / span) > limit:
             text = f"{rate:.3g} {what} a minute on PCI Express; DCGM's limit for this link is {limit:g} "
             text += f"(bit error rate 1e-12). Look at seating, riser and slot. {_over(signs)}"
             yield _finding("pcie-replays", State.DEGRADED, Cause.HARDWARE, text)
@@ -598,19 +640,29 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
             over = "Over after a day" if severity == "nonfatal" else _until(signs, newest.last, signs.resets)
-            text = f"{severity} PCI Express error {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. Reset-class (ours): "
-            yield _finding("pcie-aer", state, Cause.HARDWARE, f"{text}look at seating and slot, then reset. {over}")
+            text = f"{severity} PCI Express error {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
+            text += f"Reset-class (ours): look at seating and slot, then reset. {over}"
+            yield _finding("pcie-aer", state, Cause.HARDWARE, text)
 
 
 def nvlink_errors(signs: Signs) -> Iterator[Finding]:
-    """A link between devices had to recover, or repairs more errors than DCGM allows."""
-    bad = []
-    for event in signs.rises("nvlink_errors_total", signs.policy.settle):
-        kind, rate = taken_apart(event.name)[1].get("kind", ""), _rate([event], MINUTE)
-        if kind in ("replay", "recovery"):
-            bad.append(f"{event.detail} (DCGM allows none)")
+    """A link between devices had to recover or could not, or repairs more errors than DCGM allows."""
+    settle, bad = signs.policy.settle, []
+    links: dict[str, list[Event]] = defaultdict(list)
+    for event in signs.rises("nvlink_errors_total", 2 * settle):
+        links[event.name].append(event)
+    for key, events in sorted(links.items(), key=lambda link: ("kind=recovery_failed" not in link[0], link[0])):
+        labels = taken_apart(key)[1]
+        kind, where = labels.get("kind", ""), f"link {labels.get('link', '?')}"
+        times = signs.most(events, settle, signs.trained)
+        rate = signs.most(events, MINUTE, signs.trained) / MINUTE
+        if kind == "recovery_failed" and signs.now - events[-1].last <= settle and times:
+            bad.append(f"{where} could not recover (ours)")
+        elif kind in ("replay", "recovery"):
+            if times >= 1:
+                bad.append(f"{where} had {times:.3g} of kind {kind} (DCGM allows none)")
         elif rate >= CRC_PER_SECOND:
-            bad.append(f"{event.detail}, {rate:.3g} a second (DCGM's limit is {CRC_PER_SECOND})")
+            bad.append(f"{where} had {rate:.3g} of kind {kind} a second (DCGM's limit is {CRC_PER_SECOND})")
     if bad:
         more = f", and {len(bad) - 3} more" if len(bad) > 3 else ""
         text = f"NVLink: {'; '.join(bad[:3])}{more}. Look at both ends of the link. {_over(signs)}"
@@ -619,11 +671,14 @@ def nvlink_errors(signs: Signs) -> Iterator[Finding]:
 
 def nvlink_down(signs: Signs) -> Iterator[Finding]:
     """A link that was up is down, or the device left its fabric; also for a while after it came back."""
+    # A divided device has its links off, and one that was reset waits for them.
+    if signs.value("mig_enabled", signs.policy.settle) or any(signs.now - t <= TRAINING for t in signs.trainings):
+        return
     newest = {e.name: e for name in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", start=name)}
     for key, event in sorted(newest.items()):
         name, labels = taken_apart(key)
         down = event.after == "0" and not signs.value(name, **labels)
-        fell = event.after == "0" or event.before == "1"
+        fell = (event.after == "0" or event.before == "1") and signs.trained(event, -math.inf, signs.now) > 0
         if down or (fell and signs.now - event.last <= signs.policy.settle):
             what = f"NVLink {labels.get('link', '?')} went down" if labels else "the device left its NVLink fabric"
             text = f"{what} {signs.ago(event.last)} and is {'down still' if down else 'back'}. Ours: look at Fabric "
@@ -738,7 +793,7 @@ LINES: Mapping[str, tuple[State, Cause, str]] = {
 
 def kernel_lines(signs: Signs) -> Iterator[Finding]:
     """Other lines of the kernel log that explain what follows; each for a day."""
-    for event in (e for e in signs.events if signs.now - e.last <= DAY):
+    for event in (e for events in signs.by_kind.values() for e in events if signs.now - e.last <= DAY):
         found = LINES.get(f"{event.kind} {event.name}") or LINES.get(event.kind)
         if found is not None:
             state, cause, what = found
@@ -753,8 +808,13 @@ def changed(signs: Signs) -> Iterator[Finding]:
         text = f"{event.name} changed {event.before} → {event.after} {signs.ago(event.last)}"
         yield _finding("changed", State.HEALTHY, Cause.NONE, text)
     for event in signs.seen("counter-fell", DAY):
-        text = f"{event.detail}, {signs.ago(event.last)}: it counts for life. Was the board replaced or cleared?"
-        yield _finding("changed", State.HEALTHY, Cause.NONE, text)
+        kind = READINGS.get(taken_apart(event.name)[0])
+        why = "it counts for life. Was the board replaced or cleared?"
+        if kind is not None and kind.volatile:
+            if any(event.first <= boot <= event.last for boot in signs.boots):
+                continue
+            why = "cleared by hand, at its end, or a part of what it counts is gone; no reset"
+        yield _finding("changed", State.HEALTHY, Cause.NONE, f"{event.detail}, {signs.ago(event.last)}: {why}")
 
 
 RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
@@ -806,7 +866,8 @@ def _lost(poll: Poll) -> str:
     """Return the reason of the newest poll if it says that the device is lost, else ""."""
     failed = poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
     reason = _reason(poll.newest) if failed and poll.newest else ""
-    return reason if re.search(r"\blost\b", reason, re.IGNORECASE) else ""
+    # Nothing that merely speaks of another device's loss: only what `canaryd.worker.nvidia.LOST` begins with.
+    return reason if reason.startswith("GPU is lost") else ""
 
 
 def _reason(run: Run) -> str:
@@ -871,8 +932,9 @@ def _repeated(signs: Signs, incident: Incident) -> str:
 
 def _grade(event: Event, device: Device, policy: TelemetryConfig) -> str:
     """Return what an Xid calls for: by the configuration, by what the line itself says, or by the catalogue."""
-    if event.name in policy.xids:
-        return policy.xids[event.name]
+    code = event.name.partition(" ")[0]
+    if code in policy.xids:
+        return policy.xids[code]
     action = fields_of(event).get("action", "")
     if event.name == "154" and action:
         return next((g for g in ("reboot", "none") if g in action), "reset")
@@ -886,17 +948,3 @@ def _decoded(event: Event, device: Device) -> xids.Decoded | None:
     unit, info, status = (fields.get(k, "") for k in ("unit", "intr_info", "error_status"))
     found = xids.decode(code, unit, info, status, device.detail.get("driver", ""))
     return found if found.rows else None
-
-
-def _worst_day(signs: Signs, events: Sequence[Event]) -> float:
-    """Return the most errors of any 24 hours that ended within `telemetry.settle`, so that a rate does not flap."""
-    ends = [signs.now, *(e.last for e in events if signs.now - e.last <= signs.policy.settle)]
-    return max(sum(e.count for e in events if end - DAY <= e.last <= end) for end in ends)
-
-
-def _rate(events: Sequence[Event], least: float, per: float = 1.0) -> float:
-    """Return occurrences per so many seconds, over the time of the events and at least `least` seconds."""
-    if not events:
-        return 0.0
-    span = max(e.last for e in events) - min(e.first for e in events)
-    return sum(e.count for e in events) * per / max(span, least)

@@ -16,21 +16,36 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from canaryd import telemetry
+from canaryd import supervise, telemetry
 from canaryd.config import Config
 from canaryd.events import changes, happened, triggers, watched
 from canaryd.inventory import bus_key
+from canaryd.judge import EPOCH
 from canaryd.model import Device, Event, LogPosition, LogRecord, Outcome, Reading, Run
-from canaryd.store import Busy, Store
+from canaryd.store import HOUR, Busy, Store
 from canaryd.supervise import RunRequest, Series
 from canaryd.telemetry import Poll
 
 MEMORY = 31 * 86_400.0
 """Seconds for which events are held in memory: more than the longest window of a rule."""
+LOST = "GPU is lost"
+"""How the detail of a poll begins whose driver says so: an event, for it is forgotten once the driver answers again."""
+RECALLED = 20
+"""Completed polls that are read at the start: a value that was missing in the newest is in one before."""
 EARLY = 0.7
 """Share of its period after which a poll is due: sweeps do not come to the second."""
+AHEAD = 60.0
+"""Seconds by which a poll may lie in the future before the clock is doubted, and the poll no longer shown."""
 BACKOFF = 600.0
 """Longest pause, in seconds, between two polls of a device whose polls take their worker down."""
+HOST, BUS = "host", "bus "
+"""Whom an event is about while the inventory does not know the device: the machine, or a place on the bus."""
+OWN = frozenset({"xid", "off-bus", "amdgpu", "driver"})
+"""Kinds of lines that are about an accelerator and nothing else."""
+FOREIGN = frozenset({"aer", "pcie", "nvme"})
+"""Kinds of lines that any part on the bus can cause."""
+LOG_PROBLEM_NOTE = "kernel log problem"
+"""Note in the store: why whoever records telemetry cannot read the kernel log; "" when it can."""
 LOG_NOTE = "kernel log"
 """Note in the store: how far the kernel log has been counted, as "boot id:sequence"."""
 BOOT_NOTE, RUNNING_NOTE = "boot", "running"
@@ -42,6 +57,10 @@ DAEMON_LOCK, TELEMETRY_LOCK = "daemon", "telemetry"
 """Locks in the store: of a running daemon, and of the one process that records telemetry."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAKEN_DOWN = (Outcome.TIMED_OUT, Outcome.CRASHED, Outcome.UNKILLABLE, Outcome.GARBLED, Outcome.OUT_OF_MEMORY)
+
+
+Bucket = tuple[str, str, int]
+"""Kind, name and hour of an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +87,12 @@ class _Lane:
     """Monotonic time of the newest poll."""
     rest_until: float = 0.0
     """Monotonic time before which it is not polled again."""
+    known: dict[str, Reading] = field(default_factory=dict)
+    """The newest value of every reading, whichever poll it is from: what is missing for a moment is not forgotten."""
     kept: Run | None = None
-    """The newest poll that was stored."""
+    """The newest completed poll that was stored."""
+    stored: float = -math.inf
+    """When the newest poll that was stored began, completed or not."""
     uncounted: Counter[Outcome] = field(default_factory=Counter)
 
 
@@ -84,7 +107,7 @@ class Watch:
         self._config = config
         self._start, self._end = start, end
         self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._events: dict[str, tuple[Event, ...]] = {}
+        self._events: dict[str, dict[Bucket, Event]] = {}
         self._mutex = threading.RLock()
         self._sweeping = threading.Lock()
         self._series: Series | None = None
@@ -117,6 +140,8 @@ class Watch:
                 if stopped():
                     break
                 now = time.monotonic()
+                if lane.newest is not None and lane.newest.outcome is Outcome.UNKILLABLE and supervise.stuck():
+                    continue  # another one would hang beside it
                 if now < lane.rest_until or (due and now - lane.polled < task.period * EARLY):
                     continue
                 lane.polled = now
@@ -153,12 +178,12 @@ class Watch:
     @property
     def holding(self) -> bool:
         """Whether a driver without persistence is in use: letting go of it would reset what is to be read."""
-        with self._mutex:
-            newest = [lane.newest for lane in self._lanes.values() if lane.newest is lane.completed]
+        with self._mutex:  # a poll that failed for once is no reason to let go
+            newest = [lane.completed for lane in self._lanes.values()]
         return any(
             reading.name == "persistence_mode" and not reading.value
             for run in newest
-            if run is not None and time.time() - run.started < BACKOFF
+            if run is not None and abs(time.time() - run.started) < BACKOFF
             for reading in run.readings
         )
 
@@ -176,10 +201,10 @@ class Watch:
         device, probe = task.request.device.uuid, task.request.spec.name
         with self._mutex:
             if (device, probe) not in self._lanes:
-                stored = self._store.polls(device, probe, limit=20)
-                done = [run for run in stored if run.outcome is Outcome.COMPLETED]
+                done = self._store.polls(device, probe, completed=True, limit=RECALLED)
                 lane = _Lane(period=task.period, since=time.time(), kept=done[-1] if done else None)
                 lane.completed = lane.kept
+                lane.known = {r.key: r for run in done for r in run.readings}
                 self._lanes[device, probe] = lane
             lane = self._lanes[device, probe]
             lane.period = task.period
@@ -192,10 +217,14 @@ class Watch:
         with self._mutex:
             same = lane.newest is not None and lane.newest.outcome is run.outcome
             if completed and lane.completed is not None:
-                events = changes(lane.completed, run)
+                events = changes(replace(lane.completed, readings=tuple(lane.known.values())), run)
+            if run.detail.startswith(LOST) and not (lane.newest and lane.newest.detail.startswith(LOST)):
+                reason, at = run.detail.partition("\n")[0], run.started
+                events = [Event(device=run.device, kind="off-bus", name="driver", first=at, last=at, detail=reason)]
             lane.newest, lane.failures = run, 0 if completed else lane.failures + 1
             if completed:
                 lane.completed = run
+                lane.known |= {r.key: r for r in run.readings}
             lane.rest_until = 0.0
             if run.outcome in TAKEN_DOWN:
                 lane.rest_until = time.monotonic() + min(BACKOFF, lane.period * 2 ** min(lane.failures, 10))
@@ -203,11 +232,11 @@ class Watch:
             if not self.own():
                 return
             kept = lane.kept
-            new = kept is None or (completed and watched(run) != watched(kept))
-            due = kept is None or not 0 <= run.started - kept.started < self._config().telemetry.keep
+            new = completed and (kept is None or watched(run) != watched(kept))
+            due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
             if events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
-                lane.kept = run if completed else lane.kept
+                lane.kept, lane.stored = (run if completed else kept), run.started
                 lane.uncounted = Counter()
         if events:
             self._remember(events)
@@ -232,7 +261,9 @@ class Watch:
         return tuple(
             reading
             for poll in self.polls(device).values()
-            if poll.completed is not None and now - poll.completed.started <= telemetry.stale_after(poll.period)
+            if poll.completed is not None
+            and not (poll.newest and poll.newest.detail.startswith(LOST))
+            and -AHEAD <= now - poll.completed.started <= telemetry.stale_after(poll.period)
             for reading in poll.completed.readings
         )
 
@@ -249,20 +280,40 @@ class Watch:
 
     def recall(self, now: float) -> None:
         """Read the events of the last month from the store: other processes may have added some."""
-        found: dict[str, list[Event]] = defaultdict(list)
-        for event in self._store.events(since=now - MEMORY):
-            found[event.device].append(event)
         with self._mutex:
-            self._events = {uuid: tuple(events) for uuid, events in found.items()}
+            self._events = {}
+            for event in self._store.events(since=now - MEMORY):
+                self._add(event)
+
+    def _add(self, event: Event) -> None:
+        """Add an event to those in memory, as the store does: equal ones of an hour are one with a count."""
+        bucket = (event.kind, event.name, int(event.last // HOUR))
+        mine = self._events.setdefault(event.device, {})
+        before = mine.get(bucket)
+        if before is not None:
+            event = replace(
+                event,
+                first=min(before.first, event.first),
+                last=max(before.last, event.last),
+                count=before.count + event.count,
+                before=before.before,
+            )
+        mine[bucket] = event
 
     def events(self, device: Device) -> tuple[Event, ...]:
-        """Return what happened in the last month to a device and to the one it is an instance of, oldest first."""
+        """Return what happened in the last month to a device and to the one it is an instance of, oldest first.
+
+        What was heard of its place on the bus, or of the host, before the inventory knew it, is among it.
+        """
+        place = bus_key(device.detail.get("bus_id", ""))
+        names = {device.uuid, device.parent, f"{BUS}{place}" if place else "", HOST if device.backend == "cpu" else ""}
         with self._mutex:
-            own = self._events.get(device.uuid, ())
-            if not device.parent:
-                return own
-            inherited = [replace(event, device=device.uuid) for event in self._events.get(device.parent, ())]
-            return tuple(sorted((*own, *inherited), key=lambda event: event.last))
+            found = [
+                event if name == device.uuid else replace(event, device=device.uuid)
+                for name in names - {""}
+                for event in self._events.get(name, {}).values()
+            ]
+        return tuple(sorted(found, key=lambda event: (event.last, event.kind, event.name)))
 
     def happened(
         self,
@@ -276,12 +327,14 @@ class Watch:
             self._remember(events)
 
     def _remember(self, events: Sequence[Event]) -> None:
-        self.recall(max(e.last for e in events))
+        """Add to what is in memory; `recall` merges it with what the store has made of it."""
         by_device: dict[str, list[Event]] = defaultdict(list)
         for event in events:
             by_device[event.device].append(event)
         with self._mutex:
             for uuid, mine in by_device.items():
+                for event in mine:
+                    self._add(event)
                 if reason := triggers(mine):
                     for part in (uuid, *self.instances.get(uuid, ())):
                         self.triggers.setdefault(part, reason)
@@ -333,13 +386,14 @@ class Watch:
         Where another process records telemetry, it reads the log as well, and nothing is done here.
         """
         if not self.own():
+            self.log_problem = self._store.note(LOG_PROBLEM_NOTE)
             return
         boot, _, sequence = self._store.note(LOG_NOTE).rpartition(":")
         position = LogPosition(boot=boot, sequence=int(sequence) if sequence else -1)
         seen: Counter[str] = Counter()
 
         def take(records: Sequence[LogRecord], position: LogPosition) -> None:
-            self.log_problem = ""
+            self._say(log_problem="")
             for name, count in (("lost", position.lost), ("garbled", position.garbled)):
                 self.log_lost[name] += count - seen[name]
                 seen[name] = count
@@ -347,9 +401,13 @@ class Watch:
             if records:
                 self.heard()
 
-        self.log_problem = series.follow(
-            str(self._config().telemetry.kernel_log), position, take, until_end=until_end
-        ).partition("\n")[0]
+        ended = series.follow(str(self._config().telemetry.kernel_log), position, take, until_end=until_end)
+        self._say(log_problem=ended.partition("\n")[0])
+
+    def _say(self, *, log_problem: str) -> None:
+        self.log_problem = log_problem
+        if self._store.note(LOG_PROBLEM_NOTE) != log_problem:
+            self._store.set_note(LOG_PROBLEM_NOTE, log_problem)
 
     def _count(self, records: Sequence[LogRecord], position: LogPosition, devices: Sequence[Device]) -> None:
         note = {LOG_NOTE: f"{position.boot}:{position.sequence}"}
@@ -357,13 +415,8 @@ class Watch:
             if self._store.note(LOG_NOTE) != note[LOG_NOTE]:
                 self._store.add_events((), notes=note)
             return
-        events, counts = [], []
-        for record in records:
-            device = addressee(record, devices)
-            if device is not None:
-                events.append(happened(record, device.uuid))
-                counts.append(_counter(record, device))
-        self.happened(events, counts, note)
+        events = [_told(record, devices) for record in records]
+        self.happened(events, [_counter(r, e) for r, e in zip(records, events, strict=True)], note)
 
 
 def _uptime() -> float:
@@ -372,18 +425,35 @@ def _uptime() -> float:
     return 0.0 if clock is None else time.clock_gettime(clock)
 
 
-def addressee(record: LogRecord, devices: Sequence[Device]) -> Device | None:
-    """Return the device that a line of the kernel log is about: the one at its bus address, else the host's CPU."""
+def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
+    """Return whom a line of the kernel log is about: a device's uuid; until it is known, `HOST` or a place on the bus.
+
+    A GPU's fault is never the host's, also where the GPU is not watched; other parts' faults are told by the host.
+    """
     place = bus_key(record.bus_id)
     whole = [d for d in devices if not d.parent]
-    if place:
-        for device in whole:
-            if bus_key(device.detail.get("bus_id", "")) == place:
-                return device
-    return next((d for d in whole if d.backend == "cpu"), None)
+    for device in whole:
+        if place and bus_key(device.detail.get("bus_id", "")) == place:
+            return device.uuid
+    if record.kind in OWN:
+        return f"{BUS}{place}"
+    return next((d.uuid for d in whole if d.backend == "cpu"), HOST)
 
 
-def _counter(record: LogRecord, device: Device) -> tuple[str, dict[str, str], float]:
+def _told(record: LogRecord, devices: Sequence[Device]) -> Event:
+    """Return the event of a line. What another part of the machine reports is told, and accuses nobody here."""
+    event = happened(record, addressee(record, devices))
+    known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
+    if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
+        event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())
+    now = time.time()
+    if not EPOCH <= event.last <= now:  # by a clock that had not been set
+        event = replace(event, first=now, last=now)
+    return event
+
+
+def _counter(record: LogRecord, event: Event) -> tuple[str, dict[str, str], float]:
     if record.kind in ("xid", "sxid"):
-        return f"{record.kind}_errors", {"device": device.uuid, record.kind: record.name}, 1.0
-    return "kernel_log_events", {"device": device.uuid, "kind": record.kind, "name": record.name}, 1.0
+        return f"{record.kind}_errors", {"device": event.device, record.kind: record.name}, 1.0
+    name = event.name if event.kind == "elsewhere" else record.name
+    return "kernel_log_events", {"device": event.device, "kind": event.kind, "name": name}, 1.0

@@ -431,3 +431,23 @@ def test_a_drill_is_judged_by_its_own_runs(idle):
     idle.take(made(1, wrong=True, at=NOW - 300, drill="flip"))
     assert idle.drill_verdict(CPU.uuid).state is State.SUSPECT
     assert idle.drill_verdict(CPU.uuid, since=NOW - 10).state is State.UNKNOWN
+
+
+def test_a_vendor_that_cannot_be_asked_makes_the_host_unknown(tmp_path):
+    """Something of NVIDIA's is set up wrongly here: the host is not healthy by silence, and the reason is told."""
+    wrong = ProbeSettings(settings={"sysf": "/x"})
+    engine = start(settings(tmp_path, "passes", nvidia_telemetry=wrong))
+    carry_out(engine, "passes")
+    found = verdict(engine)
+    assert found.state is State.UNKNOWN
+    (finding,) = [f for f in found.findings if f.rule == "devices-unlisted"]
+    assert "sysf" in finding.message
+
+
+def test_a_vendor_of_whom_nothing_is_here_is_no_problem(tmp_path):
+    """No NVIDIA library, no npu-smi, no macOS: a machine without such devices is healthy."""
+    each = {f"{name}_telemetry": ProbeSettings(enabled=True) for name in ("nvidia", "amd", "intel", "ascend", "apple")}
+    engine = start(settings(tmp_path, "passes", **each))
+    carry_out(engine, "passes")
+    assert engine.failing == {}
+    assert verdict(engine).state is State.HEALTHY

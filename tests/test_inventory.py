@@ -117,7 +117,10 @@ def test_an_undriven_function_stands_in_for_its_device():
     assert [d.detail.get(PLACEHOLDER) for d in found.devices] == [None, "no driver is loaded"]
     assert len(merge(described(CPU, TORCH), listing(nvidia=[SEEN], host=[place]), {}).devices) == 2
     # A known device that is silent now is missed under its own name.
-    assert len(merge(described(CPU), listing(nvidia=[], host=[place]), {SEEN.uuid: SEEN}).devices) == 1
+    silent = (described(CPU), listing(nvidia=[], host=[place]), {SEEN.uuid: SEEN})
+    assert len(merge(*silent, {SEEN.uuid}).devices) == 1
+    # When it has been missed, what is in its place now is another board, which nobody drives.
+    assert len(merge(*silent).devices) == 2
 
 
 def test_who_was_not_asked_is_not_gone():
@@ -125,6 +128,8 @@ def test_who_was_not_asked_is_not_gone():
     assert "cuda" not in merge(described(CPU), listing(nvidia=[]), {}).uncertain
     assert "cuda" in merge(described(CPU), listing({"nvidia": "hung"}), {}).uncertain
     assert "cuda" not in merge(described(CPU, TORCH), listing({"nvidia": "hung"}), {}).uncertain
+    hung = Listing(unavailable={"nvidia": "hung"}, failing={"nvidia": "hung"})
+    assert "cuda" in merge(described(CPU, TORCH), hung, {}).uncertain
     assert "cuda" in merge(described(CPU, torch=None), listing(), {}).uncertain
     assert "cuda" not in merge(described(CPU), listing(), {}).uncertain
 
@@ -144,7 +149,7 @@ def test_what_cannot_be_read_now_is_kept():
     found = merge(described(CPU), listing(nvidia=[silent]), {SEEN.uuid: SEEN})
     gpu = next(d for d in found.devices if d.backend == "cuda")
     assert gpu.detail["serial"] == "165"
-    assert changes({SEEN.uuid: SEEN}, [gpu], [], NOW) == []
+    assert changes({SEEN.uuid: SEEN}, {SEEN.uuid}, [gpu], [], NOW) == []
 
 
 def test_changes_have_before_and_after():
@@ -152,7 +157,7 @@ def test_changes_have_before_and_after():
     after = replace(SEEN, detail={"serial": "165", "bus_id": "0000:66:00.0", "driver": "580.2", "boot_id": "b"})
     before = replace(SEEN, detail={**SEEN.detail, "driver": "570.1", "boot_id": "a"})
     new = replace(SEEN, uuid="GPU-new")
-    events = changes({SEEN.uuid: before}, [after, new], [CPU], NOW)
+    events = changes({SEEN.uuid: before}, {SEEN.uuid}, [after, new], [CPU], NOW)
     told = [(e.device, e.name, e.before, e.after) for e in events]
     assert told == [
         (SEEN.uuid, "bus_id", "0000:65:00.0", "0000:66:00.0"),
@@ -161,4 +166,6 @@ def test_changes_have_before_and_after():
         (CPU.uuid, "device", "found", "gone"),
     ]
     assert all(e.kind == "change" and e.first == e.last == NOW for e in events)
-    assert changes({}, [after, new], [], NOW) == []
+    assert changes({}, (), [after, new], [], NOW) == []
+    (back,) = changes({SEEN.uuid: SEEN}, (), [SEEN], [], NOW)
+    assert (back.name, back.before, back.after) == ("device", "gone", "found")

@@ -149,6 +149,12 @@ SCENARIOS = {
     ),
     "no probe wanted": lambda: (ask(wanted={}), UNKNOWN, U, {"no-evidence"}),
     "7 of 8": lambda: (ask(fresh(of=CPU), of=CPU, count=(7, 8)), UNKNOWN, U, {"devices-missing"}),
+    "a vendor that could not be asked": lambda: (
+        ask(fresh(of=CPU), of=CPU, unlisted={"nvidia": "version mismatch"}), UNKNOWN, E, {"devices-unlisted"},
+    ),
+    "gone, and torch does not reach it": lambda: (
+        ask(of=UNREACHED, gone_since=NOW - HOUR), UNKNOWN, U, {"device-vanished", "no-evidence"},
+    ),
     "8 of 8": lambda: (ask(fresh(of=CPU), of=CPU, count=(8, 8)), HEALTHY, Cause.NONE, set()),
     "its driver says that a row could not be remapped": lambda: (
         ask(fresh(), signs=signs(remap_failed=1)), FAULTY, H, {"row-remap-failed"},

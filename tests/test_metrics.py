@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd import metrics
 from canaryd.metrics import CONTENT_TYPE, FAMILIES, DeviceView, Limits, PollView, Server, Snapshot, render
-from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS
 
 HERE = Path(__file__).parent
@@ -86,7 +86,10 @@ def example():
         ),
         view(
             bad,
-            verdict=verdict(bad, State.FAULTY, Cause.HARDWARE),
+            verdict=dataclasses.replace(
+                verdict(bad, State.FAULTY, Cause.HARDWARE),
+                findings=2 * (Finding(rule="gpu-lost", state=State.FAULTY, cause=Cause.HARDWARE, message="lost"),),
+            ),
             last_runs={"exact_matmul": run(bad, "exact_matmul")},
         ),
         view(dataclasses.replace(fresh, weak_identity=True, detail={}), probes=["exact_matmul"]),
@@ -247,10 +250,11 @@ def test_counters_start_at_zero():
 
 
 def test_vanished_device():
-    """A vanished device keeps its presence, 0, and its identity; nothing else."""
+    """A vanished device keeps its presence, 0, its identity and the verdict, so that no alarm ends with the part."""
     page = render(example())
     left = {name for name, labels in samples(page) if ("device", "GPU-0003") in labels}
-    assert left == {"canaryd_device_present", "canaryd_device_info"}
+    verdict = {"canaryd_device_state", "canaryd_device_cause", "canaryd_device_verdict_timestamp_seconds"}
+    assert left == {"canaryd_device_present", "canaryd_device_info", *verdict}
     assert select(page, "canaryd_device_present", device="GPU-0003") == [0.0]
 
 

@@ -189,6 +189,10 @@ SCENARIOS = {
     "lost for long is not stale as well": lambda: (
         sign(completed=OLD, newest=failed(Outcome.SKIPPED, "GPU is lost")), [("gpu-lost", SUSPECT, H)],
     ),
+    "another GPU is lost": lambda: (
+        sign(newest=failed(Outcome.SKIPPED, "GPU GPU-a is not among those that answer; of others: GPU is lost")), [],
+    ),
+    "lost words": lambda: (sign(newest=failed(Outcome.ERRORED, "ConnectionError: connection lost")), []),
     "off the bus": lambda: (sign(event("off-bus", ago=DAY), xid(79, DAY)), [("gpu-lost", SUSPECT, H)]),
     "off the bus, rebooted, no pass yet": lambda: (
         sign(xid(79, DAY), boot(HOUR), passed=2 * HOUR), [("gpu-lost", SUSPECT, H)],
@@ -384,9 +388,10 @@ SCENARIOS = {
     "Xid 999 a day ago": lambda: (sign(xid(999, DAY + 1)), []),
     "Xid 92": lambda: (sign(xid(92)), [("xid-noted", HEALTHY, H)]),
     "Xid 92 a day ago": lambda: (sign(xid(92, DAY + 1)), []),
-    "fatal SXid": lambda: (sign(event("sxid", "20034", detail="x {severity=fatal}")), [("sxid", DEGRADED, H)]),
-    "SXid": lambda: (sign(event("sxid", "12028", detail="fatal? {severity=non-fatal}")), [("sxid", HEALTHY, H)]),
-    "SXid a day ago": lambda: (sign(event("sxid", "20034", DAY + 1)), []),
+    "fatal SXid": lambda: (sign(event("sxid", "20034 fatal")), [("sxid", DEGRADED, H)]),
+    "SXid": lambda: (sign(event("sxid", "12028 non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
+    "SXid of unknown severity": lambda: (sign(event("sxid", "12028")), [("sxid", HEALTHY, H)]),
+    "SXid a day ago": lambda: (sign(event("sxid", "20034 fatal", DAY + 1)), []),
     # heat, power, links
     "held down for 59 s": lambda: (sign(rise(THERMAL, 59.0, ago=60)), []),
     "held down for 60 s": lambda: (sign(rise(THERMAL, 60.0, ago=60)), [("throttled", DEGRADED, E)]),
@@ -401,6 +406,9 @@ SCENARIOS = {
     "processors slow down 9 times": lambda: (sign(rise("throttle_events_total{scope=package}", 9.0, ago=60)), []),
     "processors slow down 10 times": lambda: (
         sign(rise("throttle_events_total{scope=package}", 10.0, ago=60)), [("throttled", DEGRADED, E)],
+    ),
+    "processors slow down, and each has a line": lambda: (
+        sign(event("thermal", "core", 60, count=64.0), only={"throttle_events_total{scope=core}": 1}), [],
     ),
     "processors slow down 10 times by the log": lambda: (
         sign(event("thermal", "core", 60, count=10.0)), [("throttled", DEGRADED, E)],
@@ -444,6 +452,111 @@ SCENARIOS = {
     "the fabric is left": lambda: (
         sign(event("flag", "fabric_ready", DAY, before="1", after="0"), only={"fabric_ready": 0}),
         [("nvlink-down", DEGRADED, U)],
+    ),
+    "NVLink could not recover": lambda: (sign(rise(LINK("recovery_failed"), ago=60)), [("nvlink-errors", DEGRADED, H)]),
+    "NVLink could not recover, within a night that nobody watched": lambda: (
+        sign(rise(LINK("recovery_failed"), ago=60, lasted=8 * HOUR)), [("nvlink-errors", DEGRADED, H)],
+    ),
+    "NVLink could not recover two hours ago": lambda: (sign(rise(LINK("recovery_failed"), ago=HOUR + 1)), []),
+    # gaps: what came at an unknown time is shared out evenly
+    "1 replay a minute, in a night that nobody watched": lambda: (
+        sign(rise("pcie_replays_total", 480, ago=60, lasted=8 * HOUR)), [],
+    ),
+    "40 replays a minute, in a night that nobody watched": lambda: (
+        sign(rise("pcie_replays_total", 8 * 60 * 40, ago=60, lasted=8 * HOUR)), [("pcie-replays", DEGRADED, H)],
+    ),
+    "500 corrected errors a day, for three days that nobody watched": lambda: (
+        sign(rise(CE, 1500, ago=60, lasted=3 * DAY)), [],
+    ),
+    "1100 corrected errors a day, for three days that nobody watched": lambda: (
+        sign(rise(CE, 3300, ago=60, lasted=3 * DAY)), [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "4 corrected errors of a module a day, for three days": lambda: (
+        sign(rise(DIMM_CE, 12, ago=60, lasted=3 * DAY)), [],
+    ),
+    "held down for 30 s a day, for three days": lambda: (sign(rise(THERMAL, 90.0, ago=60, lasted=3 * DAY)), []),
+    "held down for 70 s an hour, for a night": lambda: (
+        sign(rise(THERMAL, 560.0, ago=60, lasted=8 * HOUR)), [("throttled", DEGRADED, E)],
+    ),
+    "processors slow down once an hour, for a night": lambda: (
+        sign(rise("throttle_events_total{scope=core}", 12.0, ago=60, lasted=12 * HOUR)), [],
+    ),
+    "NVLink recovered once in a night": lambda: (sign(rise(LINK("recovery"), ago=60, lasted=8 * HOUR)), []),
+    "NVLink, 6000 CRC errors in a night": lambda: (sign(rise(LINK("crc_flit"), 6000, ago=60, lasted=8 * HOUR)), []),
+    "an uncorrected error in a night": lambda: (
+        sign(rise(UE, ago=60, lasted=8 * HOUR)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "a burst of CRC errors, and single ones after it": lambda: (
+        sign(rise(LINK("crc_flit"), 60_000, ago=3000, lasted=59.0), rise(LINK("crc_flit"), 1, ago=5)),
+        [("nvlink-errors", DEGRADED, H)],
+    ),
+    "hot for 15 s, four times in an hour": lambda: (
+        sign(event("condition", "hot", 600, lasted=2715.0, count=60.0)), [],
+    ),
+    "hot for two hours, ten seconds of each minute": lambda: (
+        sign(event("condition", "hot", 600, lasted=2 * HOUR, count=1200.0)), [("hot", DEGRADED, E)],
+    ),
+    # after a reset, links train
+    **{
+        f"{name}, {after / MINUTE:g} minutes after a {what.__name__}": lambda k=key, n=by, a=after, w=what, r=rule: (
+            sign(rise(k, n, ago=60, lasted=15.0), w(60 + a)), [(r, DEGRADED, H)] * (a > 600),
+        )
+        for name, key, by, rule in (
+            ("link recovers", LINK("recovery"), 1, "nvlink-errors"),
+            ("link could not recover", LINK("recovery_failed"), 1, "nvlink-errors"),
+            ("CRC errors", LINK("crc_flit"), 60_000, "nvlink-errors"),
+            ("replays", "pcie_replays_total", 320, "pcie-replays"),
+            ("correctable errors", AER("correctable"), 320, "pcie-replays"),
+        )
+        for after, what in ((540.0, reset), (540.0, boot), (660.0, reset))
+    },
+    "link errors in a gap with a reboot": lambda: (
+        sign(rise(LINK("recovery"), 2, 5, lasted=700), rise("pcie_replays_total", 330, 5, lasted=700), boot(100)), [],
+    ),
+    "the fabric is late after a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 50, before="1", after="0"), boot(100), only={"fabric_ready": 0}), [],
+    ),
+    "the fabric was late after a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 900, lasted=600.0, before="1", after="1", count=2.0), boot(1000)), [],
+    ),
+    "the fabric is away since a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 650, before="1", after="0"), boot(700), only={"fabric_ready": 0}),
+        [("nvlink-down", DEGRADED, U)],
+    ),
+    "MIG turns links off": lambda: (
+        sign(
+            event("flag", "nvlink_up{link=3}", DAY, before="1", after="0"),
+            only={"nvlink_up{link=3}": 0, "mig_enabled": 1},
+        ),
+        [],
+    ),
+    "MIG turned links off, and is off again": lambda: (
+        sign(
+            event("flag", "nvlink_up{link=3}", 900, lasted=900.0, before="1", after="1", count=2.0),
+            event("flag", "mig_enabled", 900, lasted=900.0, before="0", after="0", count=2.0),
+        ),
+        [],
+    ),
+    # clocks that are wrong
+    "Xid 79 read while the clock said 1970": lambda: (
+        sign(dataclasses.replace(xid(79), first=20 * DAY, last=20 * DAY)), [("gpu-lost", SUSPECT, H)],
+    ),
+    "Xid 79 dated in the future": lambda: (sign(xid(79, -DAY)), [("gpu-lost", SUSPECT, H)]),
+    "a rise since 1970 is one of now": lambda: (
+        sign(dataclasses.replace(rise("pcie_replays_total", 320, 60), first=20 * DAY)), [("pcie-replays", DEGRADED, H)],
+    ),
+    "a poll from half a minute ahead": lambda: (sign(completed=poll(-30)), []),
+    "a poll from tomorrow": lambda: (
+        sign(
+            polls={
+                "p": Poll(period=15.0, newest=None, completed=poll(-DAY, only={"crash_records": 1}), since=NOW + DAY)
+            }
+        ),
+        [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+    ),
+    "a poll from tomorrow tells what lasts": lambda: (
+        sign(completed=poll(-DAY, only={"row_remap_failed": 1, "crash_records": 1})),
+        [("row-remap-failed", FAULTY, H), ("telemetry-stale", UNKNOWN, Cause.HARNESS)],
     ),
     # the driver's advice, settings, the host
     "the driver wants a reset": lambda: (
@@ -504,6 +617,12 @@ SCENARIOS = {
         sign(event("change", "driver", before="570.1", after="580.2")), [("changed", HEALTHY, Cause.NONE)],
     ),
     "a counter for life fell": lambda: (sign(event("counter-fell", AGGREGATE_CE)), [("changed", HEALTHY, Cause.NONE)]),
+    "counters of links were cleared": lambda: (
+        sign(event("counter-fell", "nvlink_errors_total")), [("changed", HEALTHY, Cause.NONE)],
+    ),
+    "a counter started anew with the machine": lambda: (
+        sign(event("counter-fell", "machine_check_exceptions_total", 60, lasted=300.0), boot(100)), [],
+    ),
     "changes of two days ago": lambda: (
         sign(event("change", "driver", 2 * DAY), event("counter-fell", AGGREGATE_CE, 2 * DAY)), [],
     ),
@@ -661,6 +780,83 @@ def test_counters_that_fall_show_a_reset():
     assert f"{UE} fell from 2 to 0" in found["reset", "driver or device"].detail
 
 
+def test_a_rise_came_between_two_polls_and_a_reset_is_dated_by_the_newer():
+    """So that a rule can share out what came while nobody looked."""
+    found = between({"energy_joules_total": 5000}, {"energy_joules_total": 1, CE: 5}, seconds=8 * HOUR)
+    assert (found["counter", CE].first, found["counter", CE].last) == (NOW - 5 - 8 * HOUR, NOW - 5)
+    assert found["reset", "driver or device"].first == NOW - 5
+    hot = between({}, {"temperature_celsius{sensor=core}": 90}, seconds=8 * HOUR)["condition", "hot"]
+    assert hot.last - hot.first == hot.count == 45
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "share"),
+    [(-10, 200, 100), (0, 100, 100), (25, 50, 25), (-10, 10, 10), (90, 200, 10), (100, 200, 0), (-9, 0, 0)],
+)
+def test_a_rise_is_shared_out_evenly(start, end, share):
+    """What came within a window, if it came at an even rate; a moment is in or out."""
+    long = Event(device="d", kind="counter", name="x", first=0.0, last=100.0, count=100.0)
+    assert events.within(long, start, end) == share
+    moment = dataclasses.replace(long, first=100.0)
+    assert events.within(moment, start, end) == (100 if start < 100 <= end else 0)
+
+
+LINKS = {LINK(kind): 9 for kind in ("crc_flit", "crc_data", "replay")}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        # Cleared by hand while energy goes on: no reset, and no rise of the new value.
+        (LINKS, dict.fromkeys(LINKS, 2), [("counter-fell", "nvlink_errors_total")]),
+        ({"pcie_replays_total": 9}, {"pcie_replays_total": 2}, [("counter-fell", "pcie_replays_total")]),
+        # No energy and no ECC count to tell: most of what counts must fall, and more than one.
+        (
+            {"pcie_replays_total": 9, CE: 0, "energy_joules_total": None},
+            {"pcie_replays_total": 2, CE: 0, "energy_joules_total": None},
+            [("counter-fell", "pcie_replays_total")],
+        ),
+        (
+            {**LINKS, "energy_joules_total": None, CE: 0},
+            {**dict.fromkeys(LINKS, 0), "pcie_replays_total": 0, THERMAL: 0, "energy_joules_total": None, CE: 0},
+            [("reset", "driver or device")],
+        ),
+        # Either alone tells.
+        ({}, {"energy_joules_total": 1}, [("reset", "driver or device")]),
+        ({}, {CE: 0}, [("reset", "driver or device")]),
+    ],
+)
+def test_only_what_nothing_else_clears_shows_a_reset(before, after, found):
+    """`nvidia-smi nvlink -re` and a counter at its end must not end a suspicion."""
+    assert list(between(before, after)) == found
+
+
+SUMS = ("throttle_events_total{scope=core}", "machine_check_exceptions_total")
+
+
+@pytest.mark.parametrize(
+    ("cores", "values", "kinds"),
+    [
+        ((64, 63), (5600, 5000), ["counter-fell"]),
+        ((63, 64), (5000, 5600), []),
+        ((64, 64), (5000, 5600), ["counter"]),
+        ((64, 63), (5000, 5600), ["counter"]),
+        ((None, None), (5000, 5600), ["counter"]),
+    ],
+)
+@pytest.mark.parametrize("key", SUMS)
+def test_a_processor_that_goes_or_comes_is_neither_reset_nor_rise(key, cores, values, kinds):
+    """Its counts leave and come back; that the machine was started again, its boot tells."""
+    before, after = ({key: v, "cpu_cores{state=online}": n} for v, n in zip(values, cores, strict=True))
+    assert [kind for kind, _ in between(before, after)] == kinds
+
+
+def test_a_reboot_of_the_host_is_told_by_its_boot_alone():
+    """Even where all that it counts falls at once."""
+    keys = (*SUMS, DIMM_CE, DIMM_UE)
+    assert {kind for kind, _ in between(dict.fromkeys(keys, 9), dict.fromkeys(keys, 1))} == {"counter-fell"}
+
+
 def test_a_counter_for_life_that_falls_is_no_reset():
     """It says that the board was replaced or its record cleared."""
     found = between({AGGREGATE_CE: 12_000}, {AGGREGATE_CE: 3})
@@ -692,7 +888,7 @@ def test_a_flag_that_changes_is_an_event(before, after, name, values):
 @pytest.mark.parametrize(
     ("facts", "name"),
     [
-        ({"pcie_width": 8}, "pcie-width"),
+        ({"pcie_width": 8, "pcie_generation": 5, "utilization_ratio{engine=gpu}": 0.6}, "pcie-width"),
         ({"pcie_generation": 3, "utilization_ratio{engine=gpu}": 0.6}, "pcie-generation"),
         ({"temperature_celsius{sensor=core}": 90}, "hot"),
         ({"temperature_celsius{sensor=edge}": 100}, "hot"),
@@ -713,7 +909,9 @@ def test_a_condition_that_holds_is_an_event_for_as_long(facts, name):
     [
         {"pcie_generation": 3, "utilization_ratio{engine=gpu}": 0.5},
         {"pcie_generation": 3, "utilization_ratio{engine=gpu}": None},
-        {"pcie_width": 0},
+        {"pcie_width": 8, "utilization_ratio{engine=gpu}": 0.5},  # a link may rest when the device does
+        {"pcie_width": 8, "utilization_ratio{engine=gpu}": None},
+        {"pcie_width": 0, "pcie_generation": 5, "utilization_ratio{engine=gpu}": 0.9},
         {"temperature_celsius{sensor=core}": 89},
         {"temperature_margin_celsius": -1},
         {"throttle_active{reason=sw_thermal}": 1},  # its time is counted, which is better
@@ -742,7 +940,8 @@ def test_what_is_watched_changes_with_flags_and_judged_counters_alone():
 def test_a_condition_lasts_through_polls_until_it_has_been_away_for_settle(tmp_path):
     """A width that flaps at every poll makes one finding that holds: from the polls, through the store, to the rule."""
     store = Store.open(tmp_path / "state", now=lambda: NOW)
-    polls = [poll(4000 - 15 * i, only={"pcie_width": 8 if i % 2 else 16}) for i in range(200)]
+    busy = {"utilization_ratio{engine=gpu}": 0.9, "pcie_generation": 5}
+    polls = [poll(4000 - 15 * i, only={**busy, "pcie_width": 8 if i % 2 else 16}) for i in range(200)]
     seen = []
     for before, after in itertools.pairwise(polls):
         store.add_events(changes(before, after))
@@ -768,12 +967,46 @@ def test_the_place_of_an_xid_outlives_merging(tmp_path):
     store.close()
 
 
+def line(text, ago):
+    """Return the event of a line as the driver prints it."""
+    fields = kernel_log.classify(text)._asdict()
+    return happened(LogRecord(boot="b", sequence=1, at=NOW - ago, **fields), "GPU-a")
+
+
+def test_what_is_graded_apart_is_kept_apart(tmp_path):
+    """A harmless line after a fatal one of the same code and hour hides nothing."""
+    store = Store.open(tmp_path / "state", now=lambda: NOW)
+    top = NOW // HOUR * HOUR - HOUR
+    switch = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, {}, Link 30 LTSSM Fault Up"
+    link = "NVRM: Xid (PCI:0008:06:00): 145, RLW_SRC_TRACK {} XC0 i0 Link 00 (0x00000007 {} 0x0 0x0 0x0)"
+    lines = [switch.format("Fatal"), switch.format("Non-fatal"), link.format("Fatal", "0x00000001")]
+    lines += [link.format("Non-fatal", "0x00000002")] * 2
+    for second, text in enumerate(lines):
+        store.add_events([line(text, NOW - top - second)])
+    kept = store.events()
+    assert [(e.name, e.count) for e in kept] == [
+        ("20034 fatal", 1),
+        ("20034 non-fatal", 1),
+        ("145 RLW_SRC_TRACK fatal reset", 1),
+        ("145 RLW_SRC_TRACK non-fatal none", 2),
+    ]
+    assert told(sign(events=tuple(kept))) == sorted(
+        [("sxid", DEGRADED, H), ("sxid", HEALTHY, H), ("xid-recovery", SUSPECT, U)]
+    )
+    assert told(sign(events=tuple(kept), policy=policy(xids={"145": "none"}))) == sorted(
+        [("sxid", DEGRADED, H), ("sxid", HEALTHY, H)]
+    )
+    assert triggers([kept[2]]) == "Xid 145"
+    store.close()
+
+
 def test_a_line_of_the_kernel_log_keeps_its_fields():
     """From the text of the log through the event to the grade; what would not come back is left out."""
     text = "NVRM: Xid (PCI:0008:06:00): 145, RLW_SRC_TRACK Fatal XC0 i0 Link 00 (0x00000007 0x00000001 0x0 0x0 0x0)"
     record = kernel_log.classify(text)
     made = happened(LogRecord(boot="b", sequence=1, at=5.0, **record._asdict()), "GPU-a")
-    assert (made.device, made.kind, made.name, made.first, made.last, made.count) == ("GPU-a", "xid", "145", 5, 5, 1)
+    assert (made.device, made.kind, made.first, made.last, made.count) == ("GPU-a", "xid", 5, 5, 1)
+    assert (made.name, events.xid_code(made)) == ("145 RLW_SRC_TRACK fatal reset", 145)
     assert made.detail.startswith("NVRM: Xid (PCI:0008:06:00): 145")
     fields = events.fields_of(made)
     assert (fields["unit"], fields["intr_info"], fields["error_status"]) == (

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from canaryd import events
 from canaryd import watch as watch_module
 from canaryd.config import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
 from canaryd.engine import Engine
+from canaryd.inventory import bus_key
 from canaryd.model import Device, Event, LogRecord, Outcome, State
 from canaryd.store import Store
 from canaryd.watch import addressee
@@ -207,6 +209,46 @@ def test_release_lets_go_and_touches_nothing(host):
     assert len(host.pids()) == len(before) + 1
 
 
+def test_a_value_that_is_missing_for_one_poll_is_not_forgotten(host):
+    """Fields fail when things go wrong: a rise across the poll that lacked them is a rise all the same."""
+    dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
+    host.poll(("edac_errors_total", 1, dimm))
+    host.poll(("load_average", 1))
+    host.poll(("edac_errors_total", 5, dimm))
+    assert [e.count for e in host.watch.events(host.device) if e.kind == "counter"] == [4]
+    again = host.again()
+    again.poll(("load_average", 1))
+    again.poll(("edac_errors_total", 6, dimm))
+    assert sum(e.count for e in again.watch.events(again.device) if e.kind == "counter") == 5
+
+
+def test_an_outage_and_a_restart_wipe_nothing_out(host):
+    """What a device said of itself before its driver went away is known after any number of failed polls."""
+    host.poll(("row_remap_failed", 1))
+    for _ in range(25):
+        host.watch._lanes[host.cpu, "says"].newest = None  # each failure a change, and so worth storing
+        host.poll(skips="no driver")
+    again = host.again()
+    again.poll(skips="no driver")
+    assert "row-remap-failed" in {f.rule for f in again.engine.verdict(again.cpu).findings}
+
+
+def test_failed_polls_are_stored_now_and_then(host):
+    """A driver that is away for a week does not fill the disk with polls that say so."""
+    for _ in range(5):
+        host.poll(skips="no driver")
+    assert len(host.store.polls(host.cpu)) == 1
+
+
+def test_one_failed_poll_does_not_let_go_of_a_driver_without_persistence(host):
+    """Letting go would reset what is to be read, because of a hiccup."""
+    host.poll(("persistence_mode", 0))
+    host.poll(skips="busy")
+    assert host.watch.holding
+    host.poll(("persistence_mode", 0))
+    assert len(set(host.pids())) == 1
+
+
 # Events
 
 
@@ -345,14 +387,64 @@ def test_the_log_is_followed_until_the_engine_stops(host):
 
 
 @pytest.mark.parametrize(
-    ("bus_id", "wanted"),
-    [("0000:65:00.0", "GPU-1"), ("0000:65:00", "GPU-1"), ("0000:66:00", "CPU-1"), ("", "CPU-1"), ("garbage", "CPU-1")],
+    ("kind", "bus_id", "wanted"),
+    [
+        ("xid", "0000:65:00.0", "GPU-1"),
+        ("xid", "0000:65:00", "GPU-1"),
+        ("aer", "0000:65:00.0", "GPU-1"),
+        ("xid", "0000:66:00", "bus 0000:66:00"),
+        ("xid", "", "bus "),
+        ("aer", "0000:66:00.0", "CPU-1"),
+        ("mce", "", "CPU-1"),
+        ("sxid", "0000:a9:00.0", "CPU-1"),
+        ("oom", "garbage", "CPU-1"),
+    ],
 )
-def test_a_line_belongs_to_the_device_at_that_place(bus_id, wanted):
-    """A whole device, not its instance; what fits no device is the host's."""
-    record = LogRecord(boot="b", sequence=1, at=0.0, kind="xid", name="79", bus_id=bus_id)
-    assert addressee(record, [MIG, CPU, GPU]).uuid == wanted
-    assert addressee(record, [MIG]) is None
+def test_a_line_belongs_to_the_device_at_that_place(kind, bus_id, wanted):
+    """A whole device, not its instance. A GPU that is not watched is never the host; what fits no device is."""
+    record = LogRecord(boot="b", sequence=1, at=0.0, kind=kind, name="79", bus_id=bus_id)
+    assert addressee(record, [MIG, CPU, GPU]) == wanted
+    assert addressee(record, []) == (f"bus {bus_key(bus_id)}" if kind == "xid" else "host")
+
+
+def test_what_was_heard_before_a_device_was_known_is_its_own(host):
+    """The log is not read in vain while the inventory is late: events wait at their place."""
+    host.hear(XID, "CPU0: Core temperature above threshold, cpu clock throttled")
+    series = host.engine._worker("", numeric=False, touches=False)
+    host.watch.read_log(series, list, until_end=True)
+    host.engine._end(series)
+    assert [e.name for e in host.watch.events(GPU) if e.kind == "xid"] == ["79"]
+    assert [e.device for e in host.watch.events(host.device) if e.kind == "thermal"] == [host.cpu]
+    assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
+
+
+def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
+    """A network card's PCI Express error is no finding against the host's processor."""
+    host.hear("pcieport 0000:00:01.0: AER: Uncorrectable (Fatal) error message received from 0000:17:00.0")
+    host.hear("mlx5_core 0000:17:00.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer", start=1)
+    host.engine.read_log(until_end=True)
+    events = host.watch.events(host.device)
+    assert "elsewhere" in {e.kind for e in events}
+    assert "aer" not in {e.kind for e in events}
+    assert {f.state for f in host.engine.verdict(host.cpu).findings if f.rule.startswith("pcie")} <= {State.HEALTHY}
+
+
+def test_a_line_of_a_clock_that_was_not_set_is_dated_now(host, monkeypatch):
+    """An Xid dated 1970 would be older than anything, and one of 2055 would stay new for ever."""
+    host.hear(XID)
+    monkeypatch.setattr(watch_module, "happened", lambda r, d: replace(events.happened(r, d), first=12.0, last=12.0))
+    host.engine.read_log(until_end=True)
+    (event,) = [e for e in host.watch.events(GPU) if e.kind == "xid"]
+    assert event.last == pytest.approx(time.time(), abs=60)
+
+
+def test_a_log_that_is_missing_is_said_while_it_is_followed(host):
+    """A follower whose file is not there says so; it does not wait for ever as if all were well."""
+    host.log.unlink()
+    begun = time.monotonic()
+    host.engine.read_log(until_end=False)
+    assert time.monotonic() - begun < 30
+    assert str(host.log) in host.watch.log_problem
 
 
 def test_the_boot_id_of_this_machine_is_read():

@@ -17,7 +17,7 @@ from canaryd.model import Device, Reading
 from canaryd.probe import Absent
 from canaryd.worker.command import command_setting, output
 from canaryd.worker.sysfs import Unreadable, attempt
-from canaryd.worker.vendors import Unavailable
+from canaryd.worker.vendors import NotHere, Unavailable
 
 PATIENCE = 2.0
 """Seconds that one answer may take."""
@@ -103,7 +103,7 @@ def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
     if unknown := sorted(set(settings) - set(COMMANDS)):
         raise ValueError(f"{unknown[0]}: not a setting of apple_telemetry; it has {', '.join(sorted(COMMANDS))}")
     if sys.platform != "darwin" and "sysctl" not in settings:
-        raise Unavailable("this machine does not run macOS")
+        raise NotHere("this machine does not run macOS")
     return {name: command_setting(settings, name, default) for name, default in COMMANDS.items()}
 
 

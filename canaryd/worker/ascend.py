@@ -16,9 +16,9 @@ from typing import Any
 
 from canaryd.model import Device, Reading
 from canaryd.probe import Absent
-from canaryd.worker.command import command_setting, output
+from canaryd.worker.command import NotInstalled, command_setting, output
 from canaryd.worker.sysfs import Unreadable, aer, attempt, path_setting, pcie
-from canaryd.worker.vendors import Unavailable
+from canaryd.worker.vendors import NotHere, Unavailable
 
 PATIENCE = 4.0
 """Seconds that one answer of npu-smi may take; it is slow on a busy machine."""
@@ -189,6 +189,8 @@ def _listed(smi: str) -> list[_Chip]:
     """Return the chips of the table; raise `Unavailable` where there is no table."""
     try:
         text = _answer(smi, "info")
+    except NotInstalled as error:
+        raise NotHere(str(error)) from error
     except Unreadable as error:
         raise Unavailable(str(error)) from error
     if "Health" not in text:

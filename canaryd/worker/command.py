@@ -9,6 +9,10 @@ from typing import Any
 from canaryd.worker.sysfs import Unreadable
 
 
+class NotInstalled(Unreadable):
+    """There is no such command here."""
+
+
 def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str:
     """Return a setting that is a command's name or path; raise `ValueError` for anything else."""
     given = settings.get(name, default)
@@ -31,7 +35,7 @@ def output(argv: Sequence[str], timeout: float) -> str:
             env={**os.environ, "LC_ALL": "C"},  # words and decimal points as documented
         )
     except FileNotFoundError:
-        raise Unreadable(f"{argv[0]} is not installed, or not in PATH") from None
+        raise NotInstalled(f"{argv[0]} is not installed, or not in PATH") from None
     except subprocess.TimeoutExpired:
         raise Unreadable(f"{' '.join(argv)} did not answer within {timeout:.1f} s") from None
     except OSError as error:

@@ -32,7 +32,6 @@ from canaryd.worker.sysfs import (
     path_setting,
     read_bytes,
     read_count,
-    read_int,
     read_text,
     rpm,
     unreadable,
@@ -170,7 +169,8 @@ def throttling(sysfs: Path) -> Iterator[Fact]:
     """Yield how often cores and packages slowed down for heat.
 
     Each processor has both counters: siblings share those of a core, and all processors of a package those of the
-    package (Documentation/ABI/testing/sysfs-devices-system-cpu), so the highest of each stands for it.
+    package (Documentation/ABI/testing/sysfs-devices-system-cpu). One spell of heat slows many cores down, so their sum
+    would tell their number: the highest of all stands for how often it happened.
     """
     try:
         processors = entries(sysfs / "devices/system/cpu", "cpu[0-9]*")
@@ -188,13 +188,7 @@ def throttling(sysfs: Path) -> Iterator[Fact]:
 
 
 def _throttled(processors: list[Path], scope: str) -> int:
-    highest: dict[tuple[int, ...], int] = defaultdict(int)
-    for path in processors:
-        unit: tuple[int, ...] = (read_int(path / "topology/physical_package_id"),)
-        if scope == "core":
-            unit += (read_int(path / "topology/core_id"),)
-        highest[unit] = max(highest[unit], read_count(path / f"thermal_throttle/{scope}_throttle_count"))
-    return sum(highest.values())
+    return max(read_count(path / f"thermal_throttle/{scope}_throttle_count") for path in processors)
 
 
 def sensors(sysfs: Path) -> Iterator[Fact]:

@@ -6,7 +6,7 @@ Formats are those of the Linux kernel (Documentation/ABI/testing/dev-kmsg) and o
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import re
 import select
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from canaryd.model import LogPosition, LogRecord
-
-_LOG = logging.getLogger(__name__)
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LONGEST_LINE = 16_384
@@ -392,6 +390,8 @@ class _File:
         self._descriptor = descriptor
         self._offset = 0
         self._head = b""
+        self.missing = False
+        """Whether nothing was at the path when the newest read looked."""
 
     def read(self) -> tuple[bytes, bool]:
         anew = False
@@ -410,10 +410,12 @@ class _File:
         return os.pread(self._descriptor, size, offset)
 
     def _replaced(self) -> bool:
-        """Whether the path leads to another file now, which then is open. A missing one is waited for."""
+        """Whether the path leads to another file now, which then is open."""
+        self.missing = False
         try:
             new = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
+            self.missing = True
             return False
         if os.path.sameopenfile(new, self._descriptor) or self._at(self._offset, 1):
             os.close(new)
@@ -500,7 +502,8 @@ class _Reader:
         newest = self._newest if self._held is None else self._held.sequence - 1
         return LogPosition(boot=self.boot, sequence=newest, lost=self._lost, garbled=self._garbled)
 
-    def take(self, lines: list[bytes]) -> Iterator[LogRecord]:
+    def take(self, lines: list[bytes], since: float = 0.0) -> Iterator[LogRecord]:
+        """Yield what the lines tell that were written at `since` (seconds since the epoch) or later."""
         now, since_boot = time.time(), time.monotonic()
         for line in lines:
             if not line.strip() or line.startswith(b" "):
@@ -528,8 +531,8 @@ class _Reader:
                 continue
             if uuid := self._uuids.get(message.bus_id, ""):
                 message.fields["uuid"] = uuid
-            # The kernel's clock stands still while the machine sleeps and may run ahead of ours by a little.
-            at = min(now, now - since_boot + record.usec / 1e6)
+            # The kernel's clock stands still while the machine sleeps, and no time server keeps it from drifting.
+            at = min(now, max(since, now - since_boot + record.usec / 1e6))
             found = LogRecord(boot=self.boot, sequence=record.sequence, at=at, **message._asdict())
             if message.kind == "mce" and message.name == "logged":
                 yield from self.release()
@@ -569,40 +572,41 @@ def follow(
     over if `boot` is the present boot. A position follows every batch, and comes every `beat` seconds (at most) when
     nothing does; a position that was stored is where to go on, and no record is given out twice or left out.
     `until_end` ends at the log's present end. `stop` is asked every `TICK` seconds. `boot_id` names the file that
-    holds the boot id. Raises `PermissionError`, `FileNotFoundError` (with `until_end`; a missing file is waited for
-    otherwise), other `OSError`, and `ValueError` for a path that is neither a device nor a file.
+    holds the boot id. Raises `PermissionError`, `FileNotFoundError` (at once with `until_end`, otherwise when nothing
+    was there for a whole beat), other `OSError`, and `ValueError` for a path that is neither a device nor a file.
     """
     present = _boot(boot_id)
     reader, lines = _Reader(present, after if boot == present else -1), _Lines()
     source: _Source | None = None
-    said = False
-    told = time.monotonic()
+    told = there = time.monotonic()
+    since = 0.0
     try:
         while not stop():
             if source is None:
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     source = _open(path)
-                except FileNotFoundError:
-                    if until_end:
-                        wanted = "name /dev/kmsg, or a file that is fed in its format"
-                        raise FileNotFoundError(f"{path}: no kernel log there; {wanted}") from None
-                    if not said:
-                        said = True
-                        _LOG.warning("%s: no kernel log there; waiting for it", path)
-                else:
                     if isinstance(source, _File) and not source.holds(reader.floor):
                         reader.floor = -1  # another file than the one that was read: it starts again
+            looked = time.time()
             data, anew = source.read() if source else (b"", False)
+            if source is not None and not (isinstance(source, _File) and source.missing):
+                there = time.monotonic()
+            elif (until_end and source is None) or time.monotonic() - there >= beat:
+                wanted = "name /dev/kmsg, or a file that is fed in its format"
+                raise FileNotFoundError(f"{path}: no kernel log there; {wanted}")
             if anew:
+                since = 0.0
                 yield from reader.take(lines.reset())
                 reader.floor = -1
             if data:
-                yield from reader.take(lines.feed(data))
+                yield from reader.take(lines.feed(data), since)
             elif until_end:
                 break
             else:
+                # All that was there has been read: what comes next is news. The second is for a clock being slewed.
+                since = looked - 1.0
                 yield from reader.release()
-            if data or time.monotonic() - told >= beat:
+            if data or (source and time.monotonic() - told >= beat):
                 told = time.monotonic()
                 yield reader.position
             if not data:

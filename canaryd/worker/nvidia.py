@@ -17,7 +17,7 @@ from typing import Any
 from canaryd.model import Device, Reading, reading_key
 from canaryd.probe import Absent
 from canaryd.worker.sysfs import aer, path_setting
-from canaryd.worker.vendors import Unavailable
+from canaryd.worker.vendors import NotHere, Unavailable
 
 Fact = Reading | Absent
 Ask = Callable[[], Any]
@@ -191,7 +191,8 @@ def _library() -> ModuleType:
             nvml.nvmlInit()
         except Exception as error:
             code = getattr(error, "value", 0)
-            raise Unavailable(NO_START.get(code) or f"NVML does not start: {_said(error)}") from error
+            kind = NotHere if code in (9, 12) else Unavailable  # images carry the library to machines without a GPU
+            raise kind(NO_START.get(code) or f"NVML does not start: {_said(error)}") from error
         _nvml = nvml
     return _nvml
 

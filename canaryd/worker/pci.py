@@ -19,6 +19,8 @@ ACCELERATORS = {
 AMD's and Intel's VGA controllers are left out: most are part of a processor. So is Intel's 0x1200: the neural unit of
 a client processor, which no backend here drives.
 """
+INTEGRATED = (0x8086, "0000:00:02.0")
+"""Vendor and place of every graphics unit that is part of an Intel processor, whatever its class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,9 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
     found = []
     for function in sorted(entries(sysfs / "bus/pci/devices")):
         try:
-            vendor, classes = ACCELERATORS.get(read_int(function / "vendor"), ("", ()))
-            if read_int(function / "class") >> 8 not in classes:
+            number = read_int(function / "vendor")
+            vendor, classes = ACCELERATORS.get(number, ("", ()))
+            if read_int(function / "class") >> 8 not in classes or (number, function.name) == INTEGRATED:
                 continue
             device_id = f"{read_int(function / 'device'):04x}"
         except Unreadable:

@@ -128,11 +128,20 @@ class Runner:
                 devices, facts, problems = vendors.inventory(name, settings)
             except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
                 reason = str(caught) if isinstance(caught, vendors.Unavailable) else _last_line(caught)
-                self._send(kind="inventoried", vendor=name, devices=[], facts={}, problems=[], unavailable=reason)
+                here = not isinstance(caught, vendors.NotHere)
+                self._send(
+                    kind="inventoried", vendor=name, devices=[], facts={}, problems=[], unavailable=reason, here=here
+                )
             else:
                 found = to_json(devices)
                 self._send(
-                    kind="inventoried", vendor=name, devices=found, facts=facts, problems=problems, unavailable=""
+                    kind="inventoried",
+                    vendor=name,
+                    devices=found,
+                    facts=facts,
+                    problems=problems,
+                    unavailable="",
+                    here=True,
                 )
 
     def follow(self, request: dict[str, Any]) -> None:

@@ -24,6 +24,10 @@ class Unavailable(Exception):
     """The vendor's library or driver cannot be used here; the argument is the one line that people will read."""
 
 
+class NotHere(Unavailable):
+    """Nothing of the vendor is installed: no failure where there is no such device."""
+
+
 class Vendor(Protocol):
     """What each module offers. `settings` is the probe's own section of the configuration.
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,22 @@ def test_footprint(bench, one_probe):
     assert data["foreign"] == []
     assert data["memory"]["resident"] > data["memory"]["proportional"] > 0
     assert data["rest"]["scrapes"] == 1
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here: the stand-in for NVML cannot be built")
+def test_telemetry(bench):
+    """A sweep is taken apart, a daemon that polls 8 GPUs is watched and scraped, and its own time accounted for."""
+    few = ("--rounds", 2, "--sweeps", 1, "--scrapes", 5, "--period", 5, "--settled", 5, "--account", 6)
+    data = bench("telemetry", *few, result="telemetry")
+    rows, scrapes = data["sweep"]["worker_ms"], data["daemon"]["scrapes_ms"]  # twice as many, where others are busy
+    assert 2 <= len(rows) <= 4
+    assert {len(row) for row in rows} == {len(data["sweep"]["parts"])}
+    assert 1 <= len(data["daemon"]["sweeps"]) <= 2
+    assert 5 <= len(scrapes) <= 10
+    assert data["daemon"]["series"] > 8 * 100
+    assert data["daemon"]["memory"]["daemon"]["resident"] > data["daemon"]["memory"]["daemon"]["proportional"] > 0
+    assert data["account"]["sweeps"] >= 1
+    assert data["account"]["total"] >= data["account"]["items"]["the page: rendering"] > 0
 
 
 def test_check_time(bench, one_probe):

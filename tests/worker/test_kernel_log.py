@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pty
 import re
@@ -11,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,9 +257,9 @@ def read(path: Path, boot_id: str, after: int = -1, boot: str = BOOT) -> tuple[l
 class Live:
     """A follower that goes on, read step by step."""
 
-    def __init__(self, path: Path, boot_id: str, **options) -> None:
+    def __init__(self, path: Path, boot_id: str, beat: float = 0.01, **options) -> None:
         self.stopped = False
-        self.stream = follow(str(path), boot_id=boot_id, beat=0.01, stop=lambda: self.stopped, **options)
+        self.stream = follow(str(path), boot_id=boot_id, beat=beat, stop=lambda: self.stopped, **options)
 
     def news(self) -> tuple[list[int], LogPosition]:
         """Return the numbers of the records up to where nothing more comes, and the position there."""
@@ -372,9 +372,8 @@ def test_a_replaced_file_is_read_from_its_start(boot_id, log):
     feed(log, line(501))
     log.rename(log.with_suffix(".1"))
     feed(log.with_suffix(".1"), line(502))
-    assert live.news()[0] == [501, 502]
     feed(log, line(503))
-    assert live.news() == ([503], LogPosition(boot=BOOT, sequence=503))
+    assert live.news() == ([501, 502, 503], LogPosition(boot=BOOT, sequence=503))
     log.rename(log.with_suffix(".2"))
     feed(log, line(0), line(1))
     assert live.news() == ([0, 1], LogPosition(boot=BOOT, sequence=1))
@@ -451,15 +450,51 @@ def test_an_idle_log_has_a_heartbeat(boot_id, log):
     assert 0.1 < time.monotonic() - began < 2.0
 
 
-def test_a_missing_file_is_waited_for(boot_id, log, caplog):
-    """It says so once, and reads it from its start when it comes."""
-    live = Live(log, boot_id)
-    with caplog.at_level(logging.WARNING):
-        assert live.news() == ([], LogPosition(boot=BOOT, sequence=-1))
-        assert live.news() == ([], LogPosition(boot=BOOT, sequence=-1))
-    assert [r.getMessage() for r in caplog.records] == [f"{log}: no kernel log there; waiting for it"]
+def test_a_log_that_is_not_there_is_said_and_never_passes_for_one_that_was_read(boot_id, log):
+    """After a beat without it, and no position comes before: to the caller a position means that all is well."""
+    stream = follow(str(log), boot_id=boot_id, beat=0.2)
+    with pytest.raises(FileNotFoundError, match=r"/kmsg: no kernel log there; name /dev/kmsg"):
+        next(stream)
+
+
+def test_a_log_that_goes_away_for_a_beat_is_said(boot_id, log):
+    """What is fed to a path that nobody looks at any more would never be read."""
     feed(log, line(1))
+    live = Live(log, boot_id)
     assert live.news()[0] == [1]
+    log.unlink()
+    with pytest.raises(FileNotFoundError, match="no kernel log there"):
+        live.news()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_log_that_comes_within_a_beat_is_read(boot_id, log, there):
+    """A rotation leaves the path empty for a moment, and a feeder may start a moment later than canaryd."""
+    live = Live(log, boot_id, beat=2.0)
+    if there:
+        feed(log, line(500))
+        assert [next(live.stream), next(live.stream)][1] == LogPosition(boot=BOOT, sequence=500)
+        log.unlink()
+    later = threading.Timer(0.7, feed, (log, line(1)))
+    later.start()
+    found = next(live.stream)
+    later.join()
+    assert isinstance(found, LogRecord)
+    assert found.sequence == 1
+
+
+def test_a_line_that_is_news_is_dated_as_news(boot_id, log):
+    """No time server corrects the clock of the stamps: after months it is minutes off, either way."""
+    feed(log, line(1, usec=1))
+    live = Live(log, boot_id)
+    assert next(live.stream).at < time.time() - 60  # the machine runs for longer; from the backlog, so it may be old
+    live.news()
+    began = time.time()
+    feed(log, line(2, usec=1), line(3, usec=int((time.monotonic() + 1e6) * 1e6)))
+    found = [next(live.stream), next(live.stream)]
+    assert [r.sequence for r in found] == [2, 3]
+    for record in found:
+        assert began - 1.5 < record.at <= time.time()
 
 
 def test_it_stops_when_it_is_told_to(boot_id, log):

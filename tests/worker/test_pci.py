@@ -48,6 +48,13 @@ def test_vendor_and_class_tell_an_accelerator(tmp_path, vendor, pci_class, name)
     assert [found.vendor for found in accelerators(tmp_path)] == ([name] if name else [])
 
 
+def test_the_graphics_of_an_intel_processor_are_no_accelerator(tmp_path):
+    """On a server without a screen they have the class of a card, and sit where they always do; a card does not."""
+    function(tmp_path, "0000:00:02.0", "0x8086", "0x038000")
+    function(tmp_path, "0000:65:00.0", "0x8086", "0x038000")
+    assert [found.bus_id for found in accelerators(tmp_path)] == ["0000:65:00.0"]
+
+
 def test_an_accelerator_is_described(tmp_path):
     """By place, model, board and driver, in the order of the bus."""
     function(tmp_path, "0000:9b:00.0", "0x10de", "0x030200")
