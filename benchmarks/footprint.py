@@ -72,13 +72,25 @@ def wait_for_rest(process: psutil.Process, quiet: float, patience: float) -> flo
     while busy is None or time.monotonic() - busy < quiet:
         if process.status() == psutil.STATUS_ZOMBIE:
             raise psutil.NoSuchProcess(process.pid, msg="it ended")
-        if process.children():
+        if passing(process):
             busy = time.monotonic()
         if time.monotonic() - started > patience:
             state = "never started a worker" if busy is None else "still has workers"
             raise TimeoutError(f"it {state} after {patience:g} s")
         time.sleep(0.05)
     return time.monotonic() - started - quiet
+
+
+def passing(process: psutil.Process) -> list[psutil.Process]:
+    """Return the daemon's workers without the reader of the kernel log, which stays."""
+    return [child for child in process.children() if not reads_log(child.pid)]
+
+
+def reads_log(pid: int) -> bool:
+    """Return whether a process has the kernel log open."""
+    with contextlib.suppress(OSError):
+        return any(fd.readlink() == Path("/dev/kmsg") for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def memory(pid: int | str) -> dict[str, float]:
@@ -104,7 +116,7 @@ def rest(process: psutil.Process, metrics: str, duration: float) -> dict[str, fl
             with urllib.request.urlopen(metrics, timeout=10) as answer:  # noqa: S310  an address of our own making
                 size = len(answer.read())
             scrapes.append(time.perf_counter() - begun)
-        workers = max(workers, len(process.children()))
+        workers = max(workers, len(passing(process)))
         time.sleep(min(1.0, duration / 4))
     after, spent = process.cpu_times(), time.monotonic() - started
     used = after.user + after.system - before.user - before.system

@@ -22,7 +22,7 @@ NOT_CHECKED = {
     "deep": ("products larger than 4096",),
 }
 NEVER_CHECKED = (
-    "canary prompts and the serving engine",
+    "the serving engine, and the model that it serves",
     "device memory beyond what the operands touch, and links between devices",
     "load, power and temperature that this run did not reach",
 )

@@ -89,6 +89,8 @@ class Daemon:
     """Device → when it was last tested out of turn, by the monotonic clock, and how long not again."""
     _log: threading.Thread | None = None
     _sweep_period: float = 0.0
+    _judged: float = -REFRESH
+    """When a sweep last judged and rendered, by the monotonic clock."""
     _quit: threading.Event = field(default_factory=threading.Event)
     _signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """A signal handler may put into it: unlike an Event, it takes no lock that the interrupted code may hold."""
@@ -250,6 +252,7 @@ class Daemon:
             return
         self.engine.sweep(due=True)
         self._render()
+        self._judged = time.monotonic()
 
     def _follow(self) -> None:
         """Read the kernel log for as long as the daemon runs; a reader that dies is replaced."""
@@ -340,18 +343,20 @@ class Daemon:
         self._render()
 
     def _refresh(self) -> None:
-        """Take what other canaryd processes stored, judge again (evidence ages), render."""
+        """Take what other canaryd processes stored; judge again (evidence ages) and render, unless a sweep just did."""
         mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
         # A second look at the recent past: what is being written now may become visible after this.
         since, self._refreshed = self._refreshed - REFRESH, time.time()
         for run in self.store.runs(since=since, drill=None):
             if run.id not in mine and run.device in self.engine.devices:
                 self.engine.take(run)
-        if self.store.changed_elsewhere():
+        elsewhere = self.store.changed_elsewhere()
+        if elsewhere:
             self.engine.watch.recall(time.time())
-        self.engine.decide()
         self._warn(self.store.problems)
-        self._render()
+        if elsewhere or time.monotonic() - self._judged > REFRESH:
+            self.engine.decide()
+            self._render()
 
     def _warn(self, problems: Iterable[str]) -> None:
         """Log each problem once."""

@@ -485,15 +485,16 @@ class Engine:
 
     def decide(self) -> dict[str, Verdict]:
         """Judge every known device from the evidence at hand, store what changed, and return the verdicts."""
-        return {uuid: self._decide(uuid, drill=False) for uuid in list(self.devices)}
+        previous = self.store.verdicts()
+        return {uuid: self._decide(uuid, previous.get(uuid)) for uuid in list(self.devices)}
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now."""
-        return self._decide(uuid, drill=False)
+        return self._decide(uuid, self.store.verdicts().get(uuid))
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
         """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
-        return self._decide(uuid, drill=True, since=since)
+        return self._decide(uuid, None, drill=True, since=since)
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         polls = {n: p for n, p in self.watch.polls(device.uuid).items() if n in self.entries}
@@ -519,11 +520,10 @@ class Engine:
         found = [d for u, d in self.devices.items() if u in self.present and d.backend != "cpu" and not d.parent]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
 
-    def _decide(self, uuid: str, *, drill: bool, since: float = 0.0) -> Verdict:
+    def _decide(self, uuid: str, previous: Verdict | None, *, drill: bool = False, since: float = 0.0) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
             others = {u: d for u, d in self.devices.items() if u != uuid}
-            previous = None if drill else self.store.verdicts().get(uuid)
             runs = [run for run in self.evidence(uuid) if run.started >= since]
             if self.cases:  # what was asked for is a part, and the verdict is about that part
                 runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]

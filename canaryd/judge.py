@@ -24,7 +24,7 @@ from canaryd.telemetry import Signs
 
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
-EPOCH = 1_577_836_800.0
+EPOCH = telemetry.EPOCH
 """2020-01-01: no run is older than canaryd; one that says so was dated by a clock that had not been set."""
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten."""

@@ -194,7 +194,7 @@ def test_without_torch_a_device_is_unknown(tmp_path):
     assert device["state"] == "unknown"
     assert {run["outcome"] for run in device["runs"]} == {"skipped"}
     reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
-    assert sorted(reasons) == ["exact_attention", "exact_integer", "exact_matmul"]
+    assert sorted(reasons) == ["canary_prompts", "exact_attention", "exact_integer", "exact_matmul"]
     assert all("torch" in reason for reason in reasons.values())
     assert any("cannot import torch" in problem for problem in document["problems"])
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import Device, Outcome, Run
-from canaryd.probe import ProbeSpec
+from canaryd import supervise
+from canaryd.model import Device, Outcome, Reading, Run
+from canaryd.probe import Absent, ProbeSpec
 from canaryd.supervise import RunRequest, Series, WorkerSpec, abandoned, new_run_id
 
 PROBES = Path(__file__).parent / "probes"
@@ -188,7 +189,12 @@ def test_an_unknown_instruction_set_is_refused_by_name():
         ("yields_nonsense", {"what": "class"}, Outcome.ERRORED, "the probe yielded type"),
         ("yields_nonsense", {"what": "nan"}, Outcome.ERRORED, "yielded a Reading that is not plain data"),
         ("yields_nonsense", {"what": "object"}, Outcome.ERRORED, "yielded a Reading that is not plain data"),
-        ("yields_nonsense", {"what": "missing"}, Outcome.ERRORED, "Reading.name: wanted str, got NoneType"),
+        (
+            "yields_nonsense",
+            {"what": "missing"},
+            Outcome.ERRORED,
+            "yielded a Reading that is not plain data: Reading(name=None",
+        ),
         ("exhausts_memory", {}, Outcome.OUT_OF_MEMORY, "MemoryError"),
         ("exhausts_device", {}, Outcome.OUT_OF_MEMORY, "Tried to allocate 20.00 GiB"),
         ("exhausts_device", {"plain": True}, Outcome.OUT_OF_MEMORY, "ALLOC_FAILED"),
@@ -699,3 +705,32 @@ def test_describe_without_torch_says_why(bare_python):
         described = series.describe([])
     assert described.torch is None
     assert described.torch_reason
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        None,
+        [],
+        ["name"],
+        ["name", 1],
+        ["name", 1, "unit"],
+        ["name", None, "unit", {}],
+        [1, 1, "unit", {}],
+        ["name", 1, 1, {}],
+        ["name", 1, "unit", []],
+        ["name", 1, "unit", {"label": 1}],
+        ["name", [1], "unit", {}],
+    ],
+)
+def test_what_stands_for_no_reading_is_refused(item):
+    """Readings are taken apart by hand, and as strictly as every other message."""
+    with pytest.raises(ValueError, match="no reading"):
+        supervise._fact(item)
+
+
+def test_readings_arrive_as_they_were_yielded():
+    """Name, value with its type, unit, labels; an absence with its reason."""
+    assert supervise._fact(["a", True, "1", {"b": "c"}]) == Reading(name="a", value=True, unit="1", labels={"b": "c"})
+    assert supervise._fact(["a", 2**60, "", {}]).value == 2**60
+    assert supervise._fact(["a", "why"]) == Absent(name="a", reason="why")

@@ -75,7 +75,7 @@ def test_a_run_is_facts_then_one_result(worker):
     worker.run(PROBES / "passes.py", id="r9")
     *facts, result = worker.answers("result")
     kinds = [message.get("type", message["kind"]) for message in facts]
-    assert kinds == ["progress", "Reading", "Comparison", "Skipped", "Absent"]
+    assert kinds == ["progress", "readings", "Comparison", "Skipped", "readings"]
     assert {message["id"] for message in facts} == {"r9"}
     assert (result["id"], result["outcome"], result["detail"]) == ("r9", "completed", "")
     assert result["seconds"] >= 0
@@ -211,4 +211,4 @@ def test_core_dumps_are_off(worker, tmp_path):
     )
     worker.run(probe)
     wanted = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
-    assert worker.answers("result")[0]["value"]["value"] == wanted
+    assert worker.answers("result")[0]["values"][0][1] == wanted

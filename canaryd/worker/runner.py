@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import queue
@@ -37,6 +38,9 @@ PROGRESS_PERIOD = 0.1
 """Seconds between two progress lines; a probe may report as often as it likes."""
 DETAIL = 16_384
 """Characters kept of a traceback, from its end."""
+BATCH = 256
+"""Readings of telemetry that travel in one message; others go at once, so that they outlive a crash."""
+INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 FACTS = (Reading, Comparison, Skipped, Absent)
 MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """What backends say in a plain `RuntimeError` when memory ran out."""
@@ -166,6 +170,7 @@ class Runner:
         run = request["id"]
         device = from_json(Device, request["device"])
         seconds, numeric, detail = 0.0, False, ""
+        readings: list[list[Any]] = []
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
             probe = self._load(request["probe"])
@@ -183,9 +188,16 @@ class Runner:
             begun = time.monotonic()
             try:
                 for fact in probe.run(context):
-                    self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
+                    if isinstance(fact, (Reading, Absent)):
+                        readings.append(_compact(fact))
+                        if probe.SPEC.telemetry and len(readings) < BATCH:
+                            continue
+                    self._send_readings(run, readings)
+                    if not isinstance(fact, (Reading, Absent)):
+                        self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
             finally:
                 seconds = time.monotonic() - begun
+                self._send_readings(run, readings)
             outcome = Outcome.COMPLETED
         except Skip as skip:
             outcome, detail = Outcome.SKIPPED, str(skip)
@@ -196,6 +208,12 @@ class Runner:
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
         self._send(kind="result", id=run, outcome=outcome.value, seconds=seconds, detail=detail, **surroundings)
+
+    def _send_readings(self, run: str, readings: list[list[Any]]) -> None:
+        """Send what has gathered: a message for each would be most of what telemetry costs."""
+        if readings:
+            self._send(kind="readings", id=run, values=readings)
+            readings.clear()
 
     def _load(self, name: str) -> ModuleType:
         path = self._root / name  # an absolute name stays itself
@@ -240,6 +258,20 @@ class Runner:
                 os._exit(1)
 
 
+def _compact(fact: Reading | Absent) -> list[Any]:
+    """Return a reading as [name, value, unit, labels], an absence as [name, reason]; raise where it is not plain."""
+    if isinstance(fact, Absent):
+        if not all(isinstance(text, str) for text in (fact.name, fact.reason)):
+            raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
+        return [fact.name, fact.reason]
+    value, labels = fact.value, fact.labels
+    texts = [fact.name, fact.unit, *labels, *labels.values()]
+    good = isinstance(value, (str, int, float)) and not (isinstance(value, float) and not math.isfinite(value))
+    if not (good and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"the probe yielded a Reading that is not plain data: {fact!r:.200}; {INSTEAD}")
+    return [fact.name, value, fact.unit, dict(labels)]
+
+
 def _plain(fact: Any) -> Any:
     """Return a fact as JSON data; raise `TypeError` or `ValueError` naming the type where it is not one."""
     if type(fact) not in FACTS:
@@ -250,8 +282,7 @@ def _plain(fact: Any) -> Any:
         from_json(type(fact), json.loads(json.dumps(data, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the probe yielded a {type(fact).__name__} that is not plain data: {error}; "
-            "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
+            f"the probe yielded a {type(fact).__name__} that is not plain data: {error}; {INSTEAD}"
         ) from error
     return data
 
