@@ -1,0 +1,283 @@
+"""The built-in canary model: a small decoder-only transformer over bytes, in plain torch, and its files.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache, tied head. The same code prefills, decodes and
+scores, in every floating-point format; 16-bit formats take norms, rotations and softmax in float32, as serving does.
+All of the model's arithmetic is here; docs/canary.md says what it is good for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from canaryd.worker.tensors import torch
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Formats that the model runs in, widest first."""
+POSITIONS = 128
+"""Longest sequence."""
+Watch = Callable[[str, Any], Any]
+"""Sees every tensor at the point where its format rounds it ("2.query", "logits"), and returns what goes on."""
+
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"}
+_HEADER_LIMIT = 1 << 20
+"""Bytes that a header of ours may have; the format itself allows 100 MB."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int = 256
+    theta: int = 10_000
+    """Base of the rotary frequencies: J. Su et al., "RoFormer", arXiv 2104.09864, section 3.2.2."""
+
+    @property
+    def head(self) -> int:
+        """Size of one attention head."""
+        return self.hidden // self.heads
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return every weight's name and shape; matrices are (out, in)."""
+        named: dict[str, tuple[int, ...]] = {"embedding": (self.vocabulary, self.hidden), "norm": (self.hidden,)}
+        for i in range(self.layers):
+            named |= {
+                f"{i}.attention_norm": (self.hidden,),
+                f"{i}.query": (self.hidden, self.hidden),
+                f"{i}.key": (self.kv_heads * self.head, self.hidden),
+                f"{i}.value": (self.kv_heads * self.head, self.hidden),
+                f"{i}.output": (self.hidden, self.hidden),
+                f"{i}.inner_norm": (self.hidden,),
+                f"{i}.gate": (self.inner, self.hidden),
+                f"{i}.up": (self.inner, self.hidden),
+                f"{i}.down": (self.hidden, self.inner),
+            }
+        return named
+
+
+class Cache:
+    """Keys and values of the positions seen so far; per layer a tensor (rows, KV heads, length, head size)."""
+
+    def __init__(self, model: Canary, rows: int, length: int) -> None:
+        shape, like = model.shape, model.weights["embedding"]
+        sizes = (rows, shape.kv_heads, length, shape.head)
+        self.keys = [like.new_zeros(sizes) for _ in range(shape.layers)]
+        self.values = [like.new_zeros(sizes) for _ in range(shape.layers)]
+        self.used = 0
+
+    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
+        """Store new positions of one layer behind those in use; return all of that layer."""
+        end = self.used + key.shape[2]
+        self.keys[layer][:, :, self.used : end] = key
+        self.values[layer][:, :, self.used : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+class Canary:
+    """A model with its weights in one format on one device."""
+
+    def __init__(self, shape: Shape, weights: Mapping[str, Any], watch: Watch | None = None) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.watch = watch
+        self.rotations = _rotations(shape, _wide(weights["embedding"]))
+
+    def to(self, target: Any, dtype: str) -> Canary:
+        """Return a copy on torch device `target` in format `dtype`; every format holds the weights exactly."""
+        kind = getattr(torch, dtype)
+        copies = {name: tensor.clone().to(kind).to(target) for name, tensor in self.weights.items()}
+        return Canary(self.shape, copies, self.watch)
+
+    def forward(self, tokens: Any, cache: Cache | None = None) -> Any:
+        """Return the logits (rows, T, vocabulary) of tokens (rows, T), which stand behind those in `cache`."""
+        weights, start = self.weights, cache.used if cache else 0
+        cos, sin = (table[start : start + tokens.shape[1]] for table in self.rotations)
+        x = self._see("embedding", torch.nn.functional.embedding(tokens, weights["embedding"]))
+        for i in range(self.shape.layers):
+            x = self._see(f"{i}.middle", x + self._attention(i, x, cos, sin, cache))
+            x = self._see(f"{i}.out", x + self._inner(i, x))
+        if cache:
+            cache.used += tokens.shape[1]
+        x = self._norm("norm", x)
+        return self._see("logits", torch.nn.functional.linear(x, weights["embedding"]))
+
+    def _see(self, name: str, tensor: Any) -> Any:
+        return tensor if self.watch is None else self.watch(name, tensor)
+
+    def _linear(self, name: str, x: Any) -> Any:
+        return self._see(name, torch.nn.functional.linear(x, self.weights[name]))
+
+    def _norm(self, name: str, x: Any) -> Any:
+        wide = _wide(x)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return self._see(name, (scaled * self.weights[name].to(wide.dtype)).to(x.dtype))
+
+    def _rotate(self, name: str, x: Any, cos: Any, sin: Any) -> Any:
+        a, b = _wide(x).chunk(2, -1)
+        return self._see(name, torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
+
+    def _attention(self, i: int, x: Any, cos: Any, sin: Any, cache: Cache | None) -> Any:
+        rows, count, _ = x.shape
+        groups, size = self.shape.kv_heads, self.shape.head
+        seen = self._norm(f"{i}.attention_norm", x)
+        query, key, value = (
+            self._linear(f"{i}.{name}", seen).view(rows, count, -1, size).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        query = self._rotate(f"{i}.rotated_query", query, cos, sin)
+        key = self._rotate(f"{i}.rotated_key", key, cos, sin)
+        if cache:
+            key, value = cache.extend(i, key, value)
+        key, value = self._see(f"{i}.keys", key), self._see(f"{i}.values", value)
+        query = query.reshape(rows, groups, -1, count, size)  # query heads of one group share their keys and values
+        scores = self._see(f"{i}.scores", torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * size**-0.5)
+        if count > 1:
+            positions = torch.arange(key.shape[2], device=x.device)
+            scores = scores.masked_fill(positions > positions[-count:, None], -math.inf)
+        chances = self._see(f"{i}.softmax", torch.softmax(_wide(scores), -1).to(x.dtype))
+        mixed = self._see(f"{i}.mixed", torch.matmul(chances, value.unsqueeze(2)))
+        return self._linear(f"{i}.output", mixed.flatten(1, 2).transpose(1, 2).reshape(rows, count, -1))
+
+    def _inner(self, i: int, x: Any) -> Any:
+        seen = self._norm(f"{i}.inner_norm", x)
+        gate = torch.nn.functional.silu(self._linear(f"{i}.gate", seen))
+        return self._linear(f"{i}.down", self._see(f"{i}.active", gate * self._linear(f"{i}.up", seen)))
+
+
+def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
+    """Return cosines and sines (positions, half a head), made in float64 on the host: no device's own enter here."""
+    half = shape.head // 2
+    angles = [[position * shape.theta ** (-k / half) for k in range(half)] for position in range(POSITIONS)]
+    cosines, sines = (
+        torch.tensor([[turn(a) for a in row] for row in angles], dtype=torch.float64).to(like.dtype).to(like.device)
+        for turn in (math.cos, math.sin)
+    )
+    return cosines, sines
+
+
+def _wide(x: Any) -> Any:
+    """Return float32 for 16-bit tensors, the tensor itself otherwise."""
+    return x.to(torch.float32) if x.element_size() == 2 else x
+
+
+def decode(model: Canary, prompts: Any, count: int) -> tuple[Any, Any]:
+    """Prefill `prompts` (rows, P), then decode greedily from the KV cache, one token at a time.
+
+    Returns tokens (rows, count) and the logits (rows, count, vocabulary) that each was chosen by.
+    """
+    cache = Cache(model, prompts.shape[0], prompts.shape[1] + count - 1)
+    logits = [model.forward(prompts, cache)[:, -1]]
+    tokens = [logits[0].argmax(-1)]
+    while len(tokens) < count:
+        logits.append(model.forward(tokens[-1][:, None], cache)[:, -1])
+        tokens.append(logits[-1].argmax(-1))
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def score(model: Canary, prompts: Any, continuation: Any) -> tuple[Any, Any]:
+    """Score a given `continuation` (rows, count) of `prompts` in one pass; returns the same as `decode`."""
+    logits = model.forward(torch.cat((prompts, continuation[:, :-1]), 1))[:, prompts.shape[1] - 1 :].contiguous()
+    return logits.argmax(-1), logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files: the safetensors format (https://github.com/huggingface/safetensors, section "Format").
+
+
+class BadFile(ValueError):
+    """A file that is not what it should be; the text says where and how."""
+
+
+def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file that holds host tensors and texts."""
+    codes = {getattr(torch, name): code for code, name in _SAFETENSORS.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    parts, at = [], 0
+    for name, tensor in tensors.items():
+        parts.append(bytes(tensor.detach().contiguous().view(torch.uint8).flatten().tolist()))
+        end = at + len(parts[-1])
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+
+
+def read_safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors and texts of a safetensors file; raise `BadFile` for anything that the format forbids.
+
+    The tensors must cover the data without gap or overlap, as the format demands.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(_HEADER_LIMIT, len(data) - 8):
+        raise BadFile(f"{len(data)} bytes with a header of {size}: wanted at most {_HEADER_LIMIT}, inside the file")
+    try:
+        header = json.loads(data[8 : 8 + size], object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise BadFile("the header is not an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise BadFile("__metadata__: wanted texts by name")
+    body, tensors, at = bytearray(data[8 + size :]), {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: _begin(*item)):
+        dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
+            raise BadFile(f"{name}: wanted a known dtype and positive sizes, got {entry['dtype']!r} and {shape!r}")
+        kind = getattr(torch, dtype)
+        count = math.prod(shape)
+        if begin != at or end - begin != count * kind.itemsize or end > len(body):
+            raise BadFile(f"{name}: bytes {begin} to {end} of {len(body)}: wanted {count * kind.itemsize} from {at}")
+        # One copy each: alignment is then the allocator's, not the file's.
+        tensors[name] = torch.frombuffer(body, dtype=torch.uint8, count=end - begin, offset=begin).clone()
+        tensors[name] = tensors[name].view(kind).view(shape)
+        at = end
+    if at != len(body):
+        raise BadFile(f"{len(body) - at} bytes behind the last tensor")
+    return tensors, metadata
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
+
+
+def _begin(name: str, entry: Any) -> int:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise BadFile(f"{name}: wanted dtype, shape and data_offsets")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise BadFile(f"{name}: data_offsets {offsets!r}: wanted two numbers of bytes")
+    begin: int = offsets[0]
+    return begin
+
+
+def save(model: Canary) -> bytes:
+    """Return the file of a model: its weights and, as texts, its sizes."""
+    return write_safetensors(model.weights, {name: str(size) for name, size in asdict(model.shape).items()})
+
+
+def load(data: bytes) -> Canary:
+    """Return the model that `save` wrote; raise `BadFile` where sizes and tensors do not fit together."""
+    weights, metadata = read_safetensors(data)
+    try:
+        shape = Shape(**{name: int(text) for name, text in metadata.items()})
+        wanted = shape.tensors()
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadFile(f"__metadata__ does not give the sizes of a model: {error}") from error
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if found != wanted:
+        differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        raise BadFile(f"{differ[0]}: {found.get(differ[0])}, wanted {wanted.get(differ[0])}")
+    return Canary(shape, weights)

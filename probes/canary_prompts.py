@@ -1,0 +1,89 @@
+"""Prompts whose continuation a small language model knows by heart: the same tokens on every healthy device.
+
+Stresses: a whole inference in every floating-point format: embedding, norms, rotations, attention over a KV cache,
+products at prefill and decode shapes, one row and four.
+
+Cannot see: kernels that serving uses and plain torch does not, faults that move no logit beyond its tolerance (in
+16-bit formats that is a wide one), and what needs large matrices or full load to show. See docs/canary.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.worker.canary import DTYPES, BadFile
+from canaryd.worker.canary_golden import PATHS, Bench, Golden, Task, load_golden
+from canaryd.worker.exact import SAID, Session, chosen
+from canaryd.worker.tensors import as_text, is_refusal, need_torch, strict_switches, torch
+
+SPEC = ProbeSpec(
+    name="canary_prompts",
+    summary="a small language model that must answer as it learnt to",
+    every_instruction_set=True,
+    order=20,
+)
+FILES = Path(__file__).parent / "canary"
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Compare every task's tokens and logits with the goldens; say per mode how far from them they were."""
+    need_torch()
+    try:
+        golden = load_golden(FILES)
+    except BadFile as error:
+        raise Skip(f"{FILES}: {error}. This installation is damaged: install canaryd again") from error
+    session = Session(ctx)
+    tasks = [t for t in every_task(ctx, golden) if chosen(ctx, t.name) or chosen(ctx, f"{t.name}/logits")]
+    if not tasks:
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is float32/decode/b1/{golden.names[0]}")
+    session.injector.arm([task.name for task in tasks if task.rows])
+    tasks.sort(key=lambda task: (not task.rows, task.name != session.injector.target))  # a drill must not miss its turn
+    bench = Bench(session, golden)
+    with strict_switches() as switches, torch.inference_mode():
+        yield Reading(name="switches", value=as_text(switches))
+        yield from _prepare(ctx, bench, tasks)
+        yield from _verify(ctx, bench, [task for task in tasks if task.dtype in bench.models])
+        if not ctx.cases:
+            for dtype in bench.models:
+                yield from bench.sensitive(dtype)
+    if ctx.drill and not session.injector.spent:
+        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+    yield from bench.readings()
+
+
+def every_task(ctx: Context, golden: Golden) -> list[Task]:
+    """Return one prompt per format at quick, in rotation; above that, and where cases are named, everything."""
+    count, wide = len(golden.names), bool(ctx.level != "quick" or ctx.cases)
+    tasks = [
+        Task(dtype, path, golden.names[i], tuple((i + row) % count for row in range(batch)))
+        for turn in range(count if wide else 1)
+        for number, dtype in enumerate(DTYPES)
+        for i in ((ctx.seed + turn + number) % count,)
+        for path in PATHS
+        for batch in ((1, 4) if wide else (1,))
+    ]
+    return tasks + [Task(dtype, "weights") for dtype in DTYPES]
+
+
+def _prepare(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Skipped]:
+    for dtype in dict.fromkeys(task.dtype for task in tasks):
+        try:
+            bench.prepare(dtype)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            said = (str(error).splitlines() or ["no reason given"])[0][:SAID]
+            yield Skipped(case=dtype, reason=f"this torch on {ctx.device.backend} refuses it: {said}")
+
+
+def _verify(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Fact]:
+    for number, task in enumerate(tasks):
+        ctx.progress(number / len(tasks), task.name)
+        if not task.rows:
+            yield bench.weights(task.dtype)
+        elif number >= len(bench.models) and ctx.left <= 0.0 and not ctx.cases:
+            yield Skipped(case=task.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+        else:
+            yield from bench.verify(task, ctx.left / (len(tasks) - number) if ctx.level == "deep" else 0.0)
