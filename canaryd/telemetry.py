@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd import xids
@@ -162,9 +163,9 @@ class Signs:
         """Return the rises of a counter that has at least these labels."""
         return [e for e in self.seen("counter", within, name) if has(e.name, name, labels)]
 
-    def ago(self, at: float) -> str:
-        """Say how long ago something was."""
-        return f"{_spoken(self.now - at)} ago"
+    def moment(self, at: float) -> str:
+        """Say when something was: a message is read long after it was written, when "a minute ago" is not true."""
+        return f"at {datetime.fromtimestamp(min(max(at, EPOCH), self.now), tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
     @cached_property
     def boots(self) -> list[float]:
@@ -277,7 +278,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    what = "; ".join([*lost, *(f"the kernel log, {signs.ago(e.last)}: {e.detail.rstrip('.')}" for e in events[-1:])])
+    what = "; ".join([*lost, *(f"the kernel log, {signs.moment(e.last)}: {e.detail.rstrip('.')}" for e in events[-1:])])
     if any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values()):
         what += ". It answers again"
     if _returns(times, signs.boots) >= 1:
@@ -385,7 +386,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     when = max((e.last for e in events), default=None)
     before_reset = max((e.last for e in events if e.kind != "reset"), default=0.0 if events else None)
     text = f"uncorrected memory error in {', '.join(places)}, "
-    text += "counted since the driver was loaded" if when is None else f"last {signs.ago(when)}"
+    text += "counted since the driver was loaded" if when is None else f"last {signs.moment(when)}"
     text += ". Reset-class (NVIDIA's memory error management): drain the device, reset it. "
     yield _finding("uncorrected-error", State.SUSPECT, Cause.HARDWARE, text + _until(signs, before_reset, signs.resets))
 
@@ -452,7 +453,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
     corrected = signs.most([e for e in lines if e.name != "uncorrected"], DAY)
     if open_:
         newest = max(open_, key=lambda e: e.last)
-        text = f"machine check {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
+        text = f"machine check {signs.moment(newest.last)}: {newest.detail.rstrip('.')}. "
         text += "Reboot-class (ours): decode it, restart. "
         yield _finding("machine-check", State.SUSPECT, Cause.HARDWARE, text + _until(signs, newest.last, signs.boots))
     elif corrected >= MACHINE_CHECKS:
@@ -471,7 +472,7 @@ def xid_application(signs: Signs) -> Iterator[Finding]:
         if incident.grade == "application" and signs.now - incident.last <= DAY and not _repeated(signs, incident):
             wrong = signs.last_mismatch is not None and signs.last_mismatch > incident.last
             cause = Cause.SOFTWARE if signs.passed(incident.last) else Cause.UNDETERMINED
-            text = f"{incident} {signs.ago(incident.last)}. Application-class: {_advice(signs, incident)}. "
+            text = f"{incident} {signs.moment(incident.last)}. Application-class: {_advice(signs, incident)}. "
             state = State.SUSPECT if wrong else State.HEALTHY
             yield _finding("xid-application", state, cause, text + _since(signs, incident))
 
@@ -480,7 +481,7 @@ def xid_repeated(signs: Signs) -> Iterator[Finding]:
     """The same application's Xid again and again on one device, or Xid 13 twice at one place of the chip."""
     for incident in signs.incidents:
         if incident.grade == "application" and (how := _repeated(signs, incident)):
-            text = f"{incident} {how}, last {signs.ago(incident.last)}. Application-class: "
+            text = f"{incident} {how}, last {signs.moment(incident.last)}. Application-class: "
             if incident.xid.code in (13, 31):
                 text += (
                     f"NVIDIA's workflow for Xid {incident.xid.code}: when it repeats on this device and not on others, "
@@ -509,7 +510,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
             yield _finding("xid-recurring", State.FAULTY, Cause.HARDWARE, text)
         elif not signs.cleared(incident.last, cuts):
             again = f", {back} times after a reset" if back else ""
-            text = f"{incident} {signs.ago(incident.last)}{again}. {incident.grade.capitalize()}-class: "
+            text = f"{incident} {signs.moment(incident.last)}{again}. {incident.grade.capitalize()}-class: "
             text += f"{_advice(signs, incident)}. "
             yield _finding("xid-recovery", State.SUSPECT, incident.cause, text + _until(signs, incident.last, cuts))
 
@@ -521,7 +522,7 @@ def xid_inspect(signs: Signs) -> Iterator[Finding]:
             state = State.FAULTY if incident.grade == "rma" else State.SUSPECT
             cause = Cause.HARDWARE if incident.grade == "rma" else incident.cause
             kind = "RMA" if incident.grade == "rma" else "Inspection"
-            text = f"{incident} {signs.ago(incident.last)}. {kind}-class: {_advice(signs, incident)}. "
+            text = f"{incident} {signs.moment(incident.last)}. {kind}-class: {_advice(signs, incident)}. "
             yield _finding("xid-inspect", state, cause, f"{text}Over after 30 days without another")
 
 
@@ -530,7 +531,7 @@ def xid_unknown(signs: Signs) -> Iterator[Finding]:
     for incident in signs.incidents:
         if incident.grade == xids.UNKNOWN and signs.now - incident.last <= DAY:
             newest = max(incident.events, key=lambda e: e.last)
-            text = f"Xid {newest.name.partition(' ')[0]} ({incident.xid.title}) {signs.ago(newest.last)}: "
+            text = f"Xid {newest.name.partition(' ')[0]} ({incident.xid.title}) {signs.moment(newest.last)}: "
             text += f"{newest.detail.rstrip('.')}. "
             text += f"{_advice(signs, incident)}. Grade it under telemetry.xids. Over after a day"
             yield _finding("xid-unknown", State.DEGRADED, Cause.UNDETERMINED, text)
@@ -540,7 +541,7 @@ def xid_noted(signs: Signs) -> Iterator[Finding]:
     """Xid 92 asks for nothing, but it tells of many corrected errors."""
     for incident in signs.incidents:
         if incident.xid.code == 92 and incident.grade == "none" and signs.now - incident.last <= DAY:
-            text = f"{incident} {signs.ago(incident.last)}. {_advice(signs, incident)}. The counters tell the rate"
+            text = f"{incident} {signs.moment(incident.last)}. {_advice(signs, incident)}. The counters tell the rate"
             yield _finding("xid-noted", State.HEALTHY, Cause.HARDWARE, text)
 
 
@@ -548,7 +549,7 @@ def sxid(signs: Signs) -> Iterator[Finding]:
     """An NVSwitch reported an error of its links. Links check what they carry: numbers do not go wrong in silence."""
     for event in signs.seen("sxid", DAY):
         fatal = event.name.endswith(" fatal")
-        text = f"NVSwitch error SXid {event.name} {signs.ago(event.last)}: {event.detail.rstrip('.')}. "
+        text = f"NVSwitch error SXid {event.name} {signs.moment(event.last)}: {event.detail.rstrip('.')}. "
         text += "Reset-class (NVIDIA's Fabric Manager guide): reset switches and GPUs" if fatal else "Nothing to do"
         state = State.DEGRADED if fatal else State.HEALTHY
         yield _finding("sxid", state, Cause.HARDWARE, f"{text}. Over after a day")
@@ -607,7 +608,7 @@ def conditions(signs: Signs) -> Iterator[Finding]:
         if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
             over = f"Over {_spoken(signs.policy.settle)} after it last held for a minute of ten"
-            text = f"{newest.detail}, last {signs.ago(newest.last)}. {advice}. {over}"
+            text = f"{newest.detail}, last {signs.moment(newest.last)}. {advice}. {over}"
             yield _finding(rule, State.DEGRADED, Cause.ENVIRONMENT, text)
 
 
@@ -640,7 +641,7 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
             over = "Over after a day" if severity == "nonfatal" else _until(signs, newest.last, signs.resets)
-            text = f"{severity} PCI Express error {signs.ago(newest.last)}: {newest.detail.rstrip('.')}. "
+            text = f"{severity} PCI Express error {signs.moment(newest.last)}: {newest.detail.rstrip('.')}. "
             text += f"Reset-class (ours): look at seating and slot, then reset. {over}"
             yield _finding("pcie-aer", state, Cause.HARDWARE, text)
 
@@ -681,7 +682,7 @@ def nvlink_down(signs: Signs) -> Iterator[Finding]:
         fell = (event.after == "0" or event.before == "1") and signs.trained(event, -math.inf, signs.now) > 0
         if down or (fell and signs.now - event.last <= signs.policy.settle):
             what = f"NVLink {labels.get('link', '?')} went down" if labels else "the device left its NVLink fabric"
-            text = f"{what} {signs.ago(event.last)} and is {'down still' if down else 'back'}. Ours: look at Fabric "
+            text = f"{what} {signs.moment(event.last)} and is {'down still' if down else 'back'}. Ours: look at Fabric "
             text += f"Manager and at the other end. {'Over when it is up again' if down else _over(signs)}"
             yield _finding("nvlink-down", State.DEGRADED, Cause.UNDETERMINED, text)
 
@@ -717,7 +718,9 @@ def device_recovered(signs: Signs) -> Iterator[Finding]:
     """The driver had to restart the device to free it: work was lost, and the application may be the reason."""
     if events := signs.rises("device_recoveries_total", DAY):
         times, last = sum(e.count for e in events), max(e.last for e in events)
-        text = f"the driver had to restart the device {times:g} times, last {signs.ago(last)} (ours). Over after a day"
+        text = (
+            f"the driver had to restart the device {times:g} times, last {signs.moment(last)} (ours). Over after a day"
+        )
         yield _finding("device-recovered", State.DEGRADED, Cause.UNDETERMINED, text)
 
 
@@ -754,7 +757,7 @@ def clock_source(signs: Signs) -> Iterator[Finding]:
     source = signs.word("clock_source")
     holds = signs.policy.settle if source == "tsc" else WATCH if source else DAY
     if signs.now - last <= holds:
-        text = f"the kernel gave up its clock tsc {signs.ago(last)} and uses {source or 'another'}. "
+        text = f"the kernel gave up its clock tsc {signs.moment(last)} and uses {source or 'another'}. "
         text += "Ours: update the BIOS, restart the machine"
         yield _finding("clock-source", State.DEGRADED, Cause.ENVIRONMENT, text)
 
@@ -762,7 +765,7 @@ def clock_source(signs: Signs) -> Iterator[Finding]:
 def unclean_reboot(signs: Signs) -> Iterator[Finding]:
     """The machine went down without warning, or left records of a crash."""
     for event in (e for e in signs.seen("boot", DAY) if e.name == "unclean"):
-        text = f"the machine started again {signs.ago(event.last)} without having been shut down: {event.detail}"
+        text = f"the machine started again {signs.moment(event.last)} without having been shut down: {event.detail}"
         yield _finding("unclean-reboot", State.HEALTHY, Cause.UNDETERMINED, text)
     if records := signs.value("crash_records"):
         text = f"{records:g} records of a kernel crash wait in /sys/fs/pstore: read them, then delete them"
@@ -798,14 +801,15 @@ def kernel_lines(signs: Signs) -> Iterator[Finding]:
         if found is not None:
             state, cause, what = found
             times = f"{event.count:g} times, last " if event.count > 1 else ""
-            text = f"{what}, {times}{signs.ago(event.last)}: {event.detail.rstrip('.')}. Over after a day"
+            text = f"{what}, {times}{signs.moment(event.last)}: {event.detail.rstrip('.')}. Over after a day"
             yield _finding(f"kernel-{event.kind}", state, cause, text)
 
 
 def changed(signs: Signs) -> Iterator[Finding]:
     """Something of the machine is another than a day ago: no fault, but it explains what comes later."""
     for event in signs.seen("change", DAY):
-        text = f"{event.name} changed {event.before} → {event.after} {signs.ago(event.last)}"
+        what = event.detail if event.name == "device" else f"{event.name} changed {event.before} → {event.after}"
+        text = f"{what}, {signs.moment(event.last)}"
         yield _finding("changed", State.HEALTHY, Cause.NONE, text)
     for event in signs.seen("counter-fell", DAY):
         kind = READINGS.get(taken_apart(event.name)[0])
@@ -814,7 +818,7 @@ def changed(signs: Signs) -> Iterator[Finding]:
             if any(event.first <= boot <= event.last for boot in signs.boots):
                 continue
             why = "cleared by hand, at its end, or a part of what it counts is gone; no reset"
-        yield _finding("changed", State.HEALTHY, Cause.NONE, f"{event.detail}, {signs.ago(event.last)}: {why}")
+        yield _finding("changed", State.HEALTHY, Cause.NONE, f"{event.detail}, {signs.moment(event.last)}: {why}")
 
 
 RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
@@ -900,6 +904,10 @@ def _since(signs: Signs, incident: Incident) -> str:
         return f"An exact golden was missed {_spoken(signs.last_mismatch - at)} after it: look at the device first"
     if signs.last_pass is not None and signs.last_pass > at:
         return f"Exact goldens ran clean {_spoken(signs.last_pass - at)} after it: look at the application first"
+    if signs.device.torch_index is None and signs.device.backend != "cpu":
+        return (
+            "No exact golden can tell a broken device from a broken application here: torch does not reach the device"
+        )
     return "Exact goldens have been asked for; they tell a broken device from a broken application"
 
 

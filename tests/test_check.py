@@ -426,3 +426,13 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
         bad = copy.deepcopy(good)
         at(bad, path)[field] = value
         assert not VALIDATOR.is_valid(bad), (path, field)
+
+
+def test_telemetry_that_is_switched_off_is_told(tmp_path):
+    """A device that nobody listens to is not checked in that respect, and the report says so; so is an unread log."""
+    config = configure(tmp_path, "passes")
+    (tmp_path / "kernel.log").unlink()
+    answer = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "state")
+    left_out = answer.document["not_checked"]
+    assert "what cpu:0 says of itself: no telemetry probe was run for it" in left_out
+    assert any(text.startswith("the kernel log: ") and "kernel.log" in text for text in left_out)

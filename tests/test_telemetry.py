@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from datetime import datetime, timezone
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tests.command import ROOT
 NOW = 1_790_000_000.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 POLICY = TelemetryConfig()
-GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H200", detail={"driver": "580.95"})
+GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H200", torch_index=0, detail={"driver": "580.95"})
 HEALTHY, DEGRADED, UNKNOWN, SUSPECT, FAULTY = State
 H, E, U = Cause.HARDWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED
 NUMBERS = itertools.count()
@@ -685,6 +686,8 @@ def test_an_xid_of_an_application_tells_what_exact_goldens_said():
     assert "ran clean 59 minutes after it: look at the application" in message(
         sign(xid(31), passed=60), "xid-application"
     )
+    unreached = dataclasses.replace(sign(xid(31)), device=dataclasses.replace(GPU, torch_index=None))
+    assert "torch does not reach the device" in message(unreached, "xid-application")
     assert "missed 59 minutes after it: look at the device" in message(sign(xid(31), wrong=60), "xid-application")
     repeated = message(sign(xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31), passed=60), "xid-repeated")
     assert "NVIDIA's workflow for Xid 31" in repeated
@@ -1169,3 +1172,10 @@ def test_every_xid_is_forgotten_in_the_end(code, ago):
     worst = max((f.state.severity for f in findings(sign(made, polls={}))), default=0)
     assert worst <= SUSPECT.severity
     assert worst == 0 or xids.explain(code).grade != "none"
+
+
+def test_a_message_says_when_and_not_how_long_ago():
+    """It is stored, and read long after it was written."""
+    text = message(sign(event("off-bus", "driver", HOUR, detail="GPU is lost")), "gpu-lost")
+    assert f"at {datetime.fromtimestamp(NOW - HOUR, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC" in text
+    assert " ago" not in text

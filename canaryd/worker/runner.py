@@ -1,8 +1,8 @@
 """Runs probes on request: JSON lines in on standard input, JSON lines out on the protocol's file descriptor.
 
 Requests and answers are described in docs/architecture.md. Facts travel as they are yielded, so that what a probe has
-measured survives its crash. The end of standard input ends the process at once, so that neither a killed daemon nor a
-killed `docker exec` leaves an orphan.
+measured survives its crash; those of telemetry travel together, for each poll is followed by the next. The end of
+standard input ends the process at once, so that neither a killed daemon nor a killed `docker exec` leaves an orphan.
 """
 
 from __future__ import annotations

@@ -825,13 +825,11 @@ def test_the_probe_completes(machine):
 
 @pytest.mark.parametrize(("mischief", "outcome"), [(StandIn.hang, Outcome.TIMED_OUT), (StandIn.crash, Outcome.CRASHED)])
 def test_a_call_that_hangs_or_crashes_costs_the_worker(machine, mischief, outcome):
-    """What was read before it is kept; the other GPUs are read as before."""
+    """That poll is lost and says where it hung; the other GPUs are read as before."""
     mischief(machine, 6, "nvmlDeviceGetPowerUsage")
     run = run_probe(machine, gpu(machine, 6), timeout=3.0)
     assert run.outcome is outcome, run.detail
-    names = {r.name for r in run.readings}
-    assert "temperature_celsius" in names
-    assert "power_watts" not in names
+    assert "nvmlDeviceGetPowerUsage" in run.detail
     assert run_probe(machine, gpu(machine, 5)).outcome is Outcome.COMPLETED
     assert machine.holders() == {}
 
