@@ -156,8 +156,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     if options.probes or options.cases:
         chosen = (f"probes and cases other than {', '.join([*options.probes, *options.cases])}",)
     deaf = [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]
-    unread = (f"what {', '.join(deaf)} says of itself: no telemetry probe was run for it",) if deaf else ()
-    unread += (f"the kernel log: {engine.watch.log_problem}",) if engine.watch.log_problem else ()
+    unread = [f"what {', '.join(deaf)} says of itself: no telemetry probe was run for it"] if deaf else []
+    unread += [f"the kernel log: {engine.watch.log_problem}"] if engine.watch.log_problem else []
     result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 
