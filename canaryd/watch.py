@@ -91,6 +91,8 @@ class _Lane:
     """The newest value of every reading, whichever poll it is from: what is missing for a moment is not forgotten."""
     kept: Run | None = None
     """The newest completed poll that was stored."""
+    mark: tuple[tuple[str, float | str], ...] | None = None
+    """What of it makes another poll worth storing."""
     stored: float = -math.inf
     """When the newest poll that was stored began, completed or not."""
     uncounted: Counter[Outcome] = field(default_factory=Counter)
@@ -232,11 +234,12 @@ class Watch:
             if not self.own():
                 return
             kept = lane.kept
-            new = completed and (kept is None or watched(run) != watched(kept))
+            mark = watched(run) if completed else lane.mark
+            new = completed and (kept is None or mark != (lane.mark or watched(kept)))
             due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
             if events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
-                lane.kept, lane.stored = (run if completed else kept), run.started
+                lane.kept, lane.stored, lane.mark = (run if completed else kept), run.started, mark
                 lane.uncounted = Counter()
         if events:
             self._remember(events)
