@@ -25,7 +25,7 @@ from canaryd.model import State, to_json
 from canaryd.probe import LEVELS
 from canaryd.store import Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
-from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE
+from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE, released_until
 
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
@@ -236,7 +236,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     store = _open(settings)
     _complain(*store.problems)
-    if (until := float(store.note(RELEASE_NOTE) or 0.0)) > time.time() and status.daemon_runs(store):
+    if (until := released_until(store, time.time())) and status.daemon_runs(store):
         left = until - time.time()
         _complain(f"devices are released for another {left:.0f} s and are not touched: wait, or canaryd release --end")
         return judge.exit_code(State.UNKNOWN)

@@ -20,7 +20,7 @@ from canaryd.config import Config, ProbeSettings
 from canaryd.model import Comparison, Device, Exactness, Outcome, Reading, Run, Subject, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.schedule import Plan, Step
-from canaryd.store import Busy, DeviceRecord, Store
+from canaryd.store import Busy, Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
 from canaryd.telemetry import Signs
 from canaryd.watch import Task, Watch
@@ -36,7 +36,7 @@ BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
-VENDORS = ("host", "nvidia", "amd", "intel", "ascend", "apple")
+VENDORS = ("host", *inventory.BACKENDS)
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
 REWORD = 60.0
 """The same where only its words are others, since "3 minutes ago" would be written at every look."""
@@ -193,7 +193,9 @@ class Engine:
         """Take up what the store knows of devices and runs: what was faulty stays so before anything is looked at."""
         with self._mutex:
             now = self.clock()
-            records = [r for r in self.store.devices() if self._included(r.device) and self._remembers(r, now)]
+            known = self.store.devices()
+            here = {r.device.uuid for r in known if r.present} | self.present
+            records = [r for r in known if self._included(r.device) and inventory.remembered(r, here, self.config, now)]
             # New mappings each time: other threads iterate over the old ones.
             self.devices = {r.device.uuid: r.device for r in records}
             self.in_place = {r.device.uuid for r in records if r.present}
@@ -209,14 +211,6 @@ class Engine:
             self.watch.instances = parts
             self.watch.recall(now)
             self.watch.boot(list(self.devices), now)
-
-    def _remembers(self, record: DeviceRecord, now: float) -> bool:
-        """Whether a device is still spoken of: it is there, or it went not long ago and nobody took it out."""
-        if record.present or record.device.uuid in self.present:
-            return True
-        planned = record.device.uuid in self.config.devices.absent or inventory.PLACEHOLDER in record.device.detail
-        planned |= record.device.parent in self.present  # the GPU was divided otherwise: its instances are others now
-        return not planned and now - record.last_seen < self.config.judge.watch
 
     def _included(self, device: Device) -> bool:
         wanted = self.config.devices.include

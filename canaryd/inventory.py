@@ -10,7 +10,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from canaryd.config import Config
 from canaryd.model import Device, Event
+from canaryd.store import DeviceRecord
 from canaryd.supervise import Description, Listing
 
 PLACEHOLDER = "undriven"
@@ -21,6 +23,16 @@ STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
 UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 """Keys of `Device.detail` whose change is no event: a reboot has its own, and a cpuset says nothing of the machine."""
+
+
+def remembered(record: DeviceRecord, here: Collection[str], config: Config, now: float) -> bool:
+    """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out."""
+    device = record.device
+    if device.uuid in here:
+        return True
+    planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
+    planned |= device.parent in here  # the GPU was divided otherwise: its instances are others now
+    return not planned and now - record.last_seen < config.judge.watch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,6 @@ from canaryd.telemetry import Signs
 
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
-EPOCH = telemetry.EPOCH
-"""2020-01-01: no run is older than canaryd; one that says so was dated by a clock that had not been set."""
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten."""
 AHEAD = 3600.0
@@ -580,7 +578,7 @@ def not_completed(docket: Docket) -> Iterator[Finding]:
         if run.outcome is not Outcome.COMPLETED:
             cause, text = OUTCOMES[run.outcome]
             lane = f" ({run.instruction_set})" if run.instruction_set else ""
-            reason = _reason(run)
+            reason = telemetry.reason_of(run)
             message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
             yield _finding("not-completed", State.UNKNOWN, cause, message, run)
 
@@ -746,14 +744,6 @@ def _strongest(hits: Sequence[Hit]) -> Hit:
     return min(reversed(hits), key=lambda h: CAUSES.index(h.cause))
 
 
-def _reason(run: Run) -> str:
-    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
-    lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
-    if not lines:
-        return ""
-    return lines[-1 if lines[0].startswith("Traceback") else 0][:300]
-
-
 def _spoken(seconds: float) -> str:
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size or (unit == "hours" and seconds == size):
@@ -792,7 +782,9 @@ def decide(
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
         # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
         unique = {
-            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
+            r.id: r if r.started >= telemetry.EPOCH else replace(r, started=now)
+            for r in candidates
+            if bool(r.drill) == drill
         }
         recent = (r for r in unique.values() if not drill or now - r.started <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=_time))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from canaryd import judge
 from canaryd.config import Config
+from canaryd.inventory import remembered
 from canaryd.model import Cause, Device, Event, Finding, State, Verdict
 from canaryd.store import Busy, Store
-from canaryd.watch import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
+from canaryd.watch import DAEMON_LOCK, LOG_PROBLEM_NOTE, released_until
 
 UNTENDED = 1800.0
 """Seconds after which a verdict that nobody has renewed is no verdict: a running daemon renews it every ten minutes."""
@@ -52,10 +53,11 @@ def gather(store: Store, config: Config, now: float | None = None) -> Status:
     now = time.time() if now is None else now
     verdicts: Mapping[str, Verdict] = store.verdicts()
     found = []
-    for record in store.devices():
+    records = store.devices()
+    here = {r.device.uuid for r in records if r.present}
+    for record in records:
         verdict = verdicts.get(record.device.uuid)
-        gone = not record.present and now - record.last_seen > config.judge.watch
-        if (record.present or verdict is not None) and not gone and record.device.uuid not in config.devices.absent:
+        if (record.present or verdict is not None) and remembered(record, here, config, now):
             events = tuple(store.events(since=now - RECENT, device=record.device.uuid))
             found.append(
                 DeviceStatus(
@@ -65,11 +67,10 @@ def gather(store: Store, config: Config, now: float | None = None) -> Status:
                     events=events,
                 )
             )
-    until = float(store.note(RELEASE_NOTE) or 0.0)
     return Status(
         now=now,
         daemon=daemon_runs(store),
-        released_until=until if until > now else 0.0,
+        released_until=released_until(store, now),
         devices=tuple(sorted(found, key=lambda d: (-d.verdict.state.severity, d.device.backend, d.device.name))),
         problems=(
             *store.problems,

@@ -260,12 +260,12 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
     for probe, poll in sorted(signs.polls.items()):
         times = (poll.since, poll.completed.started if poll.completed else poll.since)
         seen = max((t for t in times if t <= signs.now + AHEAD), default=None)
-        if _lost(poll) or (seen is not None and signs.now - seen <= stale_after(poll.period)):
+        if lost_because(poll.newest) or (seen is not None and signs.now - seen <= stale_after(poll.period)):
             continue
         cause, why = Cause.HARNESS, "none was made; is the daemon overloaded or stopped?"
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             cause, why = OUTCOMES[poll.newest.outcome]
-            why = ": ".join(filter(None, (why, _reason(poll.newest))))
+            why = ": ".join(filter(None, (why, reason_of(poll.newest))))
         since = "since the clock was set back" if seen is None else f"for {_spoken(signs.now - seen)}"
         text = f"{probe}: no poll has completed {since} ({poll.failures} failed in a row): {why}"
         yield _finding("telemetry-stale", State.UNKNOWN, cause, text, probe)
@@ -273,7 +273,7 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
 
 def gpu_lost(signs: Signs) -> Iterator[Finding]:
     """The driver or the kernel says that the device is lost; it stands until a reboot and an exact pass."""
-    lost = [f"{probe}: {why}" for probe, poll in sorted(signs.polls.items()) if (why := _lost(poll))]
+    lost = [f"{probe}: {why}" for probe, poll in sorted(signs.polls.items()) if (why := lost_because(poll.newest))]
     events = signs.losses
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
@@ -866,16 +866,15 @@ def _finding(rule: str, state: State, cause: Cause, message: str, probe: str = "
     return Finding(rule=rule, state=state, cause=cause, message=message, probe=probe)
 
 
-def _lost(poll: Poll) -> str:
-    """Return the reason of the newest poll if it says that the device is lost, else ""."""
-    failed = poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
-    reason = _reason(poll.newest) if failed and poll.newest else ""
+def lost_because(run: Run | None) -> str:
+    """Return the reason of a poll if it says that its device is lost, else ""."""
+    reason = reason_of(run) if run is not None and run.outcome is not Outcome.COMPLETED else ""
     # Nothing that merely speaks of another device's loss: only what `canaryd.worker.nvidia.LOST` begins with.
     return reason if reason.startswith("GPU is lost") else ""
 
 
-def _reason(run: Run) -> str:
-    """Return the line of a failed poll that says why: the end of a traceback, the beginning of anything else."""
+def reason_of(run: Run) -> str:
+    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
     lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
     return lines[-1 if lines[0].startswith("Traceback") else 0][:300] if lines else ""
 

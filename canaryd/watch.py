@@ -20,16 +20,13 @@ from canaryd import supervise, telemetry
 from canaryd.config import Config
 from canaryd.events import changes, happened, triggers, watched
 from canaryd.inventory import bus_key
-from canaryd.judge import EPOCH
 from canaryd.model import Device, Event, LogPosition, LogRecord, Outcome, Reading, Run
 from canaryd.store import HOUR, Busy, Store
 from canaryd.supervise import RunRequest, Series
-from canaryd.telemetry import Poll
+from canaryd.telemetry import EPOCH, Poll
 
 MEMORY = 31 * 86_400.0
 """Seconds for which events are held in memory: more than the longest window of a rule."""
-LOST = "GPU is lost"
-"""How the detail of a poll begins whose driver says so: an event, for it is forgotten once the driver answers again."""
 RECALLED = 20
 """Completed polls that are read at the start: a value that was missing in the newest is in one before."""
 EARLY = 0.7
@@ -220,8 +217,9 @@ class Watch:
             same = lane.newest is not None and lane.newest.outcome is run.outcome
             if completed and lane.completed is not None:
                 events = changes(replace(lane.completed, readings=tuple(lane.known.values())), run)
-            if run.detail.startswith(LOST) and not (lane.newest and lane.newest.detail.startswith(LOST)):
-                reason, at = run.detail.partition("\n")[0], run.started
+            if (reason := telemetry.lost_because(run)) and not telemetry.lost_because(lane.newest):
+                # An event, for it is forgotten once the driver answers again.
+                at = run.started
                 events = [Event(device=run.device, kind="off-bus", name="driver", first=at, last=at, detail=reason)]
             lane.newest, lane.failures = run, 0 if completed else lane.failures + 1
             if completed:
@@ -265,7 +263,7 @@ class Watch:
             reading
             for poll in self.polls(device).values()
             if poll.completed is not None
-            and not (poll.newest and poll.newest.detail.startswith(LOST))
+            and not telemetry.lost_because(poll.newest)
             and -AHEAD <= now - poll.completed.started <= telemetry.stale_after(poll.period)
             for reading in poll.completed.readings
         )
@@ -420,6 +418,12 @@ class Watch:
             return
         events = [_told(record, devices) for record in records]
         self.happened(events, [_counter(r, e) for r, e in zip(records, events, strict=True)], note)
+
+
+def released_until(store: Store, now: float) -> float:
+    """Return until when devices are to be left alone, in seconds since the epoch; 0.0 where they are not."""
+    until = float(store.note(RELEASE_NOTE) or 0.0)
+    return until if until > now else 0.0
 
 
 def _uptime() -> float:

@@ -10,9 +10,8 @@ is installed.
 
 from collections.abc import Iterator
 
-from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.probe import Context, Fact, ProbeSpec
 from canaryd.worker.amd import read
-from canaryd.worker.vendors import Unavailable
 
 SPEC = ProbeSpec(
     name="amd_telemetry",
@@ -29,7 +28,4 @@ SPEC = ProbeSpec(
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Yield one reading, or one absence with its reason, per field."""
-    try:
-        yield from read(ctx.device, ctx.settings)
-    except Unavailable as error:
-        raise Skip(str(error)) from error
+    yield from read(ctx.device, ctx.settings)

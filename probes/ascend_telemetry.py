@@ -9,9 +9,8 @@ Settings: npu_smi (default "npu-smi"), the command's name or path; sysfs (defaul
 
 from collections.abc import Iterator
 
-from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.probe import Context, Fact, ProbeSpec
 from canaryd.worker.ascend import read
-from canaryd.worker.vendors import Unavailable
 
 SPEC = ProbeSpec(
     name="ascend_telemetry",
@@ -28,7 +27,4 @@ SPEC = ProbeSpec(
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Yield one reading, or one absence with its reason, per field."""
-    try:
-        yield from read(ctx.device, ctx.settings)
-    except Unavailable as error:
-        raise Skip(str(error)) from error
+    yield from read(ctx.device, ctx.settings)

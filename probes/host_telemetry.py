@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.probe import Context, Fact, ProbeSpec
 from canaryd.worker.host import read
-from canaryd.worker.vendors import Unavailable
 
 SPEC = ProbeSpec(
     name="host_telemetry",
@@ -31,7 +30,4 @@ SPEC = ProbeSpec(
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Yield what the machine says about itself."""
-    try:
-        yield from read(ctx.device, ctx.settings)
-    except Unavailable as reason:
-        raise Skip(str(reason)) from None
+    yield from read(ctx.device, ctx.settings)

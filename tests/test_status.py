@@ -82,6 +82,18 @@ def test_a_device_without_verdict_and_one_that_is_gone_are_not_healthy(store):
     assert ask(store, config=Config(devices=taken_out)).devices == ()
 
 
+def test_an_instance_of_a_gpu_that_was_divided_anew_is_forgotten(store):
+    """Other instances have taken its place: it is not missed, nor does it make the machine unknown."""
+    old = Device(uuid="MIG-1", backend="cuda", index=3, model="NVIDIA H200", parent=GPU.uuid)
+    for device in (GPU, old):
+        store.see_device(device, NOW)
+        store.set_verdict(Verdict(**{**vars(verdict(State.HEALTHY, Cause.NONE)), "device": device.uuid}))
+    store.set_present({GPU.uuid}, NOW)
+    found = ask(store)
+    assert [d.device.uuid for d in found.devices] == [GPU.uuid]
+    assert found.state is State.HEALTHY
+
+
 def test_many_events_are_summed_up(store):
     """A terminal shows the newest; JSON has all."""
     store.see_device(GPU, NOW)

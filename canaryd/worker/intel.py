@@ -14,13 +14,12 @@ from typing import Any
 from canaryd.model import Device, Reading
 from canaryd.probe import Absent
 from canaryd.worker.drm import Card, cards, driver_version
+from canaryd.worker.pci import INTEGRATED
 from canaryd.worker.sysfs import Unreadable, aer, attempt, entries, hwmon, path_setting, pcie, read_count
 from canaryd.worker.vendors import Unavailable
 
 VENDOR = 0x8086
 DRIVERS = ("xe", "i915")
-INTEGRATED = "0000:00:02.0"
-"""Where every graphics unit that is part of an Intel processor sits; whatever is elsewhere is a card of its own."""
 THROTTLE = ("pl1", "pl2", "pl4", "thermal", "prochot", "ratl", "vr_thermalert", "vr_tdc")
 """The reasons that both drivers know."""
 
@@ -77,7 +76,7 @@ def _root(settings: Mapping[str, Any]) -> Path:
 
 
 def _discrete(root: Path) -> list[Card]:
-    return [card for card in cards(root, VENDOR) if card.driver in DRIVERS and card.bus_id != INTEGRATED]
+    return [card for card in cards(root, VENDOR) if card.driver in DRIVERS and (VENDOR, card.bus_id) != INTEGRATED]
 
 
 def _units(card: Card) -> list[tuple[str, Path, Path, str]]:

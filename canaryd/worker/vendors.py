@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from canaryd.model import Device, Reading
-from canaryd.probe import Absent
+from canaryd.probe import Absent, Skip
 from canaryd.worker import pci
 from canaryd.worker.sysfs import Unreadable, path_setting
 
@@ -20,8 +20,8 @@ BACKENDS = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
 """Vendor as the PCI bus names it → backend."""
 
 
-class Unavailable(Exception):
-    """The vendor's library or driver cannot be used here; the argument is the one line that people will read."""
+class Unavailable(Skip):
+    """The vendor's library or driver cannot be used here; a poll that meets it is skipped for that reason."""
 
 
 class NotHere(Unavailable):
