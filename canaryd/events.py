@@ -226,11 +226,11 @@ def _conditions(facts: Facts) -> dict[str, str]:
         generation, best = value("pcie_generation"), value("pcie_generation_max")
         if generation and best and generation < best:
             found["pcie-generation"] = f"generation {generation:g} of {best:g} at {load:.0%} load"
-    for reading in facts.values():
+    for reading in (r for r in facts.values() if r.name == "temperature_celsius"):
         sensor = reading.labels.get("sensor", "")
         for threshold in (SENSOR_LIMITS.get(sensor, ""), f"{sensor}_crit"):
             limit = value("temperature_threshold_celsius", threshold=threshold)
-            if reading.name == "temperature_celsius" and limit and float(reading.value) >= limit:
+            if limit and float(reading.value) >= limit:
                 found["hot"] = f"{sensor} at {reading.value:g} °C, its limit is {limit:g} °C"
     margin = value("temperature_margin_celsius")
     least = value("temperature_margin_threshold_celsius", threshold="slowdown")

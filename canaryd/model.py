@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import types
@@ -126,7 +127,7 @@ class Reading:
     labels: Mapping[str, str] = field(default_factory=dict)
     """What tells readings of one name apart, e.g. {"sensor": "core"}."""
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The name with its labels, as Prometheus would write it without quotes: "temperature_celsius{sensor=core}"."""
         return reading_key(self.name, self.labels)

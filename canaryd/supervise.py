@@ -368,11 +368,15 @@ class _Worker:
     def _drain(self) -> None:
         """Read what a dead worker left in the pipes; bounded, for its children may still be writing."""
         for _ in range(64):
-            self._pump(0.0)
+            if not self._pump(0.0):
+                break
 
-    def _pump(self, timeout: float) -> None:
-        for key, _ in self._selector.select(timeout):
+    def _pump(self, timeout: float) -> bool:
+        """Read and write what is ready within `timeout` seconds; return whether anything was."""
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
             key.data()
+        return bool(ready)
 
     def _write_later(self) -> None:
         if self._outgoing and self._stdin not in self._selector.get_map():
