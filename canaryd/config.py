@@ -11,10 +11,11 @@ import ipaddress
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from canaryd.probe import LEVELS
 from canaryd.schema import (
@@ -43,6 +44,12 @@ MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of 
 MAX_BYTES = 1 << 50
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
 """What an Xid may call for, from nothing to a return of the part; docs/kernel-log.md explains them."""
+
+DIALECTS = (
+    *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
+    *("transformers", "generic"),
+)
+"""Servers whose ways an endpoint canary knows; docs/endpoint.md has them."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -147,10 +154,29 @@ def _grade(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if "@" in parts.netloc:  # not repeated: it may be a password
+        raise ValueError("the address holds a name or a password; put the key into a file and name it in key_file")
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or not text.isprintable() or " " in text:
+        raise ValueError(f'{quoted(text)} is not the address of an API; write e.g. "http://127.0.0.1:8000/v1"')
+    return text.rstrip("/")
+
+
 def _half(text: str) -> float:
     if not 0 <= (number := read_number(text)) <= 0.5:
         raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
     return number
+
+
+def _one_of(text: str, what: str, known: Sequence[str]) -> str:
+    if text not in known:
+        raise ValueError(f"{quoted(text)} is not {what}; write one of {', '.join(known)}")
+    return text
 
 
 def _filled(text: str) -> str:
@@ -197,6 +223,16 @@ _FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum"
 _PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
 _PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "string", "pattern": "^(/.*|[^/]+)$"})
 _TEXT = Scalar("text (in quotes)", str, {"type": "string"})
+_URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
+_APIS = ("completions", "chat")
+_API = Scalar(
+    f"one of {', '.join(_APIS)}",
+    lambda text: _one_of(text, "an API", _APIS),
+    {"enum": list(_APIS)},
+)
+_DIALECT = Scalar(
+    f"one of {', '.join(DIALECTS)}", lambda text: _one_of(text, "a dialect", DIALECTS), {"enum": list(DIALECTS)}
+)
 _FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1})
 
 
@@ -282,6 +318,69 @@ class ProbesConfig:
         default_factory=dict,
         hash=False,
         metadata={"kind": Each(ProbeSettings), "doc": "One section per probe, by its name.", "sample": "exact_matmul"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """One server that answers on behalf of devices of this host."""
+
+    url: str = setting(
+        _URL,
+        "null",
+        "Where its OpenAI-compatible API is; this one has to be given.",
+        sample='"http://127.0.0.1:8000/v1"',
+        factory=str,
+    )
+    devices: tuple[str, ...] = setting(
+        ListOf(_FILLED),
+        "[]",
+        "The devices behind it, by uuid, name or backend. Default: all accelerators, or the CPU where there is none.",
+        sample='["cuda:0", "cuda:1"]',
+    )
+    model: str | None = setting(
+        _FILLED, "null", "The model to ask for. Default: the only one that the server lists.", sample='"qwen"'
+    )
+    directory: Path | None = setting(
+        _PATH,
+        "null",
+        "The checkpoint that it serves, a directory or a GGUF file: its digests tell a changed model from a fault."
+        " Default: not known.",
+        sample='"/srv/models/qwen"',
+    )
+    prompts: Path | None = setting(
+        _PATH, "null", "A file of prompts. Default: those that canaryd brings.", sample='"/etc/canaryd/prompts.json"'
+    )
+    apis: tuple[str, ...] = setting(
+        ListOf(_API), '["completions", "chat"]', "Which of its APIs to ask; one that it lacks is left out."
+    )
+    dialect: str | None = setting(
+        _DIALECT, "null", "Which server it is. Default: found out by asking it.", sample="vllm"
+    )
+    key_file: Path | None = setting(
+        _PATH,
+        "null",
+        "A file that holds the API key, and nothing else. Default: none is sent.",
+        sample='"/etc/canaryd/key"',
+    )
+    ca_file: Path | None = setting(
+        _PATH, "null", "Certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
+    )
+    timeout: float = setting(_DURATION, '"60s"', "How long one request may take.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointsConfig:
+    """The serving endpoints that are asked, by name; a name under which nothing is set is a heading, no endpoint."""
+
+    each: Mapping[str, EndpointConfig] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={
+            "kind": Each(EndpointConfig, of="endpoints"),
+            "doc": "One section per server, by a name of yours.",
+            "sample": "main",
+        },
     )
 
 
@@ -407,6 +506,7 @@ class Config:
     )
     worker: WorkerConfig = section(WorkerConfig, "Workers: the processes that touch the hardware.")
     probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each by name.")
+    endpoints: EndpointsConfig = section(EndpointsConfig, "Endpoints: servers that are asked canary prompts.")
     schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how hard they look.")
     judge: JudgePolicy = section(JudgePolicy, "Judge: how mismatches become verdicts.")
     telemetry: TelemetryConfig = section(TelemetryConfig, "Telemetry: what is made of what devices say of themselves.")
@@ -479,6 +579,12 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
 
 def _check_rules(config: Config, notes: Notes) -> None:
     wrong = {where for _, where, _ in notes.problems}
+    for name, endpoint in config.endpoints.each.items():
+        where = f"endpoints.{name}"
+        if not endpoint.url and endpoint != EndpointConfig() and f"{where}.url" not in wrong:
+            notes.problems.append(
+                (notes.lines[where], where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
+            )
     for names, broken, message in _RULES:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):

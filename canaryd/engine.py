@@ -148,7 +148,7 @@ class Engine:
             if self.halted:
                 return
             if entries or not files:
-                self.entries = {n: e for n, e in entries.items() if self.settings(n).enabled is not False}
+                self.entries = {n: e for n, e in entries.items() if self._wanted(e.spec)}
             self.problems = [str(p) for p in [*problems, *more]]
             self.problems += [f"probes.{name}: no probe of that name was found" for name in unknown]
             if described.torch is None and described.torch_reason:
@@ -249,6 +249,10 @@ class Engine:
     def settings(self, probe: str) -> ProbeSettings:
         """Return the configuration's section of a probe, defaults where it has none."""
         return self.config.probes.each.get(probe, ProbeSettings())
+
+    def _wanted(self, spec: ProbeSpec) -> bool:
+        enabled = self.settings(spec.name).enabled
+        return not spec.opt_in if enabled is None else enabled
 
     def levels(self, level: str | None = None) -> dict[str, str]:
         """Return probe → level: the given one for all, or each probe's own setting."""

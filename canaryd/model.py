@@ -84,6 +84,8 @@ class Exactness(str, enum.Enum):
     """Every partial sum and the output are exactly representable: one bit pattern on every healthy device."""
     ROUNDED = "R"
     """The sum is exact and rounded once to the output type: assumes one round-to-nearest-even."""
+    MARGIN = "M"
+    """Decided by a margin that no healthy device's rounding crosses; no bit pattern is prescribed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Device:
     uuid: str
     """Serial-like identity, e.g. "GPU-5f1c…" or "CPU-90ab…"."""
     backend: str
-    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"."""
+    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "endpoint" for a server that answers on behalf of devices."""
     index: int
     """The backend's own ordinal at the time of discovery; it may change, the uuid may not."""
     model: str
@@ -189,6 +191,34 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a case gave whose right answer nobody knows beforehand: compared with what it gave before. A fact."""
+
+    case: str
+    """Stable name of what was run, e.g. "completions/reef/fresh"."""
+    digest: str
+    """64-bit digest (hex) over everything exact: tokens, and all raw values as they were delivered."""
+    chain: Mapping[str, str] = field(default_factory=dict)
+    """Link → fingerprint: what may change the bits for a good reason, beside the run's stack. See `LINKS`."""
+    condition: str = ""
+    """"idle" or "loaded" where it is known whether others were served at the same time; "" where not."""
+    tokens: tuple[str, ...] = ()
+    """What was generated, one entry per position: ids as text, or the tokens' own text where there are no ids."""
+    values: tuple[float | None, ...] = ()
+    """Natural logarithm of each token's probability; None where it is not given or not finite."""
+    margins: tuple[float | None, ...] = ()
+    """The best token's log probability minus the second best's, per position; None where not known."""
+    text: str = ""
+    """It in words, at most 4,096 characters."""
+    finish: str = ""
+    """Why it ended: "length", "stop", …"""
+
+
+LINKS = ("checkpoint", "config", "dtype", "tokenizer", "template", "prompt", "settings", "server", "client")
+"""The chain of boundaries from weights to answer, in the order in which a change is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped:
     """A part of a probe that was not run, and why."""
 
@@ -275,6 +305,7 @@ class Run:
     """CPUs only: the execution path the worker was told to use."""
     readings: tuple[Reading, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    recordings: tuple[Recording, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
     """Reading name → why it could not be read."""
@@ -294,6 +325,8 @@ class Run:
     """What called for this run before its time, e.g. "Xid 31"; "" for the clock."""
     cases: tuple[str, ...] = ()
     """The cases it was limited to; empty for a whole run."""
+    baselining: bool = False
+    """Whether it was asked to show every legitimate mode, for the judge had no complete baseline."""
 
     @property
     def whole(self) -> bool:

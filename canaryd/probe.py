@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Skipped, Subject
+from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject
 
 __all__ = [
     "LEVELS",
@@ -25,6 +25,7 @@ __all__ = [
     "Fact",
     "ProbeSpec",
     "Reading",
+    "Recording",
     "Skip",
     "Skipped",
     "Subject",
@@ -58,6 +59,8 @@ class ProbeSpec:
     """True: runs under `worker.python` beside torch; False: under canaryd's own interpreter (telemetry, endpoints)."""
     telemetry: bool = False
     """True: reads what the device says of itself; polled in a sweep with all other telemetry, not kept run by run."""
+    opt_in: bool = False
+    """True: runs only where the configuration enables it."""
     order: int = 50
     """Position within a series, ascending: cheap and telling probes first."""
 
@@ -88,7 +91,7 @@ class Absent:
     reason: str
 
 
-Fact = Union[Reading, Comparison, Skipped, Absent]
+Fact = Union[Reading, Comparison, Recording, Skipped, Absent]
 """What `run` may yield."""
 
 
@@ -108,6 +111,8 @@ class Context:
     """Run only these cases (confirmation, `--case`); empty for all."""
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
+    baselining: bool = False
+    """True: the judge lacks a baseline of what is recorded here; repeat each case so that all its modes show."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
     """Report how far the run is (0…1) and what it is doing."""
     clock: Callable[[], float] = time.monotonic

@@ -47,8 +47,8 @@ def new_seed() -> int:
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe is meant for the device's backend."""
-    return "*" in entry.spec.backends or device.backend in entry.spec.backends
+    """Return whether a probe is meant for the device's backend; an endpoint is no device of every kind."""
+    return device.backend in entry.spec.backends or ("*" in entry.spec.backends and device.backend != "endpoint")
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:

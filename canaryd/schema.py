@@ -261,7 +261,9 @@ class Section:
             return self.cls()
         if not isinstance(node, yaml.MappingNode):
             return notes.add(node, where, f"{_shown(node)}; wanted a mapping with any of: {', '.join(known)}")
-        beyond = ", and probes by name (a-z, 0-9, _)" if each is not None else ""
+        beyond = (
+            f"{', and ' if known else ''}{each.metadata['kind'].of} by name (a-z, 0-9, _)" if each is not None else ""
+        )
         if any(isinstance(f.metadata["kind"], Free) for f in settings.values()):
             beyond = "; what only this probe knows goes under settings"
         values: dict[str, Any] = {}
@@ -272,6 +274,7 @@ class Section:
                 read = _read_setting(settings[key], value, place, notes)
                 values |= {} if read is None else {key: read}
             elif each is not None and re.fullmatch(Each.name, key):
+                notes.lines[place] = key_node.start_mark.line + 1
                 named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
             else:
                 close = difflib.get_close_matches(key, known, 1)
@@ -297,8 +300,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Each(Section):
-    """Every other key of its section is a probe's name; its value holds the settings of `cls`."""
+    """Every other key of its section is a name; its value holds the settings of `cls`."""
 
+    of: str = "probes"
+    """What is named."""
     name = "[a-z][a-z0-9_]{0,62}"
 
 

@@ -33,6 +33,7 @@ from canaryd.model import (
     LogRecord,
     Outcome,
     Reading,
+    Recording,
     Run,
     Skipped,
     from_json,
@@ -113,7 +114,7 @@ with tempfile.TemporaryDirectory(prefix="canaryd-") as tree:
 sys.exit(code if code >= 0 else 128 - code)
 """
 
-FACTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Skipped, Absent)}
+FACTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Recording, Skipped, Absent)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,7 @@ class RunRequest:
     drill: str = ""
     confirms: str = ""
     trigger: str = ""
+    baselining: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -642,6 +644,7 @@ class Series:
                     "settings": to_json(request.settings),
                     "cases": request.cases,
                     "drill": request.drill,
+                    "baselining": request.baselining,
                     "instruction_set": self._instruction_set,
                     "timeout": deadline - begun + self._grace,
                 }
@@ -686,6 +689,7 @@ class Series:
             instruction_set=self._instruction_set,
             readings=tuple(facts["Reading"]),
             comparisons=tuple(facts["Comparison"]),
+            recordings=tuple(facts["Recording"]),
             skipped=tuple(facts["Skipped"]),
             absent={fact.name: fact.reason for fact in facts["Absent"]} | dict(answer.absent),
             stack=answer.stack,
@@ -696,7 +700,34 @@ class Series:
             confirms=request.confirms,
             trigger=request.trigger,
             cases=request.cases,
+            baselining=request.baselining,
         )
+
+    def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
+        """Let one of the worker's own modules answer a question that is no probe.
+
+        Returns the outcome, the answer (empty unless completed) and what is to be said about it. Never raises for
+        anything that a worker does.
+        """
+        deadline, run = time.monotonic() + timeout, new_run_id(time.time())
+        try:
+            worker = self._ready(deadline)
+            worker.begin()
+            worker.send({"op": "answer", "id": run, "module": module, "arguments": arguments, "timeout": timeout})
+            while True:
+                message = worker.receive(deadline, self._why_stopped)
+                progress = None
+                with _decoding(message):
+                    if message["id"] != run:
+                        continue
+                    if message["kind"] == "answered":
+                        return Outcome(message["outcome"]), dict(message["value"]), str(message["detail"])
+                    progress = (float(message["fraction"]), str(message["text"]))
+                if self._on_progress is not None:
+                    self._on_progress(*progress)
+        except _LostError as lost:
+            outcome, detail = self._discard(lost)
+            return outcome, {}, detail
 
     def close(self) -> None:
         """End the worker, politely first; waits at most grace + 1 seconds."""

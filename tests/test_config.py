@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from canaryd import config
 from canaryd.config import (
     Config,
     ConfigError,
+    EndpointConfig,
+    EndpointsConfig,
     JudgePolicy,
     ProbesConfig,
     ProbeSettings,
@@ -367,7 +370,10 @@ def test_example_is_shipped():
 def test_example_sets_nothing(tmp_path):
     """The example as it stands means the defaults."""
     loaded = load(write(tmp_path, config.example()))
-    assert loaded == dataclasses.replace(Config(), probes=ProbesConfig(each={"exact_matmul": ProbeSettings()}))
+    probes, endpoints = {"exact_matmul": ProbeSettings()}, {"main": EndpointConfig()}
+    assert loaded == dataclasses.replace(
+        Config(), probes=ProbesConfig(each=probes), endpoints=EndpointsConfig(each=endpoints)
+    )
 
 
 SETTING_LINES = [i for i, line in enumerate(config.example().splitlines()) if re.match(r" *#\w", line)]
@@ -377,10 +383,14 @@ SETTING_LINES = [i for i, line in enumerate(config.example().splitlines()) if re
 def test_each_line_of_the_example_can_be_uncommented(tmp_path, number):
     """Deleting one "#" gives a valid file, which changes nothing unless the text above it says what the default is."""
     lines = config.example().splitlines()
+    first = lines.index("endpoints:")
+    if first < number < lines.index("", first):  # an endpoint without its address is a mistake
+        lines = [line.replace("#", "") if "#url:" in line else line for line in lines]
+    untouched = load(write(tmp_path, "\n".join(lines)))
     lines[number] = lines[number].replace("#", "", 1)
-    untouched = load(write(tmp_path, config.example()))
     loaded = load(write(tmp_path, "\n".join(lines)))
-    assert loaded == untouched or "Default: " in lines[number - 1]
+    told = "".join(itertools.takewhile(lambda line: " # " in line, reversed(lines[:number])))
+    assert loaded == untouched or "Default: " in told
 
 
 def test_example_and_schema_have_every_setting():

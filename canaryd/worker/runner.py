@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Skipped, from_json, to_json
+from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Recording, Skipped, from_json, to_json
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
 
 GRACE = 5.0
@@ -41,7 +41,7 @@ DETAIL = 16_384
 BATCH = 256
 """Readings of telemetry that travel in one message; others go at once, so that they outlive a crash."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
-FACTS = (Reading, Comparison, Skipped, Absent)
+FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """What backends say in a plain `RuntimeError` when memory ran out."""
 
@@ -91,6 +91,7 @@ class Runner:
             "describe": self.describe,
             "inventory": self.inventory,
             "run": self.run,
+            "answer": self.answer,
             "follow": self.follow,
             "unpack": self.unpack,
         }
@@ -183,6 +184,7 @@ class Runner:
                 settings=request["settings"],
                 cases=tuple(request["cases"]),
                 drill=request["drill"],
+                baselining=request["baselining"],
                 progress=self._progress(run),
             )
             begun = time.monotonic()
@@ -208,6 +210,24 @@ class Runner:
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
         self._send(kind="result", id=run, outcome=outcome.value, seconds=seconds, detail=detail, **surroundings)
+
+    def answer(self, request: dict[str, Any]) -> None:
+        """Let one of the worker's own modules answer a question that is no probe; send progress, then the answer."""
+        run = request["id"]
+        faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
+        try:
+            module = importlib.import_module(f"canaryd.worker.{request['module']}")
+            value, outcome, detail = module.answer(request["arguments"], self._progress(run)), Outcome.COMPLETED, ""
+        except Skip as skip:
+            value, outcome, detail = {}, Outcome.SKIPPED, str(skip)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the asker must hear of it
+            value, outcome = {}, Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
+            traceback.clear_frames(error.__traceback__)
+            bad_input = isinstance(error, (ValueError, OSError))
+            lines = traceback.format_exception(type(error), error, error.__traceback__)
+            detail = str(error) if bad_input else "".join(lines)[-DETAIL:]
+        faulthandler.cancel_dump_traceback_later()
+        self._send(kind="answered", id=run, outcome=outcome.value, value=value, detail=detail)
 
     def _send_readings(self, run: str, readings: list[list[Any]]) -> None:
         """Send what has gathered: a message for each would be most of what telemetry costs."""
