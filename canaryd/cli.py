@@ -18,17 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canaryd import __version__, check, config, judge, report, status
+from canaryd import __version__, baselines, check, comparison, config, judge, report, scores, status
 from canaryd.config import Config, ConfigError
+from canaryd.endpoints import BACKEND
 from canaryd.engine import Engine, Progress, choose
-from canaryd.model import State, to_json
+from canaryd.model import Device, Outcome, State, to_json
 from canaryd.probe import LEVELS
-from canaryd.store import Retention, Store, StoreTooNew
+from canaryd.store import Busy, Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
 from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE, released_until
 
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
+ANSWER_PATIENCE = 3600.0
+"""Seconds that a capture or a comparison may take: a large model is read from a disk."""
 RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
@@ -85,6 +88,37 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--for", dest="seconds", type=_duration, default=600.0, metavar="10m", help="how long")
     one.add_argument("--end", action="store_true", help="end a release early")
+
+    one = commands.add_parser("capture", parents=[common], help="write what a device computes, layer by layer")
+    one.add_argument(
+        "--device", default="", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only one, or the CPU)"
+    )
+    one.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the safetensors file to write")
+    one.add_argument(
+        "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary)"
+    )
+    one.add_argument("--dtype", default="", metavar="TYPE", help="float32, bfloat16, float16 or float64")
+    one.add_argument("--prompt", action="append", default=[], metavar="NAME", help="only this prompt; repeatable")
+    one.add_argument("--operators", action="store_true", help="every operator's result, not only each layer's")
+    one.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")
+    one.add_argument("--drill", default="", metavar="PLACE", help="corrupt one element there, e.g. 2.down")
+    one.add_argument("--wait", type=_duration, default=600.0, metavar="10m", help="for a device that is being tested")
+
+    one = commands.add_parser(
+        "compare", parents=[common], help="where two captures part, or whether two files of scores differ"
+    )
+    one.add_argument("a", type=Path, metavar="A", help="a capture, or a result of lm-eval, evalscope or opencompass")
+    one.add_argument("b", type=Path, metavar="B")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument("--report", type=Path, metavar="FILE", help="write a page with a plot as well (captures only)")
+
+    one = commands.add_parser("baseline", parents=[common], help="what is known of recorded cases, and what is right")
+    one.add_argument("what", choices=("list", "show", "accept"))
+    one.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name; default: every one")
+    one.add_argument("--probe", default="", metavar="NAME", help="only this probe")
+    one.add_argument("--case", default="", metavar="CASE", help="only this case, or those below it")
+    one.add_argument("--reason", default="", metavar="TEXT", help="accept: why the new bits are right; kept with them")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
 
     commands.add_parser("probes", parents=[common], help="list the catalogue: what each probe stresses")
     commands.add_parser("devices", parents=[common], help="list devices with their identity")
@@ -156,6 +190,9 @@ def _command(options: argparse.Namespace) -> int:
         "run": _run,
         "status": _status,
         "release": _release,
+        "capture": _capture,
+        "compare": _compare,
+        "baseline": _baseline,
         "probes": _probes,
         "devices": _devices,
     }
@@ -213,19 +250,26 @@ class _Teller:
             self._line(
                 f"{name}{confirming}: {done.outcome.value}, {done.trials:,} results in {done.seconds:.1f} s{wrong}{why}"
             )
-        elif self.terminal:
+        else:
+            self.moving(progress.fraction, f"{name} {progress.text}")
+
+    def moving(self, fraction: float, text: str) -> None:
+        if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            filled = round(20 * progress.fraction)
-            text = f"[{'#' * filled}{'.' * (20 - filled)}] {name} {progress.text}"
-            print(f"\r{text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+            filled = round(20 * fraction)
+            line = f"[{'#' * filled}{'.' * (20 - filled)}] {text}"
+            print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
 
     def waiting(self, holder: str) -> None:
         self._line(f"waiting: {holder}")
 
-    def _line(self, text: str) -> None:
+    def wipe(self) -> None:
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr)
+
+    def _line(self, text: str) -> None:
+        self.wipe()
         print(text, file=sys.stderr, flush=True)
 
 
@@ -339,6 +383,136 @@ def _release(options: argparse.Namespace, settings: Config) -> int:
     print(
         "devices are tested again" if options.end else f"released for {options.seconds:.0f} s: canaryd holds no device"
     )
+    return 0
+
+
+# -- captures, scores, baselines --------------------------------------------------------------------------------------
+
+
+def _capture(options: argparse.Namespace, settings: Config) -> int:
+    if options.out.is_dir() or not os.access(options.out.absolute().parent, os.W_OK):
+        _complain(f"--out {options.out}: cannot be written; name a file in a directory that exists and is yours")
+        return USAGE
+    engine = _engine(settings)
+    there = {u: d for u, d in engine.devices.items() if d.backend != BACKEND and engine.reached(d)}
+    found, missing = choose(there, [options.device] if options.device else [])
+    if len(found) > 1 and not options.device:
+        found = [d for d in found if d.backend != "cpu"] if len(found) == 2 else []
+    if missing or len(found) != 1:
+        _complain(f"--device {options.device or 'is not given'}: name one of {_names(there)}", *engine.problems)
+        return USAGE
+    arguments = {
+        "device": to_json(found[0]),
+        "out": str(options.out.absolute()),
+        "model": str(options.model.absolute()) if options.model else "",
+        "dtype": options.dtype,
+        "prompts": options.prompt,
+        "operators": options.operators,
+        "forced": not options.decode,
+        "drill": options.drill,
+    }
+    answer = _ask(engine, found[0], "capture", arguments, options.wait)
+    if answer is None:
+        return judge.exit_code(State.UNKNOWN)
+    print(
+        f"{options.out}: {answer['tensors']:,} tensors of {found[0].name}, {answer['bytes']:,} bytes,"
+        f" in {answer['seconds']:.1f} s"
+    )
+    return 0
+
+
+def _ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
+    """Return what a module of the worker answers; None, with a complaint, where it does not."""
+    teller = _Teller()
+    try:
+        outcome, answer, detail = engine.answer(
+            device,
+            module,
+            arguments,
+            timeout=ANSWER_PATIENCE,
+            wait=wait,
+            on_wait=teller.waiting,
+            on_progress=lambda fraction, text: teller.moving(fraction, f"{module} {text}"),
+        )
+    except Busy as busy:
+        outcome, answer, detail = Outcome.ERRORED, {}, str(busy)
+    if outcome is Outcome.COMPLETED:
+        teller.wipe()
+        return answer
+    teller.wipe()
+    _complain(f"{module}: {outcome.value}: {detail or 'no reason given'}")
+    return None
+
+
+def _compare(options: argparse.Namespace, settings: Config) -> int:
+    """Compare captures in a worker, which has torch; files of scores right here."""
+    if options.report and (options.report.is_dir() or not os.access(options.report.absolute().parent, os.W_OK)):
+        _complain(f"--report {options.report}: cannot be written; name a file in a directory that exists and is yours")
+        return USAGE
+    unread = [path for path in (options.a, options.b) if not path.exists()]
+    if unread:
+        _complain(*(f"{path}: no such file" for path in unread))
+        return USAGE
+    if not (_is_capture(options.a) or _is_capture(options.b)):
+        return _compare_scores(options)
+    engine = _engine(settings)
+    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        _complain("compare: worker.python cannot be started, and it does the arithmetic", *engine.problems)
+        return judge.exit_code(State.UNKNOWN)
+    arguments = {"a": str(options.a.absolute()), "b": str(options.b.absolute())}
+    answer = _ask(engine, cpu, "compare", arguments, wait=600.0)
+    if answer is None:
+        return judge.exit_code(State.UNKNOWN)
+    if options.report:
+        options.report.write_text(comparison.page(answer), encoding="utf-8")
+    print(json.dumps(answer, indent=2) if options.json else comparison.table(answer))
+    return {"equal": 0, "rounding": 0, "fault": judge.exit_code(State.SUSPECT)}.get(
+        answer["verdict"]["kind"], judge.exit_code(State.UNKNOWN)
+    )
+
+
+def _is_capture(path: Path) -> bool:
+    """Whether a file begins like a safetensors file: the length of a header, and an object."""
+    if path.is_dir():
+        return False
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[8:] == b"{" and head[:1] != b"{"
+
+
+def _compare_scores(options: argparse.Namespace) -> int:
+    try:
+        result = scores.compare(scores.load(options.a), scores.load(options.b))
+    except scores.ScoreError as error:
+        _complain(str(error))
+        return USAGE
+    print(json.dumps(to_json(result), indent=2) if options.json else scores.text(result))
+    return 0
+
+
+def _baseline(options: argparse.Namespace, settings: Config) -> int:
+    selection = baselines.Selection(device=options.device, probe=options.probe, case=options.case)
+    with _open(settings) as store:
+        if options.what == "accept":
+            if not options.device or not options.reason.strip():
+                _complain("baseline accept: name the device, and say why with --reason; both are kept as evidence")
+                return USAGE
+            if not store.writable:
+                _complain(f"baseline accept: {store.problem or 'the store cannot be written'}")
+                return judge.exit_code(State.UNKNOWN)
+            taken = baselines.accepted(store, selection, options.reason.strip())
+            for device, one, count in taken:
+                vectors = f"{count} vector{'s' * (count > 1)}"
+                print(f"{device.name} {one.probe} {one.case}: {vectors} known from now on")
+            if not taken:
+                print("nothing to accept: no unknown vector of a complete baseline matches")
+            return 0
+        found = baselines.chosen(store, selection)
+    if options.json:
+        print(json.dumps(baselines.document(found), indent=2))
+    else:
+        print((baselines.table if options.what == "list" else baselines.described)(found))
     return 0
 
 

@@ -29,7 +29,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from canaryd import __version__, config, judge, metrics, schedule, supervise
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
-from canaryd.model import Outcome, Run, State, Verdict, printable
+from canaryd.model import Outcome, Reading, Run, State, Verdict, printable
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
 from canaryd.telemetry import Poll
@@ -422,13 +422,16 @@ class Daemon:
                     drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
                     last_runs={r.probe: r for r in plain},
                     last_success={
-                        r.probe: r.started for r in plain if r.outcome is Outcome.COMPLETED and r.trials and not r.wrong
+                        r.probe: r.started
+                        for r in plain
+                        if r.outcome is Outcome.COMPLETED and (r.trials or r.recordings) and not (r.wrong or r.unknown)
                     },
                     fault_rate=judge.fault_rate_bound(plain),
                     fingerprints=_fingerprints(plain),
                     probes=tuple(engine.periods(device)),
                     polls=_poll_views(engine.watch.polls(uuid)),
-                    readings=engine.watch.readings(uuid, now),
+                    readings=(*engine.watch.readings(uuid, now), *_newest_readings(plain)),
+                    drifts=engine.drifts(uuid),
                 )
             )
             if present:
@@ -510,6 +513,13 @@ def _sum(*counts: Counts) -> dict[tuple[str, frozenset[tuple[str, str]]], float]
     for each in counts:
         total.update(each)
     return dict(total)
+
+
+def _newest_readings(runs: Iterable[Run]) -> Iterator[Reading]:
+    """Yield what the newest whole run of each probe has read."""
+    newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED}
+    for run in newest.values():
+        yield from run.readings
 
 
 def _fingerprints(runs: list[Run]) -> dict[tuple[str, str], int]:

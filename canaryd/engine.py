@@ -12,13 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from canaryd import catalogue, inventory, judge, schedule, supervise
+from canaryd import catalogue, endpoints, inventory, judge, recorded, schedule, supervise
+from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, ProbeSettings
-from canaryd.model import Comparison, Device, Exactness, Outcome, Reading, Run, Subject, Verdict
+from canaryd.model import Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Subject, Verdict
 from canaryd.probe import ProbeSpec
+from canaryd.readings import READINGS
+from canaryd.recorded import Drift
 from canaryd.schedule import Plan, Step
 from canaryd.store import Busy, Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
@@ -34,10 +37,14 @@ FAILURES = 100
 sibling's many confirmations must never push out a mismatch."""
 BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
+KEPT = frozenset({"golden_fingerprint", *READINGS})
+"""Readings that stay in memory."""
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
 VENDORS = ("host", *inventory.BACKENDS)
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
+REJUDGED = 60.0
+"""Seconds after which recordings are judged anew though none was added: windows move on."""
 REWORD = 60.0
 """The same where only its words are others, since "3 minutes ago" would be written at every look."""
 STOPPED = "stopped: "
@@ -80,7 +87,8 @@ def _brief(comparison: Comparison) -> Comparison:
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:
-    return tuple(r for r in run.readings if r.name == "golden_fingerprint") or run.readings[:1]
+    """Return the readings that are shown or judged; of a run without, one that says that it looked at something."""
+    return tuple(r for r in run.readings if r.name in KEPT) or run.readings[:1]
 
 
 @dataclass
@@ -110,6 +118,9 @@ class Engine:
     _recalled: set[str] = field(default_factory=set)
     """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
+    _baselines: dict[str, dict[Key, Baseline]] = field(default_factory=dict)
+    _recorded: dict[str, tuple[float, tuple[Finding, ...], tuple[Drift, ...]]] = field(default_factory=dict)
+    """Device → when its recordings were judged, and what was found; emptied when one is added."""
     _series: dict[Series, bool] = field(default_factory=dict)
     """Workers at large → whether they may touch a device."""
     stopping: str = ""
@@ -161,6 +172,7 @@ class Engine:
     def _take_inventory(self, found: inventory.Found, here: Collection[str]) -> None:
         now, known = self.clock(), self._known()
         devices = [d for d in found.devices if self._included(d)]
+        devices += endpoints.listed(self.config, devices)
         self.present = {d.uuid for d in devices}
         if devices:
             records = {r.device.uuid: r for r in self.store.devices()}
@@ -204,6 +216,8 @@ class Engine:
             for uuid in self.devices:
                 if new or uuid not in self._evidence:
                     self._evidence[uuid] = self._load(uuid)
+                self._baselines[uuid] = {b.key: b for b in self.store.baselines(uuid)}
+            self._recorded.clear()
             parts: dict[str, list[str]] = {}
             for device in self.devices.values():
                 if device.parent:
@@ -279,8 +293,8 @@ class Engine:
         return {name: self.settings(name).period or entry.spec.period for name, entry in telemetry.items()}
 
     def reached(self, device: Device) -> bool:
-        """Whether the stack under test can compute on a device; without torch, the CPU's runs say what is missing."""
-        return device.backend == "cpu" or device.torch_index is not None
+        """Whether a device can be asked to compute; without torch, the CPU's runs say what is missing."""
+        return device.backend in ("cpu", endpoints.BACKEND) or device.torch_index is not None
 
     def timeout(self, spec: ProbeSpec, level: str) -> float:
         """Return the seconds after which a run of a probe is killed."""
@@ -369,7 +383,25 @@ class Engine:
                         runs += self._series_of(again)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
+        if plan.device.backend == endpoints.BACKEND and (steps := self._to_learn(plan, runs)) and not self.halted:
+            with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.halted)):
+                runs += self._series_of(replace(plan, steps=steps))
         return runs
+
+    def _to_learn(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
+        """Return the steps that met a chain without a baseline and have not learnt it: it must not stay unknown."""
+        asked = {r.probe for r in runs if r.recordings and not r.baselining and r.whole and not r.drill}
+        return tuple(
+            replace(step, trigger="the chain changed")
+            for step in plan.steps
+            if step.entry.spec.name in asked and self._lacks_baseline(plan.device.uuid, step.entry.spec.name)
+        )
+
+    def _lacks_baseline(self, uuid: str, probe: str) -> bool:
+        """Whether the newest recording of any of a probe's cases has no complete baseline, or there is none at all."""
+        newest = {s.case: key_of(r, s) for r in self.evidence(uuid) if r.probe == probe for s in r.recordings}
+        known = self._baselines.get(uuid, {})
+        return not newest or any(key not in known or not known[key].complete for key in newest.values())
 
     def owed(self, uuid: str) -> list[Plan]:
         """Return the confirmations that recent mismatches lack: a stop, a crash or a busy device cut them short."""
@@ -377,7 +409,8 @@ class Engine:
         plans: list[Plan] = []
         for run in runs:
             recent = now - run.started < self.config.judge.repeat_window
-            if run.wrong and run.whole and recent and not run.drill and run.probe in self.entries:
+            wanted = (run.wrong or run.unknown) and run.whole
+            if wanted and recent and not run.drill and run.probe in self.entries:
                 missing = self.config.judge.confirm_runs - sum(other.confirms == run.id for other in runs)
                 plans += schedule.confirmations(run, self.entries[run.probe], self.devices[uuid], [], missing)
         return plans
@@ -425,22 +458,52 @@ class Engine:
                     device=plan.device,
                     level=step.level,
                     seed=step.seed,
-                    settings=self.settings(spec.name).settings,
+                    settings=self._told(spec.name, plan.device),
                     cases=step.cases,
                     drill=step.drill,
                     confirms=step.confirms,
                     trigger=step.trigger,
+                    baselining=not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name),
                 )
                 run = series.run(request, self.timeout(spec, step.level))
                 # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
                 if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
                     break
-                self.add(run)
+                run = self.add(run)
                 runs.append(run)
                 tell(1.0, run.outcome.value, run)
         finally:
             self._end(series)
         return runs
+
+    def _told(self, probe: str, device: Device) -> Mapping[str, object]:
+        """Return what a probe is told: its own settings, and of an endpoint what is configured for that."""
+        own = self.settings(probe).settings
+        if device.backend != endpoints.BACKEND:
+            return own
+        return {**own, **endpoints.settings(endpoints.named(self.config)[device.uuid.partition(":")[2]])}
+
+    def answer(
+        self,
+        device: Device,
+        module: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout: float,
+        wait: float,
+        on_wait: Callable[[str], None] = lambda _: None,
+        on_progress: Callable[[float, str], None] | None = None,
+    ) -> tuple[Outcome, dict[str, Any], str]:
+        """Let a module of the worker answer a question under the stack under test, with the device to itself.
+
+        Returns the outcome, the answer and what is to be said about it. Raises `Busy` as `carry_out` does.
+        """
+        with self.store.lock(device.uuid, wait, on_wait, lambda: bool(self.halted)):
+            series = self._worker("", on_progress, device=device)
+            try:
+                return series.answer(module, arguments, timeout)
+            finally:
+                self._end(series)
 
     def stop(self, reason: str = "canaryd is shutting down") -> None:
         """Kill every worker now and start no more; callable from any thread."""
@@ -451,15 +514,34 @@ class Engine:
 
     # -- evidence and verdicts ----------------------------------------------------------------------------------------
 
-    def add(self, run: Run) -> None:
-        """Store a run and judge its device and the siblings that it may speak for."""
+    def add(self, run: Run) -> Run:
+        """Store a run and judge its device and the siblings that it may speak for; return it as it was stored.
+
+        Baselines learn from it where nothing speaks against its device: a bad unit must not become its own standard.
+        """
+        if run.recordings:
+            run = self._held_against_baselines(run)
         self.store.add_run(run)
         self.take(run)
         self.decide()
+        return run
+
+    def _held_against_baselines(self, run: Run) -> Run:
+        trusted = not (run.wrong or run.drill or run.cases) and run.outcome is Outcome.COMPLETED
+        before = self.store.verdicts().get(run.device)
+        trusted &= before is None or before.state.severity < State.SUSPECT.severity
+        with self._mutex:
+            mine = {b.key: b for b in self.store.baselines(run.device)}  # another process may have learnt, too
+            run, learnt = recorded.intake(run, mine, learns=trusted)
+            self._baselines[run.device] = mine | learnt
+        if learnt:
+            self.store.set_baselines(learnt.values())
+        return run
 
     def take(self, run: Run) -> None:
         """Count a run among the evidence in memory, once: `add` and a look at the store may both bring it."""
         with self._mutex:
+            self._recorded.clear()
             runs = self._evidence.setdefault(run.device, [])
             if all(known.id != run.id for known in runs):
                 self._evidence[run.device] = _remembered([*runs, fold(run)], self.clock())
@@ -510,18 +592,60 @@ class Engine:
             policy=self.config.telemetry,
         )
 
+    def _of_recordings(self, device: Device, *, drill: bool) -> tuple[Finding, ...]:
+        """Return what the recordings of a device say; kept for a while, since looking at all of them takes time."""
+        now = self.clock()
+        if not drill and device.uuid in self._recorded and 0 <= now - self._recorded[device.uuid][0] < REJUDGED:
+            return self._recorded[device.uuid][1]
+        of = {u: tuple(r for r in self.evidence(u) if r.recordings or r.readings) for u in self.devices}
+        record = recorded.Record(
+            device=device,
+            runs=tuple(r for r in of[device.uuid] if bool(r.drill) == drill),
+            baselines=self._baselines.get(device.uuid, {}),
+            policy=self.config.judge,
+            now=now,
+            peers={
+                d.name: recorded.Peer(runs=tuple(r for r in of[u] if not r.drill), baselines=self._baselines.get(u, {}))
+                for u, d in self.devices.items()
+                if u != device.uuid
+            },
+        )
+        found = tuple(recorded.findings(record))
+        if not drill:
+            self._recorded[device.uuid] = (now, found, recorded.drifts(record))
+        return found
+
+    def drifts(self, uuid: str) -> tuple[Drift, ...]:
+        """Return how far a device's newest recordings are from what is known of them."""
+        with self._mutex:
+            self._of_recordings(self.devices[uuid], drill=False)
+            return self._recorded[uuid][2]
+
+    def _serving(self, device: Device, *, drill: bool) -> dict[str, Any]:
+        """Return what was found of the endpoints that a device serves, and how many devices each of them has."""
+        found: dict[str, Any] = {"serving": {}, "served_by": {}}
+        for name, endpoint in endpoints.named(self.config).items():
+            parts = endpoints.behind(endpoint, self.devices.values())
+            uuid = f"{endpoints.BACKEND}:{name}"
+            if uuid in self.devices and any(d.uuid == device.uuid for d in parts):
+                found["serving"][uuid] = self._of_recordings(self.devices[uuid], drill=drill)
+                found["served_by"][uuid] = len(parts)
+        return found
+
     def _count(self, device: Device) -> tuple[int, int] | None:
         """Return how many accelerators are found and expected, where the configuration says so; the host answers."""
         expected = self.config.devices.expected
         if expected is None or device.backend != "cpu":
             return None
-        found = [d for u, d in self.devices.items() if u in self.present and d.backend != "cpu" and not d.parent]
+        others = ("cpu", endpoints.BACKEND)
+        found = [d for u, d in self.devices.items() if u in self.present and d.backend not in others and not d.parent]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
 
     def _decide(self, uuid: str, previous: Verdict | None, *, drill: bool = False, since: float = 0.0) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
-            others = {u: d for u, d in self.devices.items() if u != uuid}
+            served = device.backend == endpoints.BACKEND
+            others = {u: d for u, d in self.devices.items() if u != uuid and (d.backend == endpoints.BACKEND) == served}
             runs = [run for run in self.evidence(uuid) if run.started >= since]
             if self.cases:  # what was asked for is a part, and the verdict is about that part
                 runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]
@@ -536,9 +660,11 @@ class Engine:
                 previous=previous,
                 drill=drill,
                 gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
-                signs=None if drill else self._signs(device, runs),
+                signs=None if drill or served else self._signs(device, runs),
                 count=self._count(device),
                 unlisted=self.failing if device.backend == "cpu" else {},
+                recorded=self._of_recordings(device, drill=drill),
+                **({} if served else self._serving(device, drill=drill)),
             )
             if not drill and not self.only and not self.cases and _news(verdict, previous):
                 self.store.set_verdict(verdict)

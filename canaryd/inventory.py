@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from canaryd import endpoints
 from canaryd.config import Config
 from canaryd.model import Device, Event
 from canaryd.store import DeviceRecord
@@ -28,6 +29,8 @@ UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 def remembered(record: DeviceRecord, here: Collection[str], config: Config, now: float) -> bool:
     """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out."""
     device = record.device
+    if device.backend == endpoints.BACKEND:  # it exists because it is configured
+        return device.uuid.partition(":")[2] in endpoints.named(config)
     if device.uuid in here:
         return True
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail

@@ -98,6 +98,12 @@ class Docket:
     """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
     unlisted: Mapping[str, str] = field(default_factory=dict)
     """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
+    recorded: Sequence[Finding] = ()
+    """What `recorded.findings` makes of this device's recordings."""
+    serving: Mapping[str, Sequence[Finding]] = field(default_factory=dict)
+    """Endpoint that this device serves → the same of it."""
+    served_by: Mapping[str, int] = field(default_factory=dict)
+    """Endpoint → how many devices are behind it."""
 
     @property
     def divided(self) -> bool:
@@ -589,7 +595,7 @@ def unreached(docket: Docket) -> Iterator[Finding]:
     if docket.gone_since is not None:
         return
     if (
-        device.backend == "cpu"
+        device.backend in ("cpu", "endpoint")
         or device.torch_index is not None
         or docket.divided
         or any(r.trials for r in docket.runs)
@@ -630,6 +636,22 @@ def telemetry_signs(docket: Docket) -> Iterator[Finding]:
     if docket.signs is not None:
         gone = docket.gone_since is not None  # what it was found to be stands; that it is silent now says nothing new
         yield from (f for f in telemetry.findings(docket.signs) if not (gone and f.rule == "telemetry-stale"))
+
+
+def recordings(docket: Docket) -> Iterator[Finding]:
+    """What the device's recordings say beside their baselines (docs/baselines.md)."""
+    yield from docket.recorded
+
+
+def endpoint_departed(docket: Docket) -> Iterator[Finding]:
+    """An endpoint that this device serves gives unknown bits on an unchanged chain: the device is a suspect."""
+    for name, findings in sorted(docket.serving.items()):
+        for found in (f for f in findings if f.rule == "recording-departed"):
+            count = docket.served_by[name]
+            among = "" if count == 1 else f", one of {count} devices behind it,"
+            cause = found.cause if count == 1 else Cause.UNDETERMINED
+            message = f"{name}, which this device{among} serves, departs: {found.message}"
+            yield replace(found, rule="endpoint-departed", cause=cause, message=message)
 
 
 def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
@@ -698,6 +720,8 @@ RULES: tuple[Rule, ...] = (
     comparator_disagreement,
     host_in_doubt,
     golden_in_doubt,
+    recordings,
+    endpoint_departed,
     uncharacterised_mismatch,
     not_completed,
     no_fresh_evidence,
@@ -769,14 +793,18 @@ def decide(
     signs: Signs | None = None,
     count: tuple[int, int] | None = None,
     unlisted: Mapping[str, str] | None = None,
+    recorded: Sequence[Finding] = (),
+    serving: Mapping[str, Sequence[Finding]] | None = None,
+    served_by: Mapping[str, int] | None = None,
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
     `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
     device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
     seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
-    many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. With `drill`, only
-    drill runs of the last hour exist; without, none.
+    many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. `recorded` is what
+    was found of its recordings, `serving` the same of the endpoints that it serves, `served_by` how many devices each
+    has. With `drill`, only drill runs of the last hour exist; without, none.
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
@@ -802,6 +830,9 @@ def decide(
         signs=signs,
         count=count,
         unlisted=unlisted or {},
+        recorded=recorded,
+        serving=serving or {},
+        served_by=served_by or {},
     )
     found = (finding for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))

@@ -28,6 +28,7 @@ from prometheus_client.utils import floatToGoString
 
 from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS, metric
+from canaryd.recorded import Drift
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "canaryd_golden_fingerprint": Family(
         "gauge", (*_PROBE, "stack"), "An integer below 2^53 that equal results on equal stacks share."
+    ),
+    "canaryd_recordings": Family(
+        "gauge",
+        (*_PROBE, "reading", "status"),
+        "Cases without a golden by what the newest run gave: known bits, unknown ones, or still learning.",
+    ),
+    "canaryd_drift_ratio": Family(
+        "gauge",
+        (*_PROBE, "reading"),
+        "Largest distance of a recording from the nearest known one over its tolerance: 0 while the bits are known, "
+        "+Inf where a bit-stable case gave others.",
+    ),
+    "canaryd_recording_token_agreement": Family(
+        "gauge", (*_PROBE, "reading"), "Smallest share of tokens before the first that differs from the nearest known."
+    ),
+    "canaryd_recording_first_difference": Family(
+        "gauge", (*_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
     ),
     "canaryd_fault_rate_upper_bound": Family(
         "gauge", _PROBE, "Wrong results per compared result that the evidence does not rule out."
@@ -187,8 +205,10 @@ class DeviceView:
     mismatch; probes that any other field or counter names need not be repeated."""
     polls: Mapping[str, PollView] = field(default_factory=dict)
     """By telemetry probe."""
+    drifts: Sequence[Drift] = ()
+    """How far the newest recordings are from what is known."""
     readings: Sequence[Reading] = ()
-    """What fresh polls say; of a name that is no metric, or with other labels, nothing is shown."""
+    """What fresh polls and the newest runs say; of a name that is no metric, or with other labels, nothing is shown."""
 
     def __post_init__(self) -> None:
         where = f"view of {self.device.uuid}"
@@ -398,6 +418,14 @@ def _add_evidence(
             page.add("canaryd_probe_last_success_timestamp_seconds", view.last_success[probe], *labels, probe)
         if probe in view.fault_rate:
             page.add("canaryd_fault_rate_upper_bound", view.fault_rate[probe], *labels, probe)
+    for drift in view.drifts:
+        for status, count in drift.status.items():
+            page.add("canaryd_recordings", count, *labels, drift.probe, drift.reading, status)
+        if drift.status["known"] or drift.status["unknown"]:
+            page.add("canaryd_drift_ratio", drift.ratio, *labels, drift.probe, drift.reading)
+            page.add("canaryd_recording_token_agreement", drift.agreement, *labels, drift.probe, drift.reading)
+        if drift.first is not None:
+            page.add("canaryd_recording_first_difference", drift.first, *labels, drift.probe, drift.reading)
     for (probe, stack_id), fingerprint in sorted(view.fingerprints.items()):
         page.add("canaryd_golden_fingerprint", fingerprint, *labels, probe, stack_id)
 

@@ -113,7 +113,9 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What people type: "cpu:0", "cuda:3", or "cuda:3.1" for the first instance of a divided device."""
+        """What people type: "cpu:0", "cuda:3", "cuda:3.1" for an instance of a divided device, "endpoint:main"."""
+        if self.backend == "endpoint":
+            return self.uuid
         instance = self.detail.get("instance", "")
         return f"{self.backend}:{self.index}" + (f".{instance}" if instance else "")
 
@@ -212,6 +214,11 @@ class Recording:
     """It in words, at most 4,096 characters."""
     finish: str = ""
     """Why it ended: "length", "stop", …"""
+
+    @functools.cached_property
+    def chain_id(self) -> str:
+        """Twelve hex digits that equal chains share."""
+        return stack_id(self.chain)
 
 
 LINKS = ("checkpoint", "config", "dtype", "tokenizer", "template", "prompt", "settings", "server", "client")
@@ -325,6 +332,8 @@ class Run:
     """What called for this run before its time, e.g. "Xid 31"; "" for the clock."""
     cases: tuple[str, ...] = ()
     """The cases it was limited to; empty for a whole run."""
+    unknown: tuple[str, ...] = ()
+    """The cases whose recordings were beyond what was known of them when the run was stored."""
     baselining: bool = False
     """Whether it was asked to show every legitimate mode, for the judge had no complete baseline."""
 
@@ -343,7 +352,7 @@ class Run:
         """Results of the device that were compared in this run."""
         return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)
 
-    @property
+    @functools.cached_property
     def stack_id(self) -> str:
         """Twelve hex digits that equal stacks share."""
         return stack_id(self.stack)

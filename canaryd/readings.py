@@ -120,6 +120,21 @@ READINGS: Mapping[str, Kind] = {
     "device_recoveries_total": _counter(
         "Times that the driver had to restart the device to free it.", volatile=True, event=True
     ),
+    # What canaries give.
+    "canary_token_agreement": _gauge("Share of tokens that are the right ones.", "dtype", "path", "batch"),
+    "canary_logit_distance": _gauge(
+        "Largest distance of a logit from its golden, over its tolerance.", "dtype", "path", "batch"
+    ),
+    "canary_margin_min": _gauge(
+        "Smallest lead of the best token over the second, in logits.", "dtype", "path", "batch"
+    ),
+    "canary_first_difference": _gauge(
+        "Position of the first wrong token; absent where there is none.", "dtype", "path", "batch"
+    ),
+    "endpoint_first_token_seconds": _gauge("From a request to its first token.", "api"),
+    "endpoint_token_seconds": _gauge("From one token to the next, on average.", "api"),
+    "endpoint_prompt_tokens": _gauge("Tokens that the server counts in a prompt.", "api", "prompt"),
+    "endpoint_nonfinite": _gauge("Log probabilities that are missing or not finite, in all answers together."),
     # The host.
     "edac_errors_total": _counter(
         "Memory errors that EDAC counted, by kind (corrected, uncorrected), controller and module.",

@@ -96,6 +96,8 @@ def _run(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "trials": run.trials,
         "wrong_trials": sum(c.wrong_trials for c in run.comparisons),
+        "recordings": len(run.recordings),
+        "unknown": list(run.unknown),
         "confirms": run.confirms,
         "stack": run.stack_id,
         "detail": run.detail,
@@ -128,12 +130,19 @@ def _text_of(result: Result, device: Device) -> list[str]:
         count["trials"] += run.trials
         count["wrong"] += sum(c.wrong_trials for c in run.comparisons)
         count["goldens"] += len(run.comparisons)
+        count["recordings"] += len(run.recordings)
+        count["unknown"] += len(run.unknown)
         count["failed"] += run.outcome is not Outcome.COMPLETED
     for (probe, instructions), count in totals.items():
         name = f"{probe} [{instructions}]" if instructions else probe
         failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
-        results = f"{count['trials']:>9,} results in {count['goldens']:,} comparisons"
-        lines.append(f"  {name:<28} {results}, {count['wrong']} wrong{failed}")
+        if count["goldens"] or not count["recordings"]:
+            results = f"{count['trials']:>9,} results in {count['goldens']:,} comparisons, {count['wrong']} wrong"
+            lines.append(f"  {name:<28} {results}{failed}")
+            failed = ""
+        if count["recordings"]:
+            recorded = f"{count['recordings']:>9,} recordings, {count['unknown']} cases with unknown bits"
+            lines.append(f"  {name:<28} {recorded}{failed}")
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:
             absent = f", {len(poll.completed.absent)} not given here" if poll.completed.absent else ""

@@ -111,12 +111,14 @@ def due(
 
 
 def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Device], count: int) -> list[Plan]:
-    """Return what a mismatch asks for at once: `count` re-runs on the accused, each a worker and an upload of its own,
-    and the same bytes once on every sibling. Empty when nothing was wrong, or when the run is itself a confirmation.
-    """  # noqa: D205  the sentence needs two lines
-    if not run.wrong or run.confirms:
+    """Return what a mismatch, or unknown bits, ask for at once.
+
+    `count` re-runs on the accused, each a worker and an upload of its own, and the same bytes once on every sibling.
+    Empty when nothing was wrong, or when the run is itself a confirmation.
+    """
+    if not (run.wrong or run.unknown) or run.confirms:
         return []
-    cases = tuple(dict.fromkeys(c.case for c in run.wrong))[:CONFIRMED_CASES]
+    cases = tuple(dict.fromkeys((*(c.case for c in run.wrong), *run.unknown)))[:CONFIRMED_CASES]
     step = Step(entry=entry, level=run.level, seed=run.seed, cases=cases, drill=run.drill, confirms=run.id)
     again = [Plan(device=device, instruction_set=run.instruction_set, steps=(step,)) for _ in range(count)]
     # A drill's fault is injected by software: a sibling would be injected too, and would witness nothing.

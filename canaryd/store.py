@@ -1,4 +1,4 @@
-"""What canaryd remembers: runs, polls, events, devices, verdicts and counters, in one SQLite file for all processes.
+"""What canaryd remembers: runs, baselines, polls, events, devices, verdicts, counters, in one SQLite file for all.
 
 Each write is one short transaction. A write that the disk refuses goes to an equal database in memory instead, which
 is part of every answer and moves to disk as soon as that works again. So a full disk, a read-only directory or a
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode
 
+from canaryd.baseline import Baseline
 from canaryd.model import Device, Event, Outcome, Run, Verdict, from_json, to_json
 
 DATABASE = "canaryd.db"
@@ -68,6 +69,11 @@ ADD_EVENT = (
     " DO UPDATE SET first = min(first, excluded.first), last = max(last, excluded.last),"
     " count = count + excluded.count, after = excluded.after, detail = excluded.detail"
 )
+BASELINE = "device, key, last, body"
+ADD_BASELINE = (
+    f"INSERT INTO baselines ({BASELINE}) VALUES (?, ?, ?, ?) ON CONFLICT (device, key) DO UPDATE"
+    " SET last = excluded.last, body = excluded.body"
+)
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 T = TypeVar("T")
@@ -93,7 +99,7 @@ REFUSED = (OSError, sqlite3.Error, StoreTooNew)
 class Retention:
     """How long runs are kept, in seconds since they were stored.
 
-    A failure is a run with a wrong comparison, or one that neither completed nor was skipped.
+    A failure is a run with a wrong comparison or unknown bits, or one that neither completed nor was skipped.
     """
 
     successes: float = 14 * DAY
@@ -158,7 +164,14 @@ def _version_2(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2)
+def _version_3(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE baselines (device TEXT, key TEXT, last REAL NOT NULL, body BLOB NOT NULL,"
+        " PRIMARY KEY (device, key))"
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3)
 """In order; the database's `user_version` is the number of those it has had."""
 
 
@@ -293,6 +306,20 @@ class Store:
         """Return one run; None where it is not known (any more)."""
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._unpack(Run, [*stored, *waiting])), None)
+
+    # Baselines
+
+    def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
+        """Make these the newest of their keys, in one transaction. False: only in memory so far."""
+        rows = [(b.device, _baseline_key(b), b.last, _pack(b)) for b in baselines]
+        return self._store(lambda db: db.executemany(ADD_BASELINE, rows))
+
+    def baselines(self, device: str | None = None) -> list[Baseline]:
+        """Return the baselines of a device, or of all, in the order in which they were learnt."""
+        query = "SELECT device, key, body FROM baselines WHERE device = ? OR ? IS NULL ORDER BY last"
+        stored, waiting = self._read(query, device, device)
+        newest = {(uuid, key): body for uuid, key, body in (*stored, *waiting)}
+        return self._unpack(Baseline, [(f"{uuid} {key}", body) for (uuid, key), body in newest.items()])
 
     # Telemetry
 
@@ -474,7 +501,8 @@ class Store:
                 while self._delete(f"{condition} AND stored < ?", now - age):
                     pass
             self._commit(lambda db: db.execute(old_verdicts, (now - self.keep.failures,)))
-            self._commit(lambda db: db.execute("DELETE FROM events WHERE last < ?", (now - self.keep.failures,)))
+            for table in ("events", "baselines"):
+                self._commit(lambda db: db.execute(f"DELETE FROM {table} WHERE last < ?", (now - self.keep.failures,)))  # noqa: B023
             while self._delete_polls("started < ?", now - self.keep.polls):
                 pass
             while self._attempt(_used) >= self.max_bytes and (
@@ -553,6 +581,7 @@ class Store:
             polls = memory.execute(f"SELECT {POLL} FROM polls ORDER BY number").fetchall()
             events = memory.execute(f"SELECT {EVENT}, hour FROM events").fetchall()
             notes = memory.execute("SELECT name, value FROM notes").fetchall()
+            baselines = memory.execute(f"SELECT {BASELINE} FROM baselines").fetchall()
 
             def write(db: sqlite3.Connection) -> None:
                 db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
@@ -561,12 +590,13 @@ class Store:
                 db.executemany(ADD_POLL, polls)  # noqa: B023
                 db.executemany(ADD_EVENT, events)  # noqa: B023
                 db.executemany(NOTE, notes)  # noqa: B023
+                db.executemany(ADD_BASELINE, baselines)  # noqa: B023
                 for verdict in verdicts:  # noqa: B023
                     _add_verdict(db, verdict)
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
-            for table in ("devices", "counters", "verdicts", "polls", "events", "notes"):
+            for table in ("devices", "counters", "verdicts", "polls", "events", "notes", "baselines"):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH
 
@@ -780,14 +810,18 @@ def _compact(db: sqlite3.Connection) -> None:
     db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _pack(value: Run | Device | Verdict) -> bytes:
+def _baseline_key(baseline: Baseline) -> str:
+    return json.dumps(baseline.key, separators=(",", ":"))
+
+
+def _pack(value: Run | Device | Verdict | Baseline) -> bytes:
     # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
     return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
 
 
 def _run_row(run: Run, stored: float) -> tuple[Any, ...]:
     wrong = len(run.wrong)
-    failed = wrong > 0 or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+    failed = wrong > 0 or bool(run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
     facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
     return (*facts, run.drill, run.confirms, run.stack_id, _pack(run))
 

@@ -700,7 +700,7 @@ class Series:
             confirms=request.confirms,
             trigger=request.trigger,
             cases=request.cases,
-            baselining=request.baselining,
+            baselining=request.baselining and bool(facts["Recording"]),
         )
 
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:

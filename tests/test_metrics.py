@@ -5,6 +5,7 @@ import dataclasses
 import http.client
 import logging
 import os
+import math
 import re
 import resource
 import shutil
@@ -20,6 +21,7 @@ from canaryd import metrics
 from canaryd.metrics import CONTENT_TYPE, FAMILIES, DeviceView, Limits, PollView, Server, Snapshot, render
 from canaryd.model import Cause, Device, Finding, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS
+from canaryd.recorded import Drift
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "data" / "metrics.txt"
@@ -78,6 +80,17 @@ def example():
             last_success={"exact_matmul": NOW - 60},
             fault_rate={"exact_matmul": 2.5e-05},
             fingerprints={("exact_matmul", stack_id): 123_456_789},
+            drifts=[
+                Drift(
+                    probe="canary_prompts",
+                    reading="bfloat16",
+                    status={"known": 3, "unknown": 1, "learning": 0},
+                    ratio=math.inf,
+                    agreement=0.25,
+                    first=10,
+                ),
+                Drift(probe="endpoint_canary", reading="chat", status={"known": 0, "unknown": 0, "learning": 2}),
+            ],
             polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2)},
             readings=[
                 Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))

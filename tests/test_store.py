@@ -229,7 +229,7 @@ def test_kill_9_loses_no_run_whose_commit_returned(tmp_path):
         promised += said.split()
     with Store.open(tmp_path) as store:
         stored = ids(store.runs())
-        assert len(promised) > 100
+        assert len(promised) > 50
         assert set(promised) <= set(stored)
         assert len(stored) <= len(promised) + 50, "at most one run of each writer was on disk but not yet printed"
         assert counter(store, "probe_runs", device="CPU-1", probe="exact_matmul", outcome="completed") == len(stored)

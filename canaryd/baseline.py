@@ -1,0 +1,249 @@
+"""Baselines: what a case gave while it was learnt, and how far what it gives now is from that.
+
+Serving has a few legitimate modes (prefix cache cold or warm, alone or batched with others). Each repeats to the bit,
+and they differ from each other by more than many faults do. So a baseline is neither an average nor a tolerance: it is
+the set of exact vectors that were seen. Everything here is pure; docs/baselines.md has the statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from canaryd.model import LINKS, Recording, Run, stack_id
+
+LEARN = 30
+"""Recordings from which a baseline is learnt (ours: 29 in a row without a new vector bound its rate by 9.8 %)."""
+STEADY = 12
+"""Recordings in a row without a new vector from which a case is called bit-stable (ours)."""
+SLACK = 3.0
+"""Times the distance between modes that an unsteady case may stray: other loads have modes of their own (ours)."""
+EVERY = ""
+"""The condition that stands for all of them."""
+
+Key = tuple[str, int, str, str, str]
+"""Probe, its version, case, id of the stack, id of the chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """One exact vector, and how often it was seen while the baseline was learnt."""
+
+    recording: Recording
+    counts: Mapping[str, int]
+    """Condition → times."""
+    first: float
+    last: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What one case gave on one device, stack and chain."""
+
+    device: str
+    probe: str
+    probe_version: int
+    case: str
+    stack: Mapping[str, str]
+    chain: Mapping[str, str]
+    known: tuple[Known, ...] = ()
+    learnt: Mapping[str, int] = field(default_factory=dict)
+    """Condition → recordings that it was learnt from; `EVERY` for all together."""
+    steady: Mapping[str, int] = field(default_factory=dict)
+    """Condition → how many of them came after the last one that was new."""
+    first: float = 0.0
+    last: float = 0.0
+    """When it was learnt, from and to, in seconds since the epoch."""
+    accepted: str = ""
+    """Why an operator took an unknown vector into it; "" where that never happened."""
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """What tells it from every other baseline of its device."""
+        return self.probe, self.probe_version, self.case, stack_id(self.stack), stack_id(self.chain)
+
+    @functools.cached_property
+    def digests(self) -> frozenset[str]:
+        """The digests that pass at once."""
+        return frozenset(k.recording.digest for k in self.known)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough was seen to call anything else unknown."""
+        return self.learnt.get(EVERY, 0) >= LEARN
+
+    def under(self, condition: str) -> str:
+        """Return the condition to compare under: the given one where enough was learnt under it, else all."""
+        return condition if self.learnt.get(condition, 0) >= STEADY else EVERY
+
+    def stable(self, condition: str) -> bool:
+        """Whether the case repeated known bits for long enough, under this condition, to be called bit-stable.
+
+        Where the condition is not known, every one of them must have settled: the last one met must not speak for all.
+        """
+        condition = self.under(condition)
+        parts = {c: n for c, n in self.learnt.items() if c != EVERY} if condition == EVERY else {}
+        settled = all(2 * self.steady.get(c, 0) >= n for c, n in parts.items())
+        return settled and self.steady.get(condition, 0) >= STEADY
+
+    def noise(self, condition: str) -> float:
+        """Return the largest distance, in nats, from a vector to its nearest neighbour among those of the condition."""
+        condition = self.under(condition)
+        mine = [k.recording for k in self.known if condition == EVERY or condition in k.counts]
+        nearest = [min((_distance(a, b)[0] for b in mine if b is not a), default=0.0) for a in mine]
+        return max((d for d in nearest if math.isfinite(d)), default=0.0)
+
+    def rate(self, condition: str, clean: int) -> float:
+        """Return an upper bound of the chance that a healthy device gives a vector as far out as an unknown one.
+
+        A stable case: n recordings in a row without a new vector bound the rate of new ones by 1 - 0.05^(1/n) at
+        95 % (the rule of three); `clean` is how many known ones came since. An unsteady one: among m + 1 exchangeable
+        recordings the last is the farthest out with a chance of 1 / (m + 1).
+        """
+        condition = self.under(condition)
+        if self.stable(condition):
+            return -math.expm1(math.log(0.05) / (self.steady[condition] + clean))
+        return 1 / (self.learnt.get(condition, 0) + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """How an unknown vector differs from the nearest known one."""
+
+    distance: float
+    """Largest difference of log probabilities on the common prefix, in nats; infinite where values are lost."""
+    position: int | None
+    """First token that differs; None where all are equal."""
+    margin: float | None
+    """By how much the known vector preferred its own token there, in nats."""
+    noise: float
+    """As `Baseline.noise`."""
+    beyond: bool
+    """Whether it is more than noise: always on a bit-stable case."""
+    known: Recording
+    """The nearest known vector."""
+
+    def __str__(self) -> str:
+        tokens = "every token is the same"
+        if self.position is not None:
+            margin = f", where the known one led by {self.margin:.3g}" if self.margin is not None else ""
+            tokens = f"token {self.position + 1} is another{margin}"
+        if not self.known.values:
+            return tokens
+        if math.isinf(self.distance):
+            return f"{tokens}, and a log probability is missing or not finite"
+        noise = f" (known ones differ by {self.noise:.3g})" if self.noise else ""
+        return f"{tokens}, log probabilities differ by up to {self.distance:.3g}{noise}"
+
+
+def key_of(run: Run, recording: Recording) -> Key:
+    """Return the key of the baseline that a recording belongs to."""
+    return run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id
+
+
+def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
+    """Return the baseline with one more recording in it; a complete one is returned as it is."""
+    if before is None:
+        before = Baseline(
+            device=run.device,
+            probe=run.probe,
+            probe_version=run.probe_version,
+            case=recording.case,
+            stack=run.stack,
+            chain=recording.chain,
+            first=run.started,
+        )
+    if before.complete:
+        return before
+    conditions = dict.fromkeys((EVERY, recording.condition))
+    learnt, steady = dict(before.learnt), dict(before.steady)
+    for condition in conditions:
+        seen = any(k.recording.digest == recording.digest and _met(k, condition) for k in before.known)
+        learnt[condition] = learnt.get(condition, 0) + 1
+        steady[condition] = steady.get(condition, 0) + 1 if seen else 0
+    known = _counted(before.known, run, recording)
+    return replace(before, known=known, learnt=learnt, steady=steady, last=run.started)
+
+
+def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseline:
+    """Return the baseline with an unknown vector taken into it by an operator's word."""
+    return replace(before, known=_counted(before.known, run, recording), accepted=why)
+
+
+def _met(known: Known, condition: str) -> bool:
+    return condition == EVERY or condition in known.counts
+
+
+def _counted(known: tuple[Known, ...], run: Run, recording: Recording) -> tuple[Known, ...]:
+    condition, at = recording.condition, run.started
+    for number, one in enumerate(known):
+        if one.recording.digest == recording.digest:
+            counts = {**one.counts, condition: one.counts.get(condition, 0) + 1}
+            again = replace(one, counts=counts, first=min(one.first, at), last=max(one.last, at))
+            return (*known[:number], again, *known[number + 1 :])
+    return (*known, Known(recording=recording, counts={condition: 1}, first=at, last=at))
+
+
+def departure(baseline: Baseline, recording: Recording) -> Departure | None:
+    """Return how a recording differs from what is known; None where exactly these bits are known."""
+    if recording.digest in baseline.digests:
+        return None
+    # The mode that it followed longest, and of these the nearest in value.
+    nearest = min(
+        (k.recording for k in baseline.known), key=lambda k: (-_common(k, recording), _distance(k, recording)[0])
+    )
+    distance, position = _distance(nearest, recording)
+    margin = nearest.margins[position] if position is not None and position < len(nearest.margins) else None
+    noise = baseline.noise(recording.condition)
+    return Departure(
+        distance=distance,
+        position=position,
+        margin=margin,
+        noise=noise,
+        beyond=baseline.stable(recording.condition) or _strays(nearest, distance, margin, SLACK * noise),
+        known=nearest,
+    )
+
+
+def _strays(known: Recording, distance: float, margin: float | None, tolerance: float) -> bool:
+    """Whether an unsteady case went farther than its noise: in value, or to another token that was no near tie.
+
+    Two logits that may each be off by the tolerance can change places where they are within twice of it. Text alone
+    cannot tell: without values there is nothing to measure the noise by.
+    """
+    return bool(known.values) and (distance > tolerance or (margin is not None and margin > 2 * tolerance))
+
+
+def _common(a: Recording, b: Recording) -> int:
+    pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
+
+
+def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
+    """Return the largest difference on the common prefix, in nats, and where the tokens part.
+
+    Where there is nothing to compare by (no tokens, no values), any difference of the digests is infinite.
+    """
+    common = _common(a, b)
+    position = common if common < max(len(a.tokens), len(b.tokens)) else None
+    if not a.tokens or len(a.values) < common or len(b.values) < common:
+        return (0.0 if a.digest == b.digest else math.inf), position
+    pairs = list(zip(a.values[:common], b.values[:common], strict=True))
+    if any(x is not None and (y is None or not math.isfinite(y)) for x, y in pairs):
+        return math.inf, position
+    return max((abs(x - y) for x, y in pairs if x is not None and y is not None), default=0.0), position
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return the links that differ as (link, before, after), in the order from weights to answer, the stack's last."""
+    order = [*LINKS, *sorted((before.keys() | after.keys()) - {*LINKS})]
+    pairs = [(link, before.get(link, ""), after.get(link, "")) for link in order]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def spoken(links: Iterable[tuple[str, str, str]]) -> str:
+    """Return changed links in words: "tokenizer (1f… → 9c…), server (vllm 0.31 → vllm 0.32)"."""
+    return ", ".join(f"{link} ({before or 'not known'} → {after or 'not known'})" for link, before, after in links)

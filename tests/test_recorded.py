@@ -1,0 +1,292 @@
+"""The judgement of recordings: known passes, unknown is confirmed, a changed chain comes before any device."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from canaryd import recorded
+from canaryd.baseline import LEARN
+from canaryd.config import JudgePolicy
+from canaryd.model import Cause, Device, Outcome, Reading, Recording, Run, State
+from canaryd.recorded import ALPHA, EARLIER, NEWEST, SLOWER, Peer, Record, findings, intake
+
+NOW = 1_790_000_000.0
+HOUR, DAY = 3600.0, 86_400.0
+POLICY = JudgePolicy()
+ENDPOINT = Device(uuid="endpoint:main", backend="endpoint", index=0, model="qwen", detail={"behind": "cuda:0 cuda:1"})
+GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H100")
+CHAIN = {"checkpoint": "c1", "tokenizer": "t1", "template": "m1", "server": "vllm 0.32", "client": "vllm 1"}
+TALE = "a tale of two cards in one rack and of the fan between them which never once stood still"
+WORDS = tuple(TALE.split())
+VALUES = tuple(-0.1 * n for n in range(1, len(WORDS) + 1))
+NUMBERS = itertools.count()
+
+
+def recording(shift=0.0, *, chain=None, tokens=WORDS, digest="", case="story", **fields):
+    values = tuple(v + shift for v in VALUES)
+    return Recording(
+        case=case,
+        digest=digest or f"{abs(hash((values, tokens))):016x}"[:16],
+        chain=CHAIN if chain is None else chain,
+        tokens=tokens,
+        values=values,
+        margins=(1.0,) * len(values),
+        text=" ".join(tokens),
+        **fields,
+    )
+
+
+GOOD, STRANGE = recording(), recording(0.01)
+
+
+def run(ago, *recordings, of=ENDPOINT, **fields):
+    made = {
+        "id": f"{int(NOW - ago):012d}-{next(NUMBERS):04d}",
+        "device": of.uuid,
+        "probe": "canary",
+        "probe_version": 1,
+    }
+    made |= {"started": NOW - ago, "seconds": 1.0, "outcome": Outcome.COMPLETED, "recordings": recordings}
+    return Run(**{**made, **fields})
+
+
+class History:
+    """Takes runs in as the engine does."""
+
+    def __init__(self, of=ENDPOINT, policy=POLICY):
+        self.of, self.policy = of, policy
+        self.runs, self.baselines = [], {}
+
+    def add(self, ago, *recordings, learns=True, **fields):
+        made, fresh = intake(run(ago, *recordings, of=self.of, **fields), self.baselines, learns=learns)
+        self.baselines |= fresh
+        self.runs.append(made)
+        return made
+
+    def learn(self, ago=3 * DAY, *vectors, times=LEARN):
+        vectors = vectors or (GOOD,)
+        self.add(ago, *itertools.islice(itertools.cycle(vectors), times), baselining=True)
+        return self
+
+    def confirm(self, first, *vectors):
+        for number, one in enumerate(vectors):
+            self.add(NOW - first.started - 1 - number, one, confirms=first.id, cases=(one.case,))
+
+    def record(self, now=NOW, **peers):
+        runs = tuple(sorted(self.runs, key=lambda r: (r.started, r.id)))
+        seen = {name: Peer(runs=tuple(h.runs), baselines=h.baselines) for name, h in peers.items()}
+        return Record(device=self.of, runs=runs, baselines=self.baselines, policy=self.policy, now=now, peers=seen)
+
+    def found(self, now=NOW, **peers):
+        return {f.rule: f for f in findings(self.record(now, **peers))}
+
+
+def departed(*confirmations, of=ENDPOINT, strange=STRANGE, policy=POLICY):
+    history = History(of, policy).learn()
+    history.add(2 * DAY, GOOD)
+    first = history.add(HOUR, strange)
+    history.confirm(first, *confirmations)
+    return history
+
+
+def test_known_bits_are_nothing_to_speak_of():
+    """A complete baseline and runs within it: no finding at all."""
+    history = History().learn(3 * DAY, GOOD, STRANGE)
+    history.add(HOUR, GOOD)
+    history.add(HOUR / 2, STRANGE)
+    assert history.found() == {}
+    assert not any(r.unknown for r in history.runs)
+
+
+def test_what_is_not_learnt_yet_is_said():
+    """One recording fewer than a baseline takes."""
+    history = History().learn(times=LEARN - 1)
+    assert set(history.found()) == {"baseline-learning"}
+    assert history.found()["baseline-learning"].state is State.HEALTHY
+
+
+def test_an_unknown_vector_asks_for_confirmation():
+    """Named in the run, unknown until the re-runs came, never straight to an accusation."""
+    history = departed()
+    assert history.runs[-1].unknown == ("story",)
+    found = history.found()["recording-unconfirmed"]
+    assert found.state is State.UNKNOWN
+    assert "3 re-runs" in found.message
+
+
+def test_repeated_by_every_rerun_it_is_a_departure():
+    """Suspect, whoever's fault it is, with the chance stated and the way to settle it."""
+    found = departed(STRANGE, STRANGE, STRANGE).found()["recording-departed"]
+    assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
+    assert "log probabilities differ by up to 0.01" in found.message
+    assert "by chance:" in found.message
+    assert "--device cuda:0 --device cuda:1" in found.message
+
+
+def test_reruns_that_differ_from_one_another_are_departures_too():
+    """A unit that errs at random gives other wrong bits each time."""
+    assert "recording-departed" in departed(recording(0.02), recording(0.03), recording(0.04)).found()
+
+
+def test_two_of_three_are_not_enough():
+    """One re-run gave known bits: counted, told, not held against the device yet."""
+    found = departed(STRANGE, STRANGE, GOOD).found()
+    assert set(found) == {"recording-not-repeated"}
+    assert found["recording-not-repeated"].state is State.HEALTHY
+
+
+@pytest.mark.parametrize(("times", "rule"), [(3, "recording-not-repeated"), (8, "recording-departed")])
+def test_what_comes_back_too_often_is_a_departure(times, rule):
+    """A rare fault is never repeated by re-runs; it betrays itself by how often it comes."""
+    history = History().learn()
+    for n in range(20):
+        history.add(2 * DAY - n * HOUR, GOOD)
+    for n in range(times):
+        first = history.add(DAY - n * HOUR, STRANGE)
+        history.confirm(first, GOOD, GOOD, GOOD)
+    assert rule in history.found()
+
+
+def test_the_tail_of_the_binomial():
+    """Against enumeration."""
+    rate = 0.1
+    outcomes = list(itertools.product((0, 1), repeat=8))
+    for times in range(9):
+        exact = sum(rate ** sum(o) * (1 - rate) ** (8 - sum(o)) for o in outcomes if sum(o) >= times)
+        assert recorded._tail(times, 8, rate) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(("confirm_runs", "state"), [(3, State.SUSPECT), (2, State.UNKNOWN)])
+def test_a_short_record_cannot_accuse(confirm_runs, state):
+    """The chance of a healthy device to fail the whole test has to be small: 0.098³ is, 0.098² is not."""
+    policy = dataclasses.replace(POLICY, confirm_runs=confirm_runs)
+    history = History(policy=policy).learn()
+    first = history.add(HOUR, STRANGE)
+    history.confirm(first, *[STRANGE] * confirm_runs)
+    found = findings(history.record())
+    assert [f.state for f in found if f.rule.startswith("recording")] == [state]
+    rate = next(iter(history.baselines.values())).rate("", 0)
+    assert (rate**confirm_runs <= ALPHA) is (state is State.SUSPECT)
+
+
+def test_a_sibling_with_known_bits_accuses_the_device():
+    """Same case, same chain, later than the departure, and right."""
+    history, sibling = departed(*[STRANGE] * 3, of=GPU), History(dataclasses.replace(GPU, uuid="GPU-b")).learn()
+    sibling.add(HOUR / 2, GOOD)
+    assert history.found(**{"cuda:1": sibling})["recording-departed"].cause is Cause.HARDWARE
+
+
+def test_a_sibling_with_the_same_new_bits_accuses_the_software():
+    """Two devices do not break in the same way."""
+    history, sibling = departed(*[STRANGE] * 3, of=GPU), departed(of=dataclasses.replace(GPU, uuid="GPU-b"))
+    found = history.found(**{"cuda:1": sibling})["recording-departed"]
+    assert (found.state, found.cause) == (State.SUSPECT, Cause.SOFTWARE)
+
+
+def test_a_sibling_on_another_chain_says_nothing():
+    """Its bits are those of another model."""
+    sibling = History(dataclasses.replace(GPU, uuid="GPU-b")).learn(DAY, recording(chain={"checkpoint": "c2"}))
+    sibling.add(HOUR / 2, recording(chain={"checkpoint": "c2"}))
+    history = departed(*[STRANGE] * 3, of=GPU)
+    assert history.found(**{"cuda:1": sibling})["recording-departed"].cause is Cause.UNDETERMINED
+
+
+LINKS = [("checkpoint", "c2"), ("tokenizer", "t2"), ("template", "m2"), ("server", "vllm 0.33"), ("client", "vllm 2")]
+
+
+@pytest.mark.parametrize(("link", "value"), LINKS)
+def test_a_changed_chain_accuses_no_device(link, value):
+    """Whatever the answer is now: the link that changed is named, and nothing is said of hardware."""
+    history = History().learn()
+    history.add(HOUR, recording(0.5, chain=CHAIN | {link: value}))
+    found = history.found()
+    assert set(found) == {"chain-changed"}
+    assert f"{link} ({CHAIN[link]} → {value})" in found["chain-changed"].message
+    assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
+
+
+def test_a_changed_chain_is_learnt_and_told_for_a_while():
+    """Learnt anew it is healthy again, with a note for a week; then the note goes."""
+    history = History().learn(30 * DAY)
+    history.learn(2 * DAY, recording(0.5, chain=CHAIN | {"server": "vllm 0.33"}))
+    assert history.found()["chain-changed"].state is State.HEALTHY
+    assert "nobody has witnessed" in history.found()["chain-changed"].message
+    assert history.found(now=NOW + 10 * DAY) == {}
+
+
+def test_a_changed_chain_with_the_same_bits_is_no_news():
+    """Another client, same answer."""
+    history = History().learn()
+    history.add(HOUR, recording(chain=CHAIN | {"client": "vllm 2"}))
+    assert history.found() == {}
+
+
+def test_a_bad_unit_does_not_become_its_own_standard():
+    """What is not to be learnt from leaves every baseline as it was."""
+    history = History()
+    history.add(HOUR, GOOD, learns=False)
+    assert history.baselines == {}
+
+
+def test_only_the_digest_of_known_bits_is_kept():
+    """The baseline has the rest; of unknown ones all is evidence."""
+    history = departed()
+    assert all(r.values == () for kept in history.runs[:-1] for r in kept.recordings)
+    assert history.runs[-1].recordings == (STRANGE,)
+
+
+def test_a_departure_clears_by_time_and_known_bits():
+    """30 days and three times as many known vectors as it took to depart once."""
+    history = departed(STRANGE, STRANGE, STRANGE)
+    assert "recording-departed" in history.found(now=NOW + 40 * DAY)
+    for n in range(200):
+        history.add(HOUR - 1 - n, GOOD)
+    assert "recording-departed" in history.found(now=NOW + 29 * DAY)
+    assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
+
+
+@pytest.mark.parametrize(("times", "slow"), [(SLOWER - 0.1, False), (SLOWER + 0.1, True)])
+def test_an_endpoint_that_became_slow_is_degraded(times, slow):
+    """Several times its own median, in several runs: the numbers are right all the same."""
+    history = History().learn()
+    for n in range(EARLIER + NEWEST):
+        seconds = 0.01 * (times if n >= EARLIER else 1)
+        reading = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
+        history.add(2 * HOUR - n, GOOD, readings=(reading,))
+    assert ("endpoint-slow" in history.found()) is slow
+    if slow:
+        found = history.found()["endpoint-slow"]
+        assert (found.state, found.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
+
+
+def test_broken_output_is_suspect_whatever_the_chain():
+    """Token 0 for ever is no answer of any chain."""
+    history = History().learn()
+    bang = recording(tokens=("!",) * len(WORDS), digest="ba", chain=CHAIN | {"server": "vllm 0.33"})
+    history.add(HOUR, dataclasses.replace(bang, text="!" * 40, values=(None,) * len(WORDS)))
+    found = history.found()["broken-output"]
+    assert found.state is State.SUSPECT
+
+
+def test_known_bits_may_look_as_they_like():
+    """A model that was learnt with such an answer is not called broken for it."""
+    bang = dataclasses.replace(recording(tokens=("!",) * len(WORDS), digest="ba"), text="!" * 40)
+    history = History().learn(3 * DAY, bang)
+    history.add(HOUR, bang)
+    assert "broken-output" not in history.found()
+
+
+def test_no_rule_is_idle(monkeypatch):
+    """Without any one of them some story above would be judged otherwise."""
+    moved = History().learn()
+    moved.add(HOUR, recording(0.5, chain=CHAIN | {"server": "x"}))
+    stories = [departed(*[STRANGE] * 3), History().learn(times=3), moved]
+    whole = [story.found() for story in stories]
+    needed = set()
+    for rule in recorded.RULES:
+        monkeypatch.setattr(recorded, "RULES", tuple(r for r in recorded.RULES if r is not rule))
+        if [story.found() for story in stories] != whole:
+            needed.add(rule.__name__)
+        monkeypatch.undo()
+    assert needed == {"departed", "learning", "chain_changed"}  # symptom and slow have stories of their own above
