@@ -463,6 +463,7 @@ class Engine:
                     drill=step.drill,
                     confirms=step.confirms,
                     trigger=step.trigger,
+                    memory=str(self.config.state_dir / "memory"),
                     baselining=not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name),
                 )
                 run = series.run(request, self.timeout(spec, step.level))

@@ -113,6 +113,8 @@ class Context:
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False
     """True: the judge lacks a baseline of what is recorded here; repeat each case so that all its modes show."""
+    memory: str = ""
+    """A directory that outlives the worker, for what takes long to find out; "" where there is none."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
     """Report how far the run is (0…1) and what it is doing."""
     clock: Callable[[], float] = time.monotonic

@@ -145,6 +145,7 @@ class RunRequest:
     confirms: str = ""
     trigger: str = ""
     baselining: bool = False
+    memory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,6 +646,7 @@ class Series:
                     "cases": request.cases,
                     "drill": request.drill,
                     "baselining": request.baselining,
+                    "memory": "" if self._spec.command else request.memory,
                     "instruction_set": self._instruction_set,
                     "timeout": deadline - begun + self._grace,
                 }

@@ -40,7 +40,16 @@ class Worker:
         self.process.stdin.flush()
 
     def run(self, path: Path, **fields) -> None:
-        common = {"level": "quick", "seed": 1, "budget": 1.0, "settings": {}, "cases": [], "drill": "", "baselining": False}
+        common = {
+            "level": "quick",
+            "seed": 1,
+            "budget": 1.0,
+            "settings": {},
+            "cases": [],
+            "drill": "",
+            "baselining": False,
+            "memory": "",
+        }
         wanted = {"id": "r1", "device": DEVICE, "instruction_set": "", "timeout": 20.0} | common | fields
         self.send(op="run", probe=str(path), **wanted)
 

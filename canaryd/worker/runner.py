@@ -185,6 +185,7 @@ class Runner:
                 cases=tuple(request["cases"]),
                 drill=request["drill"],
                 baselining=request["baselining"],
+                memory=request["memory"],
                 progress=self._progress(run),
             )
             begun = time.monotonic()

@@ -1,0 +1,125 @@
+"""The user's own Hugging Face model, run in this process: what it answers, to the bit, held against its own past.
+
+Stresses: a whole inference of the model that is served: its own weights and shapes, prefill and decode from a KV cache,
+the kernels that torch chooses for them.
+
+Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does), a fault that was
+there when the baseline was learnt, and a weight that no prompt reaches. See docs/model-canary.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.worker.checkpoint import BadCheckpoint, links
+from canaryd.worker.exact import chosen
+from canaryd.worker.hf_model import (
+    PATHS,
+    Checkpoint,
+    Model,
+    Prompt,
+    chain_of,
+    check_memory,
+    layers,
+    read_settings,
+    recording,
+)
+from canaryd.worker.inject import FAULTS
+from canaryd.worker.prompts import load
+from canaryd.worker.tensors import as_text, need_torch, strict_switches, torch
+
+SPEC = ProbeSpec(
+    name="model_canary",
+    summary="your own Hugging Face model, answering as it did before",
+    budget={"quick": 20.0, "standard": 60.0, "deep": 300.0},
+    timeout=900.0,
+    opt_in=True,
+    order=40,
+)
+PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
+REPEATS = 30
+"""Recordings per case while a baseline is learnt."""
+LEARNING = 300.0
+"""Seconds after which a run that learns begins no further round; the timeout leaves room for the one it is in."""
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Decode and score every prompt; yield recordings, and the first prompt's layer digests."""
+    need_torch()
+    if ctx.drill and ctx.drill not in FAULTS:
+        raise Skip(f"no fault is called {ctx.drill!r}; there are {', '.join(FAULTS)}")
+    settings = read_settings(ctx.settings)
+    source = Checkpoint(settings)
+    every = [source.tokens(p.name, p.text, p.tokens) for p in load(settings.prompts or PROMPTS)]
+    asked = [p for p in every if any(chosen(ctx, f"{source.dtype}/{path}/{p.name}") for path in PATHS)]
+    if not asked:
+        example = f"{source.dtype}/decode/{every[0].name}"
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of {2 * len(every)} here is {example}")
+    for prompt in asked:
+        if reason := source.room(prompt):
+            yield Skipped(case=f"{source.dtype}/*/{prompt.name}", reason=reason)
+    fitting = [p for p in every if not source.room(p)]
+    asked = [p for p in asked if p in fitting]
+    if not asked:
+        raise Skip(f"{settings.directory}: takes none of the prompts: {source.room(every[0])}")
+    need = source.need(fitting)
+    check_memory(source, ctx.device, need)
+    yield Reading(name="model_memory", value=need, unit="bytes", labels={"dtype": source.dtype})
+    start = ctx.seed % len(asked)  # where loading eats the budget, another run begins with another prompt
+    asked = [*asked[start:], *asked[:start]]
+    if ctx.level == "quick" and not ctx.cases and not ctx.baselining:
+        asked = asked[:1]
+    try:
+        found = links(
+            settings.directory,
+            memory=ctx.memory,
+            thorough=bool(ctx.cases),
+            progress=lambda done, text: ctx.progress(done / 4, text),
+        )
+    except BadCheckpoint as error:
+        raise Skip(str(error)) from error
+    ctx.progress(0.25, f"loading {settings.directory}")
+    started = ctx.clock()
+    model = source.load(ctx.device)
+    yield Reading(name="model_load", value=ctx.clock() - started, unit="seconds", labels={"dtype": source.dtype})
+    try:
+        with strict_switches() as switches, torch.inference_mode():
+            # An operator of somebody's model may have no deterministic kernel: its modes are then part of the baseline.
+            torch.set_deterministic_debug_mode("default")
+            yield Reading(name="switches", value=as_text({**switches, "deterministic_algorithms": "False"}))
+            if ctx.drill:
+                yield Reading(name="model_struck", value=model.strike(FAULTS[ctx.drill], ctx.seed, fitting))
+            yield from _answers(ctx, source, model, found, asked)
+    finally:
+        model.close()
+
+
+def _answers(
+    ctx: Context,
+    source: Checkpoint,
+    model: Model,
+    found: dict[str, str],
+    asked: list[Prompt],
+) -> Iterator[Fact]:
+    started, rounds = ctx.clock(), REPEATS if ctx.baselining else 1
+    for number in range(rounds * len(asked)):
+        turn, place = divmod(number, len(asked))
+        prompt = asked[place]
+        ctx.progress(0.5 + number / (2 * rounds * len(asked)), prompt.name)
+        if ctx.baselining and turn and ctx.clock() - started > LEARNING:
+            return
+        if number and ctx.left <= 0.0 and not ctx.baselining and not ctx.cases:
+            reason = f"the budget of {ctx.budget:g} s was spent before its turn"
+            yield Skipped(case=f"{source.dtype}/*/{prompt.name}", reason=reason)
+            continue
+        chain = chain_of(found, source, prompt)
+        decoded = model.decode(prompt)
+        scored = model.score(prompt, decoded.tokens, hidden=number == 0)
+        text = model.tokenizer.decode(decoded.tokens)
+        for path, seen in zip(PATHS, (decoded, scored), strict=True):
+            if chosen(ctx, case := f"{source.dtype}/{path}/{prompt.name}"):
+                yield recording(case, seen, chain, text)
+        if not ctx.cases:
+            yield from layers(scored, source.dtype, prompt.name)

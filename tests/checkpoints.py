@@ -1,0 +1,326 @@
+"""A tiny Qwen2 checkpoint with random weights that every server of tests/servers.py loads, and what tests change in it.
+
+Made here from a seed in under a second with torch alone: nothing is downloaded and nothing is trained. 3.4 million
+weights in 4 layers, 512 tokens: 256 bytes, 253 merges by rule, 3 special tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from canaryd.worker.canary import read_safetensors, write_safetensors
+from canaryd.worker.tensors import torch
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, POSITIONS, THETA, EPSILON = 4, 256, 768, 4, 2, 2048, 10_000.0, 1e-6
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML."""
+OTHER_TEMPLATE = "<|im_start|>system\nYou answer in one word.<|im_end|>\n" + TEMPLATE
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2 tokenizers split text before merging. transformers 5 and llama.cpp's `qwen2` apply it whatever the file
+says, so the file says the same."""
+
+_GGML = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
+"""Types of a tensor and of a file (`ggml_type`, `llama_ftype`)."""
+_EXPONENT = {"BF16": ("H", range(7, 15), 16), "F32": ("I", range(23, 31), 0)}
+"""Per format: its struct code, the bits of its exponent, and how far it stands left of its bits in float32."""
+
+
+def make(directory: Path, *, seed: int = 1234, dtype: str = "bfloat16") -> Path:
+    """Write a checkpoint and return `directory`. Every `dtype` holds the same weights, those of bfloat16."""
+    directory.mkdir(parents=True, exist_ok=True)
+    vocabulary, merges = _vocabulary(), _merges()
+    _save(directory, _weights(seed, len(vocabulary) + len(SPECIAL)), dtype)
+    ids = {token: len(vocabulary) + i for i, token in enumerate(SPECIAL)}
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": len(vocabulary) + len(SPECIAL),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": POSITIONS,
+        "hidden_act": "silu",
+        "rms_norm_eps": EPSILON,
+        # transformers 5 reads the first; mlx-lm only the second, without a word where it is missing.
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "rope_theta": THETA,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "dtype": dtype,
+    }
+    _write(directory / "config.json", config)
+    generation = {"do_sample": False, "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]}
+    _write(directory / "generation_config.json", generation)
+    _write(directory / "tokenizer.json", _tokenizer(vocabulary, merges, ids))
+    _write(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "model_max_length": POSITIONS,
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": TEMPLATE,
+        },
+    )
+    return directory
+
+
+def flip_bit(directory: Path, seed: int) -> str:
+    """Flip one exponent bit of one weight, both drawn evenly by `seed`; return tensor, index, bit and both values."""
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    body = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:body])
+    header.pop("__metadata__")
+    chance = random.Random(seed)
+    code, bits, left = _EXPONENT[next(iter(header.values()))["dtype"]]
+    size = struct.calcsize(code)
+    at = body + size * chance.randrange((len(data) - body) // size)
+    bit = chance.choice(bits)
+    (before,) = struct.unpack_from(f"<{code}", data, at)
+    after = before ^ 1 << bit
+    struct.pack_into(f"<{code}", data, at, after)
+    path.write_bytes(data)
+    name, entry = next((n, e) for n, e in header.items() if body + e["data_offsets"][1] > at)
+    index, place = (at - body - entry["data_offsets"][0]) // size, []
+    for extent in reversed(entry["shape"]):
+        index, digit = divmod(index, extent)
+        place.insert(0, digit)
+    values = [struct.unpack("<f", struct.pack("<I", word << left))[0] for word in (before, after)]
+    return f"{name}{place}: bit {bit}, {values[0]:g} became {values[1]:g}"
+
+
+def other_tokenizer(directory: Path) -> None:
+    """Drop every second merge: the same text becomes other tokens, while every id keeps its meaning."""
+
+    def thin(tokenizer: dict[str, Any]) -> None:
+        tokenizer["model"]["merges"] = tokenizer["model"]["merges"][::2]
+
+    _change(directory / "tokenizer.json", thin)
+
+
+def other_template(directory: Path) -> None:
+    """Put a system message before every conversation."""
+    _change(directory / "tokenizer_config.json", lambda config: config.update(chat_template=OTHER_TEMPLATE))
+
+
+def other_dtype(directory: Path, dtype: str) -> None:
+    """Store and serve the weights in another format."""
+    weights, _ = read_safetensors((directory / "model.safetensors").read_bytes())
+    _save(directory, weights, dtype)
+    _change(directory / "config.json", lambda config: config.update(dtype=dtype))
+
+
+def gguf(directory: Path, file: Path, dtype: str = "float32") -> Path:
+    """Write the checkpoint in `directory` as a GGUF file for llama.cpp and return its path.
+
+    The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3; vectors stay float32, as
+    llama.cpp's own converter keeps them.
+    """
+    config, tokenizer, words = (
+        json.loads((directory / f"{name}.json").read_text()) for name in ("config", "tokenizer", "tokenizer_config")
+    )
+    weights, _ = read_safetensors((directory / "model.safetensors").read_bytes())
+    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    special = [token["content"] for token in tokenizer["added_tokens"]]
+    kind, file_kind = _GGML[dtype]
+    facts: dict[str, Any] = {
+        "general.architecture": "qwen2",
+        "general.name": "tiny",
+        "general.file_type": file_kind,
+        "qwen2.context_length": config["max_position_embeddings"],
+        "qwen2.embedding_length": config["hidden_size"],
+        "qwen2.block_count": config["num_hidden_layers"],
+        "qwen2.feed_forward_length": config["intermediate_size"],
+        "qwen2.attention.head_count": config["num_attention_heads"],
+        "qwen2.attention.head_count_kv": config["num_key_value_heads"],
+        "qwen2.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "qwen2.rope.freq_base": config["rope_theta"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens + special,
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3] * len(special),  # normal, control
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        "tokenizer.ggml.padding_token_id": config["bos_token_id"],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": words["chat_template"],
+    }
+    head, body = [], bytearray()
+    for name, tensor in weights.items():
+        vector = tensor.dim() == 1
+        data = _bytes(tensor.to(torch.float32 if vector else getattr(torch, dtype)))
+        sizes = struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
+        head.append(_string(_ggml_name(name)) + sizes + struct.pack("<IQ", 0 if vector else kind, len(body)))
+        body += data + bytes(-len(data) % 32)
+    start = b"GGUF" + struct.pack("<IQQ", 3, len(head), len(facts))
+    start += b"".join(_string(key) + _typed(value) for key, value in facts.items()) + b"".join(head)
+    file.write_bytes(start + bytes(-len(start) % 32) + body)
+    return file
+
+
+def _weights(seed: int, vocabulary: int) -> dict[str, Any]:
+    """Return the weights in bfloat16: matrices spread by 0.08, so that the best token mostly stands clear of the next.
+
+    The head is quiet about special tokens and bytes that are no printable ASCII: greedy text then does not end by
+    itself, and shows the same in every server.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int, mean: float = 0.0) -> Any:
+        return (mean + 0.08 * torch.randn(sizes, generator=generator)).to(torch.bfloat16)
+
+    narrow = HIDDEN // HEADS * KV_HEADS
+    named = {"model.embed_tokens.weight": draw(vocabulary, HIDDEN)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        named[f"{layer}input_layernorm.weight"] = draw(HIDDEN, mean=1.0)
+        for name, width in (("q", HIDDEN), ("k", narrow), ("v", narrow)):
+            named[f"{layer}self_attn.{name}_proj.weight"] = draw(width, HIDDEN)
+            named[f"{layer}self_attn.{name}_proj.bias"] = draw(width)
+        named[f"{layer}self_attn.o_proj.weight"] = draw(HIDDEN, HIDDEN)
+        named[f"{layer}post_attention_layernorm.weight"] = draw(HIDDEN, mean=1.0)
+        named[f"{layer}mlp.gate_proj.weight"] = draw(INNER, HIDDEN)
+        named[f"{layer}mlp.up_proj.weight"] = draw(INNER, HIDDEN)
+        named[f"{layer}mlp.down_proj.weight"] = draw(HIDDEN, INNER)
+    named["model.norm.weight"] = draw(HIDDEN, mean=1.0)
+    named["lm_head.weight"] = draw(vocabulary, HIDDEN)
+    seldom = [*range(32), *range(127, 256), *range(vocabulary - len(SPECIAL), vocabulary)]
+    named["lm_head.weight"][seldom] *= 0.25
+    return named
+
+
+def _merges() -> list[tuple[str, str]]:
+    """Return syllables, syllables behind a blank, endings and double consonants, in the order of their rank."""
+    vowels, blank = "aeiou", _visible()[32]
+    syllables = [(c, v) for c in "bcdfghjklmnpqrstvwxyz" for v in vowels]
+    endings = [(v, c) for v in vowels for c in "lnrst"]
+    doubles = [("t", "h"), ("s", "h"), ("c", "h"), ("n", "g"), ("s", "t"), ("n", "d"), ("n", "t"), ("c", "k")]
+    doubles += [("l", "l"), ("s", "s"), ("t", "t"), ("r", "d"), ("l", "d")]
+    return syllables + [(blank, c + v) for c, v in syllables] + endings + [(blank, v) for v in vowels] + doubles
+
+
+def _vocabulary() -> dict[str, int]:
+    tokens = [*_visible(), *(a + b for a, b in _merges())]
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def _visible() -> list[str]:
+    """Return the character that stands for each byte: itself where it is printable, else the next from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+def _tokenizer(
+    vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]], ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the content of tokenizer.json, the format of the `tokenizers` library."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": token, **flags} for token, number in ids.items()],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
+        "post_processor": bytewise,
+        "decoder": bytewise,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": list(merges),
+        },
+    }
+
+
+def _ggml_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor."""
+    whole = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in whole:
+        return whole[name]
+    _, _, layer, *parts, kind = name.split(".")
+    inner = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    return f"blk.{layer}.{inner['.'.join(parts)]}.{kind}"
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _typed(value: Any) -> bytes:
+    """Return a GGUF value behind its type."""
+    if isinstance(value, list):
+        items = [_typed(item) for item in value]
+        return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(i[4:] for i in items)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    return struct.pack("<II", 4, value)
+
+
+def _bytes(tensor: Any) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _save(directory: Path, weights: Mapping[str, Any], dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    data = write_safetensors({name: tensor.to(kind) for name, tensor in weights.items()}, {"format": "pt"})
+    (directory / "model.safetensors").write_bytes(data)
+
+
+def _change(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    _write(path, content)
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
