@@ -451,6 +451,9 @@ class Engine:
                     break
                 step_now.append(step)
                 spec = step.entry.spec
+                learns = not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name)
+                # Nothing can be said of an endpoint before it is learnt, and a server costs no device of ours.
+                level = "deep" if learns and plan.device.backend == endpoints.BACKEND else step.level
                 tell(0.0, "starting")
                 request = RunRequest(
                     probe_path=step.entry.file.path,
@@ -464,9 +467,10 @@ class Engine:
                     confirms=step.confirms,
                     trigger=step.trigger,
                     memory=str(self.config.state_dir / "memory"),
-                    baselining=not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name),
+                    baselining=learns,
+                    budget=spec.budget[level],
                 )
-                run = series.run(request, self.timeout(spec, step.level))
+                run = series.run(request, self.timeout(spec, level))
                 # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
                 if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
                     break

@@ -28,6 +28,8 @@ EARLIER = 10
 """Runs before these that must be known to call them slow (ours)."""
 SLOWER = 3.0
 """Times the median of before from which an endpoint is called slow (ours)."""
+CACHES = ("fresh", "warm")
+"""Last words of cases that are one question, asked past the prefix cache and through it."""
 LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 
 
@@ -92,15 +94,29 @@ class Record:
         return max(others, key=lambda b: b.last, default=None)
 
 
+def _kin(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
+    """Return the digests that pass for a case: its own, and those of the same question asked cold or warm.
+
+    A server whose cache cannot be bypassed forgets when it likes: then the one is answered as the other was.
+    """
+    question, _, how = key[2].rpartition("/")
+    cases = [f"{question}/{other}" for other in CACHES] if how in CACHES else [key[2]]
+    found = (baselines.get((key[0], key[1], case, key[3], key[4])) for case in cases)
+    return frozenset().union(*(b.digests for b in found if b is not None))
+
+
 def _sightings(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Sighting]]:
     found: dict[Key, list[Sighting]] = defaultdict(list)
+    kin: dict[Key, frozenset[str]] = {}
     for run in runs:
         for recording in run.recordings:
             key = key_of(run, recording)
             baseline = baselines.get(key)
+            if key not in kin:
+                kin[key] = _kin(baselines, key)
             # What it was learnt from says nothing about it.
             if baseline is not None and baseline.complete and run.started > baseline.last:
-                seen = departure(baseline, recording)
+                seen = None if recording.digest in kin[key] else departure(baseline, recording)
                 found[key].append(Sighting(run=run, recording=recording, baseline=baseline, departure=seen))
     return dict(found)
 
@@ -117,7 +133,7 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
         own = fresh.get(key) or baselines.get(key)
         if learns and (own is None or not own.complete):
             own = fresh[key] = learn(own, run, recording)
-        if own is not None and recording.digest in own.digests:
+        if own is not None and recording.digest in _kin({**baselines, **fresh}, key):
             kept.append(
                 Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
             )
@@ -155,6 +171,7 @@ def drifts(record: Record) -> tuple[Drift, ...]:
         own = record.baselines.get(key_of(run, recording))
         learnt = own is not None and own.complete
         away = departure(own, recording) if own is not None and learnt else None
+        away = None if own is not None and recording.digest in _kin(record.baselines, own.key) else away
         status = "learning" if not learnt else "known" if away is None else "unknown"
         after = replace(before, status={**before.status, status: before.status[status] + 1})
         if away is not None:
@@ -292,7 +309,7 @@ def chain_changed(record: Record) -> Iterator[Finding]:
     groups: dict[tuple[str, str, bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
     for (probe, _), (run, recording) in sorted(record.newest.items()):
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
-        if before is None or recording.digest in before.digests:
+        if before is None or recording.digest in _kin(record.baselines, before.key):
             continue
         if own is not None and own.complete and record.now - own.first > record.policy.week:
             continue
@@ -333,7 +350,7 @@ def symptom(record: Record) -> Iterator[Finding]:
     told = set()
     for (probe, case), (run, recording) in sorted(record.newest.items()):
         baseline = record.baselines.get(key_of(run, recording))
-        if baseline is not None and baseline.complete and recording.digest in baseline.digests:
+        if baseline is not None and baseline.complete and recording.digest in _kin(record.baselines, baseline.key):
             continue
         known = baseline if baseline is not None and baseline.complete else record.before(run, recording)
         found = _triaged(record, run, _whole(recording, baseline), known)

@@ -146,6 +146,8 @@ class RunRequest:
     trigger: str = ""
     baselining: bool = False
     memory: str = ""
+    budget: float | None = None
+    """Seconds of work to aim at; None for what the probe's spec says of the level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,7 +643,7 @@ class Series:
                     "device": to_json(request.device),
                     "level": request.level,
                     "seed": request.seed,
-                    "budget": request.spec.budget[request.level],
+                    "budget": request.spec.budget[request.level] if request.budget is None else request.budget,
                     "settings": to_json(request.settings),
                     "cases": request.cases,
                     "drill": request.drill,

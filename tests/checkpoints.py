@@ -294,9 +294,10 @@ def _string(text: str) -> bytes:
 
 def _typed(value: Any) -> bytes:
     """Return a GGUF value behind its type."""
+    if isinstance(value, list) and isinstance(value[0], int):
+        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     if isinstance(value, list):
-        items = [_typed(item) for item in value]
-        return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(i[4:] for i in items)
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, bool):

@@ -290,3 +290,14 @@ def test_no_rule_is_idle(monkeypatch):
             needed.add(rule.__name__)
         monkeypatch.undo()
     assert needed == {"departed", "learning", "chain_changed"}  # symptom and slow have stories of their own above
+
+
+def test_cold_and_warm_answers_of_one_question_know_each_other():
+    """A cache that nobody can bypass forgets when it likes; another question's bits are unknown all the same."""
+    cold, warm = recording(case="chat/reef/fresh"), recording(0.02, case="chat/reef/warm")
+    history = History()
+    history.add(3 * DAY, *[cold] * LEARN, *[warm] * LEARN, baselining=True)
+    swapped = (dataclasses.replace(cold, case=warm.case), dataclasses.replace(warm, case=cold.case))
+    assert history.add(HOUR, *swapped).unknown == ()
+    assert history.found() == {}
+    assert history.add(HOUR / 2, recording(0.03, case="chat/reef/warm")).unknown == ("chat/reef/warm",)

@@ -1,0 +1,125 @@
+"""Endpoint canaries on a real server: false alarms over many clean runs, and how many flipped bits are seen.
+
+The server is one that others wrote, on the tests' tiny checkpoint, as `scripts/servers` installs it. Two parts:
+
+clean: runs one after the other, then as many while other requests of other lengths come all the time. An alarm is a
+verdict that is suspect, faulty or degraded.
+flips: copies of the checkpoint with one exponent bit of one random weight flipped, each served and asked once, at the
+thresholds of the same baseline; the checkpoint is not named to canaryd, so that nothing but the answer can tell.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from canaryd.baseline import EVERY
+from canaryd.model import Outcome, Run, State
+from tests import checkpoints
+from tests.servers import KINDS
+from tests.watched import NAMED, Watched
+
+ALARMS = (State.DEGRADED, State.SUSPECT, State.FAULTY)
+
+
+def clean(watched: Watched, runs: int) -> tuple[Counter[str], list[str]]:
+    """Ask so many times; return the states that the endpoint was in, with departures counted, and what alarmed."""
+    seen: Counter[str] = Counter()
+    alarms = []
+    for _ in range(runs):
+        made = watched.ask()
+        seen["runs"] += 1
+        seen["confirmations"] += len(made) - 1
+        seen["unknown vectors"] += sum(len(r.unknown) for r in made)
+        seen["not completed"] += sum(r.outcome is not Outcome.COMPLETED for r in made)
+        seen[watched.state.value] += 1
+        if watched.state in ALARMS:
+            alarms += [f"{rule}: {f.message}" for rule, f in watched.found().items() if f.state in ALARMS]
+    return seen, alarms
+
+
+def flips(watched: Watched, count: int) -> list[dict[str, Any]]:
+    """Serve copies with one flipped bit each, and say what became of one run on each."""
+    settings = watched.engine.config
+    watched.engine.config = replace(settings, judge=replace(settings.judge, confirm_runs=1))  # more only repeat it
+    keep = watched.checkpoint.with_name("kept")
+    shutil.copytree(watched.checkpoint, keep)
+    found = []
+    for seed in range(count):
+        watched.server.stop()
+        shutil.rmtree(watched.checkpoint)
+        shutil.copytree(keep, watched.checkpoint)
+        what = checkpoints.flip_bit(watched.checkpoint, seed)
+        watched.server.start()
+        first = once(watched)
+        found.append({"seed": seed, "flipped": what, "outcome": first.outcome.value, "unknown": list(first.unknown)})
+        print(f"{seed + 1} of {count}: {what}: {'seen' if first.unknown else first.outcome.value}", flush=True)
+    watched.server.stop()
+    shutil.rmtree(watched.checkpoint)
+    shutil.copytree(keep, watched.checkpoint)
+    watched.server.start()
+    return found
+
+
+def once(watched: Watched) -> Run:
+    """Return the first of the runs that one question makes; the others confirm it."""
+    return watched.ask()[0]
+
+
+def main() -> None:
+    """Start a server, learn, measure, write; end with 1 when a clean run alarmed or fewer than 90 % were seen."""
+    parser = common.options(__doc__)
+    parser.add_argument("--server", choices=KINDS, default="llama")
+    parser.add_argument("--runs", type=int, default=500, help="clean runs of each kind (default: %(default)s)")
+    parser.add_argument("--flips", type=int, default=100)
+    arguments = parser.parse_args()
+    facts = common.machine()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="canaryd-served-") as directory:
+        watched = Watched(arguments.server, Path(directory), told=False)
+        watched.server.start()
+        try:
+            watched.learn()
+            baselines = watched.engine.store.baselines(NAMED)
+            rows = [
+                [b.case, b.learnt[EVERY], len(b.known), "bit-stable" if b.stable("") else f"{b.noise(''):.2g}"]
+                for b in baselines
+            ]
+            quiet, alarms = clean(watched, arguments.runs)
+            with watched.load():
+                busy, more = clean(watched, arguments.runs)
+            seen = flips(watched, arguments.flips)
+        finally:
+            watched.server.stop()
+    alarms += more
+    caught = sum(bool(f["unknown"]) for f in seen)
+    kinds = ["runs", "healthy", "unknown", "degraded", "suspect", "unknown vectors", "confirmations", "not completed"]
+    body = common.table(["case", "learnt", "vectors", "noise in nats"], rows) + "\n"
+    body += common.table(
+        ["clean runs", *kinds],
+        [["one after the other", *(quiet[k] for k in kinds)], ["among other requests", *(busy[k] for k in kinds)]],
+    )
+    body += f"\nAlarms: {len(alarms)} in {quiet['runs'] + busy['runs']} clean runs.\n"
+    body += "".join(f"\n- {alarm}" for alarm in dict.fromkeys(alarms))
+    body += f"\n{caught} of {len(seen)} checkpoints with one flipped exponent bit gave unknown bits.\n"
+    body += "".join(f"\n- not seen: {f['flipped']} ({f['outcome']})" for f in seen if not f["unknown"])
+    common.write(
+        arguments.out,
+        f"served-{arguments.server}",
+        f"Endpoint canaries on {KINDS[arguments.server].program}",
+        {**facts, "seconds": f"{time.monotonic() - started:.0f}"},
+        body + "\n",
+        {"quiet": quiet, "busy": busy, "alarms": alarms, "flips": seen},
+    )
+    sys.exit(0 if not alarms and caught >= 0.9 * len(seen) else 1)
+
+
+if __name__ == "__main__":
+    main()

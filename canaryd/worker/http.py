@@ -1,0 +1,349 @@
+"""One HTTP request at a time, with every failure a reason in words: what endpoint canaries speak through.
+
+The standard library alone. Each request has a connection of its own, one deadline for the whole of it, and a bound on
+what is read. The API key never stands in a message, and what a server says is shortened before it is repeated.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from canaryd.model import printable
+from canaryd.probe import Skip
+
+CONNECT = 10.0
+"""Seconds to wait for a connection; a server on this host takes none."""
+ATTEMPTS = 4
+"""One request and three more: only after a refused connection, 429 or 503, where nothing was computed."""
+PATIENCE = 10.0
+"""Longest wait in seconds between two attempts; a server that asks for more is left alone."""
+MAX_BYTES = 32 << 20
+"""Bytes of an answer beyond which it is not read on: 1,024 tokens with their alternatives take about 1 MB."""
+SAID = 200
+"""Characters of a server's own words that are repeated."""
+BUSY = (429, 503)
+
+
+class Refused(Skip):
+    """The server took the request and declined it (4xx, 5xx, or no stream): `status`, its own words in `said`."""
+
+    def __init__(self, where: str, status: int, said: str) -> None:
+        super().__init__(f"{where}: refused with {status}: {said[:SAID] or 'no words'}")
+        self.status = status
+        self.said = said
+
+
+class _NotListening(Skip):
+    """The connection was refused: nobody has seen the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What came back, whatever the status."""
+
+    where: str
+    """Method and address, for messages."""
+    status: int
+    server: str
+    """The Server header."""
+    data: Any
+    """The body as JSON, None where it is none."""
+    text: str
+    """The body as text."""
+    said: str
+    """The body's own words about a failure, short and without the key."""
+
+    def json(self) -> Any:
+        """Return the JSON of a success; raise `Refused` for another status, `Skip` where the body is no JSON."""
+        if self.status >= 400:
+            raise Refused(self.where, self.status, self.said)
+        if self.data is None:
+            if self.text.lstrip()[:1] == "<":
+                raise Skip(
+                    f"{self.where}: answered a web page, wanted JSON: url must be that of the API, e.g. ending in /v1"
+                )
+            raise Skip(f"{self.where}: the answer of {len(self.text)} characters is no JSON, or breaks off")
+        return self.data
+
+
+@dataclass(kw_only=True)
+class Client:
+    """A server's address and what every request to it needs."""
+
+    url: str
+    """Base of the OpenAI-compatible API, without a slash at the end, e.g. "http://127.0.0.1:8000/v1"."""
+    key: str = field(default="", repr=False)
+    ca_file: str = ""
+    timeout: float = 60.0
+    """Seconds for one request, from connection to last byte."""
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        """Take the address apart; raise `Skip` for one that cannot be meant, or certificates that cannot be read."""
+        try:
+            parts = urlsplit(self.url)
+            self.host, port = parts.hostname or "", parts.port
+        except ValueError:
+            raise Skip('url: not an address, wanted e.g. "http://127.0.0.1:8000/v1"') from None
+        if parts.username is not None or parts.query or parts.fragment:  # not repeated: it may be a password
+            raise Skip("url: holds a user, a query or a fragment; a key belongs into key_file")
+        if parts.scheme not in ("http", "https") or not self.host or not self.url.isascii() or " " in self.url:
+            raise Skip(f'url: got {self.url!r}, wanted e.g. "http://127.0.0.1:8000/v1"')
+        self.port = port or (443 if parts.scheme == "https" else 80)
+        self.tls = None
+        if parts.scheme == "https":
+            try:
+                self.tls = ssl.create_default_context(cafile=self.ca_file or None)
+            except (OSError, ValueError) as error:  # an unreadable file, or one that holds no certificate
+                reason = getattr(error, "strerror", None) or error
+                raise Skip(f"ca_file: {self.ca_file}: no certificates to be read there: {reason}") from None
+        self._prefix = parts.path.rstrip("/")
+        self._root = self._prefix.removesuffix("/v1")
+        self.origin = f"{parts.scheme}://{parts.netloc}"
+
+    def get(self, path: str) -> Reply:
+        """Ask for a path below the server's root, e.g. "/version", which it may lack or keep to itself.
+
+        Any status is a reply, at once; raises `Skip` where no whole answer comes.
+        """
+        return self._exchange("GET", self._root + path, None, optional=True)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """Send JSON to a path below the server's root, e.g. "/tokenize"; otherwise as `get`."""
+        return self._exchange("POST", self._root + path, body, optional=True)
+
+    def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
+        """Send JSON to a path of the API, or ask for one; raise `Skip` where no whole answer comes."""
+        return self._exchange("GET" if body is None else "POST", self._prefix + path, body)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
+        """Send JSON to a path of the API; yield (seconds since the request, event) until the stream's end.
+
+        Raises `Refused` where the server does not stream, `Skip` where the stream breaks off or holds no JSON.
+        """
+        where = f"POST {self.origin}{self._prefix}{path}"
+        begun = time.monotonic()
+        with closing(_Answer(self, "POST", self._prefix + path, body)) as answer:
+            if answer.status >= 400 or "text/event-stream" not in answer.header("Content-Type"):
+                text = b"".join(answer.parts()).decode(errors="replace")
+                said = self._words(_parsed(text), text, body) if answer.status >= 400 else "no stream of events"
+                raise Refused(where, answer.status, said)
+            count, finished, rest = 0, False, b""
+            for part in answer.parts():
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    kind, _, value = line.decode(errors="replace").strip().partition(":")
+                    if kind != "data":
+                        continue
+                    if value.strip() == "[DONE]":
+                        return
+                    event = _parsed(value)
+                    if not isinstance(event, dict) or "error" in event:
+                        said = self._words(event, value, body)
+                        instead = said[:SAID] or "what is no JSON"
+                        raise Skip(f"{where}: after {count} events the stream holds no event but: {instead}")
+                    count += 1
+                    finished = finished or bool(first_choice(event).get("finish_reason"))
+                    yield time.monotonic() - begun, event
+        if not finished:
+            raise Skip(f"{where}: the stream broke off after {count} events, before the server said that it ends")
+
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
+        where = f"{method} {self.origin}{path}"
+        for attempt in range(1, ATTEMPTS + 1):
+            wait = 0.5 * 2 ** (attempt - 1)
+            try:
+                with closing(_Answer(self, method, path, body)) as answer:
+                    text = b"".join(answer.parts()).decode(errors="replace")
+                    status, server, after = answer.status, answer.header("Server"), answer.header("Retry-After")
+                    location = answer.header("Location")
+            except _NotListening:
+                if attempt == ATTEMPTS:
+                    raise
+                self.sleep(wait)
+                continue
+            if optional or status not in BUSY:
+                break
+            wait = float(after) if after.isdecimal() else wait
+            if wait > PATIENCE:
+                raise Skip(f"{where}: refused with {status}: it wants to be left alone for {wait:g} s")
+            if attempt < ATTEMPTS:
+                self.sleep(wait)
+        data = _parsed(text)
+        said = self._words(data, text, body)
+        if optional:
+            good = data if status < 300 else None
+            return Reply(where=where, status=status, server=server, data=good, text=text, said=said)
+        if status in (401, 403):
+            key = "the key of key_file" if self.key else "a request without a key; set key_file"
+            raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
+        if 300 <= status < 400:
+            target = printable(urlsplit(location)._replace(query="", fragment="").geturl())[:SAID]
+            raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
+        if status in BUSY:
+            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {said[:SAID] or 'no words'}")
+        return Reply(where=where, status=status, server=server, data=data, text=text, said=said)
+
+    def _words(self, data: Any, text: str, body: Mapping[str, Any] | None) -> str:
+        """Return what an answer says about a failure, in one line, without the key and without what was sent."""
+        said = _message(data)
+        if not said and data is None and text.lstrip()[:1] != "<":
+            said = text
+        said = printable(" ".join(said.split()))[:1000]
+        if self.key:
+            said = said.replace(self.key, "…")
+        return _without(said, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
+
+
+class _Answer:
+    """One exchange: connected and sent at once, to be closed by who asked."""
+
+    def __init__(self, client: Client, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+        self._where = f"{method} {client.origin}{path}"
+        self._timeout = client.timeout
+        self._end = time.monotonic() + client.timeout
+        self._size = 0
+        wait = min(CONNECT, client.timeout)
+        if client.tls is None:
+            self._connection = http.client.HTTPConnection(client.host, client.port, timeout=wait)
+        else:
+            self._connection = http.client.HTTPSConnection(client.host, client.port, timeout=wait, context=client.tls)
+        try:
+            self._connect(wait)
+            headers = {"Accept": "application/json, text/event-stream", "User-Agent": "canaryd"}
+            if client.key:
+                headers["Authorization"] = f"Bearer {client.key}"
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            data = None if body is None else json.dumps(body).encode()
+            self._guarded(lambda: self._connection.request(method, path, data, headers))
+            self._response: http.client.HTTPResponse = self._guarded(self._connection.getresponse)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()
+
+    @property
+    def status(self) -> int:
+        return self._response.status
+
+    def header(self, name: str) -> str:
+        return self._response.getheader(name) or ""
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the body as it comes; raise `Skip` where it is late, cut short or too long."""
+        while part := self._guarded(lambda: self._response.read1(1 << 16)):
+            self._size += len(part)
+            if self._size > MAX_BYTES:
+                raise Skip(f"{self._where}: the answer is longer than {MAX_BYTES >> 20} MiB; this cannot be meant")
+            yield part
+        wanted = self.header("Content-Length")
+        if wanted.isdecimal() and self._size < int(wanted):
+            raise Skip(f"{self._where}: the answer broke off after {self._size} of {wanted} bytes")
+
+    def _connect(self, wait: float) -> None:
+        try:
+            self._connection.connect()
+        except ConnectionRefusedError:
+            raise _NotListening(
+                f"{self._where}: connection refused: nothing listens there; start the server, or mend url"
+            ) from None
+        except TimeoutError:
+            raise Skip(f"{self._where}: no connection within {wait:g} s: wrong address, or a firewall") from None
+        except OSError as error:
+            raise Skip(f"{self._where}: {_unreachable(error)}") from None
+        self._socket = self._connection.sock
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        """Return what an action on the connection returns, within the deadline; raise `Skip` where it fails."""
+        left = self._end - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError  # noqa: TRY301 - the same words as for a socket that times out
+            self._socket.settimeout(left)
+            return action()
+        except TimeoutError:
+            raise Skip(
+                f"{self._where}: connected, but no whole answer within {self._timeout:g} s ({self._size} bytes "
+                "came): slow, overloaded or hung"
+            ) from None
+        except http.client.IncompleteRead:
+            raise Skip(f"{self._where}: the answer broke off after {self._size} bytes") from None
+        except (http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
+            # RemoteDisconnected is both: a server that died over the request, or one that speaks no HTTP there.
+            raise Skip(f"{self._where}: {_broken(error, self._size)}") from None
+
+
+def _broken(error: Exception, size: int) -> str:
+    if isinstance(error, http.client.RemoteDisconnected):
+        return "the server closed the connection without an answer: it died over it, or expects https"
+    if isinstance(error, ConnectionError):
+        return f"the connection was lost after {size} bytes of the answer: {error.strerror or error}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed after {size} bytes of the answer: {error.reason or error}"
+    return f"what answers there does not speak HTTP ({type(error).__name__})"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _unreachable(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}; name its authority with ca_file"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS is spoken there ({error.reason or error}): write http://, or mend the server"
+    if isinstance(error, socket.gaierror):
+        return f"the name of the host is not known: {error.strerror}"
+    return f"cannot be reached: {error.strerror or error}"
+
+
+def first_choice(data: Any) -> dict[str, Any]:
+    """Return `choices[0]` of an answer or an event of the API; empty where there is none."""
+    choices = data.get("choices") if isinstance(data, dict) else None
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def _message(data: Any) -> str:
+    """Return the words of an error as servers shape it: {"error": {"message": …}}, {"detail": …}, {"error": "…"}.
+
+    A list is FastAPI's: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
+    """
+    for _ in range(3):
+        if isinstance(data, dict):
+            data = next((data[key] for key in ("error", "message", "detail", "msg") if data.get(key)), None)
+    if isinstance(data, list):
+        entries = [item for item in data if isinstance(item, dict)]
+        return "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))}: {e.get('msg', '')}" for e in entries)
+    return data if isinstance(data, str) else ""
+
+
+def _without(said: str, sent: str, width: int = 24) -> str:
+    """Return words with every run of at least `width` characters that also stand in what was sent replaced by "…"."""
+    kept, at = [], 0
+    while at < len(said):
+        end = at + width
+        if end <= len(said) and said[at:end] in sent:
+            while end < len(said) and said[at : end + 1] in sent:
+                end += 1
+            kept.append("…")
+            at = end
+        else:
+            kept.append(said[at])
+            at += 1
+    return "".join(kept)

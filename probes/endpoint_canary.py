@@ -1,0 +1,110 @@
+"""Prompts to a serving endpoint, greedy and with log probabilities: the same bits as before, or something changed.
+
+Stresses: what users get: the engine's own kernels at prefill and decode, its cache cold and warm, every device of its
+parallel group, template and tokenizer included.
+
+Cannot see: faults that move no log probability that the server gives (none at all, where it gives text alone), what
+only other prompts, lengths or batches meet, and which of several devices behind the endpoint it was. See
+docs/endpoint.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from canaryd.probe import Absent, Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.worker.endpoint import Endpoint, Item, Recorder, Settings, names
+from canaryd.worker.prompts import Prompt, load
+
+SPEC = ProbeSpec(
+    name="endpoint_canary",
+    summary="prompts that a serving endpoint must answer as it did before",
+    backends=("endpoint",),
+    numeric=False,
+    period=300.0,
+    budget={"quick": 30.0, "standard": 60.0, "deep": 300.0},
+    timeout=120.0,
+    order=30,
+)
+FILE = Path(__file__).parent / "endpoint" / "prompts.json"
+LOADS = (2, 4, 8, 2)
+"""Requests of our own at the same time, per round of baselining."""
+IDLE = 3
+"""Requests one by one per case and round: with the 16 among their like and 4 among others, 32 after four rounds."""
+DEEP_ROUNDS = 5
+BLIND = "no logprobs: judged by text alone; cannot see faults that leave the text as it is"
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Record every case, once or as often as a baseline takes; then say what the server is and how fast it answers."""
+    settings = Settings.read(ctx.settings)
+    prompts = load(settings.prompts or FILE)
+    ctx.progress(0.0, "asking which server it is")
+    # Bits that differ may be a disk's that decays without anybody having written: then the weights are read again.
+    endpoint = Endpoint(settings, memory=ctx.memory, thorough=bool(ctx.cases))
+    recorder = Recorder(ctx, endpoint)
+    items = [item for item in every_item(ctx, endpoint, prompts) if any(map(recorder.wanted, names(item)))]
+    if not items:
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {settings.apis[0]}/{prompts[0].name}/fresh")
+    yield from _baseline(ctx, recorder, items) if ctx.baselining else _record(ctx, recorder, items)
+    if not recorder.recorded:
+        raise Skip("; ".join(dict.fromkeys(recorder.refused.values())))
+    yield from _readings(recorder)
+    if not ctx.cases:
+        for api in dict.fromkeys(api for api, _ in recorder.answers if api != "forced"):
+            yield from recorder.latencies(api)
+
+
+def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) -> list[Item]:
+    """Return what can be asked, in an order that the seed turns: at quick one prompt in rotation, else every prompt."""
+    turn = ctx.seed % len(prompts)
+    rotated = prompts[turn:] + prompts[:turn]
+    if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
+        rotated = rotated[:1]
+    apis = (*endpoint.settings.apis, *(("forced",) if endpoint.scores_prompts else ()))
+    return [(api, prompt) for prompt in rotated for api in apis]
+
+
+def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
+    planned = items * (DEEP_ROUNDS if ctx.level == "deep" and not ctx.cases else 1)
+    for number, item in enumerate(planned):
+        ctx.progress(number / len(planned), names(item)[0])
+        if number == 0 or ctx.left > 0 or ctx.cases:
+            yield from recorder.alone(item)
+        elif item not in recorder.answers and item not in recorder.refused:
+            reason = f"the budget of {ctx.budget:g} s was spent before its turn"
+            yield from (Skipped(case=name, reason=reason) for name in names(item))
+
+
+def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
+    """Ask every item some 30 times: alone, among its like, among others. Where the budget ends, so does it."""
+    turn = ctx.seed % len(LOADS)
+    rounds = [(many, index) for many in LOADS[turn:] + LOADS[:turn] for index in range(len(items))]
+    for number, (many, index) in enumerate(rounds):
+        item = items[index]
+        ctx.progress(number / len(rounds), f"learning {names(item)[0]}")
+        for _ in range(IDLE):
+            yield from recorder.alone(item)
+        if item not in recorder.refused:
+            yield from recorder.together([item] * many)
+            yield from recorder.together([items[(index + other) % len(items)] for other in range(many)])
+        if ctx.left <= 0:
+            yield Skipped(case="baseline", reason=f"{number + 1} of {len(rounds)} rounds in {ctx.budget:g} s")
+            return
+
+
+def _readings(recorder: Recorder) -> Iterator[Fact]:
+    yield Reading(name="switches", value=recorder.endpoint.switches())
+    for (api, prompt), answer in recorder.answers.items():
+        if answer.prompt_tokens is not None:
+            labels = {"api": api, "prompt": prompt.name}
+            yield Reading(name="endpoint_prompt_tokens", value=answer.prompt_tokens, unit="1", labels=labels)
+    scored = {api for (api, _), answer in recorder.answers.items() if answer.scored}
+    for api in dict.fromkeys(api for api, _ in recorder.answers):
+        if api not in scored:
+            yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
+    if scored:
+        yield Reading(name="endpoint_nonfinite", value=recorder.nonfinite, unit="1")
+    else:
+        yield Absent(name="endpoint_nonfinite", reason=BLIND)

@@ -1,0 +1,249 @@
+"""Real model servers that others wrote, on checkpoints of tests/checkpoints.py: started, killed, paused and slowed.
+
+docs/testing-servers.md tells how to get them. A server that is not there skips the test and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import checkpoints
+from tests.command import eventually
+
+PATIENCE = 300.0
+"""Seconds that a server may take until it answers: vLLM takes two minutes on two cores."""
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # two that wait for each other on two busy cores take ten times as long
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one server is found and started."""
+
+    variable: str
+    """Environment variable that names its program, or the Python of the environment that holds it."""
+    program: str
+    arguments: Callable[[Path, Path], list[str]]
+    """From the checkpoint's directory and the server's own: what stands before host and port."""
+    model: str = ""
+    """The name that requests call the model; by default the checkpoint's directory."""
+
+    def found(self) -> str:
+        """Return its program, "" where there is none."""
+        named = Path(os.environ.get(self.variable) or shutil.which(self.program) or "")
+        if named.name.startswith("python"):
+            named = named.with_name(self.program)
+        return str(named) if os.access(named, os.X_OK) and named.is_file() else ""
+
+
+def _llama(directory: Path, work: Path) -> list[str]:
+    dtype = json.loads((directory / "config.json").read_text())["dtype"]
+    file = checkpoints.gguf(directory, work / "tiny.gguf", dtype)
+    arguments = ["-m", str(file), "--alias", "tiny", "-c", "8192", "-np", "8", "-t", "1"]
+    return [*arguments, "--metrics", "--slots", "--jinja"]
+
+
+def _vllm(directory: Path, _: Path) -> list[str]:
+    limits = ["--max-model-len", "1024", "--max-num-seqs", "8", "--max-logprobs", "50", "--enforce-eager"]
+    return ["serve", str(directory), "--served-model-name", "tiny", *limits]
+
+
+KINDS = {
+    "mlx": Kind("CANARYD_TEST_MLX", "mlx_lm.server", lambda directory, _: ["--model", str(directory)]),
+    "transformers": Kind(
+        "CANARYD_TEST_TRANSFORMERS",
+        "transformers",
+        lambda directory, _: ["serve", str(directory), "--device", "cpu", "--dtype", "auto"],
+    ),
+    "llama": Kind("CANARYD_TEST_LLAMA_SERVER", "llama-server", _llama, "tiny"),
+    "vllm": Kind("CANARYD_TEST_VLLM", "vllm", _vllm, "tiny"),
+}
+
+
+class Server:
+    """A server on a port of its own, which a restart keeps. Every start reads the checkpoint anew."""
+
+    def __init__(self, name: str, directory: Path, work: Path, *options: str, **environment: str) -> None:
+        self.kind, self.directory, self.options = KINDS[name], directory, options
+        self.program = self.kind.found()
+        if not self.program:
+            pytest.skip(
+                f"no {self.kind.program} here: run `scripts/servers DIR {name}`, then `. DIR/env.sh`, which sets "
+                f"{self.kind.variable}"
+            )
+        self.work = work / name
+        (self.work / "hub").mkdir(parents=True, exist_ok=True)  # mlx-lm and transformers fail without one
+        self.environment = os.environ | ENVIRONMENT | {"HF_HUB_CACHE": str(self.work / "hub")} | environment
+        self.log = self.work / "log"
+        self.port = _free_port()
+        self.model = self.kind.model or str(directory)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base of the OpenAI-compatible interface."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def start(self, within: float = PATIENCE) -> None:
+        """Start it and wait until it completes a prompt; fail with its log after `within` seconds."""
+        assert self.process is None, "it runs already"
+        argv = [self.program, *self.kind.arguments(self.directory, self.work)]
+        argv += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                argv, cwd=self.work, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        end = time.monotonic() + within
+        while not self._answers(end - time.monotonic()):
+            code, late = self.process.poll(), time.monotonic() > end
+            if code is not None or late:
+                self.kill()
+                why = f"no answer within {within} s" if late else f"it ended with status {code}"
+                pytest.fail(f"{argv}: {why}:\n{self.log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.2)
+
+    def _answers(self, within: float) -> bool:
+        # The first request is the one that loads or compiles, so it has all the time that is left.
+        try:
+            status, _ = self.ask("completions", {"prompt": "a", "max_tokens": 1, "temperature": 0}, max(within, 1.0))
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == 200
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> tuple[int, Any]:
+        """Send a request (POST with `body` and the model's name, else GET); return the status and JSON or text."""
+        data = None if body is None else json.dumps({"model": self.model} | body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        try:
+            with _LOCAL.open(request, timeout=timeout) as answer:
+                status, text = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, text = error.code, error.read().decode(errors="replace")
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text
+
+    def stop(self, within: float = 30.0) -> None:
+        """Ask it to end; kill what is left after `within` seconds."""
+        if self.process:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(within)
+            self.kill()
+
+    def kill(self) -> None:
+        """End it and every process that it started, at once."""
+        if self.process:
+            group = self.process.pid
+            shared = {name for pid in _living(group) for name in _shared_memory(pid)}
+            self._signal(signal.SIGKILL)
+            self.process.wait(60.0)
+            eventually(lambda: not _living(group))
+            self.process = None
+            for name in shared:  # vLLM, when killed, leaves hundreds of megabytes
+                Path(name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop it: connections are taken up by the kernel, and nothing answers."""
+        assert self.process, "it does not run"
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def slowed(self, period: float = 0.5) -> Iterator[None]:
+        """Let it run for 10 ms in every `period` seconds: what it computes stays the same.
+
+        Its own waits go on meanwhile, so `period` has to be longer than what it waits for at each token.
+        """
+        over = threading.Event()
+
+        def brake() -> None:
+            while not over.is_set():
+                self._signal(signal.SIGSTOP)
+                over.wait(period - 0.01)
+                self._signal(signal.SIGCONT)
+                over.wait(0.01)
+
+        thread = threading.Thread(target=brake, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if process := self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def serving(name: str, directory: Path, work: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """Run the server `name` of KINDS on the checkpoint in `directory`; options go to it, later ones win.
+
+    `work` takes its log and its files. What runs at the end is stopped.
+    """
+    server = Server(name, directory, work, *options, **environment)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def _living(group: int) -> list[str]:
+    """Return the process ids of a group; zombies are dead."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, number = entry.read_text().rpartition(")")[2].split()[:3]
+            if state != "Z" and int(number) == group:
+                found.append(entry.parent.name)
+    return found
+
+
+def _shared_memory(pid: str) -> list[str]:
+    """Return the files of named shared memory that a process has mapped and that still have their name."""
+    with contextlib.suppress(OSError):
+        return re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+    return []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,108 @@
+"""A real server on a checkpoint of its own, watched by an engine of its own: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from canaryd import config, schedule
+from canaryd.engine import Engine
+from canaryd.model import Finding, Run, State
+from canaryd.store import Store
+from tests import checkpoints
+from tests.command import configure
+from tests.servers import Server
+
+PROMPTS = {"prompts": [{"name": "reef", "text": "import json and then read the file " * 6, "tokens": 32}]}
+NAMED = "endpoint:main"
+
+
+class Watched:
+    """A server on a checkpoint of its own, and an engine that watches it."""
+
+    def __init__(self, name: str, directory: Path, *, told: bool = True, **endpoint: object) -> None:
+        self.checkpoint = checkpoints.make(directory / "checkpoint")
+        self.server = Server(name, self.checkpoint, directory)
+        (directory / "prompts.json").write_text(json.dumps(PROMPTS))
+        section = {"url": self.server.url, "model": self.server.model, "prompts": str(directory / "prompts.json")}
+        section |= {"apis": ["completions"], "timeout": "30s"} | endpoint
+        if told:
+            section["directory"] = str(self.checkpoint)
+        self.file = configure(
+            directory,
+            each={"endpoint_canary": {"enabled": True}},
+            endpoints={"main": section},
+            state_dir=str(directory / "state"),
+        )
+        loaded = config.load(self.file)
+        self.engine = Engine(loaded, Store.open(loaded.state_dir))
+        self.engine.discover()
+
+    def ask(self) -> list[Run]:
+        """Run the canary once, with all that it calls for."""
+        engine, device = self.engine, self.engine.devices[NAMED]
+        entries = [engine.entries["endpoint_canary"]]
+        plans = schedule.plan_round(device, entries, levels=engine.levels("quick"), seed=7, sets=("",))
+        return [run for plan in plans for run in engine.carry_out(plan)]
+
+    def learn(self) -> None:
+        """Run until every case has its baseline."""
+        for _ in range(6):
+            runs = self.ask()
+            assert all(r.recordings for r in runs), [r.detail for r in runs]
+            if not self.engine._lacks_baseline(NAMED, "endpoint_canary"):
+                return
+        pytest.fail(f"no baseline after six runs: {self.found()}")
+
+    def found(self, uuid: str = NAMED) -> dict[str, Finding]:
+        """Return what is found of the endpoint, or of a device, by rule."""
+        return {f.rule: f for f in self.engine.verdict(uuid).findings}
+
+    @property
+    def behind(self) -> dict[str, Finding]:
+        """What is found of the device behind it."""
+        return self.found(next(u for u, d in self.engine.devices.items() if d.backend == "cpu"))
+
+    @property
+    def state(self) -> State:
+        """The endpoint's."""
+        return self.engine.verdict(NAMED).state
+
+    @contextlib.contextmanager
+    def restarted(self) -> Iterator[None]:
+        """Stop the server for a change of its checkpoint."""
+        self.server.stop()
+        yield
+        self.server.start()
+
+    def load(self, threads: int = 3) -> contextlib.AbstractContextManager[None]:
+        """Keep the server busy with other prompts of other lengths."""
+
+        @contextlib.contextmanager
+        def busy() -> Iterator[None]:
+            over = threading.Event()
+
+            def ask(number: int) -> None:
+                turn = 0
+                while not over.is_set():
+                    turn += 1
+                    body = {"prompt": "def " * (5 + 7 * ((turn + number) % 9)), "max_tokens": 24, "temperature": 0}
+                    with contextlib.suppress(OSError):
+                        self.server.ask("completions", body)
+
+            workers = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(threads)]
+            for worker in workers:
+                worker.start()
+            try:
+                yield
+            finally:
+                over.set()
+                for worker in workers:
+                    worker.join()
+
+        return busy()
