@@ -221,8 +221,9 @@ class Recording:
         return stack_id(self.chain)
 
 
-LINKS = ("checkpoint", "config", "dtype", "tokenizer", "template", "prompt", "settings", "server", "client")
-"""The chain of boundaries from weights to answer, in the order in which a change is looked for."""
+LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client")
+"""The chain of boundaries from weights to answer, in the order in which a change is looked for; another dtype also
+changes the bytes of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,15 +83,24 @@ class Record:
                 found[run.probe, recording.case] = run, recording
         return found
 
+    @cached_property
+    def past(self) -> dict[tuple[str, str], list[Key]]:
+        """The keys that every case was recorded under, the newest last: (probe, case) → them."""
+        found: dict[tuple[str, str], dict[Key, None]] = defaultdict(dict)
+        for run in self.runs:
+            for recording in run.recordings:
+                keys, key = found[run.probe, recording.case], key_of(run, recording)
+                keys.pop(key, None)
+                keys[key] = None
+        return {case: list(keys) for case, keys in found.items()}
+
     def before(self, run: Run, recording: Recording) -> Baseline | None:
-        """Return the newest complete baseline of a case on another chain or stack."""
+        """Return the complete baseline that a case was held against before its chain or stack became another."""
         own = key_of(run, recording)
-        others = [
-            b
-            for key, b in self.baselines.items()
-            if b.complete and key != own and (key[0], key[2]) == (run.probe, recording.case)
-        ]
-        return max(others, key=lambda b: b.last, default=None)
+        case = run.probe, recording.case
+        others = [b for b in self.baselines.values() if b.complete and (b.probe, b.case) == case and b.key != own]
+        order = self.past.get(case, [])
+        return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
 
 
 def _kin(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:

@@ -215,6 +215,15 @@ def test_a_changed_chain_is_learnt_and_told_for_a_while():
     assert history.found(now=NOW + 10 * DAY) == {}
 
 
+def test_what_changed_is_told_beside_what_was_there_last():
+    """After an excursion to another server and back, a new tokenizer is all that is new."""
+    history = History().learn(9 * DAY)
+    history.learn(8 * DAY, recording(0.5, chain=CHAIN | {"server": "vllm 0.33"}))
+    history.add(DAY, GOOD)
+    history.add(HOUR, recording(0.7, chain=CHAIN | {"tokenizer": "t2"}))
+    assert "the chain is: tokenizer (t1 → t2). " in history.found()["chain-changed"].message
+
+
 def test_a_changed_chain_with_the_same_bits_is_no_news():
     """Another client, same answer."""
     history = History().learn()

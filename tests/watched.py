@@ -30,7 +30,7 @@ class Watched:
         self.server = Server(name, self.checkpoint, directory)
         (directory / "prompts.json").write_text(json.dumps(PROMPTS))
         section = {"url": self.server.url, "model": self.server.model, "prompts": str(directory / "prompts.json")}
-        section |= {"apis": ["completions"], "timeout": "30s"} | endpoint
+        section |= {"timeout": "30s"} | endpoint
         if told:
             section["directory"] = str(self.checkpoint)
         self.file = configure(
