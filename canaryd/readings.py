@@ -131,6 +131,9 @@ READINGS: Mapping[str, Kind] = {
     "canary_first_difference": _gauge(
         "Position of the first wrong token; absent where there is none.", "dtype", "path", "batch"
     ),
+    "canary_sensitive_margin": _gauge(
+        "Lead of the first of two nearly tied tokens, in logits; nothing is compared with it.", "dtype", "prompt"
+    ),
     "endpoint_first_token_seconds": _gauge("From a request to its first token.", "api"),
     "endpoint_token_seconds": _gauge("From one token to the next, on average.", "api"),
     "endpoint_prompt_tokens": _gauge("Tokens that the server counts in a prompt.", "api", "prompt"),

@@ -32,6 +32,9 @@ CACHES = ("fresh", "warm")
 """Last words of cases that are one question, asked past the prefix cache and through it."""
 LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 
+Lane = tuple[str, str, str]
+"""Probe, case, and the instruction set that it was computed with: another one is no change of the chain."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
@@ -75,32 +78,35 @@ class Record:
         return _sightings(self.runs, self.baselines)
 
     @cached_property
-    def newest(self) -> dict[tuple[str, str], tuple[Run, Recording]]:
-        """The newest recording of every case that the newest whole runs still have: (probe, case) → it."""
-        found: dict[tuple[str, str], tuple[Run, Recording]] = {}
-        for run in self.runs:
-            for recording in run.recordings:
-                found[run.probe, recording.case] = run, recording
-        return found
+    def newest(self) -> dict[Lane, tuple[Run, Recording]]:
+        """The newest recording of every case, each way in which a CPU may be told to compute by itself."""
+        return {_lane(run, recording): (run, recording) for run in self.runs for recording in run.recordings}
 
     @cached_property
-    def past(self) -> dict[tuple[str, str], list[Key]]:
-        """The keys that every case was recorded under, the newest last: (probe, case) → them."""
-        found: dict[tuple[str, str], dict[Key, None]] = defaultdict(dict)
+    def past(self) -> dict[Lane, list[Key]]:
+        """The keys that every case was recorded under, the newest last."""
+        found: dict[Lane, dict[Key, None]] = defaultdict(dict)
         for run in self.runs:
             for recording in run.recordings:
-                keys, key = found[run.probe, recording.case], key_of(run, recording)
+                keys, key = found[_lane(run, recording)], key_of(run, recording)
                 keys.pop(key, None)
                 keys[key] = None
-        return {case: list(keys) for case, keys in found.items()}
+        return {lane: list(keys) for lane, keys in found.items()}
 
     def before(self, run: Run, recording: Recording) -> Baseline | None:
         """Return the complete baseline that a case was held against before its chain or stack became another."""
-        own = key_of(run, recording)
-        case = run.probe, recording.case
-        others = [b for b in self.baselines.values() if b.complete and (b.probe, b.case) == case and b.key != own]
-        order = self.past.get(case, [])
+        own, lane = key_of(run, recording), _lane(run, recording)
+        others = [
+            b
+            for b in self.baselines.values()
+            if b.complete and b.key != own and (b.probe, b.case, b.stack.get("instruction_set", "")) == lane
+        ]
+        order = self.past.get(lane, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
+
+
+def _lane(run: Run, recording: Recording) -> Lane:
+    return run.probe, recording.case, run.stack.get("instruction_set", "")
 
 
 def _kin(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
@@ -172,7 +178,7 @@ class Drift:
 def drifts(record: Record) -> tuple[Drift, ...]:
     """Return how far the newest recordings are from what is known, per probe and kind."""
     found: dict[tuple[str, str], Drift] = {}
-    for (probe, case), (run, recording) in sorted(record.newest.items()):
+    for (probe, case, _), (run, recording) in sorted(record.newest.items()):
         kind = case.partition("/")[0]
         before = found.get(
             (probe, kind), Drift(probe=probe, reading=kind, status={"known": 0, "unknown": 0, "learning": 0})
@@ -316,7 +322,7 @@ def _on(device: Device) -> str:
 def chain_changed(record: Record) -> Iterator[Finding]:
     """Another chain gives other bits: which link changed is said first, and no device is accused."""
     groups: dict[tuple[str, str, bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
-    for (probe, _), (run, recording) in sorted(record.newest.items()):
+    for (probe, _, _), (run, recording) in sorted(record.newest.items()):
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in _kin(record.baselines, before.key):
             continue
@@ -342,7 +348,7 @@ def chain_changed(record: Record) -> Iterator[Finding]:
 def learning(record: Record) -> Iterator[Finding]:
     """There is nothing to compare with yet: said, for a first answer cannot be wrong."""
     waiting: dict[str, list[int]] = defaultdict(list)
-    for (probe, _), (run, recording) in record.newest.items():
+    for (probe, _, _), (run, recording) in record.newest.items():
         own = record.baselines.get(key_of(run, recording))
         if (own is None or not own.complete) and record.before(run, recording) is None:
             waiting[probe].append(own.learnt.get(EVERY, 0) if own is not None else 0)
@@ -357,7 +363,7 @@ def learning(record: Record) -> Iterator[Finding]:
 def symptom(record: Record) -> Iterator[Finding]:
     """What a person would call broken output, whatever chain it came by; known bits are known to look as they do."""
     told = set()
-    for (probe, case), (run, recording) in sorted(record.newest.items()):
+    for (probe, case, _), (run, recording) in sorted(record.newest.items()):
         baseline = record.baselines.get(key_of(run, recording))
         if baseline is not None and baseline.complete and recording.digest in _kin(record.baselines, baseline.key):
             continue

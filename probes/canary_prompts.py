@@ -1,7 +1,7 @@
 """Prompts whose continuation a small language model knows by heart: the same tokens on every healthy device.
 
 Stresses: a whole inference in every floating-point format: embedding, norms, rotations, attention over a KV cache,
-products at prefill and decode shapes, one row and four.
+products at prefill and decode shapes, one row and four; eager, compiled, and replayed from a CUDA graph.
 
 Cannot see: kernels that serving uses and plain torch does not, faults that move no logit beyond its tolerance (in
 16-bit formats that is a wide one), and what needs large matrices or full load to show. See docs/canary.md.
@@ -9,12 +9,13 @@ Cannot see: kernels that serving uses and plain torch does not, faults that move
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary import DTYPES, BadFile
-from canaryd.worker.canary_golden import PATHS, Bench, Golden, Task, load_golden
+from canaryd.worker.canary_golden import FIXED, PATHS, Bench, Golden, Task, load_golden
 from canaryd.worker.exact import SAID, Session, chosen
 from canaryd.worker.tensors import as_text, is_refusal, need_torch, strict_switches, torch
 
@@ -22,6 +23,7 @@ SPEC = ProbeSpec(
     name="canary_prompts",
     summary="a small language model that must answer as it learnt to",
     every_instruction_set=True,
+    timeout=120.0,  # torch.compile may take 90 of them
     order=20,
 )
 FILES = Path(__file__).parent / "canary"
@@ -38,33 +40,40 @@ def run(ctx: Context) -> Iterator[Fact]:
     tasks = [t for t in every_task(ctx, golden) if chosen(ctx, t.name) or chosen(ctx, f"{t.name}/logits")]
     if not tasks:
         raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is float32/decode/b1/{golden.names[0]}")
-    session.injector.arm([task.name for task in tasks if task.rows])
-    tasks.sort(key=lambda task: (not task.rows, task.name != session.injector.target))  # a drill must not miss its turn
+    session.injector.arm([t.name for t in tasks if t.path in PATHS] or [t.name for t in tasks if t.rows])
+    # A drill must not miss its turn; what a compiler takes must be known when the rest of the budget is shared out.
+    tasks.sort(key=lambda t: (not t.rows, t.name != session.injector.target, t.path != "compiled"))
     bench = Bench(session, golden)
-    with strict_switches() as switches, torch.inference_mode():
-        yield Reading(name="switches", value=as_text(switches))
+    with strict_switches() as switches, torch.inference_mode(), bench.exits:
+        said = as_text(switches)
+        bench.settings = hashlib.sha256(said.encode()).hexdigest()[:16]
+        yield Reading(name="switches", value=said)
         yield from _prepare(ctx, bench, tasks)
         yield from _verify(ctx, bench, [task for task in tasks if task.dtype in bench.models])
-        if not ctx.cases:
-            for dtype in bench.models:
-                yield from bench.sensitive(dtype)
     if ctx.drill and not session.injector.spent:
         raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
     yield from bench.readings()
 
 
 def every_task(ctx: Context, golden: Golden) -> list[Task]:
-    """Return one prompt per format at quick, in rotation; above that, and where cases are named, everything."""
-    count, wide = len(golden.names), bool(ctx.level != "quick" or ctx.cases)
+    """Return one prompt per format at quick, in rotation; above that, and where cases are named, everything.
+
+    Compilers take long: at deep one format and batch is compiled, in rotation, below that none.
+    """
+    count, named, wide = len(golden.names), bool(ctx.cases), bool(ctx.level != "quick" or ctx.cases)
+    modes = [(dtype, batch) for batch in (1, 4) for dtype in DTYPES]
+    compiled = modes if named else [modes[ctx.seed % len(modes)]] if ctx.level == "deep" else []
+    graph = modes if wide and ctx.device.backend in ("cuda", "rocm") else []
     tasks = [
         Task(dtype, path, golden.names[i], tuple((i + row) % count for row in range(batch)))
         for turn in range(count if wide else 1)
         for number, dtype in enumerate(DTYPES)
         for i in ((ctx.seed + turn + number) % count,)
-        for path in PATHS
+        for path in (*PATHS, *FIXED)
         for batch in ((1, 4) if wide else (1,))
+        if path in PATHS or (dtype, batch) in {"compiled": compiled, "graph": graph}[path]
     ]
-    return tasks + [Task(dtype, "weights") for dtype in DTYPES]
+    return tasks + [Task(dtype, path) for path in ("sensitive", "weights") for dtype in DTYPES]
 
 
 def _prepare(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Skipped]:
@@ -79,11 +88,17 @@ def _prepare(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Skipped]
 
 
 def _verify(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Fact]:
+    cannot: dict[tuple[tuple[str, str], ...], str] = {}
     for number, task in enumerate(tasks):
         ctx.progress(number / len(tasks), task.name)
-        if not task.rows:
+        if task.path == "weights":
             yield bench.weights(task.dtype)
+        elif task.path == "sensitive":
+            yield from bench.sensitive(task)
         elif number >= len(bench.models) and ctx.left <= 0.0 and not ctx.cases:
             yield Skipped(case=task.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
-        else:
+        elif task.mode not in cannot and (reason := bench.make(task)):
+            cannot[task.mode] = reason
+            yield Skipped(case=f"{task.dtype}/{task.path}/b{len(task.rows)}", reason=reason)
+        elif task.mode not in cannot:
             yield from bench.verify(task, ctx.left / (len(tasks) - number) if ctx.level == "deep" else 0.0)

@@ -215,6 +215,17 @@ def test_a_changed_chain_is_learnt_and_told_for_a_while():
     assert history.found(now=NOW + 10 * DAY) == {}
 
 
+def test_another_instruction_set_is_no_changed_chain():
+    """A CPU is tested in turn by several ways to compute: each has a baseline of its own."""
+    history = History(of=dataclasses.replace(GPU, backend="cpu"))
+    for number, name in enumerate(("native", "avx2")):
+        vectors = [recording(number / 10)] * LEARN
+        history.add(3 * DAY - number, *vectors, stack={"instruction_set": name}, baselining=True)
+    history.add(HOUR, GOOD, stack={"instruction_set": "native"})
+    history.add(HOUR / 2, recording(0.1), stack={"instruction_set": "avx2"})
+    assert history.found() == {}
+
+
 def test_what_changed_is_told_beside_what_was_there_last():
     """After an excursion to another server and back, a new tokenizer is all that is new."""
     history = History().learn(9 * DAY)

@@ -7,12 +7,23 @@ All of the model's arithmetic is here; docs/canary.md says what it is good for.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from canaryd.worker.command import output
+from canaryd.worker.sysfs import Unreadable
 from canaryd.worker.tensors import torch
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -80,6 +91,47 @@ class Cache:
         self.values[layer][:, :, self.used : end] = value
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
+    def positions(self, count: int) -> Any:
+        """Return the positions (count,) of the next tokens."""
+        return torch.arange(self.used, self.used + count, device=self.keys[0].device)
+
+    def advance(self, count: int) -> None:
+        """Put `count` more positions in use."""
+        self.used += count
+
+
+class Slots(Cache):
+    """A cache of one shape at every step, its place a tensor: what compilers and captured graphs can repeat."""
+
+    def __init__(self, model: Canary, rows: int, length: int) -> None:
+        super().__init__(model, rows, length)
+        device = model.weights["embedding"].device
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        """How many positions are in use; `used` stays 0."""
+        self.slots = torch.arange(length, device=device)[:, None]
+
+    def clear(self) -> None:
+        """Empty it: what an earlier inference left would reach a masked sum if it were not finite."""
+        for tensor in (self.at, *self.keys, *self.values):
+            tensor.zero_()
+
+    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
+        """Store the prompt, which comes first, and return it; or store one token, and return all slots."""
+        if key.shape[2] > 1:
+            return super().extend(layer, key, value)
+        keys, values, here = self.keys[layer], self.values[layer], self.slots == self.at
+        keys.copy_(torch.where(here, key, keys))
+        values.copy_(torch.where(here, value, values))
+        return keys, values
+
+    def positions(self, count: int) -> Any:
+        """Return the positions (count,) of the next tokens."""
+        return self.at + torch.arange(count, device=self.at.device)
+
+    def advance(self, count: int) -> None:
+        """Put `count` more positions in use."""
+        self.at.add_(count)
+
 
 class Canary:
     """A model with its weights in one format on one device."""
@@ -98,14 +150,14 @@ class Canary:
 
     def forward(self, tokens: Any, cache: Cache | None = None) -> Any:
         """Return the logits (rows, T, vocabulary) of tokens (rows, T), which stand behind those in `cache`."""
-        weights, start = self.weights, cache.used if cache else 0
-        cos, sin = (table[start : start + tokens.shape[1]] for table in self.rotations)
+        weights, count = self.weights, tokens.shape[1]
+        at = cache.positions(count) if cache else torch.arange(count, device=tokens.device)
         x = self._see("embedding", torch.nn.functional.embedding(tokens, weights["embedding"]))
         for i in range(self.shape.layers):
-            x = self._see(f"{i}.middle", x + self._attention(i, x, cos, sin, cache))
+            x = self._see(f"{i}.middle", x + self._attention(i, x, at, cache))
             x = self._see(f"{i}.out", x + self._inner(i, x))
         if cache:
-            cache.used += tokens.shape[1]
+            cache.advance(count)
         x = self._norm("norm", x)
         return self._see("logits", torch.nn.functional.linear(x, weights["embedding"]))
 
@@ -120,11 +172,12 @@ class Canary:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
         return self._see(name, (scaled * self.weights[name].to(wide.dtype)).to(x.dtype))
 
-    def _rotate(self, name: str, x: Any, cos: Any, sin: Any) -> Any:
+    def _rotate(self, name: str, x: Any, at: Any) -> Any:
         a, b = _wide(x).chunk(2, -1)
+        cos, sin = (table[at] for table in self.rotations)
         return self._see(name, torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
 
-    def _attention(self, i: int, x: Any, cos: Any, sin: Any, cache: Cache | None) -> Any:
+    def _attention(self, i: int, x: Any, at: Any, cache: Cache | None) -> Any:
         rows, count, _ = x.shape
         groups, size = self.shape.kv_heads, self.shape.head
         seen = self._norm(f"{i}.attention_norm", x)
@@ -132,16 +185,15 @@ class Canary:
             self._linear(f"{i}.{name}", seen).view(rows, count, -1, size).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        query = self._rotate(f"{i}.rotated_query", query, cos, sin)
-        key = self._rotate(f"{i}.rotated_key", key, cos, sin)
+        query = self._rotate(f"{i}.rotated_query", query, at)
+        key = self._rotate(f"{i}.rotated_key", key, at)
         if cache:
             key, value = cache.extend(i, key, value)
         key, value = self._see(f"{i}.keys", key), self._see(f"{i}.values", value)
         query = query.reshape(rows, groups, -1, count, size)  # query heads of one group share their keys and values
         scores = self._see(f"{i}.scores", torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * size**-0.5)
-        if count > 1:
-            positions = torch.arange(key.shape[2], device=x.device)
-            scores = scores.masked_fill(positions > positions[-count:, None], -math.inf)
+        later = torch.arange(key.shape[2], device=x.device) > at[:, None]
+        scores = scores.masked_fill(later, -math.inf)
         chances = self._see(f"{i}.softmax", torch.softmax(_wide(scores), -1).to(x.dtype))
         mixed = self._see(f"{i}.mixed", torch.matmul(chances, value.unsqueeze(2)))
         return self._linear(f"{i}.output", mixed.flatten(1, 2).transpose(1, 2).reshape(rows, count, -1))
@@ -161,6 +213,75 @@ def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
         for turn in (math.cos, math.sin)
     )
     return cosines, sines
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[str]:
+    """Let torch.compile work in this process alone and write below a temporary directory only, removed at the end.
+
+    Gives the names and versions of the compilers that torch itself calls, which the stack does not have. Raises what
+    torch raises where it cannot compile for this Python.
+    """
+    name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="canaryd-compile-") as directory:
+        os.environ[name] = directory  # before the imports: one of them makes the directory that it finds there
+        try:
+            dynamo, inductor, utils = (
+                importlib.import_module(f"torch.{part}") for part in ("_dynamo", "_inductor", "_inductor.utils")
+            )
+            with (
+                utils.fresh_inductor_cache(dir=directory),
+                inductor.config.patch(compile_threads=1),  # more would be processes that stay
+                dynamo.config.patch(cache_size_limit=64),  # every format and batch goes through the same two functions
+            ):
+                _headers_below(directory, inductor.config)
+                yield _backends([name for name in inductor.config.cpp.cxx if name])
+            torch.compiler.reset()
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def _headers_below(directory: str, config: Any) -> None:
+    """Keep precompiled headers, which halve the time, in `directory`; have none where that cannot be."""
+    cache = vars(importlib.import_module("torch._inductor.codecache"))
+    places = {"_HEADER_DIR": "headers", "_HEADER_LOCK_DIR": "locks"}
+    made: Any = cache.get("_precompile_header")
+    # torch has no setting for their place, and asks openssl for a checksum of them.
+    if places.keys() <= cache.keys() and hasattr(made, "cache_clear") and shutil.which("openssl"):
+        cache.update({name: f"{directory}/{place}" for name, place in places.items()})
+        made.cache_clear()
+    elif hasattr(config, "cpp_cache_precompile_headers"):
+        config.cpp_cache_precompile_headers = False
+
+
+def _backends(cxx: list[str]) -> str:
+    found = []
+    for name in cxx:
+        with contextlib.suppress(Unreadable):
+            found.append(output([name, "--version"], 10.0).partition("\n")[0].strip())
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found.append(f"triton {importlib.metadata.version('triton')}")
+    return ", ".join(found)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raise `TimeoutError` in the main thread once `what` has taken too long: compilers may wait for a disk."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"{what} took longer than {seconds:.3g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("time_limit works in the main thread alone, where a worker runs its probes")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # again: an exception in a callback may go unheard
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _wide(x: Any) -> Any:
@@ -188,6 +309,65 @@ def score(model: Canary, prompts: Any, continuation: Any) -> tuple[Any, Any]:
     return logits.argmax(-1), logits
 
 
+class Decoder:
+    """Decodes as `decode` does, by two calls whose shapes never change: a prefill, and one step for every token.
+
+    `compile` and `capture` put a compiled or a captured call in their place.
+    """
+
+    def __init__(self, model: Canary, rows: int, prompt: int, count: int) -> None:
+        self.model = model
+        self.count = count
+        self.slots = Slots(model, rows, prompt + count - 1)
+        self.token = self.slots.at.new_zeros(rows, 1)
+        self.prefill: Callable[[Any], Any] = self._prefill
+        self.step: Callable[[], Any] = self._step
+
+    def __call__(self, prompts: Any) -> tuple[Any, Any]:
+        """Return what `decode` returns."""
+        self.slots.clear()
+        logits = [self.prefill(prompts).clone()]
+        tokens = [self.token.clone()]
+        while len(tokens) < self.count:
+            logits.append(self.step().clone())
+            tokens.append(self.token.clone())
+        return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+    def compile(self) -> None:
+        """Let torch.compile make both calls; it works at the first inference, inside `compiler`."""
+        self.prefill, self.step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (self._prefill, self._step))
+
+    def capture(self) -> None:
+        """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
+        self.slots.clear()
+        with torch.cuda.device(self.token.device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # libraries make their workspaces at the first call: not while capturing
+                self._step()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._step()
+
+        def replay() -> Any:
+            graph.replay()
+            return logits
+
+        self.step = replay
+
+    def _prefill(self, prompts: Any) -> Any:
+        return self._choose(self.model.forward(prompts, self.slots))
+
+    def _step(self) -> Any:
+        return self._choose(self.model.forward(self.token, self.slots))
+
+    def _choose(self, logits: Any) -> Any:
+        last = logits[:, -1]
+        self.token.copy_(last.argmax(-1, keepdim=True))
+        return last
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files: the safetensors format (https://github.com/huggingface/safetensors, section "Format").
 
@@ -202,7 +382,8 @@ def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     parts, at = [], 0
     for name, tensor in tensors.items():
-        parts.append(bytes(tensor.detach().contiguous().view(torch.uint8).flatten().tolist()))
+        whole = tensor.detach().contiguous()
+        parts.append(ctypes.string_at(whole.data_ptr(), whole.nbytes))  # needs no numpy; tolist takes 20 times as long
         end = at + len(parts[-1])
         header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
@@ -211,14 +392,14 @@ def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -
     return len(text).to_bytes(8, "little") + text + b"".join(parts)
 
 
-def read_safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+def read_safetensors(data: bytes, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tensors and texts of a safetensors file; raise `BadFile` for anything that the format forbids.
 
-    The tensors must cover the data without gap or overlap, as the format demands.
+    The tensors must cover the data without gap or overlap, as the format demands. `header_limit` is in bytes.
     """
     size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(_HEADER_LIMIT, len(data) - 8):
-        raise BadFile(f"{len(data)} bytes with a header of {size}: wanted at most {_HEADER_LIMIT}, inside the file")
+    if len(data) < 8 or size > min(header_limit, len(data) - 8):
+        raise BadFile(f"{len(data)} bytes with a header of {size}: wanted at most {header_limit}, inside the file")
     try:
         header = json.loads(data[8 : 8 + size], object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -228,7 +409,7 @@ def read_safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise BadFile("__metadata__: wanted texts by name")
-    body, tensors, at = bytearray(data[8 + size :]), {}, 0
+    body, tensors, at = bytearray(memoryview(data)[8 + size :]), {}, 0
     for name, entry in sorted(header.items(), key=lambda item: _begin(*item)):
         dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         shape, (begin, end) = entry["shape"], entry["data_offsets"]

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Comparison, Evidence, Exactness, Reading, reading_key
+from canaryd.model import Comparison, Evidence, Exactness, Reading, Recording, printable, reading_key
 from canaryd.probe import Absent, Fact
 from canaryd.worker import canary, evidence, exact
 from canaryd.worker.integers import digest
-from canaryd.worker.tensors import bits, host_same_bits, on_core, torch, torch_device
+from canaryd.worker.tensors import bits, host_same_bits, is_refusal, on_core, torch, torch_device
 
 PATHS = ("decode", "forced")
 """How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
+FIXED = ("compiled", "graph")
+"""Decoding by calls of fixed shapes: both made by torch.compile, or the step replayed from a CUDA graph."""
+COMPILING = 90.0
+"""Seconds that torch.compile may take in a run; a format and batch is 46 to 60 of work for one core of a Zen 4."""
+ENOUGH = 3
+"""Recordings of a case in one run while a baseline is learnt."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Golden:
 
     model: canary.Canary
     """In bfloat16, as the file has it."""
+    checkpoint: str
+    """First 16 hex digits of the SHA-256 of the weights' file."""
     names: tuple[str, ...]
     """The robust prompts."""
     prompts: Any
@@ -65,6 +75,7 @@ def load_golden(directory: Path) -> Golden:
     prompts = said["prompts"]
     golden = Golden(
         model=canary.load(files["weights"]),
+        checkpoint=said["weights_sha256"][:16],
         names=tuple(prompts),
         prompts=_tokens([p["text"] for p in prompts.values()]),
         tokens=_tokens([p["continuation"] for p in prompts.values()]),
@@ -112,7 +123,7 @@ class Seen:
 
 
 def look(golden: Golden, rows: list[int], dtype: str, path: str, tokens: Any, logits: Any) -> Seen:
-    """Compare the tokens and logits of prompts `rows`; `path` "decode" or "forced".
+    """Compare the tokens and logits of prompts `rows`, come about by `path`.
 
     Decoding goes on from its own tokens: behind a row's first wrong one it answers another question, so only logits up
     to that position count. A forced path is given the right tokens, so all of its logits count.
@@ -121,7 +132,7 @@ def look(golden: Golden, rows: list[int], dtype: str, path: str, tokens: Any, lo
     tokens, raw = tokens.cpu(), logits.cpu()
     right, observed = tokens == wanted, raw.to(torch.float64)
     counts = torch.ones_like(right)
-    if path == "decode":
+    if path != "forced":
         counts[:, 1:] = right[:, :-1].to(torch.int64).cumprod(1) == 1
     distance = torch.where(counts[..., None], (observed - reference).abs() / golden.tolerance[dtype], 0.0)
     finite = bool(torch.isfinite(distance).all())
@@ -135,6 +146,26 @@ def look(golden: Golden, rows: list[int], dtype: str, path: str, tokens: Any, lo
         distance=float(distance.max()) if finite else None,
         margin=float((best[:, 0] - best[:, 1]).min()) if finite else None,
         digest=digest(raw),
+    )
+
+
+def record(case: str, chain: Mapping[str, str], tokens: Any, logits: Any) -> Recording:
+    """Return what stands for an inference where nobody knows the bits: a digest of all logits, the first row in full.
+
+    Log probabilities are by a softmax in float64 on the host, natural logarithm.
+    """
+    chosen, raw = tokens[0].tolist(), logits[0].cpu().to(torch.float64)
+    chances, best = torch.log_softmax(raw, -1).tolist(), raw.topk(2, -1).values
+    values = [row[t] if 0 <= t < len(row) else math.nan for row, t in zip(chances, chosen, strict=True)]
+    return Recording(
+        case=case,
+        digest=digest(logits.cpu()),
+        chain=chain,
+        tokens=tuple(map(str, chosen)),
+        values=tuple(v if math.isfinite(v) else None for v in values),
+        margins=tuple(m if math.isfinite(m) else None for m in (best[:, 0] - best[:, 1]).tolist()),
+        text=printable("".join(chr(t) if 0 <= t < raw.shape[-1] else "?" for t in chosen)),
+        finish="length",
     )
 
 
@@ -181,7 +212,7 @@ def _logit_evidence(expected: Any, raw: Any, distance: Any) -> Evidence | None:
 
 @dataclass(frozen=True)
 class Task:
-    """One inference, or (without rows) a look at the weights that the device holds."""
+    """One inference; or, without rows, the sensitive prompts, or a look at the weights that the device holds."""
 
     dtype: str
     path: str
@@ -208,6 +239,15 @@ class Bench:
         self.golden = golden
         self.models: dict[str, canary.Canary] = {}
         self.modes: dict[tuple[tuple[str, str], ...], list[Seen]] = {}
+        self.settings = ""
+        """Fingerprint of what the probe has set; a link of every recording's chain."""
+        self.exits = contextlib.ExitStack()
+        """To be left at the end of the run: lets go of the compiler."""
+        self._decoders: dict[tuple[str, str, int], canary.Decoder] = {}
+        self._compiling = COMPILING
+        """Seconds left to torch.compile."""
+        self._compiler: str | None = None
+        """What compiles, by name and version; None until `canary.compiler` has been entered."""
 
     def prepare(self, dtype: str) -> None:
         """Put the model on the device and decode twice; raises what torch raises where the format is refused."""
@@ -215,19 +255,66 @@ class Bench:
         canary.decode(model, self._on(self.golden.prompts[:1]), 2)
         self.models[dtype] = model
 
-    def verify(self, task: Task, seconds: float) -> Iterator[Comparison]:
-        """Repeat one inference for `seconds`, at least once; yield what became of its tokens and of its logits."""
-        clock = self.session.ctx.clock
-        started, seen = clock(), [self._infer(task, self.models[task.dtype])]
-        while clock() - started < seconds and sum(s.wrong for s in seen) < exact.WRONG_ENOUGH:
-            seen.append(self._infer(task, self.models[task.dtype]))
+    def make(self, task: Task) -> str:
+        """Compile or capture what a task of a `FIXED` path needs, once; return why that cannot be, or ""."""
+        key = (task.dtype, task.path, len(task.rows))
+        if key in self._decoders or task.path not in FIXED:
+            return ""
+        try:
+            if task.path == "compiled":
+                self._decoders[key] = self._compiled(task)
+            else:
+                self._decoders[key] = self._decoder(task, self.models[task.dtype])
+        except Exception as error:
+            if not _cannot(error):
+                raise
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            said = (lines or ["no reason given"])[0][: exact.SAID]
+            return f"this torch on {self.session.ctx.device.backend} cannot: {type(error).__name__}: {said}"
+        return ""
+
+    def _compiled(self, task: Task) -> canary.Decoder:
+        if self._compiling <= 0:
+            raise TimeoutError(f"torch.compile has used up its {COMPILING:g} s")
+        clock, started = self.session.ctx.clock, self.session.ctx.clock()
+        try:
+            if self._compiler is None:
+                self._compiler = self.exits.enter_context(canary.compiler())
+            with canary.time_limit(self._compiling, "torch.compile"):
+                return self._decoder(task, self.models[task.dtype])
+        finally:
+            self._compiling -= clock() - started
+
+    def _decoder(self, task: Task, model: canary.Canary) -> canary.Decoder:
+        prompts, rows = self._on(self.golden.prompts[list(task.rows)]), len(task.rows)
+        decoder = canary.Decoder(model, rows, prompts.shape[1], self.golden.tokens.shape[1])
+        with on_core(self._place(task)):
+            if task.path == "compiled":
+                decoder.compile()
+                decoder(prompts)  # compiles
+            else:
+                decoder.capture()
+        return decoder
+
+    def verify(self, task: Task, seconds: float) -> Iterator[Comparison | Recording]:
+        """Repeat one inference for `seconds`, at least once; yield what became of its tokens and of its logits.
+
+        Of equal vectors one recording is yielded, unless a baseline is being learnt: that counts them.
+        """
+        ctx, clock = self.session.ctx, self.session.ctx.clock
+        started, answers = clock(), [self._infer(task, self.models[task.dtype])]
+        while sum(s.wrong for s, _ in answers) < exact.WRONG_ENOUGH and (
+            clock() - started < seconds or (ctx.baselining and len(answers) < ENOUGH and ctx.left > 0)
+        ):
+            answers.append(self._infer(task, self.models[task.dtype]))
+        seen = [s for s, _ in answers]
         self.modes.setdefault(task.mode, []).extend(seen)
         again: list[Seen] = []
         if any(s.wrong for s in seen):  # fresh uploads tell a hit of the memory from a unit that errs
-            again = [self._infer(task, self._upload(task.dtype)) for _ in range(exact.FRESH_UPLOADS)]
+            again = [self._infer(task, self._upload(task.dtype))[0] for _ in range(exact.FRESH_UPLOADS)]
         for suffix, exactness, evidences, repeated in (
-            ("", Exactness.UNIVERSAL, [s.tokens for s in seen], [s.tokens for s in again]),
-            ("/logits", Exactness.ROUNDED, [s.logits for s in seen], [s.logits for s in again]),
+            ("", Exactness.MARGIN, [s.tokens for s in seen], [s.tokens for s in again]),
+            ("/logits", Exactness.MARGIN, [s.logits for s in seen], [s.logits for s in again]),
         ):
             if exact.chosen(self.session.ctx, task.name + suffix):
                 found = next((e for e in evidences if e), None)
@@ -235,9 +322,12 @@ class Bench:
                     count = sum(1 for e in repeated if e)
                     found = replace(found, reproduced=f"{count} of {len(again)} fresh uploads wrong")
                 wrong = sum(1 for e in evidences if e)
-                place = self.session.place_name(self.session.place(task.name))
+                place = self.session.place_name(self._place(task))
                 comparison = self._comparison(task.name + suffix, exactness, place, len(seen), wrong, found)
                 yield replace(comparison, digest=seen[0].digest) if suffix else comparison
+        if exact.chosen(ctx, f"{task.name}/logits"):
+            recordings = [r for _, r in answers]
+            yield from recordings if ctx.baselining else {r.digest: r for r in recordings}.values()
 
     def weights(self, dtype: str) -> Comparison:
         """Compare the weights that the device holds with those that it was given, bit for bit, on the host."""
@@ -273,20 +363,38 @@ class Bench:
             else:
                 yield Absent(name=reading_key("canary_first_difference", labels), reason="no token differed")
 
-    def sensitive(self, dtype: str) -> Iterator[Reading]:
-        """Yield what the prompts with thin margins give on this stack: a digest of all logits, the rivals' last ones.
+    def sensitive(self, task: Task) -> Iterator[Recording | Reading]:
+        """Yield what the prompts with thin margins give: a recording, its tokens one a prompt; the rivals' distance.
 
         Any of it may differ between stacks; none of it is compared here.
         """
-        logits = self.models[dtype].forward(self._on(self.golden.sensitive)).cpu()
-        yield Reading(name="canary_sensitive_digest", value=digest(logits), labels={"dtype": dtype})
+        ctx, dtype = self.session.ctx, task.dtype
+        for number in range(ENOUGH if ctx.baselining else 1):
+            if number and not ctx.left:
+                break
+            with on_core(self._place(task)):
+                logits = self.models[dtype].forward(self._on(self.golden.sensitive)).cpu()
+            last = logits[None, :, -1]
+            recording = record(task.name, self._chain(dtype, self.golden.sensitive), last.argmax(-1), last)
+            yield replace(recording, digest=digest(logits))
         for number, (first, second) in enumerate(self.golden.rivals):
-            labels = {"dtype": dtype, "prompt": str(number)}
-            a, b = logits[number, -1, first], logits[number, -1, second]
-            text = f"{first}: {float(a)!r}, {second}: {float(b)!r}"
-            yield Reading(name="canary_sensitive_logits", value=text, labels=labels)
-            if bool(torch.isfinite(a - b)):
-                yield Reading(name="canary_sensitive_margin", value=float(a - b), unit="1", labels=labels)
+            lead = logits[number, -1, first] - logits[number, -1, second]
+            if bool(torch.isfinite(lead)):
+                labels = {"dtype": dtype, "prompt": str(number)}
+                yield Reading(name="canary_sensitive_margin", value=float(lead), unit="1", labels=labels)
+
+    def _chain(self, dtype: str, prompts: Any) -> dict[str, str]:
+        """Return what may change the bits for a good reason; the core is none, for it must not."""
+        return {
+            "checkpoint": self.golden.checkpoint,
+            "dtype": dtype,
+            "prompt": digest(prompts),
+            "settings": self.settings,
+        }
+
+    def _place(self, task: Task) -> int | None:
+        """Return where a task runs on a CPU; compiled code is made for one place, and all of a mode runs there."""
+        return self.session.place(f"{task.dtype}/{task.path}" if task.path in FIXED else task.name)
 
     def _on(self, tensor: Any) -> Any:
         return tensor.to(torch_device(self.session.ctx.device))
@@ -296,17 +404,25 @@ class Bench:
         self.session.injector.before(f"{dtype}/weights", model.weights["embedding"])
         return model
 
-    def _infer(self, task: Task, model: canary.Canary) -> Seen:
+    def _infer(self, task: Task, model: canary.Canary) -> tuple[Seen, Recording]:
         rows = list(task.rows)
         prompts, wanted = self._on(self.golden.prompts[rows]), self.golden.tokens[rows]
-        with on_core(self.session.place(task.name)):
-            if task.path == "decode":
+        with on_core(self._place(task)):
+            if task.path in FIXED:
+                made = self._decoders[task.dtype, task.path, len(rows)]
+                tokens, logits = (made if made.model is model else self._decoder(task, model))(prompts)
+            elif task.path == "decode":
                 tokens, logits = canary.decode(model, prompts, wanted.shape[1])
             else:
                 tokens, logits = canary.score(model, prompts, self._on(wanted))
         self.session.injector.after(task.name, tokens)
         self.session.injector.after(f"{task.name}/logits", logits)
-        return look(self.golden, rows, task.dtype, task.path, tokens, logits)
+        tokens, logits = tokens.cpu(), logits.cpu()
+        chain = self._chain(task.dtype, self.golden.prompts[rows])
+        if task.path == "compiled":
+            chain["compiler"] = self._compiler or ""
+        recording = record(f"{task.name}/logits", chain, tokens, logits)
+        return look(self.golden, rows, task.dtype, task.path, tokens, logits), recording
 
     def _comparison(
         self, case: str, exactness: Exactness, place: str, trials: int, wrong: int, found: Evidence | None
@@ -323,3 +439,10 @@ class Bench:
             evidence=found,
             characterised=exact.accumulator(ctx.device, "float32").characterised,
         )
+
+
+def _cannot(error: Exception) -> bool:
+    """Tell a compiler or a capture that this machine does not have from a device that fails."""
+    if isinstance(error, (ImportError, OSError)) or is_refusal(error):  # TimeoutError is an OSError
+        return True
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or "captur" in str(error)

@@ -1,20 +1,22 @@
 """The built-in canary model: its files, its robustness in numbers, the probe, and what injected faults change."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from canaryd.model import Comparison, Exactness, Reading, Skipped, Subject
+from canaryd.model import Comparison, Exactness, Reading, Recording, Skipped, Subject, to_json
 from canaryd.probe import Absent, Context, Skip
 from canaryd.worker import canary, canary_golden, inject
 from canaryd.worker.canary import BadFile, Canary, read_safetensors, write_safetensors
-from canaryd.worker.canary_golden import load_golden, look
-from canaryd.worker.devices import cpu
+from canaryd.worker.canary_golden import load_golden, look, record
+from canaryd.worker.devices import cpu, stack
 from canaryd.worker.integers import mix64
 from canaryd.worker.tensors import bits, strict_switches
 
@@ -59,6 +61,10 @@ def context(*cases, level="quick", seed=11, budget=60.0, drill=""):
 
 def comparisons(facts):
     return [fact for fact in facts if isinstance(fact, Comparison)]
+
+
+def recordings(facts):
+    return [fact for fact in facts if isinstance(fact, Recording)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -243,8 +249,8 @@ def test_a_quick_run_is_clean_and_covers_every_format(probe, golden):
     assert not [c for c in found if c.wrong]
     paths = Counter(tuple(c.case.split("/")[:2]) for c in found)
     assert paths == {(d, p): n for d in canary.DTYPES for p, n in (("decode", 2), ("forced", 2), ("weights", 1))}
-    exactness = {c.case.rpartition("/")[2] == "logits": c.exactness for c in found}
-    assert exactness == {False: Exactness.UNIVERSAL, True: Exactness.ROUNDED}
+    exactness = {(c.case.rpartition("/")[2] == "weights", c.exactness) for c in found}
+    assert exactness == {(False, Exactness.MARGIN), (True, Exactness.UNIVERSAL)}
     readings = {f.key: f.value for f in facts if isinstance(f, Reading)}
     mode = "{batch=1,dtype=float32,path=decode}"
     assert readings[f"canary_token_agreement{mode}"] == 1.0
@@ -260,7 +266,7 @@ def test_a_quick_run_is_clean_and_covers_every_format(probe, golden):
 def test_a_standard_run_takes_every_prompt_path_and_batch(probe, golden):
     """All of it, once, all right; a second run gives the same digests."""
     tasks = probe.every_task(context(level="standard"), golden)
-    assert len({t.name for t in tasks}) == len(tasks) == 4 * (2 * 2 * 8 + 1)
+    assert len({t.name for t in tasks}) == len(tasks) == 4 * (2 * 2 * 8 + 2)
     names = [f"{dtype}/{path}/b4/pier" for dtype in canary.DTYPES for path in ("decode", "forced")]
     runs = [comparisons(probe.run(context(*names, level="standard"))) for _ in range(2)]
     assert [c.case for c in runs[0]] == [
@@ -297,10 +303,15 @@ def test_a_spent_budget_is_said_aloud(probe):
 @pytest.mark.parametrize("seed", [3, 4])
 def test_every_drill_is_detected(probe, fault, seed):
     """Each fault is seen, told in words, and a one-shot fault is gone after fresh uploads."""
-    found = comparisons(probe.run(context(drill=fault, seed=seed)))
+    facts = list(probe.run(context(drill=fault, seed=seed)))
+    found = comparisons(facts)
+    clean = {r.case: r.digest for r in recordings(probe.run(context(seed=seed)))}
+    struck = {r.case for r in recordings(facts) if r.digest != clean[r.case]}
     wrong = [c for c in found if c.wrong]
     assert wrong
     assert {c.subject for c in wrong} == {Subject.DEVICE}
+    assert struck >= {c.case for c in wrong if c.case.endswith("/logits")}
+    assert all(json.dumps(to_json(fact), allow_nan=False) for fact in facts)
     if fault == "stuck":
         assert {c.case for c in wrong} == {f"{dtype}/weights" for dtype in canary.DTYPES}
         assert all("only bit 0 (lowest of the mantissa) is flipped" in c.evidence.pattern for c in wrong)
@@ -434,6 +445,76 @@ def test_the_tolerance_is_the_border(golden, dtype):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Recordings.
+
+
+def test_a_recording_says_what_was_given(probe, golden, said):
+    """Tokens, log probabilities and margins of the first row, in plain arithmetic; chain; one per logits case."""
+    facts = list(probe.run(context("float32/decode/b4/pier")))
+    (recording,) = recordings(facts)
+    (logits,) = [c for c in comparisons(facts) if c.case.endswith("/logits")]
+    assert (recording.case, recording.digest) == (logits.case, logits.digest)
+    row = golden.names.index("pier")
+    assert recording.tokens == tuple(str(t) for t in golden.tokens[row].tolist())
+    assert recording.text == said["prompts"]["pier"]["continuation"]
+    for position in (0, 17, 39):
+        given = sorted(golden.logits[row, position].tolist())
+        rest = sum(math.exp(value - given[-1]) for value in given[:-1])
+        assert recording.values[position] == pytest.approx(-math.log1p(rest), rel=1e-3)
+        assert recording.margins[position] == pytest.approx(given[-1] - given[-2], abs=1e-3)
+    assert recording.chain["checkpoint"] == said["weights_sha256"][:16]
+    assert set(recording.chain) == {"checkpoint", "dtype", "prompt", "settings"}
+    other = recordings(probe.run(context("float32/decode/b4/boats", "float32/sensitive")))
+    assert {r.case for r in other} >= {"float32/sensitive"}
+    assert all(r.chain["settings"] == recording.chain["settings"] for r in other)
+    assert all(r.chain["prompt"] != recording.chain["prompt"] for r in other)
+
+
+def test_what_is_not_finite_or_no_token_has_no_value(golden):
+    """None, never NaN; a token that does not exist is recorded as it came."""
+    tokens, logits = answer(golden, [0])
+    tokens[0, 3], logits[0, 5, 9] = 1 << 62, float("nan")
+    recording = record("any", {}, tokens, logits)
+    assert [i for i, v in enumerate(recording.values) if v is None] == [3, 5]
+    assert [i for i, v in enumerate(recording.margins) if v is None] == [5]
+    assert recording.tokens[3] == str(1 << 62)
+    assert recording.text[3] == "?"
+    json.dumps(to_json(recording), allow_nan=False)
+
+
+def test_learning_a_baseline_repeats_every_case(probe):
+    """Three recordings of a case where the budget allows; one where nothing is learnt, or nothing is left."""
+    cases = ("float32/forced/b1/pier", "bfloat16/sensitive")
+    for baselining, budget, count in ((True, 60.0, 3), (False, 60.0, 1), (True, 1e-6, 1)):
+        ctx = dataclasses.replace(context(*cases, budget=budget), baselining=baselining)
+        found = Counter(r.case for r in recordings(probe.run(ctx)))
+        assert found == {"float32/forced/b1/pier/logits": count, "bfloat16/sensitive": count}
+
+
+def test_recordings_are_the_same_on_any_core_and_number_of_threads(probe):
+    """20 runs: other seeds take other places, one core or all with one thread or two; every case has one digest."""
+    names = [f"{dtype}/{rest}" for dtype in canary.DTYPES for rest in ("forced/b1/pier", "forced/b4/code", "sensitive")]
+    names += ["float32/decode/b1/boats", "bfloat16/decode/b1/pier"]
+    digests, places, chains = {}, set(), {}
+    threads = torch.get_num_threads()
+    try:
+        for seed in range(20):
+            torch.set_num_threads(2 if seed % 5 == 0 else 1)
+            facts = list(probe.run(context(*names, seed=seed)))
+            places |= {c.place for c in comparisons(facts) if c.place}
+            for recording in recordings(facts):
+                digests.setdefault(recording.case, set()).add(recording.digest)
+                chains.setdefault(recording.case, set()).add(recording.chain_id)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(digests) == len(names)
+    assert {len(found) for found in [*digests.values(), *chains.values()]} == {1}
+    assert {"all 1 threads", "all 2 threads"} < places
+    assert len(places) > 2
+    assert "threads" in stack(cpu(), "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # A campaign of injected faults.
 
 KINDS = {
@@ -507,6 +588,7 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
     with strict_switches(), torch.inference_mode():
         model = golden.model.to("cpu", dtype)
         clean = {"forced": canary.score(model, prompts, wanted), "decode": canary.decode(model, prompts, count)}
+        known = {path: record("clean", {}, *answer) for path, answer in clean.items()}
 
         def judge(where, kind, path, tokens, logits):
             did = oracle(golden, rows, dtype, clean[path], (tokens, logits))
@@ -515,7 +597,10 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
                 assert seen.wrong, (where, kind, did)
             elif did != "near the tolerance":
                 assert not seen.wrong, (where, kind, did)
-            assert (seen.digest != canary_golden.digest(clean[path][1])) == (did != "no bit of a logit")
+            recording = record("struck", {}, tokens, logits)
+            assert (recording.digest != known[path].digest) == (did != "no bit of a logit")
+            assert seen.digest == recording.digest
+            found["recorded", "another digest"] += recording.digest != known[path].digest
             found[where, did] += 1
             return did
 
@@ -563,6 +648,8 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
         n for (_, did), n in found.items() if did.endswith(("within the tolerance", "near the tolerance"))
     )
     print(f"{dtype}: {visible} of {changed} faults that changed a bit of a logit were seen by tokens or tolerance")
+    print(f"{dtype}: {found['recorded', 'another digest']} of {changed} by the recording's digest")
+    assert found["recorded", "another digest"] == changed > 400
     assert found["unseen", "below the rounding"] < 0.01 * changed
     assert visible > (0.75 if dtype == "float32" else 0.02) * changed
 
