@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary)"
     )
-    one.add_argument("--dtype", default="", metavar="TYPE", help="float32, bfloat16, float16 or float64")
+    one.add_argument(
+        "--dtype", default="float32", metavar="TYPE", help="float64, float32 (default), bfloat16 or float16"
+    )
     one.add_argument("--prompt", action="append", default=[], metavar="NAME", help="only this prompt; repeatable")
     one.add_argument("--operators", action="store_true", help="every operator's result, not only each layer's")
     one.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")

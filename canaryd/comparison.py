@@ -75,7 +75,9 @@ def _shown(result: Mapping[str, Any], passes: Mapping[tuple[str, str], list[Row]
 
 def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any]) -> list[str]:
     """Return the lines of one pass; stretches of equal tensors are one line each."""
-    lines = [f"  {'layer':<6} {'operator':<26} {'rel. L2':>9} {'1 - cos':>9} {'ULP':>11} {'max |a-b|':>10} {'excess':>8}"]
+    lines = [
+        f"  {'layer':<6} {'operator':<26} {'rel. L2':>9} {'1 - cos':>9} {'ULP':>11} {'max |a-b|':>10} {'excess':>8}"
+    ]
     for equal, stretch in groupby(rows, key=lambda row: bool(row["equal"])):
         part = list(stretch)
         if equal:
@@ -85,7 +87,7 @@ def _table_of(rows: Sequence[Row], verdict: Mapping[str, Any]) -> list[str]:
             mark = ">" if _is_place(row, verdict) else " "
             departs = f" {row['departs']}" if row["departs"] else ""
             lines.append(
-                f"{mark} {row['layer']:<6} {row['operator'][:26]:<26} {_number(row.get('relative_l2')):>9}"
+                f"{mark} {row['layer'][:6]:<6} {row['operator'][:26]:<26} {_number(row.get('relative_l2')):>9}"
                 f" {_number(_off(row)):>9} {_whole(row.get('ulp')):>11} {_number(row.get('max_abs')):>10}"
                 f" {_number(row['excess']):>8}{departs}"
             )
@@ -257,9 +259,7 @@ LEFT, RIGHT, TOP, BOTTOM, W, H = 64, 12, 28, 40, 960, 380
 """Margins and size of the plot in its own units."""
 
 
-def _plot(
-    passes: Mapping[tuple[str, str], list[Row]], shown: tuple[str, str], verdict: Mapping[str, Any]
-) -> str:
+def _plot(passes: Mapping[tuple[str, str], list[Row]], shown: tuple[str, str], verdict: Mapping[str, Any]) -> str:
     """Return an SVG: relative L2 on a logarithmic axis against the tensor's place in computing order."""
     chosen = [key for key in passes if key != shown][: SERIES - 1]
     values = [row["relative_l2"] for key in (*chosen, shown) for row in passes[key] if row.get("relative_l2")]
@@ -305,13 +305,10 @@ def _plot(
         i = at[_at(here)]
         anchor, beside = ("end", -6) if i > len(places) / 2 else ("start", 6)
         text = html.escape(f"{here['layer']}.{here['operator']}")
-        parts.append(
-            f'<line x1="{x(i):.1f}" x2="{x(i):.1f}" y1="{TOP - 8}" y2="{bottom}" stroke="var(--bad)" stroke-dasharray="4 3"/>'
-        )
-        parts.append(
-            f'<text x="{x(i) + beside:.1f}" y="{TOP - 12}" text-anchor="{anchor}"'
-            f' style="fill: var(--bad)">they part at {text}</text>'
-        )
+        line = f'<line x1="{x(i):.1f}" x2="{x(i):.1f}" y1="{TOP - 8}" y2="{bottom}" stroke="var(--bad)"'
+        parts.append(f'{line} stroke-dasharray="4 3"/>')
+        words = f'<text x="{x(i) + beside:.1f}" y="{TOP - 12}" text-anchor="{anchor}" style="fill: var(--bad)">'
+        parts.append(f"{words}they part at {text}</text>")
     return "".join([*parts, "</svg>"])
 
 

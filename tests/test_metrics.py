@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import http.client
 import logging
-import os
 import math
+import os
 import re
 import resource
 import shutil
