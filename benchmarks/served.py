@@ -107,7 +107,7 @@ def main() -> None:
         [["one after the other", *(quiet[k] for k in kinds)], ["among other requests", *(busy[k] for k in kinds)]],
     )
     body += f"\nAlarms: {len(alarms)} in {quiet['runs'] + busy['runs']} clean runs.\n"
-    body += "".join(f"\n- {alarm}" for alarm in dict.fromkeys(alarms))
+    body += "".join(f"\n- {alarm}" for alarm in list(dict.fromkeys(alarms))[:10])
     body += f"\n{caught} of {len(seen)} checkpoints with one flipped exponent bit gave unknown bits.\n"
     body += "".join(f"\n- not seen: {f['flipped']} ({f['outcome']})" for f in seen if not f["unknown"])
     common.write(

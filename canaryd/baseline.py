@@ -22,6 +22,8 @@ SLACK = 3.0
 """Times the distance between modes that an unsteady case may stray: other loads have modes of their own (ours)."""
 EVERY = ""
 """The condition that stands for all of them."""
+IDLE, LOADED = "idle", "loaded"
+"""Conditions under which a server was asked: nobody else was served, or others were."""
 
 Key = tuple[str, int, str, str, str]
 """Probe, its version, case, id of the stack, id of the chain."""
@@ -80,14 +82,19 @@ class Baseline:
         return condition if self.learnt.get(condition, 0) >= STEADY else EVERY
 
     def stable(self, condition: str) -> bool:
-        """Whether the case repeated known bits for long enough, under this condition, to be called bit-stable.
+        """Whether the case repeats known bits under this condition, so that any other bits mean something.
 
-        Where the condition is not known, every one of them must have settled: the last one met must not speak for all.
+        Idle, or on a server that nobody else uses: when it did so for long enough. Where others may be served at the
+        same time, only when our own load brought no vector that did not come alone as well: of a server that batches,
+        no few loads show what every other load will give.
         """
         condition = self.under(condition)
-        parts = {c: n for c, n in self.learnt.items() if c != EVERY} if condition == EVERY else {}
-        settled = all(2 * self.steady.get(c, 0) >= n for c, n in parts.items())
-        return settled and self.steady.get(condition, 0) >= STEADY
+        if condition != IDLE:
+            loaded = {k.recording.digest for k in self.known if LOADED in k.counts}
+            alone = {k.recording.digest for k in self.known if {*k.counts} - {LOADED}}
+            if not loaded <= alone:
+                return False
+        return self.steady.get(condition, 0) >= STEADY
 
     def noise(self, condition: str) -> float:
         """Return the largest distance, in nats, from a vector to its nearest neighbour among those of the condition."""

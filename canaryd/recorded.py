@@ -13,7 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from canaryd.baseline import EVERY, LEARN, SLACK, Baseline, Departure, Key, changed, departure, key_of, learn, spoken
+from canaryd.baseline import (
+    EVERY,
+    IDLE,
+    LEARN,
+    SLACK,
+    Baseline,
+    Departure,
+    Key,
+    changed,
+    departure,
+    key_of,
+    learn,
+    spoken,
+)
 from canaryd.config import JudgePolicy
 from canaryd.model import Cause, Device, Finding, Outcome, Recording, Run, State
 from canaryd.triage import BROKEN, Symptom, triage
@@ -26,11 +39,13 @@ NEWEST = 3
 """Runs whose median latency stands for now, so that one busy moment is none (ours)."""
 EARLIER = 10
 """Runs before these that must be known to call them slow (ours)."""
-SLOWER = 3.0
-"""Times the median of before from which an endpoint is called slow (ours)."""
+SLOWER, BUSY_SLOWER = 3.0, 10.0
+"""Times the median of before from which an endpoint is called slow, when it is known that nobody else was served, and
+when it is not: waiting for others is no fault (ours)."""
 CACHES = ("fresh", "warm")
 """Last words of cases that are one question, asked past the prefix cache and through it."""
-LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
+LATENCIES = {"endpoint_first_token_seconds": 0.1, "endpoint_token_seconds": 0.01}
+"""Readings of an endpoint's speed, and by how many seconds one must have grown for anybody to notice (ours)."""
 
 Lane = tuple[str, str, str]
 """Probe, case, and the instruction set that it was computed with: another one is no change of the chain."""
@@ -437,11 +452,14 @@ def slow(record: Record) -> Iterator[Finding]:
             if reading.name in LATENCIES:
                 values[run.probe, reading.key].append((run, float(reading.value)))
     for (probe, key), listed in sorted(values.items()):
+        factor = BUSY_SLOWER
+        if all(_idle(run) for run, _ in listed[-NEWEST:]):  # nobody else was served: then it cannot be their doing
+            factor, listed = SLOWER, [(run, v) for run, v in listed if _idle(run)]  # noqa: PLW2901
         now, before = [v for _, v in listed[-NEWEST:]], [v for _, v in listed[:-NEWEST]]
         if len(now) < NEWEST or len(before) < EARLIER:
             continue
         usual, present = statistics.median(before), statistics.median(now)
-        if present > SLOWER * usual:
+        if present > factor * usual and present - usual > LATENCIES[key.partition("{")[0]]:
             text = (
                 f"{key} is {present:.3g} s, {present / usual:.1f} times the {usual:.3g} s of {len(before)} runs before:"
                 " look for other load, throttling, and a cache that is gone"
@@ -454,6 +472,10 @@ def slow(record: Record) -> Iterator[Finding]:
                 probe=probe,
                 runs=(listed[-1][0].id,),
             )
+
+
+def _idle(run: Run) -> bool:
+    return bool(run.recordings) and all(r.condition == IDLE for r in run.recordings)
 
 
 RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (departed, chain_changed, learning, symptom, slow)

@@ -80,24 +80,36 @@ def test_it_survives_the_codec():
 
 @pytest.mark.parametrize(("last_new", "stable"), [(LEARN - STEADY, True), (LEARN - STEADY + 1, False)])
 def test_stable_needs_so_many_known_vectors_in_a_row(last_new, stable):
-    """A second mode that shows too late leaves it open whether there is a third."""
+    """A second mode that shows too late leaves open whether there is a third."""
     vectors = [near(BASE, 0.5) if n == last_new - 1 else PLAIN for n in range(LEARN)]
     full = learnt(*vectors)
     assert full.stable("") is stable
     assert departure(full, near(BASE, 0.6)).beyond is stable  # within the noise, were there any
 
 
-def test_a_condition_that_has_not_settled_leaves_all_unsettled():
-    """Idle vectors repeat, loaded ones never do: what comes without a condition cannot be called stable."""
-    idle = [recording(BASE, condition="idle")] * (STEADY + 1)
-    loaded = [recording(tuple(v + n / 1000 for v in BASE), condition="loaded") for n in range(1, STEADY + 1)]
-    full = learnt(*loaded, *idle, times=2 * STEADY + 1)
+def under(load, *vectors):
+    return [dataclasses.replace(v, condition=load) for v in vectors]
+
+
+def test_a_server_that_batches_is_stable_only_when_idle():
+    """Few loads that gave few vectors say nothing about the next load; idle it repeats itself exactly."""
+    shifted = [near(BASE, 0.001), near(BASE, 0.002)]
+    loaded = under("loaded", *itertools.islice(itertools.cycle(shifted), STEADY + 4))
+    full = learnt(*loaded, *under("idle", *[PLAIN] * (STEADY + 2)), times=2 * STEADY + 6)
     assert full.stable("idle")
     assert not full.stable("loaded")
     assert not full.stable("")
-    assert departure(full, recording((-9.0, *BASE[1:]), condition="idle")).beyond
-    assert full.noise("loaded") == pytest.approx(0.001)
+    assert departure(full, *under("idle", near(BASE, 0.0005))).beyond
+    assert not departure(full, *under("loaded", near(BASE, 0.0005))).beyond
     assert full.noise("idle") == 0.0
+    assert full.noise("loaded") == pytest.approx(0.001)
+
+
+def test_a_batch_invariant_server_is_stable_under_load():
+    """What came under load came alone as well: then unknown bits count whoever else is served."""
+    full = learnt(*under("idle", *[PLAIN] * (STEADY + 1)), *under("loaded", *[PLAIN] * (STEADY + 1)), times=26)
+    assert full.stable("loaded")
+    assert full.stable("")
 
 
 def unsteady():

@@ -9,7 +9,7 @@ from canaryd import recorded
 from canaryd.baseline import LEARN
 from canaryd.config import JudgePolicy
 from canaryd.model import Cause, Device, Outcome, Reading, Recording, Run, State
-from canaryd.recorded import ALPHA, EARLIER, NEWEST, SLOWER, Peer, Record, findings, intake
+from canaryd.recorded import ALPHA, BUSY_SLOWER, EARLIER, NEWEST, SLOWER, Peer, Record, findings, intake
 
 NOW = 1_790_000_000.0
 HOUR, DAY = 3600.0, 86_400.0
@@ -266,14 +266,26 @@ def test_a_departure_clears_by_time_and_known_bits():
     assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
 
 
-@pytest.mark.parametrize(("times", "slow"), [(SLOWER - 0.1, False), (SLOWER + 0.1, True)])
-def test_an_endpoint_that_became_slow_is_degraded(times, slow):
-    """Several times its own median, in several runs: the numbers are right all the same."""
-    history = History().learn()
+@pytest.mark.parametrize(
+    ("condition", "usual", "times", "slow"),
+    [
+        ("idle", 0.01, SLOWER - 0.1, False),
+        ("idle", 0.01, SLOWER + 0.1, True),
+        ("", 0.01, SLOWER + 0.1, False),
+        ("loaded", 0.01, BUSY_SLOWER - 0.1, False),
+        ("loaded", 0.01, BUSY_SLOWER + 0.1, True),
+        ("idle", 0.0001, 90.0, False),
+        ("idle", 0.0001, 110.0, True),
+    ],
+)
+def test_an_endpoint_that_became_slow_is_degraded(condition, usual, times, slow):
+    """Several times its own median, in several runs, and by as much as anybody notices; the numbers are right."""
+    asked = dataclasses.replace(GOOD, condition=condition)
+    history = History().learn(3 * DAY, asked)
     for n in range(EARLIER + NEWEST):
-        seconds = 0.01 * (times if n >= EARLIER else 1)
+        seconds = usual * (times if n >= EARLIER else 1)
         reading = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
-        history.add(2 * HOUR - n, GOOD, readings=(reading,))
+        history.add(2 * HOUR - n, asked, readings=(reading,))
     assert ("endpoint-slow" in history.found()) is slow
     if slow:
         found = history.found()["endpoint-slow"]
