@@ -43,8 +43,8 @@ REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
 VENDORS = ("host", *inventory.BACKENDS)
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
-REJUDGED = 60.0
-"""Seconds after which recordings are judged anew though none was added: windows move on."""
+REJUDGED = 600.0
+"""Seconds after which recordings are judged anew though none was added: their windows are days."""
 REWORD = 60.0
 """The same where only its words are others, since "3 minutes ago" would be written at every look."""
 STOPPED = "stopped: "
