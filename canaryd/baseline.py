@@ -59,6 +59,18 @@ class Baseline:
     first: float = 0.0
     last: float = 0.0
     """When it was learnt, from and to, in seconds since the epoch."""
+    passed: Mapping[str, int] = field(default_factory=dict)
+    """Condition → runs with known bits since then; `EVERY` for all together."""
+    strange: int = 0
+    """Runs with bits beyond what is known since then; re-runs are not counted."""
+    calm: Mapping[str, int] = field(default_factory=dict)
+    """What `passed` was when the first of them came: the record by which they are judged."""
+    since: int = 0
+    """Runs with known bits since the newest of them."""
+    strange_at: float = 0.0
+    """When the newest of them came."""
+    used: float = 0.0
+    """When it was last needed."""
     accepted: str = ""
     """Why an operator took an unknown vector into it; "" where that never happened."""
 
@@ -94,26 +106,37 @@ class Baseline:
             alone = {k.recording.digest for k in self.known if {*k.counts} - {LOADED}}
             if not loaded <= alone:
                 return False
-        return self.steady.get(condition, 0) >= STEADY
+        return self._record(condition) >= STEADY
 
-    def noise(self, condition: str) -> float:
-        """Return the largest distance, in nats, from a vector to its nearest neighbour among those of the condition."""
+    def _record(self, condition: str) -> int:
+        """Return for how many recordings in a row no new vector came, up to the first that was strange."""
+        clean = self.calm if self.strange else self.passed
+        return self.steady.get(condition, 0) + clean.get(condition, 0)
+
+    def noise(self, condition: str) -> float | None:
+        """Return how far, in nats, a vector is from its nearest neighbour at most, the farthest one left out.
+
+        That one may be a passing fault that was learnt. None where fewer than three vectors tell.
+        """
         condition = self.under(condition)
         mine = [k.recording for k in self.known if condition == EVERY or condition in k.counts]
-        nearest = [min((_distance(a, b)[0] for b in mine if b is not a), default=0.0) for a in mine]
-        return max((d for d in nearest if math.isfinite(d)), default=0.0)
+        pairs = [(a, _nearest(a, [b for b in mine if b is not a])) for a in mine]
+        # Where not even the first token is shared there is nothing to measure by.
+        nearest = sorted(_distance(b, a)[0] for a, b in pairs if b is not None and _common(a, b))
+        finite = [d for d in nearest if math.isfinite(d)]
+        return finite[-2] if len(finite) > 2 else None
 
-    def rate(self, condition: str, clean: int) -> float:
+    def rate(self, condition: str) -> float:
         """Return an upper bound of the chance that a healthy device gives a vector as far out as an unknown one.
 
         A stable case: n recordings in a row without a new vector bound the rate of new ones by 1 - 0.05^(1/n) at
-        95 % (the rule of three); `clean` is how many known ones came since. An unsteady one: among m + 1 exchangeable
-        recordings the last is the farthest out with a chance of 1 / (m + 1).
+        95 % (the rule of three). An unsteady one: among m + 1 exchangeable recordings the last is one of the two
+        farthest out with a chance of 2 / (m + 1).
         """
         condition = self.under(condition)
         if self.stable(condition):
-            return -math.expm1(math.log(0.05) / (self.steady[condition] + clean))
-        return 1 / (self.learnt.get(condition, 0) + 1)
+            return -math.expm1(math.log(0.05) / self._record(condition))
+        return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +149,7 @@ class Departure:
     """First token that differs; None where all are equal."""
     margin: float | None
     """By how much the known vector preferred its own token there, in nats."""
-    noise: float
+    noise: float | None
     """As `Baseline.noise`."""
     beyond: bool
     """Whether it is more than noise: always on a bit-stable case."""
@@ -151,18 +174,22 @@ def key_of(run: Run, recording: Recording) -> Key:
     return run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id
 
 
+def begun(run: Run, recording: Recording) -> Baseline:
+    """Return the empty baseline that a recording belongs to."""
+    return Baseline(
+        device=run.device,
+        probe=run.probe,
+        probe_version=run.probe_version,
+        case=recording.case,
+        stack=run.stack,
+        chain=recording.chain,
+        first=run.started,
+    )
+
+
 def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
     """Return the baseline with one more recording in it; a complete one is returned as it is."""
-    if before is None:
-        before = Baseline(
-            device=run.device,
-            probe=run.probe,
-            probe_version=run.probe_version,
-            case=recording.case,
-            stack=run.stack,
-            chain=recording.chain,
-            first=run.started,
-        )
+    before = before or begun(run, recording)
     if before.complete:
         return before
     conditions = dict.fromkeys((EVERY, recording.condition))
@@ -172,12 +199,26 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
         learnt[condition] = learnt.get(condition, 0) + 1
         steady[condition] = steady.get(condition, 0) + 1 if seen else 0
     known = _counted(before.known, run, recording)
-    return replace(before, known=known, learnt=learnt, steady=steady, last=run.started)
+    return replace(before, known=known, learnt=learnt, steady=steady, last=run.started, used=run.started)
+
+
+def count(before: Baseline, run: Run, condition: str, *, strange: bool) -> Baseline:
+    """Return a complete baseline with one more run counted that is no re-run: of known bits, or of `strange` ones."""
+    if strange:
+        calm = before.calm if before.strange else before.passed
+        newest = max(before.strange_at, run.started)
+        return replace(before, strange=before.strange + 1, calm=calm, since=0, strange_at=newest, used=run.started)
+    passed = dict(before.passed)
+    for each in dict.fromkeys((EVERY, condition)):
+        passed[each] = passed.get(each, 0) + 1
+    return replace(before, passed=passed, since=before.since + 1, used=run.started)
 
 
 def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseline:
-    """Return the baseline with an unknown vector taken into it by an operator's word."""
-    return replace(before, known=_counted(before.known, run, recording), accepted=why)
+    """Return the baseline with an unknown vector taken into it by an operator's word; it is complete by that word."""
+    learnt = {**before.learnt, EVERY: max(LEARN, before.learnt.get(EVERY, 0))}
+    known = _counted(before.known, run, recording)
+    return replace(before, known=known, learnt=learnt, strange=0, calm={}, since=0, strange_at=0.0, accepted=why)
 
 
 def _met(known: Known, condition: str) -> bool:
@@ -198,10 +239,9 @@ def departure(baseline: Baseline, recording: Recording) -> Departure | None:
     """Return how a recording differs from what is known; None where exactly these bits are known."""
     if recording.digest in baseline.digests:
         return None
-    # The mode that it followed longest, and of these the nearest in value.
-    nearest = min(
-        (k.recording for k in baseline.known), key=lambda k: (-_common(k, recording), _distance(k, recording)[0])
-    )
+    nearest = _nearest(recording, [k.recording for k in baseline.known])
+    if nearest is None:
+        raise ValueError(f"{baseline.case}: a baseline without a vector")
     distance, position = _distance(nearest, recording)
     margin = nearest.margins[position] if position is not None and position < len(nearest.margins) else None
     noise = baseline.noise(recording.condition)
@@ -210,18 +250,26 @@ def departure(baseline: Baseline, recording: Recording) -> Departure | None:
         position=position,
         margin=margin,
         noise=noise,
-        beyond=baseline.stable(recording.condition) or _strays(nearest, distance, margin, SLACK * noise),
+        beyond=baseline.stable(recording.condition) or _strays(nearest, distance, margin, noise),
         known=nearest,
     )
 
 
-def _strays(known: Recording, distance: float, margin: float | None, tolerance: float) -> bool:
+def _strays(known: Recording, distance: float, margin: float | None, noise: float | None) -> bool:
     """Whether an unsteady case went farther than its noise: in value, or to another token that was no near tie.
 
     Two logits that may each be off by the tolerance can change places where they are within twice of it. Text alone
-    cannot tell: without values there is nothing to measure the noise by.
+    cannot tell: without values there is nothing to measure the noise by. A lost value is no matter of noise.
     """
-    return bool(known.values) and (distance > tolerance or (margin is not None and margin > 2 * tolerance))
+    if not known.values or (noise is None and math.isfinite(distance)):
+        return False
+    tolerance = SLACK * (noise or 0.0)
+    return distance > tolerance or (margin is not None and margin > 2 * tolerance)
+
+
+def _nearest(recording: Recording, others: Iterable[Recording]) -> Recording | None:
+    """Return the vector that a recording follows longest, and of several the nearest in value."""
+    return min(others, key=lambda k: (-_common(k, recording), _distance(k, recording)[0]), default=None)
 
 
 def _common(a: Recording, b: Recording) -> int:

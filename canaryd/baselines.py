@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from canaryd.baseline import EVERY, LEARN, Baseline, accept, departure, key_of
+from canaryd.baseline import EVERY, LEARN, Baseline, accept, begun, key_of
 from canaryd.model import Device, to_json
 from canaryd.store import Store
 
@@ -41,19 +41,22 @@ def chosen(store: Store, selection: Selection) -> list[tuple[Device, Baseline]]:
 def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
     """Take every unknown vector that the selection picks into its baseline; return device, baseline and how many.
 
-    Only vectors that were seen are taken, and only into complete baselines; what they departed from stays known.
+    Only vectors that were seen are taken; what they departed from stays known. A baseline that was not complete is so
+    by that word: what looks broken is not learnt by itself.
     """
     devices = [r.device for r in store.devices()]
     taken = []
     for device in devices:
-        known = {b.key: b for b in store.baselines(device.uuid) if b.complete}
+        known = {b.key: b for b in store.baselines(device.uuid)}
         counts: dict[str, int] = {}
-        for run in store.runs(device.uuid, failed=True) if known else ():
+        for run in store.runs(device.uuid):
             for recording in run.recordings:
-                own = known.get(key_of(run, recording))
-                if own is None or not selection.picks(device, run.probe, recording.case):
+                if not (recording.values or recording.tokens or recording.text or recording.finish):
+                    continue  # known when it came: its baseline has it
+                if not selection.picks(device, run.probe, recording.case):
                     continue
-                if departure(own, recording) is not None:
+                own = known.get(key_of(run, recording)) or begun(run, recording)
+                if recording.digest not in own.digests:
                     known[own.key] = accept(own, run, recording, why)
                     counts[str(own.key)] = counts.get(str(own.key), 0) + 1
         fresh = [b for b in known.values() if str(b.key) in counts]
@@ -83,7 +86,9 @@ def described(found: Iterable[tuple[Device, Baseline]]) -> str:
         chain = [(link, value) for link, value in (*b.chain.items(), *b.stack.items())]
         lines += [f"  {link}: {value}" for link, value in chain]
         for condition, count in sorted(b.learnt.items()):
-            steady = "bit-stable" if b.stable(condition) else f"varies by up to {b.noise(condition):.3g} nats"
+            noise = b.noise(condition)
+            varies = "varies, by how much is not known yet" if noise is None else f"varies by up to {noise:.3g} nats"
+            steady = "bit-stable" if b.stable(condition) else varies
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
             times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))

@@ -335,7 +335,8 @@ class EndpointConfig:
     devices: tuple[str, ...] = setting(
         ListOf(_FILLED),
         "[]",
-        "The devices behind it, by uuid, name or backend. Default: all accelerators, or the CPU where there is none.",
+        "The devices behind it, by uuid, name or backend. Default: all accelerators, or the CPU where there is none;"
+        " none where the address is another host's.",
         sample='["cuda:0", "cuda:1"]',
     )
     model: str | None = setting(

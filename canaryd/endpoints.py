@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from canaryd.config import Config, EndpointConfig
 from canaryd.model import Device
@@ -33,11 +36,26 @@ def named(config: Config) -> Mapping[str, EndpointConfig]:
 
 
 def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices that an endpoint answers for: those named, else all accelerators, else the CPU."""
+    """Return the devices that an endpoint answers for: those named, else all accelerators, else the CPU.
+
+    A server on another host answers for none of this one's, unless they are named.
+    """
     parts = [d for d in devices if d.backend != BACKEND]
     if endpoint.devices:
         return [d for d in parts if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
+    if not _here(endpoint.url):
+        return []
     return [d for d in parts if d.backend != "cpu"] or parts
+
+
+def _here(url: str) -> bool:
+    """Whether an address is this host's: a loopback one, or its own name."""
+    host = (urlsplit(url).hostname or "").lower()
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        names = {"localhost", socket.gethostname().lower()}
+        return host in names or host.partition(".")[0] in names - {"localhost"}
 
 
 def settings(endpoint: EndpointConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from canaryd import catalogue, endpoints, inventory, judge, recorded, schedule, supervise
 from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
-from canaryd.config import Config, ProbeSettings
+from canaryd.config import Config, EndpointConfig, ProbeSettings
 from canaryd.model import Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Subject, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.readings import READINGS
@@ -35,6 +35,12 @@ RECORD = 3000
 FAILURES = 100
 """Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
 sibling's many confirmations must never push out a mismatch."""
+TRIES = 3
+"""Times the confirmations that are wanted after which those that do not complete are given up."""
+FEW, SHOWN = 16, 5
+"""Recordings of a run that are few enough to keep, and runs of which more are kept."""
+STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
+"""What devices and host say of themselves that a server's numbers may depend on."""
 BRIEF = 4
 """Wrong elements of a comparison that are kept in memory; the store keeps them all."""
 KEPT = frozenset({"golden_fingerprint", *READINGS})
@@ -119,6 +125,8 @@ class Engine:
     """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
     _baselines: dict[str, dict[Key, Baseline]] = field(default_factory=dict)
+    _baselines_as_of: object = None
+    """What the store said of other writers when the baselines were read; None where they have to be."""
     _recorded: dict[str, tuple[float, tuple[Finding, ...], tuple[Drift, ...]]] = field(default_factory=dict)
     """Device → when its recordings were judged, and what was found; emptied when one is added."""
     _series: dict[Series, bool] = field(default_factory=dict)
@@ -216,8 +224,8 @@ class Engine:
             for uuid in self.devices:
                 if new or uuid not in self._evidence:
                     self._evidence[uuid] = self._load(uuid)
-                self._baselines[uuid] = {b.key: b for b in self.store.baselines(uuid)}
-            self._recorded.clear()
+            self._baselines_as_of = None
+            self._refresh_baselines()
             parts: dict[str, list[str]] = {}
             for device in self.devices.values():
                 if device.parent:
@@ -399,6 +407,7 @@ class Engine:
 
     def _lacks_baseline(self, uuid: str, probe: str) -> bool:
         """Whether the newest recording of any of a probe's cases has no complete baseline, or there is none at all."""
+        self._refresh_baselines()
         newest = {s.case: key_of(r, s) for r in self.evidence(uuid) if r.probe == probe for s in r.recordings}
         known = self._baselines.get(uuid, {})
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
@@ -411,7 +420,12 @@ class Engine:
             recent = now - run.started < self.config.judge.repeat_window
             wanted = (run.wrong or run.unknown) and run.whole
             if wanted and recent and not run.drill and run.probe in self.entries:
-                missing = self.config.judge.confirm_runs - sum(other.confirms == run.id for other in runs)
+                again = [other for other in runs if other.confirms == run.id]
+                done = sum(other.outcome is Outcome.COMPLETED for other in again)
+                spent = (
+                    len(again) >= TRIES * self.config.judge.confirm_runs
+                )  # what never completes is not asked for ever
+                missing = 0 if spent else self.config.judge.confirm_runs - done
                 plans += schedule.confirmations(run, self.entries[run.probe], self.devices[uuid], [], missing)
         return plans
 
@@ -486,7 +500,7 @@ class Engine:
         own = self.settings(probe).settings
         if device.backend != endpoints.BACKEND:
             return own
-        return {**own, **endpoints.settings(endpoints.named(self.config)[device.uuid.partition(":")[2]])}
+        return {**own, **endpoints.settings(self._endpoint(device))}
 
     def answer(
         self,
@@ -531,12 +545,53 @@ class Engine:
         self.decide()
         return run
 
-    def _held_against_baselines(self, run: Run) -> Run:
-        trusted = not (run.wrong or run.drill or run.cases) and run.outcome is Outcome.COMPLETED
-        before = self.store.verdicts().get(run.device)
-        trusted &= before is None or before.state.severity < State.SUSPECT.severity
+    def _refresh_baselines(self) -> None:
+        """Read the baselines again where another process may have learnt, counted or accepted."""
         with self._mutex:
-            mine = {b.key: b for b in self.store.baselines(run.device)}  # another process may have learnt, too
+            now = self.store.written_elsewhere()
+            if now is None or now != self._baselines_as_of:
+                self._baselines_as_of = now
+                self._baselines = {uuid: {b.key: b for b in self.store.baselines(uuid)} for uuid in self.devices}
+                self._recorded.clear()
+
+    def _trusted(self, run: Run) -> bool:
+        """Whether baselines may learn from a run: nothing speaks against what it was computed on.
+
+        That an endpoint departed on an old chain does not keep it from learning a new one, or it could never clear;
+        what its devices were found guilty of by themselves does.
+        """
+        if run.wrong or run.drill or run.cases or run.outcome is not Outcome.COMPLETED:
+            return False
+        verdicts, device = self.store.verdicts(), self.devices.get(run.device)
+        if device is None or device.backend != endpoints.BACKEND:
+            before = verdicts.get(run.device)
+            return before is None or before.state.severity < State.SUSPECT.severity
+        parts = endpoints.behind(self._endpoint(device), self.devices.values())
+        found = [f for d in parts if d.uuid in verdicts for f in verdicts[d.uuid].findings]
+        return all(f.state.severity < State.SUSPECT.severity or f.rule == "endpoint-departed" for f in found)
+
+    def _endpoint(self, device: Device) -> EndpointConfig:
+        return endpoints.named(self.config)[device.uuid.partition(":")[2]]
+
+    def _stack_behind(self, device: Device) -> dict[str, str]:
+        """Return the software below a server: what its devices, and the host, say of themselves."""
+        parts = [*endpoints.behind(self._endpoint(device), self.devices.values())]
+        parts += [d for d in self.devices.values() if d.backend == "cpu" and d not in parts]
+        found: dict[str, set[str]] = {}
+        for part in parts:
+            for key in STACK_BEHIND:
+                if key in part.detail:
+                    found.setdefault(key, set()).add(part.detail[key])
+        return {key: " ".join(sorted(values)) for key, values in found.items()}
+
+    def _held_against_baselines(self, run: Run) -> Run:
+        device = self.devices.get(run.device)
+        if device is not None and device.backend == endpoints.BACKEND:
+            run = replace(run, stack=self._stack_behind(device))
+        trusted = self._trusted(run)
+        self._refresh_baselines()
+        with self._mutex:
+            mine = self._baselines.setdefault(run.device, {})
             run, learnt = recorded.intake(run, mine, learns=trusted)
             self._baselines[run.device] = mine | learnt
         if learnt:
@@ -546,10 +601,18 @@ class Engine:
     def take(self, run: Run) -> None:
         """Count a run among the evidence in memory, once: `add` and a look at the store may both bring it."""
         with self._mutex:
-            self._recorded.clear()
+            self._forget_findings(run.device)
             runs = self._evidence.setdefault(run.device, [])
             if all(known.id != run.id for known in runs):
                 self._evidence[run.device] = _remembered([*runs, fold(run)], self.clock())
+
+    def _forget_findings(self, uuid: str) -> None:
+        """Judge anew what a new recording of a device may bear on: itself and those that may witness."""
+        of = self.devices.get(uuid)
+        for other in list(self._recorded):
+            device = self.devices.get(other)
+            if of is None or device is None or device.backend == of.backend:
+                self._recorded.pop(other, None)
 
     def _load(self, uuid: str) -> list[Run]:
         """Read from the store what the judge needs: what went wrong, the newest of the rest, and recent drills."""
@@ -600,6 +663,7 @@ class Engine:
     def _of_recordings(self, device: Device, *, drill: bool) -> tuple[Finding, ...]:
         """Return what the recordings of a device say; kept for a while, since looking at all of them takes time."""
         now = self.clock()
+        self._refresh_baselines()
         if not drill and device.uuid in self._recorded and 0 <= now - self._recorded[device.uuid][0] < REJUDGED:
             return self._recorded[device.uuid][1]
         of = {u: tuple(r for r in self.evidence(u) if r.recordings or r.readings) for u in self.devices}
@@ -612,7 +676,7 @@ class Engine:
             peers={
                 d.name: recorded.Peer(runs=tuple(r for r in of[u] if not r.drill), baselines=self._baselines.get(u, {}))
                 for u, d in self.devices.items()
-                if u != device.uuid
+                if u != device.uuid and not self._shares(device, d)
             },
         )
         found = tuple(recorded.findings(record))
@@ -625,6 +689,15 @@ class Engine:
         with self._mutex:
             self._of_recordings(self.devices[uuid], drill=False)
             return self._recorded[uuid][2]
+
+    def _shares(self, device: Device, other: Device) -> bool:
+        """Whether two endpoints have a device in common: then neither is a witness for or against the other."""
+        if device.backend != endpoints.BACKEND or other.backend != endpoints.BACKEND:
+            return False
+        mine, theirs = (
+            {d.uuid for d in endpoints.behind(self._endpoint(e), self.devices.values())} for e in (device, other)
+        )
+        return bool(mine & theirs)
 
     def _serving(self, device: Device, *, drill: bool) -> dict[str, Any]:
         """Return what was found of the endpoints that a device serves, and how many devices each of them has."""
@@ -692,10 +765,13 @@ def _remembered(runs: Sequence[Run], now: float) -> list[Run]:
     seen: Counter[object] = Counter()
     kept = []
     for run in reversed(runs):
-        lane = (run.probe, run.instruction_set, run.drill, bool(run.wrong), bool(run.confirms))
+        failed = bool(run.wrong or run.unknown)
+        lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms))
         seen[lane] += 1
-        if seen[lane] <= (FAILURES if run.wrong or run.confirms else plain) and not _expired(run, now):
-            kept.append(run)
+        if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
+            # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
+            many = len(run.recordings) > FEW and seen[lane] > SHOWN and not run.unknown
+            kept.append(replace(run, recordings=()) if many else run)
     return kept[::-1]
 
 

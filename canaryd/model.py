@@ -335,6 +335,8 @@ class Run:
     """The cases it was limited to; empty for a whole run."""
     unknown: tuple[str, ...] = ()
     """The cases whose recordings were beyond what was known of them when the run was stored."""
+    learnt: tuple[str, ...] = ()
+    """The cases whose recordings a baseline was learnt from: they say nothing beside it."""
     baselining: bool = False
     """Whether it was asked to show every legitimate mode, for the judge had no complete baseline."""
 

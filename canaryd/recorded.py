@@ -17,11 +17,13 @@ from canaryd.baseline import (
     EVERY,
     IDLE,
     LEARN,
+    LOADED,
     SLACK,
     Baseline,
     Departure,
     Key,
     changed,
+    count,
     departure,
     key_of,
     learn,
@@ -33,6 +35,9 @@ from canaryd.triage import BROKEN, Symptom, triage
 
 ALPHA = 1e-3
 """Chance at which a healthy device may fail the test that follows its first unknown vector (ours)."""
+TINY = 1e-12
+RUNS_NAMED = 16
+"""Newest run ids listed in one finding."""
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %."""
 NEWEST = 3
@@ -93,6 +98,15 @@ class Record:
         return _sightings(self.runs, self.baselines)
 
     @cached_property
+    def reruns(self) -> dict[str, list[Run]]:
+        """The re-runs that completed, by the id of the run that they repeat."""
+        found: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if run.confirms and run.outcome is Outcome.COMPLETED and run.recordings:
+                found[run.confirms].append(run)
+        return found
+
+    @cached_property
     def newest(self) -> dict[Lane, tuple[Run, Recording]]:
         """The newest recording of every case, each way in which a CPU may be told to compute by itself."""
         return {_lane(run, recording): (run, recording) for run in self.runs for recording in run.recordings}
@@ -136,42 +150,68 @@ def _kin(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
 
 
 def _sightings(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Sighting]]:
+    """Return one sighting per run and case: the strangest of its recordings. What was learnt from tells nothing."""
     found: dict[Key, list[Sighting]] = defaultdict(list)
     kin: dict[Key, frozenset[str]] = {}
     for run in runs:
+        mine: dict[Key, Sighting] = {}
         for recording in run.recordings:
             key = key_of(run, recording)
             baseline = baselines.get(key)
+            if baseline is None or not baseline.complete or recording.case in run.learnt:
+                continue
             if key not in kin:
                 kin[key] = _kin(baselines, key)
-            # What it was learnt from says nothing about it.
-            if baseline is not None and baseline.complete and run.started > baseline.last:
-                seen = None if recording.digest in kin[key] else departure(baseline, recording)
-                found[key].append(Sighting(run=run, recording=recording, baseline=baseline, departure=seen))
+            away = None if recording.digest in kin[key] else departure(baseline, recording)
+            if key not in mine or (away is not None and away.beyond):
+                mine[key] = Sighting(run=run, recording=recording, baseline=baseline, departure=away)
+        for key, sighting in mine.items():
+            found[key].append(sighting)
     return dict(found)
 
 
 def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tuple[Run, dict[Key, Baseline]]:
-    """Return a run as it is to be kept, and the baselines that learnt from it, if it `learns`.
+    """Return a run as it is to be kept, and the baselines that learnt from it, if it `learns`, or counted it.
 
-    Of known vectors the digest is kept, for the baseline has the rest; unknown ones are kept whole, and named.
+    Of known vectors the digest is kept, for the baseline has the rest, and once; unknown ones are kept whole, and
+    named. What is certainly broken is not learnt: a server that answers nothing must not be held to that.
     """
     fresh: dict[Key, Baseline] = {}
-    kept, strange = [], []
-    for recording in run.recordings:
+    kept: dict[object, Recording] = {}
+    strange: dict[Key, Recording] = {}
+    passed: dict[Key, Recording] = {}
+    learnt = []
+    for number, recording in enumerate(run.recordings):
         key = key_of(run, recording)
         own = fresh.get(key) or baselines.get(key)
-        if learns and (own is None or not own.complete):
+        if learns and (own is None or not own.complete) and not _certainly_broken(recording):
             own = fresh[key] = learn(own, run, recording)
+            learnt.append(recording.case)
         if own is not None and recording.digest in _kin({**baselines, **fresh}, key):
-            kept.append(
-                Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
-            )
+            brief = Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
+            kept[brief.case, brief.digest, brief.condition] = brief
+            passed[key] = recording
             continue
-        kept.append(recording)
+        kept[number] = recording
         if own is not None and own.complete and (away := departure(own, recording)) is not None and away.beyond:
-            strange.append(recording.case)
-    return replace(run, recordings=tuple(kept), unknown=tuple(dict.fromkeys(strange))), fresh
+            strange[key] = recording
+    if not run.confirms and not run.drill:
+        for key in {**passed, **strange}:
+            own = fresh.get(key) or baselines.get(key)
+            recording = strange.get(key) or passed[key]
+            counts = key not in strange or _tells(own, recording)
+            if own is not None and own.complete and own.case not in learnt and counts:
+                fresh[key] = count(own, run, recording.condition, strange=key in strange)
+    unknown = tuple(dict.fromkeys(r.case for r in strange.values()))
+    return (
+        replace(run, recordings=tuple(kept.values()), unknown=unknown, learnt=tuple(dict.fromkeys(learnt))),
+        fresh,
+    )
+
+
+def _certainly_broken(recording: Recording) -> bool:
+    found = triage(recording)
+    return found is not None and found.name in BROKEN and found.certainty == "certain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +245,7 @@ def drifts(record: Record) -> tuple[Drift, ...]:
         status = "learning" if not learnt else "known" if away is None else "unknown"
         after = replace(before, status={**before.status, status: before.status[status] + 1})
         if away is not None:
-            tolerance = 0.0 if own is None or own.stable(recording.condition) else SLACK * away.noise
+            tolerance = 0.0 if own is None or own.stable(recording.condition) else SLACK * (away.noise or 0.0)
             ratio = away.distance / tolerance if tolerance else math.inf
             length = max(len(away.known.tokens), 1)
             position = away.position if away.position is not None else length
@@ -225,18 +265,20 @@ def drifts(record: Record) -> tuple[Drift, ...]:
 
 def departed(record: Record) -> Iterator[Finding]:
     """Unknown bits on an unchanged chain: confirmed by re-runs, or come back too often for what is known."""
-    groups: dict[tuple[str, State, Cause, str], list[tuple[Sighting, str]]] = defaultdict(list)
+    groups: dict[str, list[tuple[State, Key, list[Sighting], str]]] = defaultdict(list)
     for key, seen in sorted(record.sightings.items()):
         away = [s for s in seen if s.departure is not None and s.departure.beyond]
-        if not away or _over(record, seen, away):
-            continue
-        state, why = _weigh(record, seen, away)
-        if state is State.SUSPECT and (kind := _triaged(record, away[-1].run, away[-1].recording, away[-1].baseline)):
-            why += f" The answer is {kind.name}; next boundary to test: {kind.next_boundary}, with {kind.command}."
-        cause, whose = (Cause.UNDETERMINED, "") if state is not State.SUSPECT else _blame(record, key, away)
-        groups[key[0], state, cause, whose].append((away[-1], why))
-    for (probe, state, cause, whose), cases in groups.items():
-        last, why = cases[-1]
+        if away and not _over(record, away[-1].baseline):
+            state, why = _weigh(record, away)
+            groups[key[0]].append((state, key, away, why))
+    for probe, cases in groups.items():
+        state, key, away, why = max(cases, key=lambda case: case[0].severity)
+        last = away[-1]
+        cause, whose = (Cause.UNDETERMINED, "")
+        if state is State.SUSPECT:
+            cause, whose = _blame(record, key, away)
+            if kind := _triaged(record, last.run, last.recording, last.baseline):
+                why += f" The answer is {kind.name}; next boundary to test: {kind.next_boundary}, with {kind.command}."
         more = f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
         text = f"{last.recording.case}{more}: unknown bits on an unchanged chain: {last.departure}. {why}"
         rule = {State.SUSPECT: "recording-departed", State.UNKNOWN: "recording-unconfirmed"}.get(
@@ -249,59 +291,81 @@ def departed(record: Record) -> Iterator[Finding]:
             message=f"{text} {whose}".strip(),
             probe=probe,
             repro=last.run.repro,
-            runs=tuple(dict.fromkeys(s.run.id for s, _ in cases)),
+            runs=tuple(dict.fromkeys(s.run.id for _, _, listed, _ in cases for s in listed))[-RUNS_NAMED:],
         )
 
 
-def _weigh(record: Record, seen: Sequence[Sighting], away: Sequence[Sighting]) -> tuple[State, str]:
+def _weigh(record: Record, away: Sequence[Sighting]) -> tuple[State, str]:
     """Return what unknown vectors of one case amount to, and the sentence that says by which test."""
-    wanted = record.policy.confirm_runs
-    condition = away[-1].recording.condition
-    baseline = away[-1].baseline
-    clean = sum(1 for s in seen if s.departure is None and not s.run.confirms)
-    rate = baseline.rate(condition, clean)
-    roots = {s.run.confirms or s.run.id for s in away}
-    again = {root: [s for s in seen if s.run.confirms == root] for root in roots}
-    best = max(sum(1 for s in mine if s.departure is not None and s.departure.beyond) for mine in again.values())
+    wanted, baseline = record.policy.confirm_runs, away[-1].baseline
+    rate = baseline.rate(away[-1].recording.condition)
     grounds = f"a healthy device gives such bits in at most {rate:.2g} of its runs"
-    if best >= wanted and rate**wanted <= ALPHA:
+    roots = [s.run for s in away if not s.run.confirms]
+    again = {root.id: record.reruns.get(root.id, []) for root in roots}
+    repeated = max((sum(1 for s in away if s.run.confirms == root.id) for root in roots), default=0)
+    if not _speaks(baseline, away):
+        text = "Others were served at the same time, and idle it has not given unknown bits: load has modes of its own."
+        return State.HEALTHY, text
+    if repeated >= wanted and rate**wanted <= ALPHA:
         chance = f"{rate**wanted:.1g}"
-        return State.SUSPECT, f"{best} re-runs in new processes repeat it; {grounds}, so by chance: {chance}."
-    if best >= wanted:
-        return State.UNKNOWN, f"{best} re-runs repeat it, but the record is too short to tell ({grounds})."
-    if any(len(mine) < wanted for mine in again.values() if not _late(record, mine)):
-        newest = max(roots)
-        if len(again[newest]) < wanted:
-            return State.UNKNOWN, f"Next: {wanted - len(again[newest])} re-runs in new processes."
-    week = [s for s in seen if not s.run.confirms and record.now - s.run.started <= record.policy.week]
-    times = len({s.run.id for s in week if s.departure is not None and s.departure.beyond})
-    chance_of = _tail(times, len(week), rate)
-    if times > 1 and chance_of <= ALPHA:
-        text = f"It came {times} times in {len(week)} runs within the week; {grounds}, so by chance: {chance_of:.1g}."
+        return State.SUSPECT, f"{repeated} re-runs in new processes repeat it; {grounds}, so by chance: {chance}."
+    trials = baseline.passed.get(EVERY, 0) + baseline.strange
+    chance_of = _tail(baseline.strange, trials, rate)
+    if baseline.strange > 1 and chance_of <= ALPHA:
+        text = f"It came in {baseline.strange} of {trials} runs; {grounds}, so by chance: {chance_of:.1g}."
         return State.SUSPECT, text
-    text = "Re-runs gave known bits again: a mode that was not met while learning, or a rare fault. It is counted."
-    return State.HEALTHY, text
+    if repeated >= wanted:
+        return State.UNKNOWN, f"{repeated} re-runs repeat it, but the record is too short to tell ({grounds})."
+    waiting = [r for r in roots if len(again[r.id]) < wanted and record.now - r.started <= record.policy.repeat_window]
+    if waiting:
+        return State.UNKNOWN, f"Next: {wanted - len(again[waiting[-1].id])} re-runs in new processes."
+    known = "Re-runs gave known bits again" if any(again.values()) else "It was not run again in time"
+    return State.HEALTHY, f"{known}: a mode that was not met while learning, or a rare fault. It is counted."
 
 
-def _late(record: Record, again: Sequence[Sighting]) -> bool:
-    """Whether confirmations that are still missing will not come any more."""
-    return bool(again) and record.now - again[-1].run.started > record.policy.repeat_window
+def _speaks(baseline: Baseline, away: Sequence[Sighting]) -> bool:
+    """Whether unknown vectors count: where idle answers can be had, those under load do not count alone."""
+    return any(_tells(baseline, s.recording) for s in away)
+
+
+def _tells(baseline: Baseline | None, recording: Recording) -> bool:
+    return baseline is None or baseline.under(IDLE) != IDLE or recording.condition != LOADED
 
 
 def _tail(times: int, trials: int, rate: float) -> float:
-    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail)."""
-    if times == 0:
+    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail).
+
+    Summed from the top, in logarithms: below 1e-12 the rest of the sum is nothing.
+    """
+    if times == 0 or rate >= 1:
         return 1.0
-    below = sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(times))
-    return max(0.0, 1.0 - below)
+    total = 0.0
+    for k in range(times, trials + 1):
+        ways = math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        part = math.exp(ways + k * math.log(rate) + (trials - k) * math.log1p(-rate))
+        total += part
+        if k > trials * rate and part < TINY * max(total, TINY):
+            break
+    return min(1.0, total)
 
 
-def _over(record: Record, seen: Sequence[Sighting], away: Sequence[Sighting]) -> bool:
-    """Whether the watch is over, with so many known vectors since that the old rate is ruled out."""
-    last = away[-1].run.started
-    before = [s for s in seen if s.run.started <= last]
-    clean = sum(1 for s in seen if s.run.started > last and s.departure is None)
-    return record.now - last >= record.policy.watch and clean * len(away) >= RULE_OF_THREE * len(before)
+def _over(record: Record, baseline: Baseline) -> bool:
+    """Whether the watch is over, with so many known vectors since that the old rate is ruled out.
+
+    Where the chain has become another meanwhile, what was known on that counts.
+    """
+    if baseline.strange == 0:
+        return False
+    case = baseline.probe, baseline.case, baseline.stack.get("instruction_set", "")
+    later = [
+        b.passed.get(EVERY, 0)
+        for b in record.baselines.values()
+        if (b.probe, b.case, b.stack.get("instruction_set", "")) == case and b.first > baseline.strange_at
+    ]
+    clean = baseline.since + sum(later)
+    before = baseline.passed.get(EVERY, 0) - baseline.since + baseline.strange
+    watched = record.now - baseline.strange_at >= record.policy.watch
+    return watched and clean * baseline.strange >= RULE_OF_THREE * before
 
 
 def _blame(record: Record, key: Key, away: Sequence[Sighting]) -> tuple[Cause, str]:
@@ -376,14 +440,21 @@ def learning(record: Record) -> Iterator[Finding]:
 
 
 def symptom(record: Record) -> Iterator[Finding]:
-    """What a person would call broken output, whatever chain it came by; known bits are known to look as they do."""
+    """What a person would call broken output; known bits are known to look as they do.
+
+    On a chain that is another, or not learnt yet, it is only unknown: a new model may answer oddly for good.
+    """
     told = set()
     for (probe, case, _), (run, recording) in sorted(record.newest.items()):
         baseline = record.baselines.get(key_of(run, recording))
-        if baseline is not None and baseline.complete and recording.digest in _kin(record.baselines, baseline.key):
+        settled = baseline is not None and baseline.complete
+        if settled and baseline is not None and recording.digest in _kin(record.baselines, baseline.key):
             continue
-        known = baseline if baseline is not None and baseline.complete else record.before(run, recording)
-        found = _triaged(record, run, _whole(recording, baseline), known)
+        whole = _whole(recording, baseline)
+        known = baseline if settled else record.before(run, recording)
+        if not (whole.tokens or whole.text or whole.values or whole.finish):
+            continue  # only its digest is left, for it was known once
+        found = _triaged(record, run, whole, known)
         if found is None or found.name not in BROKEN or (known is None and found.certainty != "certain"):
             continue
         if found.name in told:
@@ -395,10 +466,12 @@ def symptom(record: Record) -> Iterator[Finding]:
             f"{case}: {found.name}{others}, {found.certainty}: {found.evidence}. In order of likelihood: {causes}. "
             f"Next boundary to test: {found.next_boundary}, with {found.command}"
         )
+        if not settled:
+            text += f". If it is meant to be so: canaryd baseline accept {record.device.name}"
         yield Finding(
             rule="broken-output",
-            state=State.SUSPECT,
-            cause=Cause.UNDETERMINED,
+            state=State.SUSPECT if settled else State.UNKNOWN,
+            cause=Cause.UNDETERMINED if settled or known is None else Cause.SOFTWARE,
             message=text,
             probe=probe,
             repro=run.repro,
@@ -452,6 +525,7 @@ def slow(record: Record) -> Iterator[Finding]:
             if reading.name in LATENCIES:
                 values[run.probe, reading.key].append((run, float(reading.value)))
     for (probe, key), listed in sorted(values.items()):
+        listed = [(run, v) for run, v in listed if _server(run) == _server(listed[-1][0])]  # noqa: PLW2901
         factor = BUSY_SLOWER
         if all(_idle(run) for run, _ in listed[-NEWEST:]):  # nobody else was served: then it cannot be their doing
             factor, listed = SLOWER, [(run, v) for run, v in listed if _idle(run)]  # noqa: PLW2901
@@ -472,6 +546,12 @@ def slow(record: Record) -> Iterator[Finding]:
                 probe=probe,
                 runs=(listed[-1][0].id,),
             )
+
+
+def _server(run: Run) -> object:
+    """Return what of a run's chain decides how fast it is answered."""
+    chain = run.recordings[0].chain if run.recordings else {}
+    return tuple(chain.get(link, "") for link in ("dtype", "checkpoint", "config", "server", "client"))
 
 
 def _idle(run: Run) -> bool:

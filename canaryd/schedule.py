@@ -118,7 +118,10 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
     """
     if not (run.wrong or run.unknown) or run.confirms:
         return []
-    cases = tuple(dict.fromkeys((*(c.case for c in run.wrong), *run.unknown)))[:CONFIRMED_CASES]
+    # Of unknown vectors others each time: a run with many of them is called for again until all were repeated.
+    turn = run.seed % max(1, len(run.unknown))
+    unknown = (*run.unknown[turn:], *run.unknown[:turn])
+    cases = tuple(dict.fromkeys((*(c.case for c in run.wrong), *unknown)))[:CONFIRMED_CASES]
     step = Step(entry=entry, level=run.level, seed=run.seed, cases=cases, drill=run.drill, confirms=run.id)
     again = [Plan(device=device, instruction_set=run.instruction_set, steps=(step,)) for _ in range(count)]
     # A drill's fault is injected by software: a sibling would be injected too, and would witness nothing.

@@ -311,7 +311,7 @@ class Store:
 
     def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
         """Make these the newest of their keys, in one transaction. False: only in memory so far."""
-        rows = [(b.device, _baseline_key(b), b.last, _pack(b)) for b in baselines]
+        rows = [(b.device, _baseline_key(b), b.used, _pack(b)) for b in baselines]
         return self._store(lambda db: db.executemany(ADD_BASELINE, rows))
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
@@ -473,16 +473,21 @@ class Store:
             total[key] = total.get(key, 0) + value
         return total
 
-    def changed_elsewhere(self) -> bool:
-        """Return whether another connection has written since this was asked last; True the first time."""
+    def written_elsewhere(self) -> object:
+        """Return what is another whenever another connection has written; None where it cannot be told."""
         with self._lock:
             try:
                 (version,) = self._attempt(lambda disk: disk.execute("PRAGMA data_version").fetchone())
             except REFUSED as error:
                 self._fail(error)
-                return True
-            before, self._data_version = self._data_version, (self._identity, version)
-            return before != self._data_version
+                return None
+            return self._identity, version
+
+    def changed_elsewhere(self) -> bool:
+        """Return whether another connection has written since this was asked last; True the first time."""
+        with self._lock:
+            before, self._data_version = self._data_version, self.written_elsewhere()
+            return self._data_version is None or before != self._data_version
 
     # Upkeep
 

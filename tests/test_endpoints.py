@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from canaryd import endpoints, schedule
 from canaryd.config import Config, EndpointConfig, EndpointsConfig
 from canaryd.engine import Engine
-from canaryd.model import Cause, Device, State
+from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store import Store
 from tests.command import PROBES, canaryd, configure
 
@@ -30,13 +31,13 @@ def vector(shift: float = 0.0, **fields):
 class Host:
     """A host with its CPU and one endpoint, whose answers a file holds."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *names: str) -> None:
         self.answers = directory / "answers.json"
         self.path = configure(
             directory,
             "recalls",
             each={"recalls": {"settings": {"file": str(self.answers)}}},
-            endpoints={"main": {"url": URL, "model": "tiny"}},
+            endpoints={name: {"url": URL, "model": "tiny"} for name in names or ("main",)},
             state_dir=str(directory / "state"),
         )
         text = (PROBES / "recalls.py").read_text().replace('backends=("cpu", "endpoint")', 'backends=("endpoint",)')
@@ -120,15 +121,55 @@ def test_unknown_bits_are_confirmed_and_accuse_the_device_behind(host):
         assert "endpoint:main, which this device serves, departs" in behind.message
 
 
-def test_what_is_suspect_teaches_nothing(host):
-    """A new chain, met while the endpoint is a suspect, does not become a baseline."""
+def test_a_faulty_device_behind_it_teaches_nothing(host):
+    """What a broken machine answers is not learnt, whatever the endpoint itself looks like."""
+    engine = host.start()
+    uuid = cpu(engine)
+    fault = Finding(rule="exact-mismatch", state=State.FAULTY, cause=Cause.HARDWARE, message="wrong")
+    verdict = Verdict(
+        device=uuid, state=State.FAULTY, cause=Cause.HARDWARE, findings=(fault,), decided=time.time(), since=0.0
+    )
+    engine.store.set_verdict(verdict)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "decide", dict)  # nothing wrong is in its runs: the verdict above would be taken back
+        ask(engine)
+    assert engine.store.baselines("endpoint:main") == []
+
+
+def test_a_departure_on_an_old_chain_does_not_keep_it_from_learning_the_new_one(host):
+    """Otherwise no clean run could ever come."""
     engine = host.start()
     ask(engine)
     host.say(vector(0.01))
     ask(engine)
     host.say(vector(0.02), chain=CHAIN | {"server": "s 2"})
     ask(engine)
-    assert len(engine.store.baselines("endpoint:main")) == 1
+    assert len(engine.store.baselines("endpoint:main")) == 2
+    assert engine.verdict("endpoint:main").state is State.SUSPECT
+
+
+def test_a_process_beside_it_sees_what_was_learnt(host):
+    """A check learns while a daemon holds its own memory: known bits are known to both at once."""
+    beside = host.start()
+    ask(host.start())
+    for run in beside.store.runs("endpoint:main"):
+        beside.take(run)
+    assert beside.verdict("endpoint:main").state is State.HEALTHY
+    assert not beside._lacks_baseline("endpoint:main", "recalls")
+
+
+def test_two_endpoints_on_one_device_are_no_witnesses(tmp_path):
+    """They would break together, and look like software."""
+    host = Host(tmp_path, "main", "other")
+    engine = host.start()
+    assert engine._shares(engine.devices["endpoint:main"], engine.devices["endpoint:other"])
+
+
+def test_an_endpoint_elsewhere_accuses_nothing_here():
+    """Another host's server says nothing about the devices of this one, unless they are named."""
+    far = "http://node-9.example:8000/v1"
+    assert endpoints.behind(EndpointConfig(url=far), GPUS) == []
+    assert endpoints.behind(EndpointConfig(url=far, devices=("cuda",)), GPUS) == GPUS
 
 
 def test_a_changed_chain_is_learnt_at_once_and_accuses_nobody(host):

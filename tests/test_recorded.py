@@ -166,7 +166,7 @@ def test_a_short_record_cannot_accuse(confirm_runs, state):
     history.confirm(first, *[STRANGE] * confirm_runs)
     found = findings(history.record())
     assert [f.state for f in found if f.rule.startswith("recording")] == [state]
-    rate = next(iter(history.baselines.values())).rate("", 0)
+    rate = next(iter(history.baselines.values())).rate("")
     assert (rate**confirm_runs <= ALPHA) is (state is State.SUSPECT)
 
 
@@ -292,21 +292,112 @@ def test_an_endpoint_that_became_slow_is_degraded(condition, usual, times, slow)
         assert (found.state, found.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
 
 
-def test_broken_output_is_suspect_whatever_the_chain():
-    """Token 0 for ever is no answer of any chain."""
+BANG = dataclasses.replace(
+    recording(tokens=("!",) * len(WORDS), digest="ba"), text="!" * 40, values=(None,) * len(WORDS)
+)
+
+
+def test_broken_output_on_an_unchanged_chain_is_suspect():
+    """Token 0 for ever, with the likely causes in order and the next boundary to test."""
     history = History().learn()
-    bang = recording(tokens=("!",) * len(WORDS), digest="ba", chain=CHAIN | {"server": "vllm 0.33"})
-    history.add(HOUR, dataclasses.replace(bang, text="!" * 40, values=(None,) * len(WORDS)))
+    history.add(HOUR, BANG)
     found = history.found()["broken-output"]
-    assert found.state is State.SUSPECT
+    assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
+    assert "Next boundary to test" in found.message
+
+
+def test_broken_output_of_another_chain_accuses_nobody():
+    """A new model may be what is broken; nothing of it is learnt by itself, and an operator's word settles it."""
+    history = History().learn()
+    changed = dataclasses.replace(BANG, chain=CHAIN | {"checkpoint": "c2"})
+    history.add(HOUR, *[changed] * LEARN, baselining=True)
+    found = history.found()["broken-output"]
+    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
+    assert "baseline accept" in found.message
+    assert len(history.baselines) == 1
+
+
+def test_a_server_that_answers_nothing_from_the_start_is_not_learnt():
+    """Its own first answers must not become the standard."""
+    history = History()
+    history.add(HOUR, *[BANG] * LEARN, baselining=True)
+    assert history.baselines == {}
+    assert history.found()["broken-output"].state is State.UNKNOWN
 
 
 def test_known_bits_may_look_as_they_like():
-    """A model that was learnt with such an answer is not called broken for it."""
-    bang = dataclasses.replace(recording(tokens=("!",) * len(WORDS), digest="ba"), text="!" * 40)
-    history = History().learn(3 * DAY, bang)
-    history.add(HOUR, bang)
-    assert "broken-output" not in history.found()
+    """A model that was learnt with a loop is not called broken for it."""
+    words = ("na",) * len(WORDS)
+    loop = dataclasses.replace(recording(tokens=words), text="na " * 60)
+    history = History().learn(3 * DAY, loop)
+    history.add(HOUR, loop)
+    assert history.found() == {}
+
+
+def test_a_lasting_fault_on_a_case_with_two_modes_is_found():
+    """Its record is too short for the test by re-runs; that it never gives known bits again is not."""
+    history = History().learn(9 * DAY, *[GOOD] * 3, recording(0.3), *[GOOD] * 26)
+    for n in range(12):
+        first = history.add(DAY - n * HOUR, STRANGE)
+        history.confirm(first, STRANGE, STRANGE, STRANGE)
+    assert history.found()["recording-departed"].state is State.SUSPECT
+
+
+def test_one_rerun_with_three_recordings_is_one_rerun():
+    """A deep run records a case several times; it is one process all the same."""
+    history = History().learn()
+    first = history.add(HOUR, STRANGE)
+    history.add(HOUR - 1, STRANGE, recording(0.02), recording(0.03), confirms=first.id, cases=("story",))
+    assert history.found()["recording-unconfirmed"].state is State.UNKNOWN
+
+
+def test_what_was_learnt_while_the_clock_was_ahead_still_judges():
+    """What a baseline learnt from is known by name, not by date."""
+    history = History().learn(-400 * DAY)
+    first = history.add(HOUR, STRANGE)
+    history.confirm(first, STRANGE, STRANGE, STRANGE)
+    assert "recording-departed" in history.found()
+
+
+def test_reruns_that_never_came_are_not_waited_for_for_ever():
+    """After a day the finding says so, and counts on."""
+    history = History().learn()
+    history.add(2 * DAY, STRANGE)
+    assert history.found()["recording-not-repeated"].state is State.HEALTHY
+    assert "not run again in time" in history.found()["recording-not-repeated"].message
+
+
+def test_under_load_only_idle_answers_count_where_they_can_be_had():
+    """No few loads show what every other load gives; idle the same unknown bits are a departure."""
+    idle, loaded = (dataclasses.replace(GOOD, condition=c) for c in ("idle", "loaded"))
+    history = History()
+    history.add(3 * DAY, *[idle] * 16, *[loaded] * 16, baselining=True)
+    for n in range(20):
+        history.add(2 * DAY - n, idle)
+    far = dataclasses.replace(recording(0.5), condition="loaded")
+    first = history.add(HOUR, far)
+    history.confirm(first, far, far, far)
+    assert history.found()["recording-not-repeated"].state is State.HEALTHY
+    first = history.add(HOUR / 2, dataclasses.replace(far, condition="idle"))
+    history.confirm(first, *[dataclasses.replace(far, condition="idle")] * 3)
+    assert history.found()["recording-departed"].state is State.SUSPECT
+
+
+def test_a_suspicion_on_a_chain_that_is_gone_clears_on_the_next():
+    """The clean runs that are wanted can only come on what is served now."""
+    history = departed(STRANGE, STRANGE, STRANGE)
+    new = recording(chain=CHAIN | {"server": "vllm 0.33"})
+    history.learn(HOUR / 2, new)
+    for n in range(200):
+        history.add(HOUR / 2 - 1 - n, new)
+    assert "recording-departed" in history.found(now=NOW + 29 * DAY)
+    assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
+
+
+def test_the_tail_holds_for_thousands_of_runs():
+    """Against the normal approximation, where enumeration is out of reach."""
+    assert recorded._tail(1008, 2016, 0.5) == pytest.approx(0.509, abs=0.002)
+    assert recorded._tail(2016, 2016, 0.01) == 0.0
 
 
 def test_no_rule_is_idle(monkeypatch):
