@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from canaryd.baseline import EVERY, LEARN, Baseline, accept, begun, key_of
+from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, accept, begun, key_of
 from canaryd.model import Device, to_json
 from canaryd.store import Store
 
@@ -41,6 +41,8 @@ def chosen(store: Store, selection: Selection) -> list[tuple[Device, Baseline]]:
 def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
     """Take every unknown vector that the selection picks into its baseline; return device, baseline and how many.
 
+    A baseline that was learnt because the chain changed is accepted as meant, with no vector taken.
+
     Only vectors that were seen are taken; what they departed from stays known. A baseline that was not complete is so
     by that word: what looks broken is not learnt by itself.
     """
@@ -59,10 +61,20 @@ def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device,
                 if recording.digest not in own.digests:
                     known[own.key] = accept(own, run, recording, why)
                     counts[str(own.key)] = counts.get(str(own.key), 0) + 1
+        for own in list(known.values()):
+            picked = str(own.key) not in counts and selection.picks(device, own.probe, own.case)
+            if picked and _settled(list(known.values()), own):
+                known[own.key], counts[str(own.key)] = replace(own, accepted=why), 0
         fresh = [b for b in known.values() if str(b.key) in counts]
         store.set_baselines(fresh)
         taken += [(device, b, counts[str(b.key)]) for b in fresh]
     return taken
+
+
+def _settled(before: Sequence[Baseline], one: Baseline) -> bool:
+    """Whether a baseline was learnt on another chain than one before it, and nobody has said that this was meant."""
+    same = [b for b in before if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
+    return one.complete and not one.accepted and any(b.first < one.first for b in same)
 
 
 def table(found: Sequence[tuple[Device, Baseline]]) -> str:
@@ -71,7 +83,8 @@ def table(found: Sequence[tuple[Device, Baseline]]) -> str:
         return "no baseline matches: they are learnt by runs of probes that record (docs/baselines.md)"
     rows = [("device", "probe", "case", "vectors", "learnt", "repeats", "until")]
     for device, b in found:
-        repeats = "bit-stable" if b.stable("") else "varies" if b.complete else "not known yet"
+        repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
+        repeats = repeats if b.complete else "not known yet"
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
         rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, _moment(b.last)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -89,6 +102,8 @@ def described(found: Iterable[tuple[Device, Baseline]]) -> str:
             noise = b.noise(condition)
             varies = "varies, by how much is not known yet" if noise is None else f"varies by up to {noise:.3g} nats"
             steady = "bit-stable" if b.stable(condition) else varies
+            if b.under(condition) != condition:
+                steady = "too few to be compared by themselves"
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
             times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))

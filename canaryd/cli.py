@@ -36,6 +36,7 @@ RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
+COMPARED = "exit status: 0 compared, no fault; 2 a fault; 3 not comparable, or it could not be done; 64 usage error"
 EPILOG = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
 
 
@@ -107,7 +108,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--wait", type=_duration, default=600.0, metavar="10m", help="for a device that is being tested")
 
     one = commands.add_parser(
-        "compare", parents=[common], help="where two captures part, or whether two files of scores differ"
+        "compare",
+        parents=[common],
+        epilog=COMPARED,
+        help="where two captures part, or whether two files of scores differ",
     )
     one.add_argument("a", type=Path, metavar="A", help="a capture, or a result of lm-eval, evalscope or opencompass")
     one.add_argument("b", type=Path, metavar="B")
@@ -249,9 +253,10 @@ class _Teller:
             wrong = f", {len(done.wrong)} comparisons WRONG" if done.wrong else ""
             why = f": {done.detail.splitlines()[-1]}" if done.detail and done.outcome.value != "completed" else ""
             confirming = " (confirmation)" if done.confirms else ""
-            self._line(
-                f"{name}{confirming}: {done.outcome.value}, {done.trials:,} results in {done.seconds:.1f} s{wrong}{why}"
-            )
+            looked = f"{done.trials:,} results" if done.trials or not done.recordings else ""
+            if done.recordings:
+                looked += f"{', ' * bool(looked)}{len(done.recordings):,} recordings"
+            self._line(f"{name}{confirming}: {done.outcome.value}, {looked} in {done.seconds:.1f} s{wrong}{why}")
         else:
             self.moving(progress.fraction, f"{name} {progress.text}")
 
@@ -292,6 +297,8 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
     engine.discover()
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     unknown = [p for p in options.probe if p not in engine.entries]
+    if options.command == "drill" and not options.device:
+        devices = [d for d in devices if d.backend != BACKEND]
     complaints = [f"--device {m}: no such device here; there are {_names(engine.devices)}" for m in missing]
     complaints += [f"--probe {p}: no such probe; there are {', '.join(sorted(engine.entries))}" for p in unknown]
     if complaints and not engine.stopping:
@@ -300,7 +307,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
     asked = check.Options(
         level="quick" if options.command == "drill" else options.level,
         devices=tuple(options.device),
-        probes=tuple(options.probe) or (("exact_matmul",) if options.command == "drill" else ()),
+        probes=tuple(options.probe) or (_drilled(devices) if options.command == "drill" else ()),
         cases=tuple(getattr(options, "case", ())),
         seed=getattr(options, "seed", None),
         instruction_set=getattr(options, "instruction_set", ""),
@@ -319,6 +326,12 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
             _complain(f"--report {into}: not written: {error.strerror}")
     print(json.dumps(document, indent=2) if options.json else report.as_text(result))
     return judge.exit_code(result.state)
+
+
+def _drilled(devices: Sequence[Device]) -> tuple[str, ...]:
+    """Return the probes that a drill runs unless others are named."""
+    served = [d.backend == BACKEND for d in devices]
+    return ("exact_matmul",) * (not all(served)) + ("endpoint_canary",) * any(served)
 
 
 def _names(devices: dict[str, Any]) -> str:
@@ -455,7 +468,12 @@ def _compare(options: argparse.Namespace, settings: Config) -> int:
     if unread:
         _complain(*(f"{path}: no such file" for path in unread))
         return USAGE
-    if not (_is_capture(options.a) or _is_capture(options.b)):
+    captures = [_is_capture(path) for path in (options.a, options.b)]
+    if captures.count(True) == 1:
+        other = options.b if captures[0] else options.a
+        _complain(f"{other}: is no capture, and the other one is: give two captures, or two results of an evaluation")
+        return USAGE
+    if not captures[0]:
         return _compare_scores(options)
     engine = _engine(settings)
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
@@ -484,13 +502,16 @@ def _is_capture(path: Path) -> bool:
 
 
 def _compare_scores(options: argparse.Namespace) -> int:
+    if options.report:
+        _complain("--report: is for captures; of scores there is the table, and --json")
+        return USAGE
     try:
         result = scores.compare(scores.load(options.a), scores.load(options.b))
     except scores.ScoreError as error:
         _complain(str(error))
         return USAGE
     print(json.dumps(to_json(result), indent=2) if options.json else scores.text(result))
-    return 0
+    return 0 if result.comparable else judge.exit_code(State.UNKNOWN)
 
 
 def _baseline(options: argparse.Namespace, settings: Config) -> int:
@@ -505,9 +526,11 @@ def _baseline(options: argparse.Namespace, settings: Config) -> int:
                 return judge.exit_code(State.UNKNOWN)
             taken = baselines.accepted(store, selection, options.reason.strip())
             for device, one, count in taken:
-                vectors = f"{count} vector{'s' * (count > 1)}"
-                print(f"{device.name} {one.probe} {one.case}: {vectors} known from now on")
-            if not taken:
+                what = f"{count} vector{'s' * (count > 1)} known from now on" if count else "its new chain is accepted"
+                print(f"{device.name} {one.probe} {one.case}: {what}")
+            if taken:
+                print("judged anew at the next run")
+            else:
                 print("nothing to accept: no unknown vector of a complete baseline matches")
             return 0
         found = baselines.chosen(store, selection)

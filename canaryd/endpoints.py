@@ -22,7 +22,7 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
             uuid=f"{BACKEND}:{name}",
             backend=BACKEND,
             index=number,
-            model=endpoint.model or "the model it lists",
+            model=endpoint.model or "default",
             weak_identity=True,
             detail={"url": endpoint.url, "behind": " ".join(d.name for d in behind(endpoint, known))},
         )

@@ -35,6 +35,8 @@ RECORD = 3000
 FAILURES = 100
 """Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
 sibling's many confirmations must never push out a mismatch."""
+LEARNING = 2
+"""Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
 TRIES = 3
 """Times the confirmations that are wanted after which those that do not complete are given up."""
 FEW, SHOWN = 16, 5
@@ -391,19 +393,27 @@ class Engine:
                         runs += self._series_of(again)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
-        if plan.device.backend == endpoints.BACKEND and (steps := self._to_learn(plan, runs)) and not self.halted:
+        for _ in range(LEARNING if plan.device.backend == endpoints.BACKEND else 0):
+            steps = self._to_learn(plan, runs)
+            if not steps or self.halted:
+                break
             with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.halted)):
                 runs += self._series_of(replace(plan, steps=steps))
         return runs
 
     def _to_learn(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
-        """Return the steps that met a chain without a baseline and have not learnt it: it must not stay unknown."""
-        asked = {r.probe for r in runs if r.recordings and not r.baselining and r.whole and not r.drill}
-        return tuple(
-            replace(step, trigger="the chain changed")
-            for step in plan.steps
-            if step.entry.spec.name in asked and self._lacks_baseline(plan.device.uuid, step.entry.spec.name)
-        )
+        """Return the steps to be run once more: they met a chain that is not learnt, or have just learnt one.
+
+        Neither may stay unknown until the next turn; what was learnt is compared with nothing before it is asked again.
+        """
+        whole = {r.probe: r for r in runs if r.recordings and r.whole and not r.drill}
+        found = []
+        for step in plan.steps:
+            run = whole.get(step.entry.spec.name)
+            if run is not None and run.baselining != self._lacks_baseline(plan.device.uuid, run.probe):
+                why = "what was learnt is compared" if run.baselining else "the chain changed"
+                found += [replace(step, trigger=why)]
+        return tuple(found)
 
     def _lacks_baseline(self, uuid: str, probe: str) -> bool:
         """Whether the newest recording of any of a probe's cases has no complete baseline, or there is none at all."""

@@ -30,7 +30,7 @@ from canaryd.baseline import (
     spoken,
 )
 from canaryd.config import JudgePolicy
-from canaryd.model import Cause, Device, Finding, Outcome, Recording, Run, State
+from canaryd.model import LINKS, Cause, Device, Finding, Outcome, Recording, Run, State
 from canaryd.triage import BROKEN, Symptom, triage
 
 ALPHA = 1e-3
@@ -47,6 +47,8 @@ EARLIER = 10
 SLOWER, BUSY_SLOWER = 3.0, 10.0
 """Times the median of before from which an endpoint is called slow, when it is known that nobody else was served, and
 when it is not: waiting for others is no fault (ours)."""
+MODEL_LINKS = LINKS[: LINKS.index("prompt")]
+"""Links that make it another model: an operator should say that this was meant."""
 CACHES = ("fresh", "warm")
 """Last words of cases that are one question, asked past the prefix cache and through it."""
 LATENCIES = {"endpoint_first_token_seconds": 0.1, "endpoint_token_seconds": 0.01}
@@ -233,7 +235,10 @@ class Drift:
 def drifts(record: Record) -> tuple[Drift, ...]:
     """Return how far the newest recordings are from what is known, per probe and kind."""
     found: dict[tuple[str, str], Drift] = {}
+    silent = {r.probe for r in {r.probe: r for r in record.runs if r.whole}.values() if not r.recordings}
     for (probe, case, _), (run, recording) in sorted(record.newest.items()):
+        if probe in silent:
+            continue  # what it answered before it fell silent says nothing of now
         kind = case.partition("/")[0]
         before = found.get(
             (probe, kind), Drift(probe=probe, reading=kind, status={"known": 0, "unknown": 0, "learning": 0})
@@ -386,10 +391,16 @@ def _blame(record: Record, key: Key, away: Sequence[Sighting]) -> tuple[Cause, s
         shared = ", ".join(sorted({*alike}))
         return Cause.SOFTWARE, f"{shared}, on the same chain, gives the same new bits: look for what changed for both."
     what = "another server of the same model and version" if record.served else "another device of this model and stack"
+    blind = ""
+    if record.served and "checkpoint" not in away[-1].recording.chain:
+        blind = (
+            "The checkpoint is no part of the chain: name its directory in the configuration, which tells a changed"
+            " model from a fault. "
+        )
     return Cause.UNDETERMINED, (
-        f"Nobody else on this host computes the same, so whose fault it is stays open: ask {what}, and run "
+        f"{blind}Nobody else on this host computes the same, so whose fault it is stays open: ask {what}, and run "
         f"canaryd check --level deep{_on(record.device)}. To take it for right: "
-        f"canaryd baseline accept {record.device.name}."
+        f'canaryd baseline accept {record.device.name} --reason "…"'
     )
 
 
@@ -400,26 +411,28 @@ def _on(device: Device) -> str:
 
 def chain_changed(record: Record) -> Iterator[Finding]:
     """Another chain gives other bits: which link changed is said first, and no device is accused."""
-    groups: dict[tuple[str, str, bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool, bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
     for (probe, _, _), (run, recording) in sorted(record.newest.items()):
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in _kin(record.baselines, before.key):
             continue
-        if own is not None and own.complete and record.now - own.first > record.policy.week:
+        if own is not None and own.complete and (own.accepted or record.now - own.first > record.policy.week):
             continue
-        links = spoken(changed({**before.stack, **before.chain}, {**run.stack, **recording.chain}))
-        groups[probe, links, own is not None and own.complete].append((run, recording, own))
-    for (probe, links, learnt), cases in groups.items():
+        differ = changed({**before.stack, **before.chain}, {**run.stack, **recording.chain})
+        model = any(link in MODEL_LINKS for link, _, _ in differ)
+        groups[probe, spoken(differ), own is not None and own.complete, model].append((run, recording, own))
+    for (probe, links, learnt, model), cases in groups.items():
         run, recording, own = cases[0]
         have = own.learnt.get(EVERY, 0) if own is not None else 0
         text = f"{recording.case} and {len(cases) - 1} more" if len(cases) > 1 else recording.case
         text += f": the answer is another because the chain is: {links}. No device is accused. "
         text += (
-            "What it gives now was learnt as a baseline of its own, which nobody has witnessed; the old one is kept."
+            "What it gives now was learnt as a baseline of its own, which nobody has witnessed; the old one is kept. "
+            f'If the change was meant: canaryd baseline accept {record.device.name} --reason "…"'
             if learnt
             else f"It cannot be compared with before; a new baseline is being learnt, {have} of {LEARN} recordings."
         )
-        state = State.UNKNOWN if record.served and not learnt else State.HEALTHY
+        state = State.UNKNOWN if record.served and (model or not learnt) else State.HEALTHY
         cause = Cause.SOFTWARE
         yield Finding(rule="chain-changed", state=state, cause=cause, message=text, probe=probe, runs=(run.id,))
 
@@ -427,10 +440,28 @@ def chain_changed(record: Record) -> Iterator[Finding]:
 def learning(record: Record) -> Iterator[Finding]:
     """There is nothing to compare with yet: said, for a first answer cannot be wrong."""
     waiting: dict[str, list[int]] = defaultdict(list)
+    fresh: dict[str, list[Baseline]] = defaultdict(list)
     for (probe, _, _), (run, recording) in record.newest.items():
         own = record.baselines.get(key_of(run, recording))
         if (own is None or not own.complete) and record.before(run, recording) is None:
             waiting[probe].append(own.learnt.get(EVERY, 0) if own is not None else 0)
+        if own is None or not own.complete or not record.served or own.accepted:
+            continue
+        if not (own.passed or own.strange) or record.now - own.first <= record.policy.week:
+            fresh[probe].append(own)
+    for probe, learnt in sorted(fresh.items()):
+        if not any(b.passed or b.strange for b in learnt):
+            text = f"{len(learnt)} cases were learnt just now and compared with nothing yet"
+            yield Finding(
+                rule="baseline-fresh", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text, probe=probe
+            )
+        else:
+            exact = sum(b.stable(IDLE) for b in learnt)
+            text = (
+                f"{len(learnt)} cases were learnt within the last week, and nobody has witnessed them: a model that was"
+                f" broken already would pass. {exact} of them are held to the bit, the others only to their noise"
+            )
+            yield Finding(rule="baseline-fresh", state=State.HEALTHY, cause=Cause.NONE, message=text, probe=probe)
     for probe, counts in sorted(waiting.items()):
         text = (
             f"{len(counts)} recorded cases are still being learnt (at least {min(counts)} of {LEARN} recordings each)"
@@ -467,7 +498,7 @@ def symptom(record: Record) -> Iterator[Finding]:
             f"Next boundary to test: {found.next_boundary}, with {found.command}"
         )
         if not settled:
-            text += f". If it is meant to be so: canaryd baseline accept {record.device.name}"
+            text += f'. If it is meant to be so: canaryd baseline accept {record.device.name} --reason "…"'
         yield Finding(
             rule="broken-output",
             state=State.SUSPECT if settled else State.UNKNOWN,

@@ -141,7 +141,7 @@ def _text_of(result: Result, device: Device) -> list[str]:
             lines.append(f"  {name:<28} {results}{failed}")
             failed = ""
         if count["recordings"]:
-            recorded = f"{count['recordings']:>9,} recordings, {count['unknown']} cases with unknown bits"
+            recorded = f"{count['recordings']:>9,} recordings, {count['unknown']} cases beyond what is known"
             lines.append(f"  {name:<28} {recorded}{failed}")
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:

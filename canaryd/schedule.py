@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from canaryd.catalogue import Entry
 from canaryd.model import Device, Run
 
+CONFIRMED_UNKNOWN = 8
+"""Cases with unknown bits that it repeats: all that an endpoint's quick run has."""
 CONFIRMED_CASES = 3
 """Wrong cases that one confirmation run repeats: more say nothing new, and make the repro command unreadable."""
 
@@ -121,7 +123,8 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
     # Of unknown vectors others each time: a run with many of them is called for again until all were repeated.
     turn = run.seed % max(1, len(run.unknown))
     unknown = (*run.unknown[turn:], *run.unknown[:turn])
-    cases = tuple(dict.fromkeys((*(c.case for c in run.wrong), *unknown)))[:CONFIRMED_CASES]
+    wrong = tuple(dict.fromkeys(c.case for c in run.wrong))[:CONFIRMED_CASES]
+    cases = tuple(dict.fromkeys((*wrong, *unknown[:CONFIRMED_UNKNOWN])))
     step = Step(entry=entry, level=run.level, seed=run.seed, cases=cases, drill=run.drill, confirms=run.id)
     again = [Plan(device=device, instruction_set=run.instruction_set, steps=(step,)) for _ in range(count)]
     # A drill's fault is injected by software: a sibling would be injected too, and would witness nothing.

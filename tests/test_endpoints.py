@@ -97,8 +97,9 @@ def test_a_heading_is_no_endpoint():
 def test_the_first_run_learns_and_the_next_one_passes(host):
     """A baseline in one go, and a healthy endpoint that nobody takes for an accelerator."""
     engine = host.start()
-    (first,) = ask(engine)
-    assert first.baselining
+    first, again = ask(engine)
+    assert (first.baselining, again.baselining, again.trigger) == (True, False, "what was learnt is compared")
+    assert rules(engine)["baseline-fresh"].state is State.HEALTHY
     assert engine.verdict("endpoint:main").state is State.HEALTHY
     (second,) = ask(engine)
     assert not second.baselining
@@ -178,7 +179,7 @@ def test_a_changed_chain_is_learnt_at_once_and_accuses_nobody(host):
     ask(engine)
     host.say(vector(0.5), chain=CHAIN | {"server": "s 2"})
     runs = ask(engine)
-    assert [r.trigger for r in runs] == ["", "the chain changed"]
+    assert [r.trigger for r in runs] == ["", "the chain changed", "what was learnt is compared"]
     assert rules(engine)["chain-changed"].state is State.HEALTHY
     assert "server (s 1 → s 2)" in rules(engine)["chain-changed"].message
     assert "endpoint-departed" not in rules(engine, cpu(engine))
@@ -208,6 +209,21 @@ def test_check_and_status_show_it(host):
     assert "endpoint:main" in status.out
 
 
+ACCEPTED = "endpoint:main recalls story: 1 vector known from now on\njudged anew at the next run\n"
+
+
+def test_an_operator_can_accept_another_model(host):
+    """No vector is taken then; what was learnt is what was meant."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.5), chain=CHAIN | {"checkpoint": "c2"})
+    ask(engine)
+    assert engine.verdict("endpoint:main").state is State.UNKNOWN
+    done = canaryd("baseline", "accept", "endpoint:main", "--reason", "deployed v2", "--config", host.path)
+    assert "its new chain is accepted" in done.out
+    assert engine.verdict("endpoint:main").state is State.HEALTHY
+
+
 def test_an_operator_can_accept_what_is_new(host):
     """With a reason, which is kept; then the same bits are known, and the old ones still are."""
     engine = host.start()
@@ -219,9 +235,9 @@ def test_an_operator_can_accept_what_is_new(host):
     refused = canaryd("baseline", "accept", "endpoint:main", "--config", host.path)
     assert (refused.code, "--reason" in refused.err) == (64, True)
     done = canaryd("baseline", "accept", "endpoint:main", "--reason", "moved to node 7", "--config", host.path)
-    assert (done.code, done.out) == (0, "endpoint:main recalls story: 1 vector known from now on\n")
+    assert (done.code, done.out) == (0, ACCEPTED)
     again = host.start()
-    assert rules(again) == {}
+    assert set(rules(again)) == set()
     assert again.verdict("endpoint:main").state is State.HEALTHY
     assert "accepted by hand: moved to node 7" in canaryd("baseline", "show", "--config", host.path).out
     document = canaryd("baseline", "list", "--json", "--config", host.path).document

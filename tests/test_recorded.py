@@ -64,7 +64,7 @@ class History:
         self.runs.append(made)
         return made
 
-    def learn(self, ago=3 * DAY, *vectors, times=LEARN):
+    def learn(self, ago=9 * DAY, *vectors, times=LEARN):
         vectors = vectors or (GOOD,)
         self.add(ago, *itertools.islice(itertools.cycle(vectors), times), baselining=True)
         return self
@@ -92,7 +92,7 @@ def departed(*confirmations, of=ENDPOINT, strange=STRANGE, policy=POLICY):
 
 def test_known_bits_are_nothing_to_speak_of():
     """A complete baseline and runs within it: no finding at all."""
-    history = History().learn(3 * DAY, GOOD, STRANGE)
+    history = History().learn(9 * DAY, GOOD, STRANGE)
     history.add(HOUR, GOOD)
     history.add(HOUR / 2, STRANGE)
     assert history.found() == {}
@@ -209,7 +209,11 @@ def test_a_changed_chain_accuses_no_device(link, value):
 def test_a_changed_chain_is_learnt_and_told_for_a_while():
     """Learnt anew it is healthy again, with a note for a week; then the note goes."""
     history = History().learn(30 * DAY)
-    history.learn(2 * DAY, recording(0.5, chain=CHAIN | {"server": "vllm 0.33"}))
+    served = recording(0.5, chain=CHAIN | {"server": "vllm 0.33"})
+    history.learn(2 * DAY, served)
+    assert history.found()["baseline-fresh"].state is State.UNKNOWN  # nothing was compared yet
+    history.add(DAY, served)
+    assert history.found()["baseline-fresh"].state is State.HEALTHY
     assert history.found()["chain-changed"].state is State.HEALTHY
     assert "nobody has witnessed" in history.found()["chain-changed"].message
     assert history.found(now=NOW + 10 * DAY) == {}
@@ -220,7 +224,7 @@ def test_another_instruction_set_is_no_changed_chain():
     history = History(of=dataclasses.replace(GPU, backend="cpu"))
     for number, name in enumerate(("native", "avx2")):
         vectors = [recording(number / 10)] * LEARN
-        history.add(3 * DAY - number, *vectors, stack={"instruction_set": name}, baselining=True)
+        history.add(9 * DAY - number, *vectors, stack={"instruction_set": name}, baselining=True)
     history.add(HOUR, GOOD, stack={"instruction_set": "native"})
     history.add(HOUR / 2, recording(0.1), stack={"instruction_set": "avx2"})
     assert history.found() == {}
@@ -233,6 +237,20 @@ def test_what_changed_is_told_beside_what_was_there_last():
     history.add(DAY, GOOD)
     history.add(HOUR, recording(0.7, chain=CHAIN | {"tokenizer": "t2"}))
     assert "the chain is: tokenizer (t1 → t2). " in history.found()["chain-changed"].message
+
+
+def test_another_model_stays_unknown_until_somebody_says_that_it_was_meant():
+    """Nobody can tell a deployment from a file that rotted; an operator's word can."""
+    history = History().learn()
+    other = recording(0.5, chain=CHAIN | {"checkpoint": "c2"})
+    history.learn(2 * DAY, other)
+    history.add(DAY, other)
+    found = history.found()["chain-changed"]
+    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
+    assert "baseline accept endpoint:main --reason" in found.message
+    key = next(b.key for b in history.baselines.values() if b.chain["checkpoint"] == "c2")
+    history.baselines[key] = dataclasses.replace(history.baselines[key], accepted="deployed")
+    assert history.found() == {}
 
 
 def test_a_changed_chain_with_the_same_bits_is_no_news():
@@ -281,7 +299,7 @@ def test_a_departure_clears_by_time_and_known_bits():
 def test_an_endpoint_that_became_slow_is_degraded(condition, usual, times, slow):
     """Several times its own median, in several runs, and by as much as anybody notices; the numbers are right."""
     asked = dataclasses.replace(GOOD, condition=condition)
-    history = History().learn(3 * DAY, asked)
+    history = History().learn(9 * DAY, asked)
     for n in range(EARLIER + NEWEST):
         seconds = usual * (times if n >= EARLIER else 1)
         reading = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
@@ -329,7 +347,7 @@ def test_known_bits_may_look_as_they_like():
     """A model that was learnt with a loop is not called broken for it."""
     words = ("na",) * len(WORDS)
     loop = dataclasses.replace(recording(tokens=words), text="na " * 60)
-    history = History().learn(3 * DAY, loop)
+    history = History().learn(9 * DAY, loop)
     history.add(HOUR, loop)
     assert history.found() == {}
 
@@ -371,7 +389,7 @@ def test_under_load_only_idle_answers_count_where_they_can_be_had():
     """No few loads show what every other load gives; idle the same unknown bits are a departure."""
     idle, loaded = (dataclasses.replace(GOOD, condition=c) for c in ("idle", "loaded"))
     history = History()
-    history.add(3 * DAY, *[idle] * 16, *[loaded] * 16, baselining=True)
+    history.add(9 * DAY, *[idle] * 16, *[loaded] * 16, baselining=True)
     for n in range(20):
         history.add(2 * DAY - n, idle)
     far = dataclasses.replace(recording(0.5), condition="loaded")
@@ -419,7 +437,7 @@ def test_cold_and_warm_answers_of_one_question_know_each_other():
     """A cache that nobody can bypass forgets when it likes; another question's bits are unknown all the same."""
     cold, warm = recording(case="chat/reef/fresh"), recording(0.02, case="chat/reef/warm")
     history = History()
-    history.add(3 * DAY, *[cold] * LEARN, *[warm] * LEARN, baselining=True)
+    history.add(9 * DAY, *[cold] * LEARN, *[warm] * LEARN, baselining=True)
     swapped = (dataclasses.replace(cold, case=warm.case), dataclasses.replace(warm, case=cold.case))
     assert history.add(HOUR, *swapped).unknown == ()
     assert history.found() == {}
