@@ -104,7 +104,8 @@ class Baseline:
         if condition != IDLE:
             loaded = {k.recording.digest for k in self.known if LOADED in k.counts}
             alone = {k.recording.digest for k in self.known if {*k.counts} - {LOADED}}
-            if not loaded <= alone:
+            idle = any(IDLE in k.counts for k in self.known)
+            if not loaded <= alone or (idle and not loaded):
                 return False
         return self._record(condition) >= STEADY
 

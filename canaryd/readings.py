@@ -137,6 +137,7 @@ READINGS: Mapping[str, Kind] = {
     "endpoint_first_token_seconds": _gauge("From a request to its first token.", "api"),
     "endpoint_token_seconds": _gauge("From one token to the next, on average.", "api"),
     "endpoint_prompt_tokens": _gauge("Tokens that the server counts in a prompt.", "api", "prompt"),
+    "endpoint_start_time_seconds": _gauge("When the server started, since the epoch, where it says so."),
     "endpoint_nonfinite": _gauge("Log probabilities that are missing or not finite, in all answers together."),
     # The host.
     "edac_errors_total": _counter(

@@ -10,11 +10,11 @@ docs/endpoint.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from canaryd.probe import Absent, Context, Fact, ProbeSpec, Reading, Skip, Skipped
-from canaryd.worker.endpoint import Endpoint, Item, Recorder, Settings, names
+from canaryd.worker.endpoint import Endpoint, Item, Progress, Recorder, Settings, names
 from canaryd.worker.prompts import Prompt, load
 
 SPEC = ProbeSpec(
@@ -28,10 +28,11 @@ SPEC = ProbeSpec(
     order=30,
 )
 FILE = Path(__file__).parent / "endpoint" / "prompts.json"
-LOADS = (2, 4, 8, 2)
-"""Requests of our own at the same time, per round of baselining."""
-IDLE = 3
-"""Requests one by one per case and round: with the 16 among their like and 4 among others, 32 after four rounds."""
+ALONE = 16
+"""Requests per case of a baselining with no other of ours beside them. The judge calls a case bit-stable after 12 known
+ones in a row under one condition, so that a server may show four modes first."""
+LOADS = (2, 4, 8)
+"""Requests of our own of one kind at the same time: 14 per case, and with 2 beside another case 16 under load."""
 DEEP_ROUNDS = 5
 BLIND = "no logprobs: judged by text alone; cannot see faults that leave the text as it is"
 
@@ -78,24 +79,62 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
-    """Ask every item some 30 times: alone, among its like, among others. Where the budget ends, so does it."""
-    turn = ctx.seed % len(LOADS)
-    rounds = [(many, index) for many in LOADS[turn:] + LOADS[:turn] for index in range(len(items))]
-    for number, (many, index) in enumerate(rounds):
-        item = items[index]
-        ctx.progress(number / len(rounds), f"learning {names(item)[0]}")
-        for _ in range(IDLE):
-            yield from recorder.alone(item)
-        if item not in recorder.refused:
-            yield from recorder.together([item] * many)
-            yield from recorder.together([items[(index + other) % len(items)] for other in range(many)])
-        if ctx.left <= 0:
-            yield Skipped(case="baseline", reason=f"{number + 1} of {len(rounds)} rounds in {ctx.budget:g} s")
+    """Ask every item some 32 times: all of them alone first, then among their like and others."""
+    progress = Progress("" if ctx.drill else ctx.memory, recorder.endpoint)
+    before = progress.rounds()
+    alone = [item for _ in range(before, ALONE) for item in items]
+    if before >= ALONE:  # what is refused and how prompts are rendered is learnt alone
+        alone = items
+    for number, item in enumerate(alone):
+        if number and ctx.left <= 0:
+            progress.keep(before + number // len(items))
+            reason = f"{number} of {len(alone)} requests alone and none under load in {ctx.budget:g} s; more to come"
+            yield Skipped(case="baseline", reason=reason)
             return
+        ctx.progress(number / len(alone) / 2, f"learning {names(item)[0]}, alone")
+        yield from recorder.alone(item)
+    progress.keep(ALONE)
+    reasons = yield from _loaded(ctx, recorder, [item for item in items if item not in recorder.refused])
+    if reasons:
+        yield Skipped(case="baseline", reason="; ".join(reasons))
+    if ctx.left > 0 or recorder.strained:
+        progress.keep(0)
+
+
+def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
+    """Ask every item among its like and beside one other; return what was left out and why.
+
+    Where the server does not take so many at once, go on with half of them.
+    """
+    groups = [[item, items[(index + 1) % len(items)]] for index, item in enumerate(items)]
+    groups += [[item] * many for many in LOADS for item in items]
+    most = max(LOADS)
+    reasons: list[str] = []
+    for number, group in enumerate(groups):
+        ctx.progress((1 + number / len(groups)) / 2, f"learning {names(group[0])[0]}, {len(group)} at once")
+        rest = group
+        while len(rest) > 1:  # a single one would not be under load
+            if ctx.left <= 0:
+                return [*reasons, f"{number} of {len(groups)} loads in {ctx.budget:g} s; more to come"]
+            now, rest = rest[:most], rest[most:]
+            failed = yield from recorder.together(now)
+            rest = [*failed, *rest]
+            if failed:
+                most = (len(now) + 1) // 2
+                reasons.append(recorder.strained)
+            if most < 2:
+                return reasons
+    return reasons
 
 
 def _readings(recorder: Recorder) -> Iterator[Fact]:
-    yield Reading(name="switches", value=recorder.endpoint.switches())
+    endpoint = recorder.endpoint
+    yield Reading(name="switches", value=endpoint.switches())
+    if endpoint.started is None:
+        reason = f"the server ({endpoint.dialect.name}) does not say when it started"
+        yield Absent(name="endpoint_start_time_seconds", reason=reason)
+    else:
+        yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
     for (api, prompt), answer in recorder.answers.items():
         if answer.prompt_tokens is not None:
             labels = {"api": api, "prompt": prompt.name}

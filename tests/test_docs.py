@@ -114,20 +114,22 @@ def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def settings_in(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every "key:" and "#key:" line of a commented example; "*" stands for a probe's name."""
+    """Yield the path of every "key:" and "#key:" line of a commented example; "*" stands for a name."""
     above: list[tuple[int, str]] = []
     for line in text.splitlines():
         if found := re.match(r"( *)#?([a-z_]+):", line):
             depth = len(found[1])
             above = [(d, key) for d, key in above if d < depth]
-            at_probe = [key for _, key in above] == ["probes"] and found[2] in {path.stem for path in PROBES}
-            above.append((depth, "*" if at_probe else found[2]))
+            below = [key for _, key in above]
+            at_name = below == ["probes"] and found[2] in {path.stem for path in PROBES}
+            at_name |= below == ["endpoints"]
+            above.append((depth, "*" if at_name else found[2]))
             yield tuple(key for _, key in above)
 
 
 def test_every_setting_stands_in_the_example_configuration():
     """deploy/canaryd.yaml shows all that can be set, and nothing else."""
-    shown = set(settings_in((ROOT / "deploy" / "canaryd.yaml").read_text())) - {("probes", "*")}
+    shown = set(settings_in((ROOT / "deploy" / "canaryd.yaml").read_text())) - {("probes", "*"), ("endpoints", "*")}
     assert shown == set(settings_of(config.json_schema()))
 
 

@@ -242,18 +242,25 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
     if any(found["nonfinite"]):
         found["absent"] = "not every element is finite"
         return found
+    found["ulp"] = ulp_distance(a, b)
     largest = float(max(x.abs().max(), y.abs().max()))
+    if largest == 0.0:
+        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with other signs"
+        return found
     x, y = x / largest, y / largest  # squares of what a flipped exponent bit gives would overflow
     size, other = float(x.norm()), float(y.norm())
     found["max_abs"] = float((x - y).abs().max()) * largest
-    found["ulp"] = ulp_distance(a, b)
     if math.isinf(found["max_abs"]):
         found["max_abs"], found["absent"] = None, "the difference exceeds float64"
     if size == 0.0 or other == 0.0:
-        found["absent"] = "one of the two is zero everywhere"
+        zero = bool((x == 0).all() or (y == 0).all())
+        found["absent"] = "one of the two is zero everywhere" if zero else "one of the two is nothing beside the other"
     else:
         ratio = float((x - y).norm()) / size
-        found["relative_l2"] = ratio if math.isfinite(ratio) else None
+        if math.isfinite(ratio):
+            found["relative_l2"] = ratio
+        else:
+            found["absent"] = "the relative difference exceeds float64"
         found["cosine"] = max(-1.0, min(1.0, float((x / size).flatten() @ (y / other).flatten())))
     return found
 
@@ -377,7 +384,7 @@ def _roundoff(kind: Any, longest: int) -> float:
 
 
 def _finite(value: float) -> float:
-    return min(value, 1e300)  # JSON has no infinity; what is not finite exceeds everything
+    return min(1e300, value)  # JSON has no infinity and no NaN: either exceeds everything, as min keeps its first here
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,7 +400,7 @@ def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> Non
         u = max(_roundoff(_format(t.dtype), longest) for t in (x, y))
         noise = before.setdefault(row["prompt"], u)
         peak, size = _peak(x.to(torch.float64), y.to(torch.float64), u)
-        row["excess"] = _finite(max(peak / PEAK, size / noise / GROWTH))
+        row["excess"] = max(_finite(peak / PEAK), _finite(size / noise / GROWTH))
         if row["excess"] > 1:
             row["departs"] = "A or B"
         before[row["prompt"]] = max(noise, size)
@@ -413,8 +420,8 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
     live = (a != 0) | (b != 0)  # a masked element is zero in both and says nothing
     if int(live.sum()) < SMALLEST:
         return 0.0, 0.0
-    size = 1.4826 * float((off / row)[live].median())
-    relative = 1.4826 * float((off / (a.abs() + 1e-300))[live].median())
+    size = _finite(1.4826 * float((off / row)[live].median()))
+    relative = _finite(1.4826 * float((off / (a.abs() + 1e-300))[live].median()))
     noise = u * (a.abs() + row) + size * row + relative * a.abs()
     return float((off / noise).max()), size
 

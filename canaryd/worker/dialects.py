@@ -26,6 +26,24 @@ TOP = 5
 SEED = 1
 """Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
 
+READS = 4
+"""Times that a configuration is read until two reads in a row agree."""
+VOLATILE = frozenset(
+    {
+        # llama-server's state of a slot, which older versions mix with its settings; a seed that is drawn at the start
+        *("id", "id_task", "is_processing", "next_token", "prompt", "seed"),
+        # vLLM's sizes that follow from the memory that was free at the start
+        *(
+            "num_gpu_blocks",
+            "num_cpu_blocks",
+            "kv_cache_memory_bytes",
+            "kv_cache_size_tokens",
+            "kv_cache_max_concurrency",
+        ),
+    }
+)
+"""Names that are left out of a server's configuration at any depth: they change by themselves."""
+
 _LEGACY: Mapping[str, Any] = MappingProxyType({"logprobs": TOP, "seed": SEED})
 _CHAT: Mapping[str, Any] = MappingProxyType({"logprobs": True, "top_logprobs": TOP, "seed": SEED})
 _SEED: Mapping[str, Any] = MappingProxyType({"seed": SEED})
@@ -58,6 +76,12 @@ class Dialect:
     """Names on /metrics whose sum is the number of requests being served or waiting."""
     slots: str = ""
     """Path that lists slots with "is_processing"."""
+    info: str = ""
+    """Name on /metrics whose labels are the server's own configuration."""
+    configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """(paths, keys): the first path that answers says under these keys what the server was told at its start."""
+    started: str = ""
+    """Name on /metrics of the time when the server started, in seconds since the epoch."""
     digests: str = ""
     """Path that lists models with "digest"."""
     lists_all: bool = True
@@ -77,6 +101,35 @@ class Dialect:
             return sum(bool(slot.get("is_processing")) for slot in slots if isinstance(slot, dict))
         return _sum(get("/metrics").text, self.metrics) if self.metrics else None
 
+    def start(self, get: Get) -> float | None:
+        """Return when the server started, in seconds since the epoch; None where it does not say."""
+        samples = _samples(get("/metrics").text, (self.started,)) if self.started else []
+        return samples[0] if samples else None
+
+    def configuration(self, get: Get) -> str:
+        """Return 8 hex digits over what the server says of its own configuration.
+
+        "" where it says nothing, and where no two of `READS` reads in a row agree: what changes by itself is none.
+        """
+        before = self._configuration(get)
+        for _ in range(READS - 1):
+            if not before:
+                break
+            now = self._configuration(get)
+            if now == before:
+                return digest(now)[:8]
+            before = now
+        return ""
+
+    def _configuration(self, get: Get) -> Any:
+        if self.info:
+            return _labels(get("/metrics").text, self.info)
+        paths, keys = self.configured
+        for path in paths:
+            if isinstance(data := get(path).data, dict):
+                return _lasting({key: data[key] for key in keys if key in data})
+        return None
+
 
 VLLM = Dialect(
     name="vllm",
@@ -87,6 +140,8 @@ VLLM = Dialect(
     versions=(("/version", "version"),),
     tokenize=("/tokenize", "prompt"),
     metrics=("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    info="vllm:cache_config_info",
+    started="process_start_time_seconds",
 )
 SGLANG = Dialect(
     name="sglang",
@@ -97,6 +152,17 @@ SGLANG = Dialect(
     versions=(("/server_info", "version"), ("/get_server_info", "version")),
     tokenize=("/tokenize", "prompt"),
     metrics=("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+    configured=(
+        ("/server_info", "/get_server_info"),
+        (
+            *("model_path", "tokenizer_path", "revision", "dtype", "quantization", "kv_cache_dtype", "context_length"),
+            *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "sampling_backend"),
+            *("tp_size", "pp_size", "dp_size", "ep_size", "page_size", "chunked_prefill_size", "max_prefill_tokens"),
+            *("max_running_requests", "schedule_policy", "disable_radix_cache", "disable_cuda_graph"),
+            *("enable_mixed_chunk", "enable_torch_compile", "enable_deterministic_inference"),
+            *("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"),
+        ),
+    ),
 )
 TRTLLM = Dialect(  # extra=forbid: one field that it does not know, and the request is refused
     name="trtllm",
@@ -114,6 +180,7 @@ LLAMA_SERVER = Dialect(
     tokenize=("/tokenize", "content"),
     metrics=("llamacpp:requests_processing", "llamacpp:requests_deferred"),
     slots="/slots",
+    configured=(("/props",), ("default_generation_settings", "total_slots", "model_path")),
 )
 LLAMA_CPP_PYTHON = Dialect(
     name="llama-cpp-python",
@@ -226,8 +293,27 @@ def _text(data: Any, key: str) -> str:
 
 def _sum(exposition: str, names: tuple[str, ...]) -> int | None:
     """Return the sum of a Prometheus page's samples of these names; None where it has none of them."""
-    samples = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +([0-9.e+]+)", exposition, re.MULTILINE)
-    return int(sum(float(sample) for sample in samples)) if samples else None
+    samples = _samples(exposition, names)
+    return int(sum(samples)) if samples else None
+
+
+def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
+    found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +([0-9.e+]+)", exposition, re.MULTILINE)
+    return [float(sample) for sample in found]
+
+
+def _labels(exposition: str, name: str) -> list[list[list[str]]]:
+    """Return the lasting labels of each sample of a Prometheus page's metric, all in order of the alphabet."""
+    samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)
+    pairs = [re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', sample) for sample in samples]
+    return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)
+
+
+def _lasting(value: Any) -> Any:
+    """Return JSON data without what is `VOLATILE`, in order of the alphabet."""
+    if isinstance(value, dict):
+        return {key: _lasting(value[key]) for key in sorted(value) if key not in VOLATILE}
+    return [_lasting(item) for item in value] if isinstance(value, list) else value
 
 
 # --- Answers ---------------------------------------------------------------------------------------------------------
@@ -263,6 +349,8 @@ class Answer:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     fingerprint: str = ""
+    sent: str = ""
+    """The fields of the request that it answers, as text; of a salt that it had one."""
 
     @property
     def tokens(self) -> tuple[str, ...]:

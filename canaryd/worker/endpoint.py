@@ -6,11 +6,13 @@ link "settings", so that a server that begins to refuse shows as a change of sof
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,6 +113,11 @@ class Endpoint:
         self.settings = settings
         self._client = Client(url=settings.url, key=settings.key, ca_file=settings.ca_file, timeout=settings.timeout)
         models = self._client.api("/models")
+        below = "" if settings.url.endswith("/v1") else f"{settings.url}/v1"
+        if below and listed(self._client.get("/v1/models").data):
+            raise Skip(f'url: {settings.url} is not the whole address of its API; write "{below}", which answers')
+        if models.status == 404:
+            raise Skip(f"GET {settings.url}/models: 404: there is no OpenAI-compatible API; mend url")
         if models.status < 400:
             models.json()  # a web page is not the API
         self.models = [str(entry["id"]) for entry in listed(models.data)]
@@ -119,6 +126,9 @@ class Endpoint:
         )
         self.model = self._choose()
         self.version = printable(self.dialect.version(self._client.get))[:80]
+        self.configuration = self.dialect.configuration(self._client.get)
+        self.started = self.dialect.start(self._client.get)
+        """When the server started, in seconds since the epoch; None where it does not say."""
         self.dropped: dict[str, set[str]] = {api: set() for api in APIS}
         self._prompts: dict[tuple[str, str], Any] = {}
         self.links = self._links(memory, thorough=thorough)
@@ -143,13 +153,15 @@ class Endpoint:
         if cold := self.cold(api):
             extra[cold] = salt if cold == "cache_salt" else not fresh
         base = self._base(api, prompt.text, prompt.tokens)
-        return parse(self.dialect, self._send(api, base, extra))
+        data, sent = self._send(api, base, extra)
+        return replace(parse(self.dialect, data), sent=sent)
 
     def score(self, prompt: Prompt) -> Answer:
         """Return the log probabilities of a prompt's own tokens, off the prefix cache; raises as `ask` does."""
         base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}
         extra = {self.dialect.cold: new_salt()} if self.cold("completions") == "cache_salt" else {}
-        return parse(self.dialect, self._send("completions", base, extra), forced=True)
+        data, sent = self._send("completions", base, extra)
+        return replace(parse(self.dialect, data, forced=True), sent=sent)
 
     def running(self) -> int | None:
         """Return how many requests the server serves or keeps waiting now; None where it does not say."""
@@ -195,16 +207,11 @@ class Endpoint:
         return " ".join([*said, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
 
     def _chain(self, api: str, prompt: Prompt, answer: Answer) -> dict[str, str]:
-        sent = {"completions": "completions", "chat": "chat"}.get(api, "completions")
-        extra = dict(self.dialect.forced if api == "forced" else self.dialect.fields(api))
-        tokens = 1 if api == "forced" else prompt.tokens
-        fields = {"model": self.model, "max_tokens": tokens, "temperature": 0, **extra}
-        fields = {name: value for name, value in fields.items() if name not in self.dropped[sent]}
-        said = [self.dialect.name, self.version, printable(answer.fingerprint)[:120]]
+        said = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
         return {
             **self.links,
-            "prompt": digest([prompt.text, self._rendered(sent, prompt, answer)]),
-            "settings": " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items()),
+            "prompt": digest([prompt.text, self._rendered("chat" if api == "chat" else "completions", prompt, answer)]),
+            "settings": answer.sent,
             "server": " ".join(part for part in dict.fromkeys(said) if part),
             "client": f"canaryd {CLIENT} {self.dialect.name}",
         }
@@ -291,8 +298,8 @@ class Endpoint:
         model = self.model if model is None else model
         return {"model": model, **said, "max_tokens": tokens, "temperature": 0, "stream": False}
 
-    def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-        """Return the JSON of an answer; drop what is refused of `extra`, and remember it when that helped."""
+    def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the JSON of an answer and what was sent; drop what is refused of `extra`, remembering what helped."""
         dropped, first = set(self.dropped[api]), None
         while True:
             sent = {name: value for name, value in extra.items() if name not in dropped}
@@ -306,7 +313,7 @@ class Endpoint:
                 dropped.add((named or list(sent))[-1])
             else:
                 self.dropped[api] |= dropped
-                return data
+                return data, _spoken({**base, **sent})
 
     def _explained(self, refused: Refused) -> Skip:
         """Return a refusal as it is to be told: of the model, of this request, or of every request."""
@@ -320,6 +327,12 @@ class Endpoint:
 def _same(listed_name: str, wanted: str) -> bool:
     """Return whether two names mean one model; Ollama's "qwen" is "qwen:latest"."""
     return listed_name in (wanted, f"{wanted}:latest")
+
+
+def _spoken(body: Mapping[str, Any]) -> str:
+    """Return the fields of a request as text: all but the prompt, and of a salt only that there is one."""
+    fields = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
+    return " ".join(f"{k}={'(new)' if k == 'cache_salt' else json.dumps(v)}" for k, v in fields.items())
 
 
 def new_salt() -> str:
@@ -352,6 +365,8 @@ class Recorder:
         """The latest of each item."""
         self.refused: dict[Item, str] = {}
         """Items that the server declines, with its words; they are not asked again."""
+        self.strained = ""
+        """What went wrong under our own load; "" where nothing did."""
 
     def wanted(self, case: str) -> bool:
         """Return whether a case was asked for, by its name or by the part of it before a slash."""
@@ -372,21 +387,36 @@ class Recorder:
         known = before is not None and after is not None
         yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
 
-    def together(self, items: Sequence[Item]) -> Iterator[Fact]:
-        """Ask several items at the same time."""
-        taken = [item for item in items if item not in self.refused]
-        with ThreadPoolExecutor(max(1, len(taken))) as pool:
-            for item, answers in zip(taken, pool.map(self._exchange, taken), strict=True):
+    def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
+        """Ask several items at the same time; return those that failed, with the reason in `strained`.
+
+        Every failure is one of the load, whatever it looks like: the items were answered when they were asked alone.
+        """
+        with ThreadPoolExecutor(len(items)) as pool:
+            asked = [(item, pool.submit(self._exchange, item)) for item in items]
+        failed = []
+        for item, future in asked:
+            try:
+                answers = future.result()
+            except Skip as error:
+                failed.append(item)
+                self.strained = f"the server did not take {len(items)} requests of ours at once: {error}"
+            else:
                 yield from self._facts(item, answers, "loaded")
+        return failed
 
     def latencies(self, api: str) -> Iterator[Fact]:
         """Yield the seconds to the first token and between tokens, or why there are none."""
         labels = {"api": api}
-        try:
-            first, between = self.endpoint.latency(api)
-        except Refused as refused:
+        why = self.strained  # what the server suffers from may last, and would be measured
+        if not why:
+            try:
+                first, between = self.endpoint.latency(api)
+            except Refused as refused:
+                why = f"it does not stream: {refused}"
+        if why:
             for name in ("endpoint_first_token_seconds", "endpoint_token_seconds"):
-                yield Absent(name=reading_key(name, labels), reason=f"it does not stream: {refused}")
+                yield Absent(name=reading_key(name, labels), reason=why)
             return
         yield Reading(name="endpoint_first_token_seconds", value=first, unit="seconds", labels=labels)
         if between is None:
@@ -411,6 +441,43 @@ class Recorder:
                 self.recorded += 1
                 self.nonfinite += answer.nonfinite
                 yield self.endpoint.recording(name, *item, answer, condition)
+
+
+class Progress:
+    """How many rounds of requests alone a baselining has had, in a file of `Context.memory` that outlives the worker.
+
+    A later run goes on from there, as long as the endpoint says the same of itself. What cannot be read or written
+    makes a run begin anew, which costs time and spoils nothing.
+    """
+
+    def __init__(self, memory: str, endpoint: Endpoint) -> None:
+        settings = endpoint.settings
+        name = f"baselining-{digest([settings.url, endpoint.model])}.json"
+        self._file = Path(memory) / name if memory else None
+        self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
+
+    def rounds(self) -> int:
+        """Return how many rounds an earlier run has had, 0 where none was cut short."""
+        if self._file is None:
+            return 0
+        try:
+            about, rounds = json.loads(self._file.read_text())
+        except (OSError, ValueError, TypeError):
+            return 0
+        return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
+
+    def keep(self, rounds: int) -> None:
+        """Remember the rounds of a run that is cut short; 0 to forget."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            if rounds:
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fresh = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+                fresh.write_text(json.dumps([self._about, rounds]))
+                fresh.replace(self._file)
+            else:
+                self._file.unlink()
 
 
 # --- Drills ----------------------------------------------------------------------------------------------------------

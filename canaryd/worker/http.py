@@ -23,7 +23,7 @@ from canaryd.probe import Skip
 CONNECT = 10.0
 """Seconds to wait for a connection; a server on this host takes none."""
 ATTEMPTS = 4
-"""One request and three more: only after a refused connection, 429 or 503, where nothing was computed."""
+"""One request and three more: only after a refused connection, 429 or 503 (`GATEWAY` too on an optional path)."""
 PATIENCE = 10.0
 """Longest wait in seconds between two attempts; a server that asks for more is left alone."""
 MAX_BYTES = 32 << 20
@@ -31,6 +31,8 @@ MAX_BYTES = 32 << 20
 SAID = 200
 """Characters of a server's own words that are repeated."""
 BUSY = (429, 503)
+GATEWAY = (502, 504)
+"""What a proxy says of a server that it does not reach: of an optional path no word about whether that exists."""
 
 
 class Refused(Skip):
@@ -113,7 +115,8 @@ class Client:
     def get(self, path: str) -> Reply:
         """Ask for a path below the server's root, e.g. "/version", which it may lack or keep to itself.
 
-        Any status is a reply, at once; raises `Skip` where no whole answer comes.
+        Any status is a reply but those of a hiccup (429, 502, 503, 504), which must not be taken for a path that is
+        missing: they are tried again, and where they stay, or no whole answer comes, it raises `Skip`.
         """
         return self._exchange("GET", self._root + path, None, optional=True)
 
@@ -171,7 +174,7 @@ class Client:
                     raise
                 self.sleep(wait)
                 continue
-            if optional or status not in BUSY:
+            if status not in BUSY and not (optional and status in GATEWAY):
                 break
             wait = float(after) if after.isdecimal() else wait
             if wait > PATIENCE:
@@ -180,6 +183,8 @@ class Client:
                 self.sleep(wait)
         data = _parsed(text)
         said = self._words(data, text, body)
+        if status in BUSY or (optional and status in GATEWAY):
+            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {said[:SAID] or 'no words'}")
         if optional:
             good = data if status < 300 else None
             return Reply(where=where, status=status, server=server, data=good, text=text, said=said)
@@ -189,8 +194,6 @@ class Client:
         if 300 <= status < 400:
             target = printable(urlsplit(location)._replace(query="", fragment="").geturl())[:SAID]
             raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
-        if status in BUSY:
-            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {said[:SAID] or 'no words'}")
         return Reply(where=where, status=status, server=server, data=data, text=text, said=said)
 
     def _words(self, data: Any, text: str, body: Mapping[str, Any] | None) -> str:
@@ -261,7 +264,11 @@ class _Answer:
                 f"{self._where}: connection refused: nothing listens there; start the server, or mend url"
             ) from None
         except TimeoutError:
-            raise Skip(f"{self._where}: no connection within {wait:g} s: wrong address, or a firewall") from None
+            secure = (
+                ", or a server that speaks http" if isinstance(self._connection, http.client.HTTPSConnection) else ""
+            )
+            why = f"wrong address, a firewall{secure}" if secure else "wrong address, or a firewall"
+            raise Skip(f"{self._where}: no connection within {wait:g} s: {why}") from None
         except OSError as error:
             raise Skip(f"{self._where}: {_unreachable(error)}") from None
         self._socket = self._connection.sock

@@ -44,6 +44,8 @@ class BadPrompts(Skip):
 
 def load(path: Path) -> tuple[Prompt, ...]:
     """Return the prompts of a file; raise `BadPrompts` with every mistake at once."""
+    if not path.exists():
+        raise BadPrompts([f"{path}: no such file"])
     try:
         data = read_bytes(path)
     except Unreadable as error:

@@ -153,6 +153,49 @@ def test_zero_everywhere_has_no_relative_error(take):
     assert result["verdict"]["departs"] == "A"
 
 
+def test_zeros_of_other_signs_differ_by_nothing(take):
+    """Their bits differ and their values do not; nothing of that is NaN, which no worker could send."""
+    clean = take()
+    zeros = torch.zeros_like(clean.tensors["pier/forced/1/up"])
+    a, b = holding(clean, pier__forced__1__up=zeros), holding(clean, pier__forced__1__up=-zeros)
+    result = compare.compare(a, b)
+    json.dumps(result, allow_nan=False)
+    (row,) = (r for r in result["rows"] if not r["equal"])
+    assert (row["differing"], row["max_abs"], row["ulp"]) == (zeros.numel(), 0.0, 0)
+    assert (row["relative_l2"], row["cosine"]) == (None, None)
+    assert row["absent"] == "both are zero everywhere, with other signs"
+
+
+@pytest.mark.parametrize("a", [0.0, -0.0, 5e-324, 1e-200, 1.0, 1e200, 1.7e308])
+@pytest.mark.parametrize("b", [0.0, -0.0, 5e-324, -1e-200, 2.0, -1e200, -1.7e308, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_number_of_a_difference_is_finite_or_absent_with_its_reason(a, b, dtype):
+    """Over the whole range of what a captured element may be."""
+    one, two = (torch.tensor([[value, 0.0, value]], dtype=torch.float64).to(dtype) for value in (a, b))
+    row = compare._row("pier/forced/1/up", one, two)
+    json.dumps(row, allow_nan=False)
+    if not row["equal"]:
+        missing = [name for name in ("relative_l2", "cosine", "max_abs", "ulp") if row[name] is None]
+        assert bool(missing) == bool(row["absent"])
+
+
+@pytest.mark.parametrize("value", [1.0, 1e9, 1e200])
+def test_noise_of_nothing_is_still_a_number(take, value):
+    """Zero everywhere in one, far from it in the other, on two stacks: more than everything, and never NaN."""
+    clean = take(dtype="float64")
+    name = "pier/forced/1/up"
+    zeros, huge = (torch.full_like(clean.tensors[name], number) for number in (0.0, value))
+    a, b = holding(clean, pier__forced__1__up=zeros), holding(clean, pier__forced__1__up=huge)
+    for one, two in ((a, b), (b, a)):
+        rows = [
+            compare._row(key, one.tensors[key], two.tensors[key]) for key in compare._common(one, two, {"notes": []})
+        ]
+        compare._judge_difference(one, two, rows)
+        json.dumps(rows, allow_nan=False)
+        (row,) = (row for row in rows if (row["layer"], row["operator"]) == ("1", "up"))
+        assert row["excess"] > 1
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # What is compared with what.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -82,7 +83,8 @@ def test_the_version_is_read_where_the_server_has_it(name, version):
         assert endpoint.version == version
         answer = endpoint.ask("completions", PROMPT, fresh=True, salt="s")
         chain = endpoint.recording("c", "completions", PROMPT, answer, "").chain
-        assert chain["server"] == " ".join(filter(None, dict.fromkeys((name, version, answer.fingerprint))))
+        said = (name, version, answer.fingerprint, endpoint.configuration)
+        assert chain["server"] == " ".join(filter(None, dict.fromkeys(said)))
         assert name in chain["client"]
 
 
@@ -256,6 +258,136 @@ def test_it_is_known_whether_others_are_served(name, route, busy):
         assert endpoint.running() == 3
         server.routes[route] = (404, {}, {})
         assert endpoint.running() is None
+
+
+CACHE = (
+    'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="%s",'
+    'enable_prefix_caching="%s"} 1.0\nprocess_start_time_seconds 1.76374712345e+09\n'
+)
+
+
+def props(**changes) -> dict:
+    settings = {"n_ctx": 4096, "params": {"temperature": 0.8, "seed": 7}, **changes.pop("settings", {})}
+    props = {
+        "default_generation_settings": settings,
+        "total_slots": 8,
+        "model_path": "/m/tiny.gguf",
+        "build_info": "b1",
+    }
+    return {**props, **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "route", "same", "other"),
+    [
+        ("vllm", "GET /metrics", [CACHE % (8, True), CACHE % (9, True)], CACHE % (8, False)),
+        (
+            "llama-server",
+            "GET /props",
+            [
+                props(),
+                props(is_sleeping=True),
+                props(settings={"params": {"seed": 8, "temperature": 0.8}, "is_processing": True}),
+            ],
+            props(total_slots=4),
+        ),
+        ("llama-server", "GET /props", [props()], props(model_path="/m/other.gguf")),
+        ("llama-server", "GET /props", [props()], props(settings={"params": {"temperature": 0.7}})),
+        (
+            "sglang",
+            "GET /server_info",
+            [
+                {"version": "1", "attention_backend": "fa3", "internal_states": [{"last_gen_throughput": speed}]}
+                for speed in (1.5, 2.5)
+            ],
+            {"version": "1", "attention_backend": "triton"},
+        ),
+    ],
+)
+def test_what_a_server_says_of_its_configuration_is_a_part_of_the_chain(name, route, same, other):
+    """What it was started with counts; what changes by itself does not."""
+    said = []
+    for answer in (*same, other):
+        content = answer.encode() if isinstance(answer, str) else answer
+        with served({**recorded(name), route: content}) as server:
+            endpoint = reach(server)
+            given = endpoint.ask("completions", PROMPT, fresh=True, salt="s")
+            said.append(endpoint.recording("c", "completions", PROMPT, given, "").chain["server"].split()[-1])
+    assert all(len(each) == 8 and int(each, 16) >= 0 for each in said)
+    assert len(set(said[:-1])) == 1
+    assert said[-1] != said[0]
+
+
+def test_a_configuration_that_changes_by_itself_is_none():
+    """Only what two reads in a row agree on counts, and a server that settles is waited for."""
+    slots = itertools.count()
+    with served(recorded("llama-server")) as server:
+        server.routes["GET /props"] = lambda _: props(total_slots=next(slots))
+        assert reach(server).configuration == ""
+        settling = itertools.chain(["early"], itertools.repeat("/m/tiny.gguf"))
+        server.routes["GET /props"] = lambda _: props(model_path=next(settling))
+        settled = reach(server).configuration
+        server.routes["GET /props"] = props()
+        assert settled == reach(server).configuration != ""
+    with served(recorded("vllm")) as server:
+        assert reach(server).configuration == ""  # it has no such metric
+
+
+def test_the_start_of_a_server_is_read_where_it_has_it():
+    """A vLLM process says it; others do not."""
+    with served({**recorded("vllm"), "GET /metrics": (CACHE % (8, True)).encode()}) as server:
+        assert reach(server).started == 1763747123.45
+    for name in ("vllm", "llama-server"):
+        with served(recorded(name)) as server:
+            assert reach(server).started is None
+
+
+SENT = 'model="tiny" max_tokens=64 temperature=0 stream=false'
+
+
+@pytest.mark.parametrize(
+    ("name", "api", "fresh", "settings"),
+    [
+        (
+            "trtllm",
+            "chat",
+            True,
+            SENT + " logprobs=true top_logprobs=5 seed=1 cache_salt=(new)",
+        ),
+        (
+            "llama-server",
+            "completions",
+            True,
+            SENT + " logprobs=5 seed=1 cache_prompt=false",
+        ),
+        (
+            "llama-server",
+            "completions",
+            False,
+            SENT + " logprobs=5 seed=1 cache_prompt=true",
+        ),
+        ("transformers", "chat", True, SENT),
+    ],
+)
+def test_the_settings_are_all_that_was_sent(name, api, fresh, settings):
+    """Every field but the prompt, with the one against the cache; of a salt no value, which no two requests share."""
+    with served(recorded(name)) as server:
+        endpoint = reach(server)
+        for salt in ("s1", "s2"):
+            answer = endpoint.ask(api, PROMPT, fresh=fresh, salt=salt)
+            assert endpoint.recording("c", api, PROMPT, answer, "").chain["settings"] == settings
+        body = server.asked("/completions" if api == "completions" else "/chat/completions")[-1]
+        assert {field.partition("=")[0] for field in settings.split()} == set(body) - {"prompt", "messages"}
+
+
+def test_the_settings_of_a_scored_prompt_are_its_own():
+    """One token is asked for, and the field that scores."""
+    with served(recorded("vllm")) as server:
+        endpoint = reach(server)
+        chain = endpoint.recording("c", "forced", PROMPT, endpoint.score(PROMPT), "").chain
+    assert chain["settings"] == (
+        'model="tiny" max_tokens=1 temperature=0 stream=false prompt_logprobs=5 return_token_ids=true cache_salt=(new)'
+    )
 
 
 def test_the_prompts_ids_come_from_the_answer_or_the_tokenizer():

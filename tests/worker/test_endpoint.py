@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 import socket
@@ -261,6 +262,33 @@ def test_a_busy_server_is_asked_again_a_few_times(after, waits):
         assert Client(url=server.url, sleep=slept.append).api("/models").json() == models("tiny")
 
 
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("route", ["GET /version", "GET /metrics"])
+def test_a_hiccup_of_an_optional_path_never_changes_the_chain(monkeypatch, status, route):
+    """It is tried again, and where it stays it ends the run: a version that is missing once is another chain."""
+    monkeypatch.setattr(http, "PATIENCE", 0.0)  # a wish to wait at all ends the waiting
+    refusal = (status, {}, {"error": "no upstream"})
+    with served(routes_of("vllm")) as server:
+        steady = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        good = server.routes[route]
+        server.routes[route] = refusal
+        assert f"{route.replace(' ', f' {server.url[:-3]}')}: refused with {status}" in reason(run, server.url)
+        monkeypatch.setattr(http, "PATIENCE", 10.0)
+        answers = itertools.chain([refusal], itertools.repeat(good))
+        server.routes[route] = lambda _: next(answers)
+        again = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        assert again == steady
+
+
+@pytest.mark.parametrize("route", ["GET /props", "GET /slots", "POST /tokenize", "POST /apply-template"])
+def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
+    """Also those that are asked in the middle of a run."""
+    monkeypatch.setattr(http, "PATIENCE", 0.0)
+    with served(routes_of("llama-server")) as server:
+        server.routes[route] = (503, {}, {"error": "loading model"})
+        assert f"{route.split()[1]}: refused with 503" in reason(run, server.url, settings={"dialect": "llama-server"})
+
+
 def test_a_server_that_wants_to_be_left_alone_is_left_alone():
     """A long Retry-After is said instead of waited for."""
     with served({"GET /v1/models": (429, {"Retry-After": "3600"}, {})}) as server:
@@ -484,38 +512,72 @@ def test_a_fresh_request_has_a_salt_that_no_other_had_and_a_warm_one_the_same():
         assert asked == [False, True]
 
 
-def test_a_baseline_has_thirty_recordings_of_every_case_alone_and_under_load():
-    """With 2, 4 and 8 requests of our own at once, so that batched modes show."""
-    routes = routes_of("llama-server")
-    active, peaks, lock = [0], set(), threading.Lock()
+class Counting:
+    """Counts the requests that a server serves at the same time; beyond `most` of them it refuses or is slow.
 
-    def counted(answer):
+    After `alone` of them each takes long enough to meet the others.
+    """
+
+    def __init__(self, alone: int, most: int = 99, refusal=None) -> None:
+        self.alone, self.most, self.refusal = alone, most, refusal
+        self.active, self.lock = 0, threading.Lock()
+        self.peaks: list[int] = []
+
+    def __call__(self, answer):
         def route(body):
-            with lock:
-                active[0] += 1
-                peaks.add(active[0])
-            time.sleep(0.002)
-            with lock:
-                active[0] -= 1
-            return answer(body)
+            with self.lock:
+                self.active += 1
+                self.peaks.append(self.active)
+                refused = self.active > self.most
+            time.sleep(0.1 if len(self.peaks) > self.alone else 0.002)
+            with self.lock:
+                self.active -= 1
+            if refused and self.refusal is None:
+                time.sleep(1.5)
+            return self.refusal if refused and self.refusal else answer(body)
 
         return route
 
-    for path in ("POST /v1/completions", "POST /v1/chat/completions"):
-        routes[path] = counted(routes[path])
-    with served(routes) as server:
-        facts = run(server.url, baselining=True, budget=100.0)
+    def around(self, name: str) -> dict:
+        routes = routes_of(name)
+        for path in ("POST /v1/completions", "POST /v1/chat/completions"):
+            routes[path] = self(routes[path])
+        return routes
+
+
+def skipped(facts: list) -> list[tuple[str, str]]:
+    return [(fact.case, fact.reason) for fact in facts if isinstance(fact, Skipped)]
+
+
+@pytest.mark.parametrize("apis", [("completions", "chat"), ("chat",)])
+def test_a_baseline_asks_every_case_alone_first_and_then_under_load(apis):
+    """So often alone that the judge may call it bit-stable, then with 2, 4 and 8 requests of our own at once."""
+    alone = 16 * 4 * len(apis)
+    counting = Counting(alone)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": list(apis)})
     found = recordings(facts)
-    assert len(found) == 8
+    assert len(found) == 4 * len(apis)
     for case, each in found.items():
-        conditions = [recording.condition for recording in each]
-        assert len(each) >= 30, case
-        assert conditions.count("idle") >= 10
-        assert conditions.count("loaded") >= 15
+        assert [recording.condition for recording in each] == ["idle"] * 16 + ["loaded"] * 16, case
         assert len({recording.digest for recording in each}) == 1
         assert len({json.dumps(dict(recording.chain)) for recording in each}) == 1
-    assert max(peaks) >= 5
-    assert [fact for fact in facts if isinstance(fact, Skipped)] == []
+    assert max(counting.peaks[:alone]) == 1
+    assert max(counting.peaks[alone:]) >= 5
+    assert skipped(facts) == []
+
+
+def test_one_prompt_on_one_api_has_as_many_recordings(tmp_path):
+    """There is no other to stand beside it."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompts": [{"name": "mine", "text": PROMPT.text, "tokens": 32}]}))
+    settings = {"apis": ["chat"], "prompts": str(path)}
+    with served(routes_of("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings=settings)
+    assert {case: len(each) for case, each in recordings(facts).items()} == {
+        "chat/mine/fresh": 32,
+        "chat/mine/warm": 32,
+    }
 
 
 def test_a_baseline_ends_with_its_budget():
@@ -523,8 +585,105 @@ def test_a_baseline_ends_with_its_budget():
     with served(routes_of("vllm")) as server:
         facts = run(server.url, baselining=True, budget=1e-6)
     assert len(recordings(facts)) >= 1
-    (skipped,) = (fact for fact in facts if isinstance(fact, Skipped))
-    assert (skipped.case, skipped.reason) == ("baseline", "1 of 24 rounds in 1e-06 s")
+    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in 1e-06 s; more to come")]
+
+
+class Turns:
+    """A clock whose budget is spent after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __call__(self) -> float:
+        self.looks -= 1
+        return 0.0 if self.looks >= 0 else 1000.0
+
+
+def test_a_baseline_goes_on_where_an_earlier_run_ended(tmp_path):
+    """Alone first, round by round over every case; then under load; and from the start when all is done or changed."""
+    memory = str(tmp_path / "memory")
+    wanted = {"baselining": True, "budget": 100.0, "memory": memory, "settings": {"apis": ["chat"]}}
+
+    def conditions(looks: int) -> list[tuple[int, int]]:
+        found = recordings(run(server.url, clock=Turns(looks), **wanted))
+        every = [[recording.condition for recording in each] for each in found.values()]
+        return sorted({(each.count("idle"), each.count("loaded")) for each in every})
+
+    with served(routes_of("llama-server")) as server:
+        assert conditions(20) == [(10, 0)]
+        assert conditions(16) == [(6, 4)]
+        assert conditions(10**6) == [(1, 16)]
+        assert conditions(20) == [(10, 0)]
+        server.routes["GET /props"] = {**server.routes["GET /props"], "build_info": "b2"}
+        assert conditions(28) == [(14, 0)]
+        (file,) = (tmp_path / "memory").iterdir()
+        for damage in ("", "[]", "[1, 2, 3]", "7", "{}"):
+            file.write_text(damage)
+            assert conditions(4) == [(2, 0)]
+        file.unlink()
+        file.mkdir()
+        assert conditions(4) == [(2, 0)]
+
+
+BUSY = (429, {"Retry-After": "3600"}, {"error": {"message": "queue is full"}})
+
+
+@pytest.mark.parametrize("refusal", [BUSY, (503, {"Retry-After": "3600"}, {}), (500, {}, {"error": "no memory"}), None])
+def test_a_load_that_a_server_does_not_take_is_halved(refusal):
+    """Refused or too slow under our own load: what it took is kept, and the run ends well, saying which it was."""
+    counting = Counting(64, 4, refusal)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"], "timeout": 1.0})
+    for each in recordings(facts).values():
+        kinds = [recording.condition for recording in each]
+        assert kinds[:16] == ["idle"] * 16
+        assert kinds[16:] == ["loaded"] * len(kinds[16:])
+        assert 13 <= len(kinds[16:]) <= 16  # one that was left over would have been alone
+    ((case, text),) = skipped(facts)
+    assert case == "baseline"
+    assert "the server did not take 8 requests of ours at once: POST " in text
+    assert "not take 2 requests" not in text
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert "requests of ours at once" in absent["endpoint_token_seconds{api=chat}"]
+
+
+def test_a_server_that_takes_one_request_alone_is_learnt_alone():
+    """The loaded part ends, the run does not."""
+    counting = Counting(64, 1, BUSY)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"]})
+    for each in recordings(facts).values():
+        assert [recording.condition for recording in each][:16] == ["idle"] * 16
+        assert len(each) <= 18
+    ((case, text),) = skipped(facts)
+    assert case == "baseline"
+    assert "the server did not take 2 requests of ours at once: " in text
+    assert text.endswith("it wants to be left alone for 3600 s")
+    assert max(counting.peaks) == 2
+    assert any(isinstance(fact, Reading) and fact.name == "switches" for fact in facts)
+
+
+def test_a_server_that_dies_under_our_load_has_been_recorded():
+    """Nothing after that ends the run as skipped, and latencies are absent with that reason."""
+    routes = routes_of("vllm")
+    asked = []
+    answers = {path: routes[path] for path in routes if path.startswith("POST")}
+
+    def dying(path):
+        def route(body):
+            asked.append(path)
+            return answers[path](body) if len(asked) <= 16 * 10 else (500, {}, {"error": "EngineCore died"})
+
+        return route
+
+    routes |= {path: dying(path) for path in answers}
+    with served(routes) as server:
+        facts = run(server.url, baselining=True, budget=100.0)
+    assert {len(each) for each in recordings(facts).values()} == {16}
+    ((_, text),) = skipped(facts)
+    assert "EngineCore died" in text
+    absent = {fact.name for fact in facts if isinstance(fact, Absent)}
+    assert {f"endpoint_first_token_seconds{{api={api}}}" for api in ("completions", "chat")} <= absent
 
 
 def test_a_spent_budget_leaves_cases_out_aloud():
@@ -620,9 +779,13 @@ def test_latencies_come_from_a_stream_of_their_own():
             assert 0 <= readings[f"endpoint_token_seconds{{api={api}}}"].value < 10.0
         assert readings["endpoint_prompt_tokens{api=completions,prompt=reef}"].value == 14
         assert readings["endpoint_nonfinite"].value == 0
+        assert "endpoint_start_time_seconds" not in readings
+        server.routes["GET /metrics"] = b"process_start_time_seconds 1.76374712345e+09\n"
+        (started,) = (fact for fact in run(server.url) if getattr(fact, "name", "") == "endpoint_start_time_seconds")
+        assert (started.value, started.unit, started.key) == (1763747123.45, "seconds", "endpoint_start_time_seconds")
         assert "dialect=vllm" in readings["switches"].value
         streamed = [body for body in server.asked("/completions") if body["stream"]]
-        assert [body["max_tokens"] for body in streamed] == [16]
+        assert [body["max_tokens"] for body in streamed] == [16, 16]
 
 
 def test_a_server_that_does_not_stream_has_no_latencies():
@@ -630,6 +793,7 @@ def test_a_server_that_does_not_stream_has_no_latencies():
     with served(recorded("llama-server")) as server:
         facts = run(server.url)
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert "(llama-server) does not say when it started" in absent.pop("endpoint_start_time_seconds")
     assert set(absent) == {
         f"endpoint_{name}_seconds{{api={api}}}" for name in ("first_token", "token") for api in ("completions", "chat")
     }
@@ -664,7 +828,7 @@ def test_a_server_without_probabilities_is_judged_by_text_aloud():
         facts = run(server.url, settings={"model": "/srv/tiny"})
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
     assert {"endpoint_logprobs{api=completions}", "endpoint_logprobs{api=chat}", "endpoint_nonfinite"} <= set(absent)
-    assert set(absent.values()) == {PROBED.BLIND}
+    assert {reason for name, reason in absent.items() if name != "endpoint_start_time_seconds"} == {PROBED.BLIND}
     for each in recordings(facts).values():
         assert (each[0].values, each[0].margins, each[0].text) == ((), (), "syools")
 
