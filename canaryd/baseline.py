@@ -107,10 +107,11 @@ class Baseline:
             idle = any(IDLE in k.counts for k in self.known)
             if not loaded <= alone or (idle and not loaded):
                 return False
-        return self._record(condition) >= STEADY
+        return self.record(condition) >= STEADY
 
-    def _record(self, condition: str) -> int:
+    def record(self, condition: str) -> int:
         """Return for how many recordings in a row no new vector came, up to the first that was strange."""
+        condition = self.under(condition)
         clean = self.calm if self.strange else self.passed
         return self.steady.get(condition, 0) + clean.get(condition, 0)
 
@@ -127,16 +128,17 @@ class Baseline:
         finite = [d for d in nearest if math.isfinite(d)]
         return finite[-2] if len(finite) > 2 else None
 
-    def rate(self, condition: str) -> float:
+    def rate(self, condition: str, others: Iterable[Baseline] = ()) -> float:
         """Return an upper bound of the chance that a healthy device gives a vector as far out as an unknown one.
 
         A stable case: n recordings in a row without a new vector bound the rate of new ones by 1 - 0.05^(1/n) at
-        95 % (the rule of three). An unsteady one: among m + 1 exchangeable recordings the last is one of the two
-        farthest out with a chance of 2 / (m + 1).
+        95 % (the rule of three); those of `others` count as well, where they are stable too. An unsteady one: among
+        m + 1 exchangeable recordings the last is one of the two farthest out with a chance of 2 / (m + 1).
         """
         condition = self.under(condition)
         if self.stable(condition):
-            return -math.expm1(math.log(0.05) / self._record(condition))
+            pool = (self, *(b for b in others if b.key != self.key and b.complete and b.stable(condition)))
+            return -math.expm1(math.log(0.05) / sum(b.record(condition) for b in pool))
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 

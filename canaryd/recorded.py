@@ -303,7 +303,9 @@ def departed(record: Record) -> Iterator[Finding]:
 def _weigh(record: Record, away: Sequence[Sighting]) -> tuple[State, str]:
     """Return what unknown vectors of one case amount to, and the sentence that says by which test."""
     wanted, baseline = record.policy.confirm_runs, away[-1].baseline
-    rate = baseline.rate(away[-1].recording.condition)
+    # What healthy hardware does seldom, it does as seldom in one case of a probe as in another.
+    others = [b for b in record.baselines.values() if b.probe == baseline.probe and b.stack == baseline.stack]
+    rate = baseline.rate(away[-1].recording.condition, others)
     grounds = f"a healthy device gives such bits in at most {rate:.2g} of its runs"
     roots = [s.run for s in away if not s.run.confirms]
     again = {root.id: record.reruns.get(root.id, []) for root in roots}
@@ -418,6 +420,8 @@ def chain_changed(record: Record) -> Iterator[Finding]:
             continue
         if own is not None and own.complete and (own.accepted or record.now - own.first > record.policy.week):
             continue
+        if own is not None and own.complete and own.first <= before.first:
+            continue  # back on a chain that was known before
         differ = changed({**before.stack, **before.chain}, {**run.stack, **recording.chain})
         model = any(link in MODEL_LINKS for link, _, _ in differ)
         groups[probe, spoken(differ), own is not None and own.complete, model].append((run, recording, own))

@@ -230,6 +230,25 @@ def test_another_instruction_set_is_no_changed_chain():
     assert history.found() == {}
 
 
+def test_back_on_a_known_chain_nothing_is_new():
+    """A rollback is compared with what it gave before."""
+    history = History().learn(9 * DAY)
+    history.learn(8 * DAY, recording(0.5, chain=CHAIN | {"checkpoint": "c2"}))
+    history.add(HOUR, GOOD)
+    assert history.found() == {}
+
+
+def test_cases_of_one_probe_make_one_record():
+    """Two re-runs are enough where several cases have shown how seldom a new vector comes."""
+    policy = dataclasses.replace(POLICY, confirm_runs=2)
+    history = History(policy=policy).learn()
+    for name in ("tale", "saga", "ode"):
+        history.learn(9 * DAY, recording(case=name))
+    first = history.add(HOUR, STRANGE)
+    history.confirm(first, STRANGE, STRANGE)
+    assert history.found()["recording-departed"].state is State.SUSPECT
+
+
 def test_what_changed_is_told_beside_what_was_there_last():
     """After an excursion to another server and back, a new tokenizer is all that is new."""
     history = History().learn(9 * DAY)
