@@ -10,6 +10,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from canaryd.model import printable
@@ -33,7 +34,7 @@ def table(result: Mapping[str, Any]) -> str:
     """Return the comparison for a terminal: the verdict, what was compared, and the pass in which they part."""
     verdict = result["verdict"]
     lines = _wrapped(f"{WORDS[verdict['kind']]}: ", verdict["why"])
-    lines += [_head(which, result[which.lower()]) for which in "AB"]
+    lines += [line for which in "AB" for line in _head(which, result)]
     lines += [line for note in result["notes"] for line in _wrapped("note: ", note)]
     for found in result["tokens"]:
         lines += _wrapped("token: ", _token(found))
@@ -53,9 +54,16 @@ def _wrapped(lead: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
 
 
-def _head(which: str, header: Mapping[str, Any]) -> str:
-    drill = f"  DRILL at {header['drill']}" if header["drill"] else ""
-    return f"{which}: {header['dtype']} {header['path']}, {header['date']}, {header['device_model']}{drill}"
+def _head(which: str, result: Mapping[str, Any]) -> list[str]:
+    header = result[which.lower()]
+    drill = f", DRILL at {header['drill']}" if header["drill"] else ""
+    what = f"{header['dtype']} {header['path']}, {header['date']}, {header['device_model']}, {header['device']}{drill}"
+    return _wrapped(f"{which}: ", f"{_file(which, result)}{what}")
+
+
+def _file(which: str, result: Mapping[str, Any]) -> str:
+    path = result.get("files", {}).get(which.lower(), "")
+    return f"{Path(path).name}, " if path else ""
 
 
 def _token(found: Mapping[str, Any]) -> str:
@@ -198,7 +206,7 @@ def page(result: Mapping[str, Any]) -> str:
         f"<title>canaryd compare: {html.escape(kind)}</title><style>{STYLE}</style></head><body>",
         f'<h1 class="{html.escape(kind.split()[0])}">{WORDS[kind]}</h1><p>{html.escape(verdict["why"])}</p>',
         '<div class="two">',
-        *(_card(which, result[which.lower()]) for which in "AB"),
+        *(_card(which, result) for which in "AB"),
         "</div>",
     ]
     if result["notes"] or result["tokens"]:
@@ -219,9 +227,10 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _card(which: str, header: Mapping[str, Any]) -> str:
+def _card(which: str, result: Mapping[str, Any]) -> str:
+    header = result[which.lower()]
     lines = [
-        f"{header['dtype']}, {header['path']}, {header['date']}",
+        f"{_file(which, result)}{header['dtype']}, {header['path']}, {header['date']}",
         f"{header['device_model']} ({header['backend']})",
         header["device"],
         f"model {header['model']} ({header['digest']})",

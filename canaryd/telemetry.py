@@ -796,13 +796,17 @@ LINES: Mapping[str, tuple[State, Cause, str]] = {
 
 def kernel_lines(signs: Signs) -> Iterator[Finding]:
     """Other lines of the kernel log that explain what follows; each for a day."""
+    lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in (e for events in signs.by_kind.values() for e in events if signs.now - e.last <= DAY):
-        found = LINES.get(f"{event.kind} {event.name}") or LINES.get(event.kind)
+        lines[event.kind, event.name].append(event)
+    for (kind, name), events in lines.items():
+        found = LINES.get(f"{kind} {name}") or LINES.get(kind)
         if found is not None:
             state, cause, what = found
-            times = f"{event.count:g} times, last " if event.count > 1 else ""
-            text = f"{what}, {times}{signs.moment(event.last)}: {event.detail.rstrip('.')}. Over after a day"
-            yield _finding(f"kernel-{event.kind}", state, cause, text)
+            newest, count = max(events, key=lambda e: e.last), sum(e.count for e in events)
+            times = f"{count:g} times, last " if count > 1 else ""
+            text = f"{what}, {times}{signs.moment(newest.last)}: {newest.detail.rstrip('.')}. Over after a day"
+            yield _finding(f"kernel-{kind}", state, cause, text)
 
 
 def changed(signs: Signs) -> Iterator[Finding]:
