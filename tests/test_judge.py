@@ -17,6 +17,7 @@ from canaryd.model import (
     Device,
     Evidence,
     Exactness,
+    Finding,
     Outcome,
     Reading,
     Run,
@@ -115,6 +116,8 @@ def signs(*, remap_failed=0, age=5.0):
     )
 
 
+DEPARTED = Finding(rule="recording-departed", state=State.SUSPECT, cause=Cause.HARDWARE, message="story: unknown bits")
+CHANGED = Finding(rule="chain-changed", state=State.UNKNOWN, cause=Cause.SOFTWARE, message="story: another model")
 H, S, E, N, U = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.HARNESS, Cause.UNDETERMINED
 
 
@@ -534,6 +537,21 @@ SCENARIOS = {
             peers=[(TWIN, [run(HOUR, right(seed=1000), of=TWIN)])],
         ),
         FAULTY, H, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    # recordings, and endpoints
+    "a recording departed": lambda: (
+        ask(fresh(), recorded=[DEPARTED]), SUSPECT, H, {"recording-departed"},
+    ),
+    "the one endpoint behind which it is alone departed": lambda: (
+        ask(fresh(), serving={"endpoint:main": [DEPARTED]}, served_by={"endpoint:main": 1}),
+        SUSPECT, H, {"endpoint-departed"},
+    ),
+    "an endpoint behind which it is one of two departed": lambda: (
+        ask(fresh(), serving={"endpoint:main": [DEPARTED]}, served_by={"endpoint:main": 2}),
+        SUSPECT, U, {"endpoint-departed"},
+    ),
+    "an endpoint's own troubles are none of its devices'": lambda: (
+        ask(fresh(), serving={"endpoint:main": [CHANGED]}, served_by={"endpoint:main": 1}), HEALTHY, Cause.NONE, set(),
     ),
     # drills
     "a drill in the real world": lambda: (
