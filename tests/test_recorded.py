@@ -420,6 +420,24 @@ def test_under_load_only_idle_answers_count_where_they_can_be_had():
     assert history.found()["recording-departed"].state is State.SUSPECT
 
 
+def test_now_and_then_an_answer_that_is_called_idle_was_not():
+    """Gauges are read before and after a request: on a server that batches only re-runs tell, and they do."""
+    idle, loaded = (dataclasses.replace(GOOD, condition=c) for c in ("idle", "loaded"))
+    history = History()
+    mixed = [dataclasses.replace(recording(n / 1000), condition="loaded") for n in range(1, 8)]
+    history.add(9 * DAY, *[idle] * 16, *mixed, *[loaded] * 9, baselining=True)
+    for n in range(600):
+        history.add(8 * DAY - n, idle)
+    strange = dataclasses.replace(recording(0.006), condition="idle", digest="ab")
+    for n in range(8):
+        first = history.add(2 * DAY - n * HOUR, strange)
+        history.confirm(first, idle, idle, idle)
+    assert history.found()["recording-not-repeated"].state is State.HEALTHY
+    first = history.add(HOUR, strange)
+    history.confirm(first, strange, strange, strange)
+    assert history.found()["recording-departed"].state is State.SUSPECT
+
+
 def test_a_suspicion_on_a_chain_that_is_gone_clears_on_the_next():
     """The clean runs that are wanted can only come on what is served now."""
     history = departed(STRANGE, STRANGE, STRANGE)
