@@ -581,7 +581,8 @@ class Engine:
         return all(f.state.severity < State.SUSPECT.severity or f.rule == "endpoint-departed" for f in found)
 
     def _endpoint(self, device: Device) -> EndpointConfig:
-        return endpoints.named(self.config)[device.uuid.partition(":")[2]]
+        # One that a reload took out of the configuration stays known for a while.
+        return endpoints.named(self.config).get(device.uuid.partition(":")[2], EndpointConfig())
 
     def _stack_behind(self, device: Device) -> dict[str, str]:
         """Return the software below a server: what its devices, and the host, say of themselves."""

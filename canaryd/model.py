@@ -205,9 +205,11 @@ class Recording:
     condition: str = ""
     """"idle" or "loaded" where it is known whether others were served at the same time; "" where not."""
     tokens: tuple[str, ...] = ()
-    """What was generated, one entry per position: ids as text, or the tokens' own text where there are no ids."""
+    """What was generated, one entry per position: ids as text, or the tokens' own text where there are no ids; empty
+    for a kernel's result."""
     values: tuple[float | None, ...] = ()
-    """Natural logarithm of each token's probability; None where it is not given or not finite."""
+    """Natural logarithm of each token's probability; of a kernel's result one value per tile, row by row. None where it
+    is not given or not finite."""
     margins: tuple[float | None, ...] = ()
     """The best token's log probability minus the second best's, per position; None where not known."""
     text: str = ""
@@ -221,7 +223,7 @@ class Recording:
         return stack_id(self.chain)
 
 
-LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client")
+LINKS = ("dtype", "checkpoint", "config", "tokenizer", "template", "prompt", "settings", "server", "client", "kernel")
 """The chain of boundaries from weights to answer, in the order in which a change is looked for; another dtype also
 changes the bytes of the checkpoint."""
 
@@ -339,6 +341,8 @@ class Run:
     """The cases whose recordings a baseline was learnt from: they say nothing beside it."""
     baselining: bool = False
     """Whether it was asked to show every legitimate mode, for the judge had no complete baseline."""
+    intensity: str = ""
+    """How a retest loaded the device: one of `INTENSITIES`; "" for a run as usual."""
 
     @property
     def whole(self) -> bool:
@@ -361,6 +365,22 @@ class Run:
         return stack_id(self.stack)
 
 
+INTENSITIES = ("repeated", "content", "steady", "pulsed", "idle")
+"""How a retest asks harder than the run that called for it: the same bytes many times, other content, under steady
+load, under load that comes and goes, and after the device has idled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """Another explanation of what a finding says, and why it was rejected or is still open."""
+
+    cause: Cause
+    why: str
+    """A sentence."""
+    rejected: bool
+    """False while it is open."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One sentence that an operator can act on."""
@@ -375,6 +395,25 @@ class Finding:
     repro: str = ""
     runs: tuple[str, ...] = ()
     """Ids of the runs it rests on."""
+    rivals: tuple[Rival, ...] = ()
+    """The other causes that were considered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ack:
+    """An operator's word about a device: that a fault is known, or that the part was repaired or replaced."""
+
+    device: str
+    """`Device.uuid`."""
+    kind: str
+    """"acknowledged", "repaired" or "replaced"."""
+    at: float
+    """Seconds since the epoch."""
+    reason: str
+    until: float = 0.0
+    """When an acknowledgement ends; 0.0 for what does not end."""
+    by: str = ""
+    """Who said so, as far as the system knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What canaryd remembers: runs, baselines, polls, events, devices, verdicts, counters, in one SQLite file for all.
+"""What canaryd remembers: runs, baselines, polls, events, devices, verdicts, acks, counters, in one SQLite file.
 
 Each write is one short transaction. A write that the disk refuses goes to an equal database in memory instead, which
 is part of every answer and moves to disk as soon as that works again. So a full disk, a read-only directory or a
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode
 
 from canaryd.baseline import Baseline
-from canaryd.model import Device, Event, Outcome, Run, Verdict, from_json, to_json
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, from_json, to_json
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
@@ -74,6 +74,8 @@ ADD_BASELINE = (
     f"INSERT INTO baselines ({BASELINE}) VALUES (?, ?, ?, ?) ON CONFLICT (device, key) DO UPDATE"
     " SET last = excluded.last, body = excluded.body"
 )
+ACK = "device, kind, at, body"
+ADD_ACK = f"INSERT INTO acks ({ACK}) VALUES (?, ?, ?, ?) ON CONFLICT (device, kind, at) DO NOTHING"
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 T = TypeVar("T")
@@ -171,7 +173,14 @@ def _version_3(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3)
+def _version_4(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE acks (number INTEGER PRIMARY KEY, device TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL,"
+        " body BLOB NOT NULL, UNIQUE (device, kind, at))"
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4)
 """In order; the database's `user_version` is the number of those it has had."""
 
 
@@ -320,6 +329,20 @@ class Store:
         stored, waiting = self._read(query, device, device)
         newest = {(uuid, key): body for uuid, key, body in (*stored, *waiting)}
         return self._unpack(Baseline, [(f"{uuid} {key}", body) for (uuid, key), body in newest.items()])
+
+    # An operator's word
+
+    def add_ack(self, ack: Ack) -> bool:
+        """Keep what an operator said of a device, for good: it is evidence too. False: only in memory so far."""
+        row = (ack.device, ack.kind, ack.at, _pack(ack))
+        return self._store(lambda db: db.execute(ADD_ACK, row))
+
+    def acks(self, device: str | None = None) -> list[Ack]:
+        """Return what operators said of a device, or of all, newest last."""
+        stored, waiting = self._read(
+            "SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device
+        )
+        return sorted(self._unpack(Ack, [*stored, *waiting]), key=lambda a: a.at)
 
     # Telemetry
 
@@ -587,6 +610,7 @@ class Store:
             events = memory.execute(f"SELECT {EVENT}, hour FROM events").fetchall()
             notes = memory.execute("SELECT name, value FROM notes").fetchall()
             baselines = memory.execute(f"SELECT {BASELINE} FROM baselines").fetchall()
+            acks = memory.execute(f"SELECT {ACK} FROM acks ORDER BY number").fetchall()
 
             def write(db: sqlite3.Connection) -> None:
                 db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
@@ -596,12 +620,13 @@ class Store:
                 db.executemany(ADD_EVENT, events)  # noqa: B023
                 db.executemany(NOTE, notes)  # noqa: B023
                 db.executemany(ADD_BASELINE, baselines)  # noqa: B023
+                db.executemany(ADD_ACK, acks)  # noqa: B023
                 for verdict in verdicts:  # noqa: B023
                     _add_verdict(db, verdict)
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
-            for table in ("devices", "counters", "verdicts", "polls", "events", "notes", "baselines"):
+            for table in ("devices", "counters", "verdicts", "polls", "events", "notes", "baselines", "acks"):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH
 
@@ -819,7 +844,7 @@ def _baseline_key(baseline: Baseline) -> str:
     return json.dumps(baseline.key, separators=(",", ":"))
 
 
-def _pack(value: Run | Device | Verdict | Baseline) -> bytes:
+def _pack(value: Run | Device | Verdict | Baseline | Ack) -> bytes:
     # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
     return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
 
