@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from canaryd.model import LINKS, Recording, Run, stack_id
+from canaryd.chance import rate_bound
+from canaryd.model import LINKS, Exactness, Recording, Run, stack_id
 
 LEARN = 30
 """Recordings from which a baseline is learnt (ours: 29 in a row without a new vector bound its rate by 9.8 %)."""
@@ -73,6 +74,10 @@ class Baseline:
     """When it was last needed."""
     accepted: str = ""
     """Why an operator took an unknown vector into it; "" where that never happened."""
+    referenced: bool = False
+    """Whether, all the while it was learnt, a reference confirmed the same results to within a bound."""
+    pinned: str = ""
+    """Why an operator fixed it: no vector is added, and it is kept for good; "" where that never happened."""
 
     @functools.cached_property
     def key(self) -> Key:
@@ -124,7 +129,7 @@ class Baseline:
         mine = [k.recording for k in self.known if condition == EVERY or condition in k.counts]
         pairs = [(a, _nearest(a, [b for b in mine if b is not a])) for a in mine]
         # Where not even the first token is shared there is nothing to measure by.
-        nearest = sorted(_distance(b, a)[0] for a, b in pairs if b is not None and _common(a, b))
+        nearest = sorted(_distance(b, a)[0] for a, b in pairs if b is not None and (_common(a, b) or not a.tokens))
         finite = [d for d in nearest if math.isfinite(d)]
         return finite[-2] if len(finite) > 2 else None
 
@@ -138,7 +143,7 @@ class Baseline:
         condition = self.under(condition)
         if self.stable(condition):
             pool = (self, *(b for b in others if b.key != self.key and b.complete and b.stable(condition)))
-            return -math.expm1(math.log(0.05) / sum(b.record(condition) for b in pool))
+            return rate_bound(sum(b.record(condition) for b in pool))
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
@@ -160,6 +165,8 @@ class Departure:
     """The nearest known vector."""
 
     def __str__(self) -> str:
+        if not self.known.tokens:
+            return self._of_tiles()
         tokens = "every token is the same"
         if self.position is not None:
             margin = f", where the known one led by {self.margin:.3g}" if self.margin is not None else ""
@@ -170,6 +177,15 @@ class Departure:
             return f"{tokens}, and a log probability is missing or not finite"
         noise = f" (known ones differ by {self.noise:.3g})" if self.noise else ""
         return f"{tokens}, log probabilities differ by up to {self.distance:.3g}{noise}"
+
+    def _of_tiles(self) -> str:
+        """Return in words how the result of a kernel differs."""
+        if self.position is None:
+            return "the bits are others, the mean of every tile is the same"
+        if math.isinf(self.distance):
+            return f"tile {self.position} of {len(self.known.values)} is not finite"
+        noise = f" (known ones differ by {self.noise:.3g})" if self.noise else ""
+        return f"tile {self.position} of {len(self.known.values)} differs most, its mean by {self.distance:.3g}{noise}"
 
 
 def key_of(run: Run, recording: Recording) -> Key:
@@ -202,7 +218,22 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
         learnt[condition] = learnt.get(condition, 0) + 1
         steady[condition] = steady.get(condition, 0) + 1 if seen else 0
     known = _counted(before.known, run, recording)
-    return replace(before, known=known, learnt=learnt, steady=steady, last=run.started, used=run.started)
+    return replace(
+        before,
+        known=known,
+        learnt=learnt,
+        steady=steady,
+        last=run.started,
+        used=run.started,
+        referenced=_confirmed(run, recording) and (before.referenced or not before.known),
+    )
+
+
+def _confirmed(run: Run, recording: Recording) -> bool:
+    """Whether the run held the same case against a reference, by a margin or a bound, and it passed."""
+    of = [c for c in run.comparisons if f"{recording.case}/".startswith(f"{c.case}/")]
+    held = [c for c in of if c.exactness is Exactness.MARGIN and c.trials]
+    return bool(held) and not any(c.wrong for c in of)
 
 
 def count(before: Baseline, run: Run, condition: str, *, strange: bool) -> Baseline:
@@ -283,8 +314,11 @@ def _common(a: Recording, b: Recording) -> int:
 def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
     """Return the largest difference on the common prefix, in nats, and where the tokens part.
 
-    Where there is nothing to compare by (no tokens, no values), any difference of the digests is infinite.
+    Of a kernel's result: the largest difference of a tile's mean, and which tile that is. Where there is nothing to
+    compare by (no tokens, no values), any difference of the digests is infinite.
     """
+    if not a.tokens and not b.tokens and a.values and len(a.values) == len(b.values):
+        return _distance_of_tiles(a.values, b.values)
     common = _common(a, b)
     position = common if common < max(len(a.tokens), len(b.tokens)) else None
     if not a.tokens or len(a.values) < common or len(b.values) < common:
@@ -293,6 +327,13 @@ def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
     if any(x is not None and (y is None or not math.isfinite(y)) for x, y in pairs):
         return math.inf, position
     return max((abs(x - y) for x, y in pairs if x is not None and y is not None), default=0.0), position
+
+
+def _distance_of_tiles(a: Sequence[float | None], b: Sequence[float | None]) -> tuple[float, int | None]:
+    pairs = zip(a, b, strict=True)
+    apart = [0.0 if x == y else math.inf if x is None or y is None else abs(x - y) for x, y in pairs]
+    farthest = max(apart)
+    return farthest, apart.index(farthest) if farthest else None
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:

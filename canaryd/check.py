@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd import judge, schedule
-from canaryd.endpoints import BACKEND
 from canaryd.engine import Engine
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, Skipped, State, Verdict
 from canaryd.schedule import Plan
@@ -159,7 +158,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     deaf = [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]
     unread = [f"what {', '.join(deaf)} says of itself: no telemetry probe was run for it"] if deaf else []
     unread += [f"the kernel log: {engine.watch.log_problem}"] if engine.watch.log_problem else []
-    unread += [] if any(d.backend == BACKEND for d in result.devices) else [NO_ENDPOINT]
+    unread += [] if any(d.is_endpoint for d in result.devices) else [NO_ENDPOINT]
     result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 

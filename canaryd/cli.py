@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 from canaryd import __version__, baselines, check, comparison, config, judge, report, scores, status
 from canaryd.config import Config, ConfigError
-from canaryd.endpoints import BACKEND
 from canaryd.engine import Engine, Progress, choose
 from canaryd.model import Device, Outcome, State, to_json
 from canaryd.probe import LEVELS
@@ -298,7 +297,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     unknown = [p for p in options.probe if p not in engine.entries]
     if options.command == "drill" and not options.device:
-        devices = [d for d in devices if d.backend != BACKEND]
+        devices = [d for d in devices if not d.is_endpoint]
     complaints = [f"--device {m}: no such device here; there are {_names(engine.devices)}" for m in missing]
     complaints += [f"--probe {p}: no such probe; there are {', '.join(sorted(engine.entries))}" for p in unknown]
     if complaints and not engine.stopping:
@@ -330,7 +329,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
 
 def _drilled(devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the probes that a drill runs unless others are named."""
-    served = [d.backend == BACKEND for d in devices]
+    served = [d.is_endpoint for d in devices]
     return ("exact_matmul",) * (not all(served)) + ("endpoint_canary",) * any(served)
 
 
@@ -409,7 +408,7 @@ def _capture(options: argparse.Namespace, settings: Config) -> int:
         _complain(f"--out {options.out}: cannot be written; name a file in a directory that exists and is yours")
         return USAGE
     engine = _engine(settings)
-    there = {u: d for u, d in engine.devices.items() if d.backend != BACKEND and engine.reached(d)}
+    there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
     found, missing = choose(there, [options.device] if options.device else [])
     if len(found) > 1 and not options.device:
         found = [d for d in found if d.backend != "cpu"] if len(found) == 2 else []

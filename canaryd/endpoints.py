@@ -9,9 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canaryd.config import Config, EndpointConfig
-from canaryd.model import Device
-
-BACKEND = "endpoint"
+from canaryd.model import ENDPOINT, Device
 
 
 def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
@@ -19,8 +17,8 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
     known = list(devices)
     return [
         Device(
-            uuid=f"{BACKEND}:{name}",
-            backend=BACKEND,
+            uuid=f"{ENDPOINT}:{name}",
+            backend=ENDPOINT,
             index=number,
             model=endpoint.model or "default",
             weak_identity=True,
@@ -40,7 +38,7 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
     A server on another host answers for none of this one's, unless they are named.
     """
-    parts = [d for d in devices if d.backend != BACKEND]
+    parts = [d for d in devices if not d.is_endpoint]
     if endpoint.devices:
         return [d for d in parts if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
     if not _here(endpoint.url):

@@ -14,11 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from canaryd import catalogue, endpoints, inventory, judge, recorded, schedule, supervise
+from canaryd import acks, catalogue, endpoints, inventory, judge, recorded, schedule, supervise
 from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, EndpointConfig, ProbeSettings
-from canaryd.model import Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Subject, Verdict
+from canaryd.model import (
+    ENDPOINT,
+    Ack,
+    Comparison,
+    Device,
+    Exactness,
+    Finding,
+    Outcome,
+    Reading,
+    Run,
+    State,
+    Subject,
+    Verdict,
+)
 from canaryd.probe import ProbeSpec
 from canaryd.readings import READINGS
 from canaryd.recorded import Drift
@@ -127,8 +140,11 @@ class Engine:
     """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
     _baselines: dict[str, dict[Key, Baseline]] = field(default_factory=dict)
-    _baselines_as_of: object = None
-    """What the store said of other writers when the baselines were read; None where they have to be."""
+    _imported: tuple[Baseline, ...] = ()
+    """Baselines of devices that are not of this host."""
+    _acks: dict[str, tuple[Ack, ...]] = field(default_factory=dict)
+    _as_of: object = None
+    """What the store said of other writers when baselines and acks were read; None where they have to be."""
     _recorded: dict[str, tuple[float, tuple[Finding, ...], tuple[Drift, ...]]] = field(default_factory=dict)
     """Device → when its recordings were judged, and what was found; emptied when one is added."""
     _series: dict[Series, bool] = field(default_factory=dict)
@@ -217,7 +233,14 @@ class Engine:
             now = self.clock()
             known = self.store.devices()
             here = {r.device.uuid for r in known if r.present} | self.present
-            records = [r for r in known if self._included(r.device) and inventory.remembered(r, here, self.config, now)]
+            said = acks.heeded(self.store.acks(), now)
+            records = [
+                r
+                for r in known
+                if self._included(r.device)
+                and inventory.remembered(r, here, self.config, now)
+                and (r.device.uuid in here or not acks.retired(r.device, said, r.last_seen))
+            ]
             # New mappings each time: other threads iterate over the old ones.
             self.devices = {r.device.uuid: r.device for r in records}
             self.in_place = {r.device.uuid for r in records if r.present}
@@ -226,8 +249,8 @@ class Engine:
             for uuid in self.devices:
                 if new or uuid not in self._evidence:
                     self._evidence[uuid] = self._load(uuid)
-            self._baselines_as_of = None
-            self._refresh_baselines()
+            self._as_of = None
+            self._refresh()
             parts: dict[str, list[str]] = {}
             for device in self.devices.values():
                 if device.parent:
@@ -304,7 +327,7 @@ class Engine:
 
     def reached(self, device: Device) -> bool:
         """Whether a device can be asked to compute; without torch, the CPU's runs say what is missing."""
-        return device.backend in ("cpu", endpoints.BACKEND) or device.torch_index is not None
+        return device.backend == "cpu" or device.is_endpoint or device.torch_index is not None
 
     def timeout(self, spec: ProbeSpec, level: str) -> float:
         """Return the seconds after which a run of a probe is killed."""
@@ -393,7 +416,7 @@ class Engine:
                         runs += self._series_of(again)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
-        for _ in range(LEARNING if plan.device.backend == endpoints.BACKEND else 0):
+        for _ in range(LEARNING if plan.device.is_endpoint else 0):
             steps = self._to_learn(plan, runs)
             if not steps or self.halted:
                 break
@@ -417,7 +440,7 @@ class Engine:
 
     def _lacks_baseline(self, uuid: str, probe: str) -> bool:
         """Whether the newest recording of any of a probe's cases has no complete baseline, or there is none at all."""
-        self._refresh_baselines()
+        self._refresh()
         newest = {s.case: key_of(r, s) for r in self.evidence(uuid) if r.probe == probe for s in r.recordings}
         known = self._baselines.get(uuid, {})
         return not newest or any(key not in known or not known[key].complete for key in newest.values())
@@ -432,9 +455,8 @@ class Engine:
             if wanted and recent and not run.drill and run.probe in self.entries:
                 again = [other for other in runs if other.confirms == run.id]
                 done = sum(other.outcome is Outcome.COMPLETED for other in again)
-                spent = (
-                    len(again) >= TRIES * self.config.judge.confirm_runs
-                )  # what never completes is not asked for ever
+                # What never completes is not asked for ever.
+                spent = len(again) >= TRIES * self.config.judge.confirm_runs
                 missing = 0 if spent else self.config.judge.confirm_runs - done
                 plans += schedule.confirmations(run, self.entries[run.probe], self.devices[uuid], [], missing)
         return plans
@@ -477,7 +499,7 @@ class Engine:
                 spec = step.entry.spec
                 learns = not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name)
                 # Nothing can be said of an endpoint before it is learnt, and a server costs no device of ours.
-                level = "deep" if learns and plan.device.backend == endpoints.BACKEND else step.level
+                level = "deep" if learns and plan.device.is_endpoint else step.level
                 tell(0.0, "starting")
                 request = RunRequest(
                     probe_path=step.entry.file.path,
@@ -508,7 +530,7 @@ class Engine:
     def _told(self, probe: str, device: Device) -> Mapping[str, object]:
         """Return what a probe is told: its own settings, and of an endpoint what is configured for that."""
         own = self.settings(probe).settings
-        if device.backend != endpoints.BACKEND:
+        if not device.is_endpoint:
             return own
         return {**own, **endpoints.settings(self._endpoint(device))}
 
@@ -555,14 +577,27 @@ class Engine:
         self.decide()
         return run
 
-    def _refresh_baselines(self) -> None:
-        """Read the baselines again where another process may have learnt, counted or accepted."""
+    def _refresh(self) -> None:
+        """Read again what another process may have learnt, counted, accepted or said."""
         with self._mutex:
             now = self.store.written_elsewhere()
-            if now is None or now != self._baselines_as_of:
-                self._baselines_as_of = now
-                self._baselines = {uuid: {b.key: b for b in self.store.baselines(uuid)} for uuid in self.devices}
+            if now is None or now != self._as_of:
+                self._as_of = now
+                said = acks.heeded(self.store.acks(), self.clock())
+                self._acks = {uuid: tuple(a for a in said if a.device == uuid) for uuid in self.devices}
+                self._baselines = {uuid: {} for uuid in self.devices}
+                imported = []
+                for baseline in self.store.baselines():
+                    if baseline.device not in self.devices:
+                        imported.append(baseline)
+                    elif baseline.first > self._cut(baseline.device):  # what a part gave before its repair is history
+                        self._baselines[baseline.device][baseline.key] = baseline
+                self._imported = tuple(imported)
                 self._recorded.clear()
+
+    def _cut(self, uuid: str) -> float:
+        """Return since when what a device does is evidence."""
+        return acks.cut(self.devices[uuid], self._acks.get(uuid, ()))
 
     def _trusted(self, run: Run) -> bool:
         """Whether baselines may learn from a run: nothing speaks against what it was computed on.
@@ -573,7 +608,7 @@ class Engine:
         if run.wrong or run.drill or run.cases or run.outcome is not Outcome.COMPLETED:
             return False
         verdicts, device = self.store.verdicts(), self.devices.get(run.device)
-        if device is None or device.backend != endpoints.BACKEND:
+        if device is None or not device.is_endpoint:
             before = verdicts.get(run.device)
             return before is None or before.state.severity < State.SUSPECT.severity
         parts = endpoints.behind(self._endpoint(device), self.devices.values())
@@ -597,10 +632,10 @@ class Engine:
 
     def _held_against_baselines(self, run: Run) -> Run:
         device = self.devices.get(run.device)
-        if device is not None and device.backend == endpoints.BACKEND:
+        if device is not None and device.is_endpoint:
             run = replace(run, stack=self._stack_behind(device))
         trusted = self._trusted(run)
-        self._refresh_baselines()
+        self._refresh()
         with self._mutex:
             mine = self._baselines.setdefault(run.device, {})
             run, learnt = recorded.intake(run, mine, learns=trusted)
@@ -640,19 +675,23 @@ class Engine:
         """Return the runs that the judge sees of a device, clean ones folded, drills only while they are recent."""
         with self._mutex:
             runs, now = self._evidence.get(uuid, ()), self.clock()
-            return tuple(run for run in runs if not _expired(run, now))
+            cut = self._cut(uuid) if uuid in self.devices else 0.0
+            return tuple(run for run in runs if run.started > cut and not _expired(run, now))
 
     def decide(self) -> dict[str, Verdict]:
         """Judge every known device from the evidence at hand, store what changed, and return the verdicts."""
+        self._refresh()
         previous = self.store.verdicts()
         return {uuid: self._decide(uuid, previous.get(uuid)) for uuid in list(self.devices)}
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now."""
+        self._refresh()
         return self._decide(uuid, self.store.verdicts().get(uuid))
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
         """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
+        self._refresh()
         return self._decide(uuid, None, drill=True, since=since)
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
@@ -663,7 +702,7 @@ class Engine:
         return Signs(
             device=device,
             polls=polls,
-            events=self.watch.events(device),
+            events=tuple(e for e in self.watch.events(device) if e.last > self._cut(device.uuid)),
             # A divided device has passed when all of its instances have.
             last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
             last_mismatch=max((r.started for r in wrong), default=None),
@@ -674,7 +713,6 @@ class Engine:
     def _of_recordings(self, device: Device, *, drill: bool) -> tuple[Finding, ...]:
         """Return what the recordings of a device say; kept for a while, since looking at all of them takes time."""
         now = self.clock()
-        self._refresh_baselines()
         if not drill and device.uuid in self._recorded and 0 <= now - self._recorded[device.uuid][0] < REJUDGED:
             return self._recorded[device.uuid][1]
         of = {u: tuple(r for r in self.evidence(u) if r.recordings or r.readings) for u in self.devices}
@@ -685,10 +723,15 @@ class Engine:
             policy=self.config.judge,
             now=now,
             peers={
-                d.name: recorded.Peer(runs=tuple(r for r in of[u] if not r.drill), baselines=self._baselines.get(u, {}))
+                d.name: recorded.Peer(
+                    device=d,
+                    runs=tuple(r for r in of[u] if not r.drill),
+                    baselines=self._baselines.get(u, {}),
+                )
                 for u, d in self.devices.items()
                 if u != device.uuid and not self._shares(device, d)
             },
+            imported=self._imported,
         )
         found = tuple(recorded.findings(record))
         if not drill:
@@ -698,27 +741,27 @@ class Engine:
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
         """Return how far a device's newest recordings are from what is known of them."""
         with self._mutex:
+            self._refresh()
             self._of_recordings(self.devices[uuid], drill=False)
             return self._recorded[uuid][2]
 
     def _shares(self, device: Device, other: Device) -> bool:
         """Whether two endpoints have a device in common: then neither is a witness for or against the other."""
-        if device.backend != endpoints.BACKEND or other.backend != endpoints.BACKEND:
+        if not (device.is_endpoint and other.is_endpoint):
             return False
         mine, theirs = (
             {d.uuid for d in endpoints.behind(self._endpoint(e), self.devices.values())} for e in (device, other)
         )
         return bool(mine & theirs)
 
-    def _serving(self, device: Device, *, drill: bool) -> dict[str, Any]:
-        """Return what was found of the endpoints that a device serves, and how many devices each of them has."""
-        found: dict[str, Any] = {"serving": {}, "served_by": {}}
+    def _serving(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
+        """Return how many devices each endpoint has that a device serves, and what was found of it."""
+        found: dict[str, tuple[int, Sequence[Finding]]] = {}
         for name, endpoint in endpoints.named(self.config).items():
             parts = endpoints.behind(endpoint, self.devices.values())
-            uuid = f"{endpoints.BACKEND}:{name}"
+            uuid = f"{ENDPOINT}:{name}"
             if uuid in self.devices and any(d.uuid == device.uuid for d in parts):
-                found["serving"][uuid] = self._of_recordings(self.devices[uuid], drill=drill)
-                found["served_by"][uuid] = len(parts)
+                found[uuid] = len(parts), self._of_recordings(self.devices[uuid], drill=drill)
         return found
 
     def _count(self, device: Device) -> tuple[int, int] | None:
@@ -726,15 +769,15 @@ class Engine:
         expected = self.config.devices.expected
         if expected is None or device.backend != "cpu":
             return None
-        others = ("cpu", endpoints.BACKEND)
-        found = [d for u, d in self.devices.items() if u in self.present and d.backend not in others and not d.parent]
+        here = [d for u, d in self.devices.items() if u in self.present]
+        found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent)]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
 
     def _decide(self, uuid: str, previous: Verdict | None, *, drill: bool = False, since: float = 0.0) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
-            served = device.backend == endpoints.BACKEND
-            others = {u: d for u, d in self.devices.items() if u != uuid and (d.backend == endpoints.BACKEND) == served}
+            served = device.is_endpoint
+            others = {u: d for u, d in self.devices.items() if u != uuid and d.is_endpoint == served}
             runs = [run for run in self.evidence(uuid) if run.started >= since]
             if self.cases:  # what was asked for is a part, and the verdict is about that part
                 runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]
@@ -753,7 +796,8 @@ class Engine:
                 count=self._count(device),
                 unlisted=self.failing if device.backend == "cpu" else {},
                 recorded=self._of_recordings(device, drill=drill),
-                **({} if served else self._serving(device, drill=drill)),
+                said=() if drill else self._acks.get(uuid, ()),
+                serving={} if served else self._serving(device, drill=drill),
             )
             if not drill and not self.only and not self.cases and _news(verdict, previous):
                 self.store.set_verdict(verdict)

@@ -29,7 +29,7 @@ UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 def remembered(record: DeviceRecord, here: Collection[str], config: Config, now: float) -> bool:
     """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out."""
     device = record.device
-    if device.backend == endpoints.BACKEND:  # it exists because it is configured
+    if device.is_endpoint:  # it exists because it is configured
         return device.uuid.partition(":")[2] in endpoints.named(config)
     if device.uuid in here:
         return True

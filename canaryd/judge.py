@@ -1,9 +1,9 @@
 """The judge: from stored runs to a verdict on one device, as a pure function of its arguments.
 
 Read it from the end: `RULES` lists the rules, each yields findings, the worst finding gives the verdict its state.
-docs/judgement.md has the same rules as a table, with their sources and why each raises no false alarm. Shorthand here:
-a *hit* is a wrong comparison; a *charge* is a hit that speaks against the device on trial; a *peer* is another device
-of this node; a *sibling* is a peer of the same backend and model.
+Whose fault it is, `canaryd/blame.py` decides. docs/judgement.md has both as tables, with their sources and why no rule
+raises a false alarm. Shorthand here: a *hit* is a wrong comparison; a *charge* is a hit that speaks against the device
+on trial; a *peer* is another device of this node; a *sibling* is a peer of the same backend and model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import cached_property
+from typing import NamedTuple
 
-from canaryd import telemetry
+from canaryd import acks, blame, telemetry
+from canaryd.blame import Hit, bytes_of, names
+from canaryd.chance import RULE_OF_THREE, outlasts, rate_bound
 from canaryd.config import JudgePolicy
-from canaryd.model import Cause, Comparison, Device, Finding, Outcome, Run, State, Subject, Verdict
+from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Subject, Verdict
 from canaryd.telemetry import Signs
 
-RULE_OF_THREE = 3
-"""No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures."""
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten."""
 AHEAD = 3600.0
@@ -32,50 +34,6 @@ RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
 """Which cause names the verdict when findings of the same state differ: the one that costs most to overlook first."""
-
-Bytes = tuple[str, str, int]
-"""Case, shape and seed: equal ones mean bit-for-bit equal operands."""
-Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
-"""What tells two wrong results apart: the wrong elements with their bits, or a digest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hit:
-    """One wrong comparison, and whose fault it is as far as the peers can tell."""
-
-    run: Run
-    comparison: Comparison
-    cause: Cause = Cause.UNDETERMINED
-    why: str = ""
-    """A sentence: what the cause rests on, or what would settle it."""
-    host_in_doubt: bool = False
-    """True where the host's CPU erred at about the same time: accuses nobody firmly."""
-
-    @property
-    def bytes(self) -> Bytes:
-        """What operands it was computed from."""
-        return _bytes(self.comparison)
-
-    @property
-    def core(self) -> str:
-        """The single core it happened on, "" where it is not known."""
-        return self.comparison.place if self.comparison.place.startswith("core ") else ""
-
-    @property
-    def words(self) -> object:
-        """What was said about which golden: equal for two hits that tell the same story."""
-        evidence = self.comparison.evidence
-        return self.run.probe, self.run.probe_version, self.bytes, evidence.pattern if evidence else ""
-
-    def __str__(self) -> str:
-        c, evidence = self.comparison, self.comparison.evidence
-        text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
-        text += f" on {c.place}" if c.place else ""
-        if evidence is None:
-            return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
-        if evidence.wrong:
-            text += f": {evidence.wrong} of {evidence.total} elements wrong"
-        return "; ".join(filter(None, (f"{text}: {evidence.pattern}", evidence.reproduced)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +58,10 @@ class Docket:
     """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
     recorded: Sequence[Finding] = ()
     """What `recorded.findings` makes of this device's recordings."""
-    serving: Mapping[str, Sequence[Finding]] = field(default_factory=dict)
-    """Endpoint that this device serves → the same of it."""
-    served_by: Mapping[str, int] = field(default_factory=dict)
-    """Endpoint → how many devices are behind it."""
+    serving: Mapping[str, tuple[int, Sequence[Finding]]] = field(default_factory=dict)
+    """Endpoint that this device serves → how many devices do so, and the same of it."""
+    said: Sequence[Ack] = ()
+    """What operators said of the device."""
 
     @property
     def divided(self) -> bool:
@@ -160,7 +118,7 @@ class Docket:
     def goldens(self) -> set[object]:
         """Which goldens this node has made without contradiction: they were then compared with a device's result."""
         return {
-            (r.probe, r.probe_version, _bytes(c))
+            (r.probe, r.probe_version, bytes_of(c))
             for r in self.node
             for c in r.comparisons
             if c.subject is Subject.DEVICE
@@ -177,6 +135,17 @@ class Docket:
         """Whether the host's CPU was wrong at about the same time as a run on an accelerator."""
         return not self.is_cpu and _near(self.cpu_erred, run.started, self.policy.repeat_window)
 
+    def host_clean(self, run: Run) -> bool | None:
+        """Whether the host's CPU computed exact goldens right at about the time of a run, as far as it computed any."""
+        near = [
+            r
+            for uuid, runs in self.peers.items()
+            if self.devices[uuid].backend == "cpu"
+            for r in runs
+            if r.trials and abs(r.started - run.started) <= self.policy.repeat_window
+        ]
+        return not self.host_in_doubt(run) if near and not self.is_cpu else None
+
     @cached_property
     def charges(self) -> tuple[Hit, ...]:
         """Every hit that speaks against this device, with its cause, oldest first; only a cure forgets one."""
@@ -185,16 +154,16 @@ class Docket:
             groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id].append(hit)
         charges: list[Hit] = []
         for hits in groups.values():
-            cause, why = blame(self, hits)
+            cause, why, rivals = blame.decide(scene(self, hits))
             if cause is not Cause.SOFTWARE or not _cured(self, hits[-1].run):
-                charges += [replace(h, cause=cause, why=why) for h in hits]
+                charges += [replace(h, cause=cause, why=why, rivals=rivals) for h in hits]
         return tuple(sorted((self._doubted(h) for h in charges), key=lambda h: _time(h.run)))
 
     def _doubted(self, hit: Hit) -> Hit:
         if not self.host_in_doubt(hit.run):
             return hit
         why = "The host's own CPU was wrong at about the same time, so this device cannot be told apart from its host."
-        return replace(hit, cause=Cause.UNDETERMINED, why=why, host_in_doubt=True)
+        return replace(hit, cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
 
     @cached_property
     def confirmed(self) -> list[tuple[list[Hit], list[str]]]:
@@ -222,10 +191,6 @@ def _time(run: Run) -> tuple[float, str]:
     return run.started, run.id
 
 
-def _bytes(comparison: Comparison) -> Bytes:
-    return comparison.case, comparison.shape, comparison.seed
-
-
 def _hits(runs: Iterable[Run], subject: Subject) -> list[Hit]:
     """Facts that a worker delivered before it crashed are facts too: the outcome of the run does not matter here."""
     return [Hit(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
@@ -235,21 +200,25 @@ def _accusing(runs: Iterable[Run]) -> list[Hit]:
     return [h for h in _hits(runs, Subject.DEVICE) if h.comparison.characterised]
 
 
-def _tally(runs: Iterable[Run], subject: Subject) -> tuple[int, int]:
-    """Return (trials, wrong ones). A golden is made, and a comparator checked, once per comparison of the device."""
-    trials = wrong = 0
+class _Tally(NamedTuple):
+    trials: int
+    failures: int
+    """Uploads with a wrong result: what was hit on its way to the device is wrong every time, and is one failure."""
+    clean: int
+    """Trials of uploads without."""
+
+
+def _tally(runs: Iterable[Run], subject: Subject) -> _Tally:
+    """Count trials. A golden is made, and a comparator checked, once per comparison of the device."""
+    trials = failures = clean = 0
     for c in itertools.chain.from_iterable(r.comparisons for r in runs):
         weight = c.trials if subject is Subject.DEVICE else 1
-        if c.subject is Subject.DEVICE or (c.subject is subject and c.wrong):
+        wrong = c.subject is subject and c.wrong
+        if c.subject is Subject.DEVICE or wrong:
             trials += weight
-        if c.subject is subject and c.wrong:
-            wrong += c.wrong_trials if subject is Subject.DEVICE else 1
-    return trials, wrong
-
-
-def _outlasts(clean: int, trials: int, wrong: int) -> bool:
-    """Whether `clean` trials are at least three times as many as it took for one failure."""
-    return clean * wrong >= RULE_OF_THREE * trials
+            failures += wrong
+            clean += 0 if wrong else weight
+    return _Tally(trials, failures, clean)
 
 
 def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
@@ -260,13 +229,13 @@ def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
     runs = [r for r in pool if r.probe == newest.probe and r.instruction_set in lanes]
     before = _tally((r for r in runs if r.started <= newest.started), subject)
     since = _tally((r for r in runs if r.started > newest.started), subject)
-    return (*before, since[0] - since[1])
+    return before.trials, before.failures, since.clean
 
 
 def _cleared(docket: Docket, hits: Sequence[Hit]) -> bool:
     """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
     trials, wrong, clean = _record(docket, hits)
-    return docket.now - hits[-1].run.started >= docket.policy.watch and _outlasts(clean, trials, wrong)
+    return docket.now - hits[-1].run.started >= docket.policy.watch and outlasts(clean, trials, wrong)
 
 
 def _cured(docket: Docket, run: Run) -> bool:
@@ -277,116 +246,48 @@ def _cured(docket: Docket, run: Run) -> bool:
         if r.instruction_set == run.instruction_set and r.outcome is Outcome.COMPLETED and r.stack
     ]
     stack = lane[-1].stack_id if lane else run.stack_id
-    trials, wrong = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
-    return stack != run.stack_id and trials > 0 and wrong == 0
+    found = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
+    return stack != run.stack_id and found.trials > 0 and found.failures == 0
 
 
 # --- Whose fault ----------------------------------------------------------------------------------------------------
 
 
-def blame(docket: Docket, hits: Sequence[Hit]) -> tuple[Cause, str]:
-    """Return the cause of the hits of one subject, probe and stack, and the sentence that says why."""
-    newest = hits[-1]
-    if newest.comparison.subject is Subject.HOST:
-        return _blame_maker(docket, hits)
-    if docket.is_cpu and _whole_host(docket, hits):
-        return (
-            Cause.HARDWARE,
-            "Every device of this host is wrong, each in its own way: memory, CPU or PCIe is at fault.",
-        )
-    run = newest.run
-    own = _results(docket.runs, run)
+def scene(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
+    """Return what is known around the hits of one subject, probe and stack."""
+    run, own = hits[-1].run, blame.results(docket.runs, hits[-1].run)
+    if hits[-1].comparison.subject is Subject.HOST:
+        return _scene_of_goldens(docket, hits)
     siblings = {
         device.name: theirs
         for uuid, device in sorted(docket.devices.items())
         if (device.backend, device.model) == (docket.device.backend, docket.device.model)
-        and (theirs := _results(docket.peers[uuid], run))
+        and (theirs := blame.results(docket.peers[uuid], run))
     }
-    right, alike, unlike = _same_bytes(own, siblings, {h.bytes for h in hits})
-    if right:
-        return Cause.HARDWARE, f"{_names(right)} of the same model computed the same bytes right on the same stack."
-    if alike and not unlike:
-        return Cause.SOFTWARE, f"{_names(alike)} of the same model gives the same wrong bits on the same stack."
-    if not alike and (right := _long_clean(own, siblings)):
-        return Cause.HARDWARE, (
-            f"{_names(right)} of the same model ran {run.probe} on the same stack without a mismatch, "
-            "at least three times as long as this device takes to fail once."
-        )
-    have = f"{_names(siblings)} cannot tell yet" if siblings else "no sibling to ask (same model, same stack)"
-    return Cause.UNDETERMINED, (
-        f"Whose fault stays open: {have}. To settle it, run the same command on another host with the same stack: "
-        f"{_command(run)}"
+    data = {h.bytes for h in hits}
+    right, alike, unlike = blame.same_bytes(own, siblings, data)
+    return blame.Scene(
+        whole_host=docket.is_cpu and _whole_host(docket, hits),
+        right=right,
+        alike=alike,
+        unlike=unlike,
+        outlasting=blame.long_clean(own, siblings),
+        siblings=frozenset(siblings),
+        host_clean=docket.host_clean(run),
+        goldens_right=any(c.trials > c.wrong_trials for key in data for c in own.get(key, ())),
+        command=_command(run),
     )
 
 
-def _results(runs: Iterable[Run], like: Run) -> dict[Bytes, list[Comparison]]:
-    """Return what devices computed with the probe and stack of a run, by operands; an unrecorded stack equals none."""
-    found: dict[Bytes, list[Comparison]] = defaultdict(list)
-    for run in runs:
-        same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
-        if like.stack and same_probe and run.stack == like.stack:
-            for comparison in run.comparisons:
-                if comparison.subject is Subject.DEVICE:
-                    found[_bytes(comparison)].append(comparison)
-    return dict(found)
-
-
-Results = Mapping[Bytes, Sequence[Comparison]]
-
-
-def _same_bytes(own: Results, siblings: Mapping[str, Results], data: set[Bytes]) -> tuple[set[str], set[str], set[str]]:
-    """Return the siblings that computed the same bytes: right, wrong in the same way, and neither clearly."""
-    right: set[str] = set()
-    alike: set[str] = set()
-    unlike: set[str] = set()
-    for key, (name, theirs) in itertools.product(sorted(data & own.keys()), siblings.items()):
-        if key not in theirs:
-            continue
-        trials, wrong = _sum(own[key])
-        clean, errors = _sum(theirs[key])
-        if errors:
-            (alike if _marks(own[key]) & _marks(theirs[key]) else unlike).add(name)
-        # One right answer is enough against a fault that always shows; a rare one must have had its chance to show.
-        elif wrong == trials or _outlasts(clean, trials, wrong):
-            right.add(name)
-        else:
-            unlike.add(name)
-    return right, alike, unlike
-
-
-def _long_clean(own: Results, siblings: Mapping[str, Results]) -> set[str]:
-    """Return the siblings without a mismatch whose record is three times the accused's trials per failure."""
-    trials, wrong = _sum(itertools.chain.from_iterable(own.values()))
-    records = {name: _sum(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
-    return {n for n, (clean, errors) in records.items() if wrong and not errors and _outlasts(clean, trials, wrong)}
-
-
-def _sum(comparisons: Iterable[Comparison]) -> tuple[int, int]:
-    pairs = [(c.trials, c.wrong_trials) for c in comparisons]
-    return sum(t for t, _ in pairs), sum(w for _, w in pairs)
-
-
-def _marks(comparisons: Iterable[Comparison]) -> set[Mark]:
-    """Return what the wrong results look like; a digest shows one only where the first result was wrong for sure."""
-    marks: set[Mark] = set()
-    for c in comparisons:
-        if c.wrong:
-            first = c.evidence.first if c.evidence else ()
-            marks.add(first or (c.digest if c.wrong_trials == c.trials else ""))
-    return marks - {""}
-
-
-def _blame_maker(docket: Docket, hits: Sequence[Hit]) -> tuple[Cause, str]:
-    """Return who is to blame for goldens that contradict each other: a core, or perhaps the reference itself."""
+def _scene_of_goldens(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
+    """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
+    command = _command(hits[-1].run)
     for hit in reversed(hits):
         if re.match(r"cores \d+ and \d+", hit.comparison.place):
-            return Cause.HARDWARE, f"One program gave two results on {hit.comparison.place}."
+            return blame.Scene(golden=True, two_cores=hit.comparison.place, command=command)
         if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.goldens:
-            return Cause.HARDWARE, f"This host has also made the same golden right; here {hit.core} did not."
-    return Cause.UNDETERMINED, (
-        "Whether processor or reference is wrong stays open. To settle it, run the same command on another host: "
-        f"{_command(hits[-1].run)}"
-    )
+            return blame.Scene(golden=True, lone_core=hit.core, command=command)
+    return blame.Scene(golden=True, command=command)
 
 
 def _whole_host(docket: Docket, hits: Sequence[Hit]) -> bool:
@@ -394,7 +295,7 @@ def _whole_host(docket: Docket, hits: Sequence[Hit]) -> bool:
     times, window = sorted(h.run.started for h in hits), docket.policy.repeat_window
     peers = [_accusing(runs) for uuid, runs in docket.peers.items() if docket.devices[uuid].backend != "cpu"]
     accused = [hits, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
-    ways = [{(h.run.probe, h.bytes, m) for h in each for m in _marks([h.comparison])} for each in accused]
+    ways = [{(h.run.probe, h.bytes, m) for h in each for m in blame.marks([h.comparison])} for each in accused]
     return len(peers) >= 2 and all(accused) and len(set().union(*ways)) == sum(map(len, ways))
 
 
@@ -406,10 +307,6 @@ def _near(times: Sequence[float], at: float, window: float) -> bool:
 
 def _command(run: Run) -> str:
     return run.repro or f"canaryd check --probe {run.probe}"
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 # --- Grounds of confirmation ----------------------------------------------------------------------------------------
@@ -516,7 +413,7 @@ def host_in_doubt(docket: Docket) -> Iterator[Finding]:
     """An accelerator and its host's CPU were wrong at about the same time: the host is accused, not the accelerator."""
     doubted = [h for h in docket.charges if h.host_in_doubt]
     if list(docket.standing(Subject.DEVICE, doubted)):
-        cpus = _names(f"{d.name} ({d.model})" for d in docket.devices.values() if d.backend == "cpu")
+        cpus = names(f"{d.name} ({d.model})" for d in docket.devices.values() if d.backend == "cpu")
         message = (
             f"the host's CPU, {cpus or 'not in the list of devices'}, was wrong itself within "
             f"{_spoken(docket.policy.repeat_window)} of this device's mismatch: the host is accused. "
@@ -595,7 +492,8 @@ def unreached(docket: Docket) -> Iterator[Finding]:
     if docket.gone_since is not None:
         return
     if (
-        device.backend in ("cpu", "endpoint")
+        device.backend == "cpu"
+        or device.is_endpoint
         or device.torch_index is not None
         or docket.divided
         or any(r.trials for r in docket.runs)
@@ -645,9 +543,8 @@ def recordings(docket: Docket) -> Iterator[Finding]:
 
 def endpoint_departed(docket: Docket) -> Iterator[Finding]:
     """An endpoint that this device serves gives unknown bits on an unchanged chain: the device is a suspect."""
-    for name, findings in sorted(docket.serving.items()):
+    for name, (count, findings) in sorted(docket.serving.items()):
         for found in (f for f in findings if f.rule == "recording-departed"):
-            count = docket.served_by[name]
             among = "" if count == 1 else f", one of {count} devices behind it,"
             cause = found.cause if count == 1 else Cause.UNDETERMINED
             message = f"{name}, which this device{among} serves, departs: {found.message}"
@@ -692,6 +589,39 @@ def clock_set_back(docket: Docket) -> Iterator[Finding]:
         yield _finding("clock-set-back", State.HEALTHY, Cause.ENVIRONMENT, text, ahead[-1])
 
 
+def acknowledged(docket: Docket) -> Iterator[Finding]:
+    """An operator knows of it: said, and for how long. It makes nothing healthy."""
+    if ack := acks.standing(docket.said, docket.now):
+        text = f"acknowledged{f' by {ack.by}' if ack.by else ''} until {_date(ack.until)}: {ack.reason}"
+        yield Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)
+    if docket.gone_since is None and not docket.device.weak_identity:
+        for ack in (a for a in docket.said if a.kind == "replaced"):
+            text = f"it was said to be replaced on {_date(ack.at)}, and it is still found: its record stands"
+            yield Finding(rule="replaced-is-here", state=State.HEALTHY, cause=Cause.NONE, message=text)
+
+
+def _heeding(docket: Docket, finding: Finding) -> Finding:
+    """Return a finding as it stands beside an acknowledgement: a suspicion that is known is no news, and no health.
+
+    Only what was seen before the word was given is covered by it; what is faulty stays so.
+    """
+    ack = acks.standing(docket.said, docket.now)
+    if ack is None or finding.state is not State.SUSPECT:
+        return finding
+    at = {r.id: r.started for r in docket.node}
+    times = [at.get(run, docket.now) for run in finding.runs]
+    if not times:  # what the device says of itself
+        times = [e.last for e in docket.signs.events] if docket.signs is not None else [docket.now]
+    if max(times, default=0.0) > ack.at:
+        return finding
+    message = f"known to the operator until {_date(ack.until)}, so unknown and not healthy: {finding.message}"
+    return replace(finding, state=State.UNKNOWN, message=message)
+
+
+def _date(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M}"
+
+
 Rule = Callable[[Docket], Iterator[Finding]]
 
 
@@ -727,6 +657,7 @@ RULES: tuple[Rule, ...] = (
     no_fresh_evidence,
     checked_nothing,
     clock_set_back,
+    acknowledged,
 )
 """Every rule is asked, in any order: the worst finding decides."""
 
@@ -757,9 +688,15 @@ def _next(docket: Docket, hits: Sequence[Hit]) -> str:
 def _finding(rule: str, state: State, cause: Cause, message: str, evidence: Sequence[Hit] | Run) -> Finding:
     """Make a finding that rests on one run, or on hits (oldest first)."""
     runs = [evidence] if isinstance(evidence, Run) else [h.run for h in evidence]
-    ids = tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:]
     return Finding(
-        rule=rule, state=state, cause=cause, message=message, probe=runs[-1].probe, repro=runs[-1].repro, runs=ids
+        rule=rule,
+        state=state,
+        cause=cause,
+        message=message,
+        probe=runs[-1].probe,
+        repro=runs[-1].repro,
+        runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
+        rivals=() if isinstance(evidence, Run) else _strongest(evidence).rivals,
     )
 
 
@@ -794,8 +731,8 @@ def decide(
     count: tuple[int, int] | None = None,
     unlisted: Mapping[str, str] | None = None,
     recorded: Sequence[Finding] = (),
-    serving: Mapping[str, Sequence[Finding]] | None = None,
-    served_by: Mapping[str, int] | None = None,
+    serving: Mapping[str, tuple[int, Sequence[Finding]]] | None = None,
+    said: Sequence[Ack] = (),
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
@@ -803,8 +740,8 @@ def decide(
     device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
     seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
     many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. `recorded` is what
-    was found of its recordings, `serving` the same of the endpoints that it serves, `served_by` how many devices each
-    has. With `drill`, only drill runs of the last hour exist; without, none.
+    was found of its recordings, `serving` of the endpoints that it serves how many devices do so, and what was found of
+    theirs; `said` is what operators said of it. With `drill`, only drill runs of the last hour exist; without, none.
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
@@ -832,9 +769,9 @@ def decide(
         unlisted=unlisted or {},
         recorded=recorded,
         serving=serving or {},
-        served_by=served_by or {},
+        said=said,
     )
-    found = (finding for rule in RULES for finding in rule(docket))
+    found = (_heeding(docket, finding) for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))
     state = findings[0].state if findings else State.HEALTHY
     blamed = (f.cause for f in findings if f.state is state is not State.HEALTHY)
@@ -874,4 +811,4 @@ def fault_rate_bound(runs: Iterable[Run], *, drill: bool = False) -> dict[str, f
             trials[run.probe] += run.trials
             if run.wrong:
                 wrong.add(run.probe)
-    return {p: -math.expm1(math.log(0.05) / n) for p, n in sorted(trials.items()) if n and p not in wrong}
+    return {p: rate_bound(n) for p, n in sorted(trials.items()) if n and p not in wrong}

@@ -88,6 +88,10 @@ class Exactness(str, enum.Enum):
     """Decided by a margin that no healthy device's rounding crosses; no bit pattern is prescribed."""
 
 
+ENDPOINT = "endpoint"
+"""The backend of a server that answers on behalf of devices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator. Keyed by `uuid`, never by index."""
@@ -112,9 +116,14 @@ class Device:
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
 
     @property
+    def is_endpoint(self) -> bool:
+        """Whether it is a server and no part of this host."""
+        return self.backend == ENDPOINT
+
+    @property
     def name(self) -> str:
         """What people type: "cpu:0", "cuda:3", "cuda:3.1" for an instance of a divided device, "endpoint:main"."""
-        if self.backend == "endpoint":
+        if self.is_endpoint:
             return self.uuid
         instance = self.detail.get("instance", "")
         return f"{self.backend}:{self.index}" + (f".{instance}" if instance else "")

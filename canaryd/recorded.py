@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,17 +29,15 @@ from canaryd.baseline import (
     learn,
     spoken,
 )
+from canaryd.chance import outlasts, tail
 from canaryd.config import JudgePolicy
-from canaryd.model import LINKS, Cause, Device, Finding, Outcome, Recording, Run, State
+from canaryd.model import LINKS, Cause, Device, Finding, Outcome, Recording, Rival, Run, State
 from canaryd.triage import BROKEN, Symptom, triage
 
 ALPHA = 1e-3
 """Chance at which a healthy device may fail the test that follows its first unknown vector (ours)."""
-TINY = 1e-12
 RUNS_NAMED = 16
 """Newest run ids listed in one finding."""
-RULE_OF_THREE = 3
-"""No failure in n trials bounds the rate by about 3/n at 95 %."""
 NEWEST = 3
 """Runs whose median latency stands for now, so that one busy moment is none (ours)."""
 EARLIER = 10
@@ -62,6 +60,7 @@ Lane = tuple[str, str, str]
 class Peer:
     """Another device or endpoint of this node."""
 
+    device: Device
     runs: tuple[Run, ...]
     baselines: Mapping[Key, Baseline]
 
@@ -88,11 +87,13 @@ class Record:
     now: float
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """By name."""
+    imported: Sequence[Baseline] = ()
+    """Baselines of devices that are not of this host."""
 
     @property
     def served(self) -> bool:
         """Whether it is an endpoint: recordings are then the only evidence."""
-        return self.device.backend == "endpoint"
+        return self.device.is_endpoint
 
     @cached_property
     def sightings(self) -> dict[Key, list[Sighting]]:
@@ -134,6 +135,24 @@ class Record:
         ]
         order = self.past.get(lane, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
+
+    def voters(self, own: Baseline) -> list[tuple[str, Baseline]]:
+        """Return the others' baselines of the same case on the same chain and stack, with whose they are.
+
+        Only siblings are asked: other models have other kernels.
+        """
+        of = (self.device.backend, self.device.model)
+        near = [
+            (n, p.baselines.get(own.key)) for n, p in self.peers.items() if (p.device.backend, p.device.model) == of
+        ]
+        far = [(f"{b.device} (imported)", b) for b in self.imported if b.key == own.key]
+        return [(name, b) for name, b in (*near, *far) if b is not None and b.complete]
+
+    @cached_property
+    def current(self) -> list[Baseline]:
+        """The complete baselines that the newest recordings belong to."""
+        keys = dict.fromkeys(key_of(run, recording) for run, recording in self.newest.values())
+        return [b for key in keys if (b := self.baselines.get(key)) is not None and b.complete]
 
 
 def _lane(run: Run, recording: Recording) -> Lane:
@@ -179,17 +198,18 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
     named. What is certainly broken is not learnt: a server that answers nothing must not be held to that.
     """
     fresh: dict[Key, Baseline] = {}
+    known = ChainMap(fresh, dict(baselines))
     kept: dict[object, Recording] = {}
     strange: dict[Key, Recording] = {}
     passed: dict[Key, Recording] = {}
     learnt = []
     for number, recording in enumerate(run.recordings):
         key = key_of(run, recording)
-        own = fresh.get(key) or baselines.get(key)
+        own = known.get(key)
         if learns and (own is None or not own.complete) and not _certainly_broken(recording):
             own = fresh[key] = learn(own, run, recording)
             learnt.append(recording.case)
-        if own is not None and recording.digest in _kin({**baselines, **fresh}, key):
+        if own is not None and recording.digest in _kin(known, key):
             brief = Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
             kept[brief.case, brief.digest, brief.condition] = brief
             passed[key] = recording
@@ -199,7 +219,7 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
             strange[key] = recording
     if not run.confirms and not run.drill:
         for key in {**passed, **strange}:
-            own = fresh.get(key) or baselines.get(key)
+            own = known.get(key)
             recording = strange.get(key) or passed[key]
             counts = key not in strange or _tells(own, recording)
             if own is not None and own.complete and own.case not in learnt and counts:
@@ -245,16 +265,17 @@ def drifts(record: Record) -> tuple[Drift, ...]:
         )
         own = record.baselines.get(key_of(run, recording))
         learnt = own is not None and own.complete
-        away = departure(own, recording) if own is not None and learnt else None
-        away = None if own is not None and recording.digest in _kin(record.baselines, own.key) else away
+        passes = own is not None and recording.digest in _kin(record.baselines, own.key)
+        away = departure(own, recording) if own is not None and learnt and not passes else None
         status = "learning" if not learnt else "known" if away is None else "unknown"
         after = replace(before, status={**before.status, status: before.status[status] + 1})
         if away is not None:
             tolerance = 0.0 if own is None or own.stable(recording.condition) else SLACK * (away.noise or 0.0)
             ratio = away.distance / tolerance if tolerance else math.inf
             length = max(len(away.known.tokens), 1)
-            position = away.position if away.position is not None else length
-            firsts = [p for p in (before.first, away.position) if p is not None]
+            first = away.position if away.known.tokens else None  # of a kernel's result it is a tile
+            position = first if first is not None else length
+            firsts = [p for p in (before.first, first) if p is not None]
             after = replace(
                 after,
                 ratio=max(before.ratio, ratio),
@@ -279,9 +300,10 @@ def departed(record: Record) -> Iterator[Finding]:
     for probe, cases in groups.items():
         state, key, away, why = max(cases, key=lambda case: case[0].severity)
         last = away[-1]
-        cause, whose = (Cause.UNDETERMINED, "")
+        cause, whose = Cause.UNDETERMINED, ""
+        rivals: tuple[Rival, ...] = ()
         if state is State.SUSPECT:
-            cause, whose = _blame(record, key, away)
+            cause, whose, rivals = _blame(record, key, away)
             if kind := _triaged(record, last.run, last.recording, last.baseline):
                 why += f" The answer is {kind.name}; next boundary to test: {kind.next_boundary}, with {kind.command}."
         more = f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
@@ -297,6 +319,7 @@ def departed(record: Record) -> Iterator[Finding]:
             probe=probe,
             repro=last.run.repro,
             runs=tuple(dict.fromkeys(s.run.id for _, _, listed, _ in cases for s in listed))[-RUNS_NAMED:],
+            rivals=rivals,
         )
 
 
@@ -317,7 +340,7 @@ def _weigh(record: Record, away: Sequence[Sighting]) -> tuple[State, str]:
         chance = f"{rate**wanted:.1g}"
         return State.SUSPECT, f"{repeated} re-runs in new processes repeat it; {grounds}, so by chance: {chance}."
     trials = baseline.passed.get(EVERY, 0) + baseline.strange
-    chance_of = _tail(baseline.strange, trials, rate)
+    chance_of = tail(baseline.strange, trials, rate)
     # A server's gauges are read before and after: what it served in between, for a moment, shows as a rare idle fault.
     counts = away[-1].recording.condition != IDLE or baseline.stable(EVERY)
     if counts and baseline.strange > 1 and chance_of <= ALPHA:
@@ -341,23 +364,6 @@ def _tells(baseline: Baseline | None, recording: Recording) -> bool:
     return baseline is None or baseline.under(IDLE) != IDLE or recording.condition != LOADED
 
 
-def _tail(times: int, trials: int, rate: float) -> float:
-    """Return the chance of at least `times` events in `trials` at `rate` each (the binomial's upper tail).
-
-    Summed from the top, in logarithms: below 1e-12 the rest of the sum is nothing.
-    """
-    if times == 0 or rate >= 1:
-        return 1.0
-    total = 0.0
-    for k in range(times, trials + 1):
-        ways = math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-        part = math.exp(ways + k * math.log(rate) + (trials - k) * math.log1p(-rate))
-        total += part
-        if k > trials * rate and part < TINY * max(total, TINY):
-            break
-    return min(1.0, total)
-
-
 def _over(record: Record, baseline: Baseline) -> bool:
     """Whether the watch is over, with so many known vectors since that the old rate is ruled out.
 
@@ -374,26 +380,32 @@ def _over(record: Record, baseline: Baseline) -> bool:
     clean = baseline.since + sum(later)
     before = baseline.passed.get(EVERY, 0) - baseline.since + baseline.strange
     watched = record.now - baseline.strange_at >= record.policy.watch
-    return watched and clean * baseline.strange >= RULE_OF_THREE * before
+    return watched and outlasts(clean, before, baseline.strange)
 
 
-def _blame(record: Record, key: Key, away: Sequence[Sighting]) -> tuple[Cause, str]:
-    """Return whose fault it is, by what others give for the same case on the same chain, and how that is known."""
+def _blame(record: Record, key: Key, away: Sequence[Sighting]) -> tuple[Cause, str, tuple[Rival, ...]]:
+    """Return whose fault it is, by what others give on the same chain, why, and what else was considered."""
     digests = {s.recording.digest for s in away}
     since = away[0].run.started
-    right, alike = [], []
+    right, alike = set(), set()
     for name, peer in sorted(record.peers.items()):
         for s in _sightings((r for r in peer.runs if r.started >= since), peer.baselines).get(key, ()):
             if s.recording.digest in digests:
-                alike.append(name)
+                alike.add(name)
             elif s.recording.digest in away[-1].baseline.digests:
-                right.append(name)
-    names = ", ".join(sorted({*right}))
+                right.add(name)
+    names, shared = ", ".join(sorted(right)), ", ".join(sorted(alike))
+    reference = Rival(
+        cause=Cause.HARNESS, why="a wrong golden: bits are compared with bits, no golden is involved", rejected=True
+    )
     if right and not alike:
-        return Cause.HARDWARE, f"{names}, on the same chain, still gives the known bits."
+        text = f"{names}, on the same chain, still gives the known bits."
+        software = f"a change that is not in the chain: {names} would have met it too"
+        return Cause.HARDWARE, text, (Rival(cause=Cause.SOFTWARE, why=software, rejected=True), reference)
     if alike and not right:
-        shared = ", ".join(sorted({*alike}))
-        return Cause.SOFTWARE, f"{shared}, on the same chain, gives the same new bits: look for what changed for both."
+        text = f"{shared}, on the same chain, gives the same new bits: look for what changed for both."
+        own = f"a fault of this device alone: {shared} would not give the same bits"
+        return Cause.SOFTWARE, text, (Rival(cause=Cause.HARDWARE, why=own, rejected=True), reference)
     what = "another server of the same model and version" if record.served else "another device of this model and stack"
     blind = ""
     if record.served and "checkpoint" not in away[-1].recording.chain:
@@ -401,15 +413,17 @@ def _blame(record: Record, key: Key, away: Sequence[Sighting]) -> tuple[Cause, s
             "The checkpoint is no part of the chain: name its directory in the configuration, which tells a changed"
             " model from a fault. "
         )
-    return Cause.UNDETERMINED, (
+    text = (
         f"{blind}Nobody else on this host computes the same, so whose fault it is stays open: ask {what}, and run "
         f"canaryd check --level deep{_on(record.device)}. To take it for right: "
         f'canaryd baseline accept {record.device.name} --reason "…"'
     )
+    unseen = "a change that is not in the chain: nobody else on this host computes the same"
+    return Cause.UNDETERMINED, text, (Rival(cause=Cause.SOFTWARE, why=unseen, rejected=False), reference)
 
 
 def _on(device: Device) -> str:
-    behind = device.detail.get("behind", "").split() if device.backend == "endpoint" else [device.name]
+    behind = device.detail.get("behind", "").split() if device.is_endpoint else [device.name]
     return "".join(f" --device {name}" for name in behind)
 
 
@@ -474,6 +488,87 @@ def learning(record: Record) -> Iterator[Finding]:
         )
         text += ": until then they are compared with nothing"
         yield Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message=text, probe=probe)
+
+
+def outvoted(record: Record) -> Iterator[Finding]:
+    """Siblings on one chain learnt other bits than this device: it may have been bad when it was first recorded.
+
+    Kernels that repeat give equal devices equal bits on equal bytes, so nothing is left to chance; a strict majority
+    of three or more names the odd one, and of two nobody is accused.
+    """
+    found: dict[tuple[str, bool], list[tuple[Baseline, list[str], list[str]]]] = defaultdict(list)
+    for own in (b for b in record.current if b.stable(EVERY)):
+        votes = [(name, b) for name, b in record.voters(own) if b.stable(EVERY)]
+        camps = _camps([own, *(b for _, b in votes)])
+        mine = next(c for c in camps if own in c)
+        if len(camps) == 1 or 2 * len(mine) > len(votes) + 1:
+            continue
+        largest = max((c for c in camps if c is not mine), key=len)
+        agree = sorted(name for name, b in votes if b in mine)
+        differ = sorted(name for name, b in votes if b not in mine)
+        odd = 2 * len(largest) > len(votes) + 1 and _names_kernels(record, own)
+        found[own.probe, odd].append((own, agree, differ))
+    for (probe, odd), cases in sorted(found.items()):
+        own, agree, differ = cases[0]
+        more = f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
+        others = ", ".join(differ)
+        if odd:
+            text = (
+                f"{own.case}{more}: {others} of the same model and stack agree on other bits than this device has given"
+                " since it was first recorded: it may have been bad from the start"
+            )
+            kernel = f"another kernel: the chain and the stack of {others} are the same"
+            rivals: tuple[Rival, ...] = (Rival(cause=Cause.SOFTWARE, why=kernel, rejected=True),)
+            rule, state, cause = "recording-outvoted", State.SUSPECT, Cause.HARDWARE
+        else:
+            with_it = f", and with it {', '.join(agree)}," if agree else ""
+            blind = "" if _names_kernels(record, own) else " which kernels ran is not known,"
+            text = (
+                f"{own.case}{more}: this device{with_it} gives other bits than {others} of the same model and stack;"
+                f"{blind} and no majority says which is right. To settle it: canaryd check --level deep, or record the"
+                " same on another host and take it in with canaryd baseline import"
+            )
+            rivals = (
+                Rival(cause=Cause.HARDWARE, why="one of them computes wrongly: exact goldens tell", rejected=False),
+                Rival(cause=Cause.SOFTWARE, why="they chose different kernels", rejected=False),
+            )
+            rule, state, cause = "recording-disputed", State.UNKNOWN, Cause.UNDETERMINED
+        yield Finding(rule=rule, state=state, cause=cause, message=text, probe=probe, rivals=rivals)
+
+
+def _names_kernels(record: Record, own: Baseline) -> bool:
+    """Whether equal chains mean equal kernels: accelerators choose theirs, and a chain may not say which."""
+    return record.device.backend == "cpu" or "kernel" in own.chain
+
+
+def _camps(voters: Sequence[Baseline]) -> list[list[Baseline]]:
+    """Return those together that have a vector in common."""
+    camps: list[list[Baseline]] = []
+    for one in voters:
+        near = [c for c in camps if any(one.digests & b.digests for b in c)]
+        camps = [c for c in camps if c not in near] + [[one, *(b for c in near for b in c)]]
+    return camps
+
+
+def witnesses(own: Baseline, voters: Iterable[tuple[str, Baseline]]) -> str:
+    """Return who has confirmed a baseline: siblings by name, the reference, or an operator; "" for nobody."""
+    names = sorted(name for name, b in voters if b.digests & own.digests)
+    said = [", ".join(names)] * bool(names) + ["reference"] * own.referenced + ["operator"] * bool(own.pinned)
+    return " and ".join(said)
+
+
+def unwitnessed(record: Record) -> Iterator[Finding]:
+    """Nobody has confirmed what a device gave when it was first recorded: said, for a bad unit looks the same."""
+    alone: dict[str, list[Baseline]] = defaultdict(list)
+    for own in record.current if not record.served else ():
+        if not witnesses(own, record.voters(own)):
+            alone[own.probe].append(own)
+    for probe, cases in sorted(alone.items()):
+        text = (
+            f"{len(cases)} recorded cases are unwitnessed: no sibling and no reference has confirmed what this device"
+            " gave when it was first recorded. The same baseline of another host settles it (canaryd baseline import)"
+        )
+        yield Finding(rule="baseline-unwitnessed", state=State.HEALTHY, cause=Cause.NONE, message=text, probe=probe)
 
 
 def symptom(record: Record) -> Iterator[Finding]:
@@ -595,7 +690,15 @@ def _idle(run: Run) -> bool:
     return bool(run.recordings) and all(r.condition == IDLE for r in run.recordings)
 
 
-RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (departed, chain_changed, learning, symptom, slow)
+RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (
+    departed,
+    outvoted,
+    unwitnessed,
+    chain_changed,
+    learning,
+    symptom,
+    slow,
+)
 
 
 def findings(record: Record) -> Iterator[Finding]:

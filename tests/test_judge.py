@@ -12,6 +12,7 @@ from canaryd import judge
 from canaryd.config import JudgePolicy, TelemetryConfig
 from canaryd.judge import decide, exit_code, fault_rate_bound, worst
 from canaryd.model import (
+    Ack,
     Cause,
     Comparison,
     Device,
@@ -543,15 +544,46 @@ SCENARIOS = {
         ask(fresh(), recorded=[DEPARTED]), SUSPECT, H, {"recording-departed"},
     ),
     "the one endpoint behind which it is alone departed": lambda: (
-        ask(fresh(), serving={"endpoint:main": [DEPARTED]}, served_by={"endpoint:main": 1}),
+        ask(fresh(), serving={"endpoint:main": (1, [DEPARTED])}),
         SUSPECT, H, {"endpoint-departed"},
     ),
     "an endpoint behind which it is one of two departed": lambda: (
-        ask(fresh(), serving={"endpoint:main": [DEPARTED]}, served_by={"endpoint:main": 2}),
+        ask(fresh(), serving={"endpoint:main": (2, [DEPARTED])}),
         SUSPECT, U, {"endpoint-departed"},
     ),
     "an endpoint's own troubles are none of its devices'": lambda: (
-        ask(fresh(), serving={"endpoint:main": [CHANGED]}, served_by={"endpoint:main": 1}), HEALTHY, Cause.NONE, set(),
+        ask(fresh(), serving={"endpoint:main": (1, [CHANGED])}), HEALTHY, Cause.NONE, set(),
+    ),
+    # an operator's word
+    "a suspicion that is known": lambda: (
+        ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", HOUR)]),
+        UNKNOWN, U, {"exact-mismatch", "acknowledged"},
+    ),
+    "a suspicion that is newer than the word": lambda: (
+        ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", 3 * HOUR)]),
+        SUSPECT, U, {"exact-mismatch", "acknowledged"},
+    ),
+    "an acknowledgement that has run out": lambda: (
+        ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", HOUR, until=NOW)]),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
+    "an acknowledgement that a newer one has ended": lambda: (
+        ask(
+            run(3 * HOUR, wrong(), right(9)), fresh(),
+            said=[said("acknowledged", 2 * HOUR), said("acknowledged", HOUR, until=NOW - HOUR)],
+        ),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
+    "what is faulty stays so, known or not": lambda: (
+        ask(*mismatches(3 * HOUR, 2 * HOUR), fresh(), said=[said("acknowledged", HOUR)]),
+        FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed", "acknowledged"},
+    ),
+    "a healthy device that was acknowledged": lambda: (
+        ask(fresh(), said=[said("acknowledged", HOUR)]), HEALTHY, Cause.NONE, {"acknowledged"},
+    ),
+    "a part that is still there, though it was said to be replaced": lambda: (
+        ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("replaced", HOUR)]),
+        SUSPECT, U, {"exact-mismatch", "replaced-is-here"},
     ),
     # drills
     "a drill in the real world": lambda: (
@@ -565,6 +597,10 @@ SCENARIOS = {
         ask(run(60, wrong()), run(60, right(), drill="none"), drill=True), HEALTHY, Cause.NONE, set(),
     ),
 }  # fmt: skip
+
+
+def said(kind, ago, until=NOW + DAY):
+    return Ack(device="GPU-a", kind=kind, at=NOW - ago, until=until, reason="seen, ticket 4711")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -590,6 +626,51 @@ def test_no_rule_is_idle(monkeypatch, table, part):
     """Switching off any one rule, or any one ground of confirmation, makes a scenario fail."""
     monkeypatch.setattr(judge, table, tuple(p for p in getattr(judge, table) if p is not part))
     assert failing()
+
+
+# --- Rivals ---------------------------------------------------------------------------------------------------------
+
+
+def rivals(verdict):
+    found = next(f for f in verdict.findings if f.rule.startswith("exact-mismatch"))
+    return {(r.cause, r.why.partition(":")[0]): r.rejected for r in found.rivals}
+
+
+def test_a_sibling_that_is_right_rejects_every_rival():
+    """It shares kernel, golden and host with the accused, and is right."""
+    sibling = (TWIN, [run(HOUR, right(), of=TWIN)])
+    found = rivals(ask(run(HOUR, wrong()), fresh(), peers=[sibling]))
+    assert found == {(S, "a wrong kernel"): True, (Cause.HARNESS, "a wrong golden"): True, (H, HOST): True}
+
+
+HOST = "the host's memory, CPU or PCIe"
+
+
+def test_nothing_is_rejected_without_evidence():
+    """A lone device: kernel, golden and host are all still open."""
+    found = rivals(ask(run(HOUR, wrong()), fresh()))
+    assert found == {(S, "a wrong kernel"): False, (Cause.HARNESS, "a wrong golden"): False, (H, HOST): False}
+
+
+def test_a_host_that_computes_right_is_rejected_as_a_rival():
+    """Its CPU ran exact goldens within a day of the mismatch, and they were right; earlier ones do not count."""
+    for ago, known in ((HOUR, True), (3 * DAY, False)):
+        host = (CPU, [run(ago, right(), of=CPU)])
+        found = rivals(ask(run(HOUR, wrong()), fresh(), peers=[host]))
+        assert ((H, "the host's memory or CPU") in found) is known
+
+
+def test_a_golden_that_was_met_before_is_rejected_as_a_rival():
+    """The device itself has given the right bits for these operands."""
+    verdict = ask(run(HOUR, wrong(trials=10, wrong_trials=1)), fresh())
+    assert rivals(verdict)[Cause.HARNESS, "a wrong golden"] is True
+
+
+def test_software_names_the_device_as_the_rejected_rival():
+    """Siblings that give the same wrong bits clear the device of being the only one."""
+    verdict = ask(run(HOUR, wrong()), fresh(), peers=[(TWIN, [run(HOUR, wrong(), of=TWIN)])])
+    assert verdict.cause is S
+    assert rivals(verdict)[H, "a fault of this device alone"] is True
 
 
 # --- What people read ------------------------------------------------------------------------------------------------

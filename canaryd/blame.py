@@ -1,0 +1,276 @@
+"""Whose fault it is: the decision table, row by row, and the other explanations that were considered.
+
+`TABLE` is read from the top; the first row that holds gives the cause. docs/judgement.md has the same rows in prose.
+Shorthand: a *hit* is a wrong comparison; a *sibling* is another device of this node, of the same backend and model,
+whose runs of the same probe, version and stack are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from canaryd.chance import outlasts
+from canaryd.model import Cause, Comparison, Rival, Run, Subject
+
+Bytes = tuple[str, str, int]
+"""Case, shape and seed: equal ones mean bit-for-bit equal operands."""
+Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
+"""What tells two wrong results apart: the wrong elements with their bits, or a digest."""
+Results = Mapping[Bytes, Sequence[Comparison]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """One wrong comparison, and whose fault it is as far as the peers can tell."""
+
+    run: Run
+    comparison: Comparison
+    cause: Cause = Cause.UNDETERMINED
+    why: str = ""
+    """A sentence: what the cause rests on, or what would settle it."""
+    rivals: tuple[Rival, ...] = ()
+    host_in_doubt: bool = False
+    """True where the host's CPU erred at about the same time: accuses nobody firmly."""
+
+    @property
+    def bytes(self) -> Bytes:
+        """What operands it was computed from."""
+        return bytes_of(self.comparison)
+
+    @property
+    def core(self) -> str:
+        """The single core it happened on, "" where it is not known."""
+        return self.comparison.place if self.comparison.place.startswith("core ") else ""
+
+    @property
+    def words(self) -> object:
+        """What was said about which golden: equal for two hits that tell the same story."""
+        evidence = self.comparison.evidence
+        return self.run.probe, self.run.probe_version, self.bytes, evidence.pattern if evidence else ""
+
+    def __str__(self) -> str:
+        c, evidence = self.comparison, self.comparison.evidence
+        text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
+        text += f" on {c.place}" if c.place else ""
+        if evidence is None:
+            return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
+        if evidence.wrong:
+            text += f": {evidence.wrong} of {evidence.total} elements wrong"
+        return "; ".join(filter(None, (f"{text}: {evidence.pattern}", evidence.reproduced)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is known around the hits of one subject, probe and stack: the left side of the table."""
+
+    golden: bool = False
+    """The hits are goldens that this host made in two ways that disagree."""
+    two_cores: str = ""
+    """Two named cores on which one program gave two results, as "cores 2 and 5"."""
+    lone_core: str = ""
+    """A core that made a golden otherwise than this host has made it elsewhere."""
+    whole_host: bool = False
+    """Every accelerator was wrong too, no two alike, and it is the host's CPU that is asked about."""
+    right: frozenset[str] = frozenset()
+    """Siblings that computed the same bytes right."""
+    alike: frozenset[str] = frozenset()
+    """Siblings that computed the same bytes wrong in the same bits."""
+    unlike: frozenset[str] = frozenset()
+    """Siblings that computed the same bytes, and neither clearly."""
+    outlasting: frozenset[str] = frozenset()
+    """Siblings that ran the probe clean for three times the accused's trials per failure."""
+    siblings: frozenset[str] = frozenset()
+    """All that ran the probe on the same stack."""
+    host_clean: bool | None = None
+    """Whether the host's CPU computed exact goldens right at about the same time; None where it did not compute any,
+    or is itself the accused."""
+    goldens_right: bool = False
+    """The same goldens have been matched by a result, here or on a sibling."""
+    command: str = ""
+    """What repeats the newest hit."""
+
+
+class Row(NamedTuple):
+    """One line of the decision table."""
+
+    seen: Callable[[Scene], object]
+    cause: Cause
+    why: Callable[[Scene], str]
+
+
+TABLE: tuple[Row, ...] = (
+    Row(lambda s: s.two_cores, Cause.HARDWARE, lambda s: f"One program gave two results on {s.two_cores}."),
+    Row(
+        lambda s: s.lone_core,
+        Cause.HARDWARE,
+        lambda s: f"This host has also made the same golden right; here {s.lone_core} did not.",
+    ),
+    Row(
+        lambda s: s.golden,
+        Cause.UNDETERMINED,
+        lambda s: (
+            "Whether processor or reference is wrong stays open. To settle it, run the same command on another "
+            f"host: {s.command}"
+        ),
+    ),
+    Row(
+        lambda s: s.whole_host,
+        Cause.HARDWARE,
+        lambda _: "Every device of this host is wrong, each in its own way: memory, CPU or PCIe is at fault.",
+    ),
+    Row(
+        lambda s: s.right,
+        Cause.HARDWARE,
+        lambda s: f"{names(s.right)} of the same model computed the same bytes right on the same stack.",
+    ),
+    Row(
+        lambda s: s.alike and not s.unlike,
+        Cause.SOFTWARE,
+        lambda s: f"{names(s.alike)} of the same model gives the same wrong bits on the same stack.",
+    ),
+    Row(
+        lambda s: s.outlasting and not s.alike,
+        Cause.HARDWARE,
+        lambda s: (
+            f"{names(s.outlasting)} of the same model ran the same probe on the same stack without a mismatch, "
+            "at least three times as long as this device takes to fail once."
+        ),
+    ),
+    Row(
+        lambda s: s.siblings,
+        Cause.UNDETERMINED,
+        lambda s: f"Whose fault stays open: {names(s.siblings)} cannot tell yet. {_settle(s)}",
+    ),
+    Row(
+        lambda _: True,
+        Cause.UNDETERMINED,
+        lambda s: f"Whose fault stays open: no sibling to ask (same model, same stack). {_settle(s)}",
+    ),
+)
+"""Read from the top: what is seen, whose fault it then is, and why."""
+
+
+def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
+    """Return the cause, the sentence that says why, and the other explanations that were considered."""
+    row = next(row for row in TABLE if row.seen(scene))
+    return row.cause, row.why(scene), tuple(_rivals(scene, row.cause))
+
+
+def _settle(scene: Scene) -> str:
+    return f"To settle it, run the same command on another host with the same stack: {scene.command}"
+
+
+def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
+    """Yield what else it could have been, and what speaks against it; nothing is rejected for lack of evidence."""
+    if scene.golden:
+        return
+    if cause is not Cause.SOFTWARE:
+        yield _software(scene)
+    else:
+        text = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits"
+        yield Rival(cause=Cause.HARDWARE, why=text, rejected=True)
+    if scene.right or scene.goldens_right:
+        who = names(scene.right) or "an earlier result"
+        yield Rival(cause=Cause.HARNESS, why=f"a wrong golden: {who} matched the same golden", rejected=True)
+    else:
+        yield Rival(cause=Cause.HARNESS, why="a wrong golden: no other result has matched it yet", rejected=False)
+    if not scene.whole_host:
+        yield _host(scene)
+
+
+def _software(scene: Scene) -> Rival:
+    if scene.right:
+        text, rejected = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}", True
+    elif scene.outlasting and not scene.alike:
+        text, rejected = f"a wrong kernel: it has run on {names(scene.outlasting)} for long without a mismatch", True
+    elif scene.alike:
+        text, rejected = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not", False
+    else:
+        text, rejected = "a wrong kernel: no sibling has computed the same on the same stack", False
+    return Rival(cause=Cause.SOFTWARE, why=text, rejected=rejected)
+
+
+def _host(scene: Scene) -> Rival:
+    if scene.right or scene.outlasting:
+        who = names(scene.right or scene.outlasting)
+        text, rejected = f"the host's memory, CPU or PCIe: {who} in the same host is right", True
+    elif scene.host_clean:
+        text, rejected = "the host's memory or CPU: it computed exact goldens right at about the same time", True
+    else:
+        text, rejected = "the host's memory, CPU or PCIe: nothing in this host has been shown right beside it", False
+    return Rival(cause=Cause.HARDWARE, why=text, rejected=rejected)
+
+
+# --- What siblings computed -----------------------------------------------------------------------------------------
+
+
+def bytes_of(comparison: Comparison) -> Bytes:
+    """Return what tells the operands of a comparison from all others."""
+    return comparison.case, comparison.shape, comparison.seed
+
+
+def results(runs: Iterable[Run], like: Run) -> dict[Bytes, list[Comparison]]:
+    """Return what devices computed with the probe and stack of a run, by operands; an unrecorded stack equals none."""
+    found: dict[Bytes, list[Comparison]] = defaultdict(list)
+    for run in runs:
+        same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
+        if like.stack and same_probe and run.stack == like.stack:
+            for comparison in run.comparisons:
+                if comparison.subject is Subject.DEVICE:
+                    found[bytes_of(comparison)].append(comparison)
+    return dict(found)
+
+
+def same_bytes(
+    own: Results, siblings: Mapping[str, Results], data: set[Bytes]
+) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return the siblings that computed the same bytes: right, wrong in the same way, and neither clearly."""
+    right: set[str] = set()
+    alike: set[str] = set()
+    unlike: set[str] = set()
+    for key, (name, theirs) in itertools.product(sorted(data & own.keys()), siblings.items()):
+        if key not in theirs:
+            continue
+        trials, wrong = _sum(own[key])
+        clean, errors = _sum(theirs[key])
+        if errors:
+            (alike if marks(own[key]) & marks(theirs[key]) else unlike).add(name)
+        # One right answer is enough against a fault that always shows; a rare one must have had its chance to show.
+        elif all(c.wrong_trials == c.trials for c in own[key]) or outlasts(clean, trials, wrong):
+            right.add(name)
+        else:
+            unlike.add(name)
+    return frozenset(right), frozenset(alike), frozenset(unlike)
+
+
+def long_clean(own: Results, siblings: Mapping[str, Results]) -> frozenset[str]:
+    """Return the siblings without a mismatch whose record is three times the accused's trials per failure."""
+    trials, wrong = _sum(itertools.chain.from_iterable(own.values()))
+    records = {name: _sum(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
+    found = (n for n, (clean, errors) in records.items() if wrong and not errors and outlasts(clean, trials, wrong))
+    return frozenset(found)
+
+
+def marks(comparisons: Iterable[Comparison]) -> set[Mark]:
+    """Return what the wrong results look like; a digest shows one only where the first result was wrong for sure."""
+    found: set[Mark] = set()
+    for c in comparisons:
+        if c.wrong:
+            first = c.evidence.first if c.evidence else ()
+            found.add(first or (c.digest if c.wrong_trials == c.trials else ""))
+    return found - {""}
+
+
+def names(listed: Iterable[str]) -> str:
+    """Return names in order, with commas."""
+    return ", ".join(sorted(listed))
+
+
+def _sum(comparisons: Iterable[Comparison]) -> tuple[int, int]:
+    """Return trials and failures; one upload that is wrong fails once, for a hit operand is wrong every time."""
+    pairs = [(c.trials, int(c.wrong)) for c in comparisons]
+    return sum(t for t, _ in pairs), sum(w for _, w in pairs)
