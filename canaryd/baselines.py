@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
-from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, accept, begun, key_of
-from canaryd.model import Device, to_json
+from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
+from canaryd.model import Device, from_json, to_json
+from canaryd.recorded import witnesses
 from canaryd.store import Store
+from canaryd.wording import moment
+
+SCHEMA = "canaryd.baselines/1"
+IMPORTED = "imported"
+"""What stands for the backend of a device that is not of this host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,29 +36,50 @@ class Selection:
         return named and self.probe in ("", probe) and f"{case}/".startswith(f"{self.case}/" if self.case else "")
 
 
-def chosen(store: Store, selection: Selection) -> list[tuple[Device, Baseline]]:
-    """Return the baselines that a selection picks, with their devices, in the order in which they were learnt."""
+class Listed(NamedTuple):
+    """A baseline with whose it is and who has confirmed it."""
+
+    device: Device
+    baseline: Baseline
+    witness: str
+    """"nobody" where it is unwitnessed."""
+
+
+def chosen(store: Store, selection: Selection) -> list[Listed]:
+    """Return the baselines that a selection picks, in the order in which they were learnt; imported ones too."""
     devices = {r.device.uuid: r.device for r in store.devices()}
-    return [
-        (devices[b.device], b)
-        for b in store.baselines()
-        if b.device in devices and selection.picks(devices[b.device], b.probe, b.case)
-    ]
+    by_key: dict[Key, list[tuple[Device, Baseline]]] = defaultdict(list)
+    for baseline in store.baselines():
+        elsewhere = Device(uuid=baseline.device, backend=IMPORTED, index=0, model="", weak_identity=True)
+        by_key[baseline.key].append((devices.get(baseline.device, elsewhere), baseline))
+    return sorted(
+        (
+            Listed(device, b, _witness(device, b, same))
+            for same in by_key.values()
+            for device, b in same
+            if selection.picks(device, b.probe, b.case)
+        ),
+        key=lambda listed: (listed.baseline.last, listed.baseline.key),
+    )
+
+
+def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baseline]]) -> str:
+    of = {(device.backend, device.model), (IMPORTED, "")}
+    others = [(d, b) for d, b in same if d is not device and b.complete and (d.backend, d.model) in of]
+    return witnesses(one, [(d.uuid if d.backend == IMPORTED else d.name, b) for d, b in others]) or "nobody"
 
 
 def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
     """Take every unknown vector that the selection picks into its baseline; return device, baseline and how many.
 
-    A baseline that was learnt because the chain changed is accepted as meant, with no vector taken.
-
     Only vectors that were seen are taken; what they departed from stays known. A baseline that was not complete is so
-    by that word: what looks broken is not learnt by itself.
+    by that word: what looks broken is not learnt by itself. One that was learnt because the chain changed is accepted
+    as meant, with no vector taken. A pinned one takes none.
     """
-    devices = [r.device for r in store.devices()]
     taken = []
-    for device in devices:
+    for device in (r.device for r in store.devices()):
         known = {b.key: b for b in store.baselines(device.uuid)}
-        counts: dict[str, int] = {}
+        counts: Counter[Key] = Counter()
         for run in store.runs(device.uuid):
             for recording in run.recordings:
                 if not (recording.values or recording.tokens or recording.text or recording.finish):
@@ -58,43 +87,77 @@ def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device,
                 if not selection.picks(device, run.probe, recording.case):
                     continue
                 own = known.get(key_of(run, recording)) or begun(run, recording)
-                if recording.digest not in own.digests:
+                if recording.digest not in own.digests and not own.pinned:
                     known[own.key] = accept(own, run, recording, why)
-                    counts[str(own.key)] = counts.get(str(own.key), 0) + 1
+                    counts[own.key] += 1
         for own in list(known.values()):
-            picked = str(own.key) not in counts and selection.picks(device, own.probe, own.case)
-            if picked and _settled(list(known.values()), own):
-                known[own.key], counts[str(own.key)] = replace(own, accepted=why), 0
-        fresh = [b for b in known.values() if str(b.key) in counts]
+            picked = own.key not in counts and selection.picks(device, own.probe, own.case)
+            if picked and _awaits_word(list(known.values()), own):
+                known[own.key], counts[own.key] = replace(own, accepted=why), 0
+        fresh = [b for b in known.values() if b.key in counts]
         store.set_baselines(fresh)
-        taken += [(device, b, counts[str(b.key)]) for b in fresh]
+        taken += [(device, b, counts[b.key]) for b in fresh]
     return taken
 
 
-def _settled(before: Sequence[Baseline], one: Baseline) -> bool:
+def _awaits_word(all_: Sequence[Baseline], one: Baseline) -> bool:
     """Whether a baseline was learnt on another chain than one before it, and nobody has said that this was meant."""
-    same = [b for b in before if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
+    same = [b for b in all_ if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
     return one.complete and not one.accepted and any(b.first < one.first for b in same)
 
 
-def table(found: Sequence[tuple[Device, Baseline]]) -> str:
+def pinned(store: Store, selection: Selection, why: str) -> list[Listed]:
+    """Fix the complete baselines that the selection picks: no vector is added, and they are kept for good.
+
+    With "" for `why` they are let go again. Returns those that changed.
+    """
+    found = [one for one in chosen(store, selection) if one.baseline.complete and one.baseline.pinned != why]
+    changed = [one._replace(baseline=replace(one.baseline, pinned=why)) for one in found]
+    store.set_baselines(one.baseline for one in changed)
+    return changed
+
+
+def imported(store: Store, text: str) -> tuple[int, int]:
+    """Take in what `document` made on another host or before; return how many baselines are new, and how many known.
+
+    Those of a device of this host are taken up as its own where it has none of that key; others are witnesses. Raises
+    `ValueError`, and takes nothing, where the text is no such document.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
+        raise ValueError(f'no baselines: wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
+    fields = {f.name for f in dataclasses.fields(Baseline)}
+    found = [
+        from_json(Baseline, {k: v for k, v in one.items() if k in fields} if isinstance(one, dict) else one)
+        for one in data["baselines"]
+    ]
+    have = {(b.device, b.key) for b in store.baselines()}
+    fresh = [b for b in found if (b.device, b.key) not in have]
+    store.set_baselines(fresh)
+    return len(fresh), len(found) - len(fresh)
+
+
+def table(found: Sequence[Listed]) -> str:
     """Return baselines as text, one line each."""
     if not found:
         return "no baseline matches: they are learnt by runs of probes that record (docs/baselines.md)"
-    rows = [("device", "probe", "case", "vectors", "learnt", "repeats", "until")]
-    for device, b in found:
+    rows = [("device", "probe", "case", "vectors", "learnt", "repeats", "witness", "until")]
+    for device, b, witness in found:
         repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
         repeats = repeats if b.complete else "not known yet"
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
-        rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, _moment(b.last)))
+        rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, witness, moment(b.last)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def described(found: Iterable[tuple[Device, Baseline]]) -> str:
+def described(found: Sequence[Listed]) -> str:
     """Return all that is known of baselines, as text."""
     lines = []
-    for device, b in found:
+    for device, b, witness in found:
         lines += [f"{device.name}  {b.probe} (version {b.probe_version})  {b.case}"]
         chain = [(link, value) for link, value in (*b.chain.items(), *b.stack.items())]
         lines += [f"  {link}: {value}" for link, value in chain]
@@ -107,17 +170,24 @@ def described(found: Iterable[tuple[Device, Baseline]]) -> str:
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
             times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))
-            lines += [f"  {k.recording.digest}  {times} times, last {_moment(k.last)}  {k.recording.text[:60]!r}"]
+            lines += [f"  {k.recording.digest}  {times} times, last {moment(k.last)}  {k.recording.text[:60]!r}"]
+        lines += [f"  witness: {witness}"]
         lines += [f"  accepted by hand: {b.accepted}"] if b.accepted else []
+        lines += [f"  pinned: {b.pinned}"] if b.pinned else []
         lines += [""]
     return "\n".join(lines).rstrip() or table(())
 
 
-def document(found: Iterable[tuple[Device, Baseline]]) -> dict[str, Any]:
+def document(found: Sequence[Listed]) -> dict[str, Any]:
     """Return baselines as JSON data."""
-    listed = [{"name": d.name, "complete": b.complete, "stable": b.stable(""), **to_json(b)} for d, b in found]
-    return {"schema": "canaryd.baselines/1", "baselines": listed}
-
-
-def _moment(at: float) -> str:
-    return f"{datetime.fromtimestamp(at, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
+    listed = [
+        {
+            "name": d.name,
+            "complete": b.complete,
+            "stable": b.stable(""),
+            "witness": witness,
+            **to_json(b),
+        }
+        for d, b, witness in found
+    ]
+    return {"schema": SCHEMA, "baselines": listed}

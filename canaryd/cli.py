@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import io
 import json
 import logging
@@ -21,11 +22,12 @@ from typing import Any, NoReturn
 from canaryd import __version__, baselines, check, comparison, config, judge, report, scores, status
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress, choose
-from canaryd.model import Device, Outcome, State, to_json
+from canaryd.model import Ack, Device, Outcome, State, to_json
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
 from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE, released_until
+from canaryd.wording import moment
 
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
@@ -33,6 +35,8 @@ ANSWER_PATIENCE = 3600.0
 """Seconds that a capture or a comparison may take: a large model is read from a disk."""
 RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
+ACK = 7 * 86_400.0
+"""Seconds for which a fault is acknowledged unless another time is given."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
 COMPARED = "exit status: 0 compared, no fault; 2 a fault; 3 not comparable, or it could not be done; 64 usage error"
@@ -118,12 +122,29 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--report", type=Path, metavar="FILE", help="write a page with a plot as well (captures only)")
 
     one = commands.add_parser("baseline", parents=[common], help="what is known of recorded cases, and what is right")
-    one.add_argument("what", choices=("list", "show", "accept"))
-    one.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name; default: every one")
+    one.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
+    one.add_argument(
+        "device",
+        nargs="?",
+        default="",
+        metavar="DEV",
+        help="uuid or name; default: every one. import: the file that export wrote",
+    )
     one.add_argument("--probe", default="", metavar="NAME", help="only this probe")
     one.add_argument("--case", default="", metavar="CASE", help="only this case, or those below it")
-    one.add_argument("--reason", default="", metavar="TEXT", help="accept: why the new bits are right; kept with them")
+    one.add_argument(
+        "--reason", default="", metavar="TEXT", help="accept, pin: why these bits are right; kept with them"
+    )
     one.add_argument("--json", action="store_true", help="print one JSON object")
+
+    one = commands.add_parser("ack", parents=[common], help="say that a fault is known, or a part repaired or replaced")
+    one.add_argument("device", metavar="DEV", help="uuid or name")
+    one.add_argument("--reason", default="", metavar="TEXT", help="why, and where it is followed up; kept as evidence")
+    kind = one.add_mutually_exclusive_group()
+    kind.add_argument("--for", dest="seconds", type=_duration, default=ACK, metavar="7d", help="how long it is known")
+    kind.add_argument("--end", action="store_true", help="end an acknowledgement early")
+    kind.add_argument("--repaired", action="store_true", help="the part was repaired: it begins anew")
+    kind.add_argument("--replaced", action="store_true", help="the part was taken out for another")
 
     commands.add_parser("probes", parents=[common], help="list the catalogue: what each probe stresses")
     commands.add_parser("devices", parents=[common], help="list devices with their identity")
@@ -198,6 +219,7 @@ def _command(options: argparse.Namespace) -> int:
         "capture": _capture,
         "compare": _compare,
         "baseline": _baseline,
+        "ack": _ack,
         "probes": _probes,
         "devices": _devices,
     }
@@ -213,6 +235,21 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 def _complain(*lines: str) -> None:
     for line in lines:
         print(f"canaryd: {line}", file=sys.stderr)
+
+
+def _may_write(option: str, path: Path) -> bool:
+    """Whether a file can be written, as far as can be told beforehand; complain where not."""
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        _complain(f"{option} {path}: cannot be written; name a file in a directory that exists and is yours")
+        return False
+    return True
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _complain(f"{option} {path}: not written: {error.strerror}")
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -281,8 +318,7 @@ class _Teller:
 
 def _check(options: argparse.Namespace, settings: Config) -> int:
     into: Path | None = getattr(options, "report", None)
-    if into and (into.is_dir() or not os.access(into if into.exists() else into.absolute().parent, os.W_OK)):
-        _complain(f"--report {into}: cannot be written; name a file in a directory that exists and is yours")
+    if into and not _may_write("--report", into):
         return USAGE
     store = _open(settings)
     _complain(*store.problems)
@@ -319,10 +355,7 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
     store.close()
     document = report.as_json(result)
     if into:
-        try:
-            into.write_text(json.dumps(document, indent=2) + "\n")
-        except OSError as error:
-            _complain(f"--report {into}: not written: {error.strerror}")
+        _write("--report", into, json.dumps(document, indent=2) + "\n")
     print(json.dumps(document, indent=2) if options.json else report.as_text(result))
     return judge.exit_code(result.state)
 
@@ -404,8 +437,7 @@ def _release(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _capture(options: argparse.Namespace, settings: Config) -> int:
-    if options.out.is_dir() or not os.access(options.out.absolute().parent, os.W_OK):
-        _complain(f"--out {options.out}: cannot be written; name a file in a directory that exists and is yours")
+    if not _may_write("--out", options.out):
         return USAGE
     engine = _engine(settings)
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
@@ -460,8 +492,7 @@ def _ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any],
 
 def _compare(options: argparse.Namespace, settings: Config) -> int:
     """Compare captures in a worker, which has torch; files of scores right here."""
-    if options.report and (options.report.is_dir() or not os.access(options.report.absolute().parent, os.W_OK)):
-        _complain(f"--report {options.report}: cannot be written; name a file in a directory that exists and is yours")
+    if options.report and not _may_write("--report", options.report):
         return USAGE
     unread = [path for path in (options.a, options.b) if not path.exists()]
     if unread:
@@ -484,7 +515,7 @@ def _compare(options: argparse.Namespace, settings: Config) -> int:
     if answer is None:
         return judge.exit_code(State.UNKNOWN)
     if options.report:
-        options.report.write_text(comparison.page(answer), encoding="utf-8")
+        _write("--report", options.report, comparison.page(answer))
     print(json.dumps(answer, indent=2) if options.json else comparison.table(answer))
     return {"equal": 0, "rounding": 0, "fault": judge.exit_code(State.SUSPECT)}.get(
         answer["verdict"]["kind"], judge.exit_code(State.UNKNOWN)
@@ -515,28 +546,91 @@ def _compare_scores(options: argparse.Namespace) -> int:
 
 def _baseline(options: argparse.Namespace, settings: Config) -> int:
     selection = baselines.Selection(device=options.device, probe=options.probe, case=options.case)
+    why = options.reason.strip()
+    if options.what in ("accept", "pin") and not (options.device and why):
+        _complain(f"baseline {options.what}: name the device, and say why with --reason; both are kept as evidence")
+        return USAGE
+    if options.what == "import":
+        return _import_baselines(options, settings)
     with _open(settings) as store:
-        if options.what == "accept":
-            if not options.device or not options.reason.strip():
-                _complain("baseline accept: name the device, and say why with --reason; both are kept as evidence")
-                return USAGE
+        if options.what in ("accept", "pin", "unpin"):
             if not store.writable:
-                _complain(f"baseline accept: {store.problem or 'the store cannot be written'}")
+                _complain(f"baseline {options.what}: {store.problem or 'the store cannot be written'}")
                 return judge.exit_code(State.UNKNOWN)
-            taken = baselines.accepted(store, selection, options.reason.strip())
-            for device, one, count in taken:
-                what = f"{count} vector{'s' * (count > 1)} known from now on" if count else "its new chain is accepted"
-                print(f"{device.name} {one.probe} {one.case}: {what}")
-            if taken:
-                print("judged anew at the next run")
-            else:
-                print("nothing to accept: no unknown vector of a complete baseline matches")
-            return 0
+            return _accept(store, selection, why) if options.what == "accept" else _pin(store, selection, why)
         found = baselines.chosen(store, selection)
-    if options.json:
+    if options.json or options.what == "export":
         print(json.dumps(baselines.document(found), indent=2))
     else:
         print((baselines.table if options.what == "list" else baselines.described)(found))
+    return 0
+
+
+def _accept(store: Store, selection: baselines.Selection, why: str) -> int:
+    taken = baselines.accepted(store, selection, why)
+    for device, one, count in taken:
+        what = f"{count} vector{'s' * (count > 1)} known from now on" if count else "its new chain is accepted"
+        print(f"{device.name} {one.probe} {one.case}: {what}")
+    if taken:
+        print("judged anew at the next run")
+    else:
+        print("nothing to accept: no unknown vector of a baseline that is not pinned matches")
+    return 0
+
+
+def _pin(store: Store, selection: baselines.Selection, why: str) -> int:
+    for one in (changed := baselines.pinned(store, selection, why)):
+        what = "pinned: no vector is added, and it is kept for good" if why else "no longer pinned"
+        print(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
+    if not changed:
+        print("nothing changed: no complete baseline matches that is not so already (canaryd baseline list)")
+    return 0
+
+
+def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
+    try:
+        text = sys.stdin.read() if options.device in ("", "-") else Path(options.device).read_text(encoding="utf-8")
+        with _open(settings) as store:
+            if not store.writable:
+                _complain(f"baseline import: {store.problem or 'the store cannot be written'}")
+                return judge.exit_code(State.UNKNOWN)
+            fresh, known = baselines.imported(store, text)
+    except (OSError, ValueError) as error:
+        _complain(f"baseline import {options.device or '-'}: {error}")
+        return USAGE
+    print(f"{fresh} baselines taken in, {known} were known already; judged anew at the next run")
+    return 0
+
+
+def _ack(options: argparse.Namespace, settings: Config) -> int:
+    """Keep an operator's word about a device."""
+    with _open(settings) as store:
+        known = {r.device.uuid: r.device for r in store.devices()}
+        found, _ = choose(known, [options.device])
+        kind = "repaired" if options.repaired else "replaced" if options.replaced else "acknowledged"
+        if len(found) != 1:
+            _complain(f"ack {options.device}: names {len(found)} devices; there are {_names(known)}")
+            return USAGE
+        if not options.reason.strip():
+            _complain("ack: say why with --reason; it is kept as evidence")
+            return USAGE
+        now = time.time()
+        until = (now if options.end else now + options.seconds) if kind == "acknowledged" else 0.0
+        who = os.environ.get("SUDO_USER") or getpass.getuser()
+        word = Ack(device=found[0].uuid, kind=kind, at=now, until=until, reason=options.reason.strip(), by=who)
+        if not (store.writable and store.add_ack(word)):
+            _complain(f"ack: not kept: {store.problem or 'the store cannot be written'}")
+            return judge.exit_code(State.UNKNOWN)
+    said = {
+        "acknowledged": "the acknowledgement has ended"
+        if options.end
+        else f"known until {moment(until)}: suspect by what was seen so far is unknown until then, faulty stays faulty",
+        "repaired": "what it did before is history; it is unknown until every probe has run on it again",
+        "replaced": "what was recorded under this name is history; it is unknown until every probe has run again"
+        if found[0].weak_identity
+        else "its record is kept and stands while it is still found; once it is gone it is not waited for",
+    }
+    print(f"{found[0].name} {found[0].uuid}: {said[kind]}")
     return 0
 
 

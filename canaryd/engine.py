@@ -44,7 +44,8 @@ from canaryd.watch import Task, Watch
 NEWEST = 50
 """Unremarkable runs of one probe and instruction set that the judge looks at on a device without a mismatch."""
 RECORD = 3000
-"""The same on a device with one: how often it fails and what it did since decide, over more than the judge's watch."""
+"""The same on a device with one, and on its siblings: how often it fails and what it did since decide, over more than
+the judge's watch."""
 FAILURES = 100
 """Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
 sibling's many confirmations must never push out a mismatch."""
@@ -139,6 +140,8 @@ class Engine:
     _recalled: set[str] = field(default_factory=set)
     """Probes whose newest runs have been read from the store."""
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
+    _mismatched: frozenset[str] = frozenset()
+    """Devices with a mismatch on record."""
     _baselines: dict[str, dict[Key, Baseline]] = field(default_factory=dict)
     _imported: tuple[Baseline, ...] = ()
     """Baselines of devices that are not of this host."""
@@ -234,16 +237,12 @@ class Engine:
             known = self.store.devices()
             here = {r.device.uuid for r in known if r.present} | self.present
             said = acks.heeded(self.store.acks(), now)
-            records = [
-                r
-                for r in known
-                if self._included(r.device)
-                and inventory.remembered(r, here, self.config, now)
-                and (r.device.uuid in here or not acks.retired(r.device, said, r.last_seen))
-            ]
+            spoken_of = (r for r in known if inventory.remembered(r, here, self.config, now, said))
+            records = [r for r in spoken_of if self._included(r.device)]
             # New mappings each time: other threads iterate over the old ones.
             self.devices = {r.device.uuid: r.device for r in records}
             self.in_place = {r.device.uuid for r in records if r.present}
+            self._mismatched = self.store.mismatched()
             new = set(self.entries) - self._recalled
             self._recalled |= new
             for uuid in self.devices:
@@ -650,7 +649,34 @@ class Engine:
             self._forget_findings(run.device)
             runs = self._evidence.setdefault(run.device, [])
             if all(known.id != run.id for known in runs):
-                self._evidence[run.device] = _remembered([*runs, fold(run)], self.clock())
+                kin = self._kin(run.device)
+                if run.wrong and not run.drill and not kin & self._mismatched:
+                    # From now on it is judged by its whole record, and so are those that may speak for or against it.
+                    self._mismatched |= {run.device}
+                    self._evidence |= {uuid: self._load(uuid) for uuid in kin}
+                    runs = [known for known in self._evidence[run.device] if known.id != run.id]
+                self._evidence[run.device] = self._remembered(run.device, [*runs, fold(run)])
+
+    def _kin(self, uuid: str) -> frozenset[str]:
+        """Return a device and its siblings: those of the same backend and model."""
+        of = self.devices.get(uuid)
+        same = (d for d in self.devices.values() if of and (d.backend, d.model) == (of.backend, of.model))
+        return frozenset({uuid, *(d.uuid for d in same)})
+
+    def _remembered(self, uuid: str, runs: Sequence[Run]) -> list[Run]:
+        """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
+        plain, now = RECORD if self._kin(uuid) & self._mismatched else NEWEST, self.clock()
+        seen: Counter[object] = Counter()
+        kept = []
+        for run in reversed(runs):
+            failed = bool(run.wrong or run.unknown)
+            lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms))
+            seen[lane] += 1
+            if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
+                # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
+                many = len(run.recordings) > FEW and seen[lane] > SHOWN and not run.unknown
+                kept.append(replace(run, recordings=()) if many else run)
+        return kept[::-1]
 
     def _forget_findings(self, uuid: str) -> None:
         """Judge anew what a new recording of a device may bear on: itself and those that may witness."""
@@ -664,12 +690,13 @@ class Engine:
         """Read from the store what the judge needs: what went wrong, the newest of the rest, and recent drills."""
         failed = self.store.runs(uuid, failed=True)
         # One probe at a time: the many runs of one must not hide the last run of another with a longer period.
-        # A device with a mismatch is judged by its whole record: how often it fails, and what it did since.
-        limit = RECORD if any(run.wrong for run in failed) else NEWEST
+        # A device with a mismatch is judged by its whole record, how often it fails and what it did since; and beside
+        # it its siblings, whose clean records count by their length.
+        limit = RECORD if self._kin(uuid) & self._mismatched else NEWEST
         newest = [run for probe in self.entries for run in self.store.runs(uuid, probe, failed=False, limit=limit)]
         drills = self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY)
         runs = {run.id: fold(run) for run in (*failed, *newest, *drills)}
-        return _remembered([runs[name] for name in sorted(runs)], self.clock())
+        return self._remembered(uuid, [runs[name] for name in sorted(runs)])
 
     def evidence(self, uuid: str) -> Sequence[Run]:
         """Return the runs that the judge sees of a device, clean ones folded, drills only while they are recent."""
@@ -812,22 +839,6 @@ def _last_pass(runs: Iterable[Run]) -> float | None:
 
 def _expired(run: Run, now: float) -> bool:
     return bool(run.drill) and now - run.started > judge.DRILL_EXPIRY
-
-
-def _remembered(runs: Sequence[Run], now: float) -> list[Run]:
-    """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
-    plain = RECORD if any(run.wrong and not run.drill for run in runs) else NEWEST
-    seen: Counter[object] = Counter()
-    kept = []
-    for run in reversed(runs):
-        failed = bool(run.wrong or run.unknown)
-        lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms))
-        seen[lane] += 1
-        if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
-            # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
-            many = len(run.recordings) > FEW and seen[lane] > SHOWN and not run.unknown
-            kept.append(replace(run, recordings=()) if many else run)
-    return kept[::-1]
 
 
 def _news(verdict: Verdict, previous: Verdict | None) -> bool:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from canaryd import endpoints
+from canaryd import acks, endpoints
 from canaryd.config import Config
-from canaryd.model import Device, Event
+from canaryd.model import Ack, Device, Event
 from canaryd.store import DeviceRecord
 from canaryd.supervise import Description, Listing
 
@@ -26,14 +26,20 @@ UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 """Keys of `Device.detail` whose change is no event: a reboot has its own, and a cpuset says nothing of the machine."""
 
 
-def remembered(record: DeviceRecord, here: Collection[str], config: Config, now: float) -> bool:
-    """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out."""
+def remembered(
+    record: DeviceRecord, here: Collection[str], config: Config, now: float, said: Iterable[Ack] = ()
+) -> bool:
+    """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out.
+
+    `said` is what operators said of devices.
+    """
     device = record.device
     if device.is_endpoint:  # it exists because it is configured
         return device.uuid.partition(":")[2] in endpoints.named(config)
     if device.uuid in here:
         return True
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
+    planned |= acks.retired(device, said, record.last_seen)
     planned |= device.parent in here  # the GPU was divided otherwise: its instances are others now
     return not planned and now - record.last_seen < config.judge.watch
 

@@ -45,6 +45,8 @@ BACKLOG = 10_000
 """Runs kept in memory while they cannot be written; about 2 KiB each."""
 WAITING_POLLS = 1000
 """Polls kept in memory while they cannot be written."""
+FOREVER = 1e18
+"""When a pinned baseline was last needed, as far as pruning goes."""
 BATCH = 100
 """Runs moved or deleted in one transaction, so that another process never waits long."""
 
@@ -316,11 +318,16 @@ class Store:
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._unpack(Run, [*stored, *waiting])), None)
 
+    def mismatched(self) -> frozenset[str]:
+        """Return the devices (their uuids) with a mismatch on record, drills left out."""
+        stored, waiting = self._read("SELECT DISTINCT device FROM runs WHERE wrong > 0 AND drill = ''")
+        return frozenset(uuid for (uuid,) in (*stored, *waiting))
+
     # Baselines
 
     def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
         """Make these the newest of their keys, in one transaction. False: only in memory so far."""
-        rows = [(b.device, _baseline_key(b), b.used, _pack(b)) for b in baselines]
+        rows = [(b.device, _baseline_key(b), FOREVER if b.pinned else b.used, _pack(b)) for b in baselines]
         return self._store(lambda db: db.executemany(ADD_BASELINE, rows))
 
     def baselines(self, device: str | None = None) -> list[Baseline]:

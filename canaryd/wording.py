@@ -1,0 +1,62 @@
+"""How canaryd speaks to people: times, durations, quantities and paragraphs, the same in every command and page."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from datetime import datetime, timezone
+
+WIDTH = 110
+"""Columns of text at most; a narrower terminal gets narrower text."""
+NARROWEST = 40
+"""Columns below which text is not wrapped any further: a sentence of single words is none."""
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "flops per second": "FLOP/s"}
+"""Units that are said with a prefix ("1.98 GHz"), and their symbols."""
+PLAIN = {"celsius": "°C", "celsius per watt": "°C/W", "watts": "W", "1": ""}
+"""Units that are said as they are; any other is its own symbol."""
+
+
+def columns() -> int:
+    """Return how many columns text may use on this terminal: `WIDTH` at most."""
+    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
+
+
+def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
+    """Return a text as lines of at most `width` columns (default: the terminal's), the first of which begins `lead`."""
+    room = columns() if width is None else width
+    return textwrap.wrap(text, room, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
+
+
+def moment(at: float, *, seconds: bool = True) -> str:
+    """Return a time (seconds since the epoch) as the reader's wall clock shows it."""
+    local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+    return f"{local:%Y-%m-%d %H:%M:%S}" if seconds else f"{local:%Y-%m-%d %H:%M}"
+
+
+def spoken(seconds: float) -> str:
+    """Return a duration in the largest unit of which there are two: "90 seconds", "36 hours", "12 days"."""
+    for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:g} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"
+
+
+def scale(unit: str, largest: float) -> tuple[float, str]:
+    """Return by what values of a unit are divided to be read, and the symbol: ("hertz", 1.98e9) gives (1e9, "GHz")."""
+    if unit not in SCALED:
+        return 1.0, PLAIN.get(unit, unit)
+    size, prefix = next((p for p in PREFIXES if abs(largest) >= p[0]), PREFIXES[-1] if largest else (1.0, ""))
+    return size, f"{prefix}{SCALED[unit]}"
+
+
+def number(value: float) -> str:
+    """Return a number to three digits, without an exponent as long as that can be read."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a value of a base unit as people say it: "1.98 GHz", "71 °C", "0.031"."""
+    size, symbol = scale(unit, value)
+    return f"{number(value / size)} {symbol}".rstrip()
