@@ -142,16 +142,13 @@ def _program(text: str) -> str:
     return text
 
 
-def _level(text: str) -> str:
-    if text not in LEVELS:
-        raise ValueError(f"{quoted(text)} is not a level; write one of {', '.join(LEVELS)}")
-    return text
+def _choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"{quoted(text)} is not {what}; write one of {', '.join(known)}")
+        return text
 
-
-def _grade(text: str) -> str:
-    if text not in GRADES:
-        raise ValueError(f"{quoted(text)} is not a grade; write one of {', '.join(GRADES)}")
-    return text
+    return Scalar(f"one of {', '.join(known)}", parse, {"enum": list(known)}, types)
 
 
 def _url(text: str) -> str:
@@ -171,12 +168,6 @@ def _half(text: str) -> float:
     if not 0 <= (number := read_number(text)) <= 0.5:
         raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
     return number
-
-
-def _one_of(text: str, what: str, known: Sequence[str]) -> str:
-    if text not in known:
-        raise ValueError(f"{quoted(text)} is not {what}; write one of {', '.join(known)}")
-    return text
 
 
 def _filled(text: str) -> str:
@@ -216,8 +207,8 @@ _LISTEN = Scalar(
     {"type": "string", "pattern": r"^(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):[0-9]{1,5}$"},
     _SPELLED,
 )
-_LEVEL = Scalar(f"one of {', '.join(LEVELS)}", _level, {"enum": list(LEVELS)}, _SPELLED)
-_GRADE = Scalar(f"one of {', '.join(GRADES)}", _grade, {"enum": list(GRADES)}, _SPELLED)
+_LEVEL = _choice("a level", LEVELS, _SPELLED)
+_GRADE = _choice("a grade", GRADES, _SPELLED)
 _BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 _FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
 _PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
@@ -225,14 +216,8 @@ _PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "st
 _TEXT = Scalar("text (in quotes)", str, {"type": "string"})
 _URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
 _APIS = ("completions", "chat")
-_API = Scalar(
-    f"one of {', '.join(_APIS)}",
-    lambda text: _one_of(text, "an API", _APIS),
-    {"enum": list(_APIS)},
-)
-_DIALECT = Scalar(
-    f"one of {', '.join(DIALECTS)}", lambda text: _one_of(text, "a dialect", DIALECTS), {"enum": list(DIALECTS)}
-)
+_API = _choice("an API", _APIS, ("str",))
+_DIALECT = _choice("a dialect", DIALECTS, ("str",))
 _FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1})
 
 
