@@ -36,6 +36,8 @@ class Options:
     devices: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
+    intensity: str = ""
+    """How hard to ask, as a retest does: one of `INTENSITIES`; "" for as usual."""
     seed: int | None = None
     instruction_set: str = ""
     seconds: float = 0.0
@@ -95,6 +97,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
                 sets=sets or schedule.instruction_sets(device, options.level, turn),
                 cases=options.cases,
                 drill=options.drill,
+                intensity=options.intensity,
             )
             _carry_out(engine, plans, result, options.wait, on_wait)
         turn += 1

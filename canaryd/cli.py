@@ -19,15 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canaryd import __version__, baselines, check, comparison, config, judge, report, scores, status
+from canaryd import __version__, baselines, check, comparison, config, dossier, history, judge, report, scores, status
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress, choose
-from canaryd.model import Ack, Device, Outcome, State, to_json
+from canaryd.model import INTENSITIES, Ack, Device, Outcome, State, to_json
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
 from canaryd.watch import RELEASE_NOTE, RELEASED_NOTE, released_until
-from canaryd.wording import moment
+from canaryd.wording import columns, moment
 
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
@@ -35,6 +35,8 @@ ANSWER_PATIENCE = 3600.0
 """Seconds that a capture or a comparison may take: a large model is read from a disk."""
 RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
+HISTORY = 30 * 86_400.0
+"""Seconds back that `canaryd history` looks unless another time is given."""
 ACK = 7 * 86_400.0
 """Seconds for which a fault is acknowledged unless another time is given."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
@@ -70,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=_seed, metavar="N", help="repeat a run with its seed")
     sets = [name for name in INSTRUCTION_SETS if name]
     one.add_argument("--instruction-set", choices=sets, default="", help="CPU: only this execution path")
+
+    one.add_argument("--intensity", choices=INTENSITIES, default="", help="ask as a retest does (docs/retest.md)")
 
     drill = commands.add_parser(
         "drill", parents=[common], epilog=EPILOG, help="inject a software fault and watch the alarm arrive"
@@ -135,6 +139,22 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--reason", default="", metavar="TEXT", help="accept, pin: why these bits are right; kept with them"
     )
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+    one = commands.add_parser(
+        "report", parents=[common], help="the dossier of a device: page, JSON, evidence, one archive"
+    )
+    one.add_argument("device", metavar="DEV", help="uuid or name")
+    one.add_argument(
+        "-o", "--out", type=Path, default=Path(), metavar="DIR", help="where it is written (default: here)"
+    )
+    one.add_argument("--redact", action="store_true", help="pseudonyms for hosts, serials, uuids, paths and addresses")
+    one.add_argument("--drill", action="store_true", help="report the drills of the last hour instead")
+    one.add_argument("--json", action="store_true", help="print dossier.json")
+
+    one = commands.add_parser("history", parents=[common], help="what happened to devices, and how they changed")
+    one.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name; default: every one")
+    one.add_argument("--since", type=_duration, default=HISTORY, metavar="30d", help="how far back (default: 30d)")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
     one = commands.add_parser("ack", parents=[common], help="say that a fault is known, or a part repaired or replaced")
@@ -219,6 +239,8 @@ def _command(options: argparse.Namespace) -> int:
         "capture": _capture,
         "compare": _compare,
         "baseline": _baseline,
+        "report": _report,
+        "history": _history,
         "ack": _ack,
         "probes": _probes,
         "devices": _devices,
@@ -346,11 +368,12 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
         cases=tuple(getattr(options, "case", ())),
         seed=getattr(options, "seed", None),
         instruction_set=getattr(options, "instruction_set", ""),
+        intensity=getattr(options, "intensity", ""),
         seconds=getattr(options, "seconds", 0.0),
         drill=options.fault if options.command == "drill" else "",
         wait=options.wait,
     )
-    engine.only, engine.cases = frozenset(asked.probes), asked.cases
+    engine.only, engine.cases, engine.intensity = frozenset(asked.probes), asked.cases, asked.intensity
     result = check.run(engine, asked, devices, teller.waiting)
     store.close()
     document = report.as_json(result)
@@ -599,6 +622,42 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
         _complain(f"baseline import {options.device or '-'}: {error}")
         return USAGE
     print(f"{fresh} baselines taken in, {known} were known already; judged anew at the next run")
+    return 0
+
+
+def _report(options: argparse.Namespace, settings: Config) -> int:
+    """Write the dossier; a worker makes the operands of what failed once more, where one can be started."""
+    engine = _engine(settings)
+    known = {r.device.uuid: r.device for r in engine.store.devices()}  # gone ones too
+    found, _ = choose(known, [options.device])
+    if len(found) != 1:
+        _complain(f"report {options.device}: names {len(found)} devices; there are {_names(known)}")
+        return USAGE
+    flags = {"redact": options.redact, "drill": options.drill}
+    try:
+        made = dossier.write(engine.store, settings, engine, found[0], options.out, now=time.time(), **flags)
+    except dossier.DossierError as error:
+        _complain(str(error))
+        return judge.exit_code(State.UNKNOWN)
+    print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made)
+    return 0
+
+
+def _history(options: argparse.Namespace, settings: Config) -> int:
+    now = time.time()
+    with _open(settings) as store:
+        known = {r.device.uuid: r.device for r in store.devices()}
+        found, missing = choose(known, [options.device] if options.device else [])
+        if missing or (options.device and len(found) != 1):
+            _complain(f"history {options.device}: names {len(found)} devices; there are {_names(known)}")
+            return USAGE
+        days = {uuid: store.days(uuid) for uuid in known}
+        of = found[0].uuid if options.device else None
+        told = history.gather(store, settings, of, now - options.since, now, days)
+    if options.json:
+        print(json.dumps(history.as_json(told), indent=2))
+    else:
+        print(history.as_text(told, columns(), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 

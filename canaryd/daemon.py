@@ -26,7 +26,7 @@ from typing import Any
 from apscheduler.executors.pool import ThreadPoolExecutor as JobPool
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from canaryd import __version__, config, judge, metrics, schedule, supervise
+from canaryd import __version__, config, judge, metrics, page, schedule, status, supervise
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
 from canaryd.model import Outcome, Reading, Run, State, Verdict, printable
@@ -45,6 +45,8 @@ REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
 """Seconds until the next inventory when one found nothing to test."""
+SUM_UP = 60.0
+"""Seconds between two looks for a day that is over and not summed up yet."""
 PRUNE = 3600.0
 SWEEP = 5.0
 """Shortest time, in seconds, between two sweeps of telemetry."""
@@ -79,6 +81,8 @@ class Daemon:
     """Settings that the command line gave: they win over every reloaded file too."""
     engine: Engine = field(init=False)
     _page: bytes = b""
+    _status: status.Status = field(init=False)
+    """What the page shows, gathered when evidence changes: a reader waits neither for a device nor for the store."""
     _health: Health = field(default_factory=Health)
     _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
     """(device, probes that are due together) → how many rounds they had: which instruction set is next."""
@@ -134,6 +138,7 @@ class Daemon:
         self._every(REDISCOVER, self._discover, "discover", now=True)
         self._every(REFRESH, self._refresh, "refresh")
         self._every(PRUNE, lambda: self.store.prune(time.time()), "prune")
+        self._every(SUM_UP, self.engine.sum_up, "days")
         with self._alone():
             self._heed_release()
             self._jobs.start()
@@ -278,8 +283,10 @@ class Daemon:
         try:
             for plan in engine.owed(uuid):
                 engine.carry_out(plan)
+            for plan in engine.retests(uuid):
+                engine.carry_out(plan)
         except Busy as busy:
-            log.info("%s: confirmations wait: %s", device.name, busy)
+            log.info("%s: confirmations and retests wait: %s", device.name, busy)
             return
         luck = self._luck.setdefault(uuid, random.random())
         periods = engine.periods(device)
@@ -395,6 +402,7 @@ class Daemon:
             return (200 if self._health.ready else 503), metrics.PLAIN_TEXT, text
 
         return {
+            "/": lambda _: (200, page.CONTENT_TYPE, page.render(self._status, time.time())),
             "/metrics": lambda _: (200, metrics.CONTENT_TYPE, self._page + metrics.process_metrics()),
             "/healthz": health,
             "/readyz": ready,
@@ -460,6 +468,18 @@ class Daemon:
                 released=bool(engine.released),
             )
         )
+        self._status = status.gather(
+            self.store, self.config, now, daemon=True, evidence={uuid: self._newest(uuid) for uuid in engine.devices}
+        )
+
+    def _newest(self, uuid: str) -> dict[str, float | None]:
+        """Return when each probe of a device last gave evidence, as `status.gather` takes it."""
+        found: dict[str, float | None] = dict.fromkeys(self.engine.periods(self.engine.devices[uuid]))
+        for run in self.engine.evidence(uuid):
+            if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
+                found[run.probe] = max(found.get(run.probe) or 0.0, run.started)
+        polls = self.engine.watch.polls(uuid)
+        return found | {name: poll.completed.started if poll.completed else None for name, poll in polls.items()}
 
     def _tell(self, verdicts: Mapping[str, Verdict]) -> None:
         """Log each change of a device's state or cause, and each finding that is new."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from canaryd import acks, catalogue, endpoints, inventory, judge, recorded, schedule, supervise
+from canaryd import acks, catalogue, endpoints, inventory, judge, recorded, schedule, supervise, trend
 from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, EndpointConfig, ProbeSettings
@@ -67,6 +67,11 @@ VENDORS = ("host", *inventory.BACKENDS)
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
 REJUDGED = 600.0
 """Seconds after which recordings are judged anew though none was added: their windows are days."""
+DAY, HOUR = 86_400.0, 3600.0
+BACK = 14
+"""Days back for which runs and polls are kept, and so can be summed up."""
+SEEN = 90 * DAY
+"""Seconds back for which summaries are looked at: more than the rules of docs/trend.md ask for."""
 REWORD = 60.0
 """The same where only its words are others, since "3 minutes ago" would be written at every look."""
 STOPPED = "stopped: "
@@ -129,6 +134,8 @@ class Engine:
     """Probes that a restricted check asked for; its verdicts are about them alone and are not stored."""
     cases: tuple[str, ...] = ()
     """Cases that it asked for, likewise."""
+    intensity: str = ""
+    """How hard it asked, likewise."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
@@ -146,6 +153,12 @@ class Engine:
     _imported: tuple[Baseline, ...] = ()
     """Baselines of devices that are not of this host."""
     _acks: dict[str, tuple[Ack, ...]] = field(default_factory=dict)
+    _courses: dict[str, dict[trend.Key, trend.Course]] = field(default_factory=dict)
+    """Device → its readings day by day."""
+    _said: tuple[Ack, ...] = ()
+    """All words that count."""
+    _trends: dict[str, tuple[int, tuple[Finding, ...]]] = field(default_factory=dict)
+    """Device → the day on which its days were looked at, and what was found."""
     _as_of: object = None
     """What the store said of other writers when baselines and acks were read; None where they have to be."""
     _recorded: dict[str, tuple[float, tuple[Finding, ...], tuple[Drift, ...]]] = field(default_factory=dict)
@@ -165,6 +178,11 @@ class Engine:
         """Begin to watch; nothing is touched yet."""
         self.watch = Watch(self.store, lambda: self.config, lambda: self._worker("", numeric=False), self._end)
         self.watch.heard = self._heard
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only a part was asked for, which says nothing about the rest."""
+        return bool(self.only or self.cases or self.intensity)
 
     def _heard(self) -> None:
         self.decide()
@@ -450,7 +468,7 @@ class Engine:
         plans: list[Plan] = []
         for run in runs:
             recent = now - run.started < self.config.judge.repeat_window
-            wanted = (run.wrong or run.unknown) and run.whole
+            wanted = (run.wrong or run.unknown) and not run.confirms and (run.whole or run.intensity)
             if wanted and recent and not run.drill and run.probe in self.entries:
                 again = [other for other in runs if other.confirms == run.id]
                 done = sum(other.outcome is Outcome.COMPLETED for other in again)
@@ -460,18 +478,35 @@ class Engine:
                 plans += schedule.confirmations(run, self.entries[run.probe], self.devices[uuid], [], missing)
         return plans
 
+    def retests(self, uuid: str) -> list[Plan]:
+        """Return the next retest of a suspect, harder than what made it one (docs/retest.md); [] where none is due.
+
+        For recorded bits there is no right answer, so a sibling is asked the same.
+        """
+        device, verdict = self.devices[uuid], self.store.verdicts().get(uuid)
+        if verdict is None or verdict.state is not State.SUSPECT:
+            return []
+        mine = [
+            r
+            for r in self.evidence(uuid)
+            if r.probe in self.entries and schedule.can_be_retested(self.entries[r.probe], device)
+        ]
+        for run, how in schedule.retests_due(mine, self.config.judge, self.clock())[:1]:
+            turn = sum(r.intensity == how and not r.confirms and r.instruction_set == run.instruction_set for r in mine)
+            asked = [device, *([] if run.wrong else self._siblings(device)[:1])]
+            seed = schedule.new_seed()
+            return [p for d in asked for p in schedule.retests(run, how, self.entries, d, seed=seed, turn=turn)]
+        return []
+
+    def _siblings(self, device: Device) -> list[Device]:
+        """Return the other devices here of the same backend and model."""
+        return [self.devices[u] for u in sorted(self._kin(device.uuid) - {device.uuid}) if u in self.present]
+
     def _confirmations(self, run: Run) -> list[Plan]:
         if run.probe not in self.entries or run.device not in self.devices:
             return []
-        device = self.devices[run.device]
-        siblings = [
-            d
-            for d in self.devices.values()
-            if d.uuid != device.uuid
-            and d.uuid in self.present
-            and (d.backend, d.model) == (device.backend, device.model)
-        ]
-        return schedule.confirmations(run, self.entries[run.probe], device, siblings, self.config.judge.confirm_runs)
+        device, count = self.devices[run.device], self.config.judge.confirm_runs
+        return schedule.confirmations(run, self.entries[run.probe], device, self._siblings(device), count)
 
     def _series_of(self, plan: Plan) -> list[Run]:
         runs: list[Run] = []
@@ -496,9 +531,10 @@ class Engine:
                     break
                 step_now.append(step)
                 spec = step.entry.spec
-                learns = not (step.cases or step.drill) and self._lacks_baseline(plan.device.uuid, spec.name)
+                asked = bool(step.cases or step.drill or step.intensity)
+                learns = not asked and self._lacks_baseline(plan.device.uuid, spec.name)
                 # Nothing can be said of an endpoint before it is learnt, and a server costs no device of ours.
-                level = "deep" if learns and plan.device.is_endpoint else step.level
+                level = "deep" if learns and plan.device.is_endpoint else step.effort
                 tell(0.0, "starting")
                 request = RunRequest(
                     probe_path=step.entry.file.path,
@@ -511,6 +547,7 @@ class Engine:
                     drill=step.drill,
                     confirms=step.confirms,
                     trigger=step.trigger,
+                    intensity=step.intensity,
                     memory=str(self.config.state_dir / "memory"),
                     baselining=learns,
                     budget=spec.budget[level],
@@ -593,6 +630,10 @@ class Engine:
                         self._baselines[baseline.device][baseline.key] = baseline
                 self._imported = tuple(imported)
                 self._recorded.clear()
+                if said != self._said:  # days before a repair are history
+                    self._said = said
+                    self._trends.clear()
+                    self._courses.clear()
 
     def _cut(self, uuid: str) -> float:
         """Return since when what a device does is evidence."""
@@ -604,7 +645,7 @@ class Engine:
         That an endpoint departed on an old chain does not keep it from learning a new one, or it could never clear;
         what its devices were found guilty of by themselves does.
         """
-        if run.wrong or run.drill or run.cases or run.outcome is not Outcome.COMPLETED:
+        if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
             return False
         verdicts, device = self.store.verdicts(), self.devices.get(run.device)
         if device is None or not device.is_endpoint:
@@ -670,7 +711,7 @@ class Engine:
         kept = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
-            lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms))
+            lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms), run.intensity)
             seen[lane] += 1
             if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
                 # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
@@ -772,6 +813,40 @@ class Engine:
             self._of_recordings(self.devices[uuid], drill=False)
             return self._recorded[uuid][2]
 
+    def sum_up(self) -> bool:
+        """Sum up one day of one device that is over and has no summary yet; whether there was one.
+
+        One at a time, for it takes a second: a day's runs and polls are read. A day without any is summed up as well,
+        so that nobody looks again.
+        """
+        today = int(self.clock() // DAY)
+        first_seen = {r.device.uuid: r.first_seen for r in self.store.devices()}
+        for uuid in list(self.devices):
+            have = {d.day for d in self.store.days(uuid, (today - BACK) * DAY)}
+            for day in range(max(today - BACK, int(first_seen.get(uuid, 0.0) // DAY)), today):
+                if day in have:
+                    continue
+                begin, end = day * DAY, (day + 1) * DAY
+                runs = self.store.runs(uuid, since=begin, until=end + HOUR, drill=None)  # stored after they started
+                self.store.add_day(trend.summary(uuid, day, runs, self.store.polls(uuid, since=begin, until=end)))
+                with self._mutex:
+                    self._courses.pop(uuid, None)
+                    self._trends.clear()
+                return True
+        return False
+
+    def _trend(self, device: Device) -> tuple[Finding, ...]:
+        """Return what is found of a device's days beside its own and its siblings' (docs/trend.md); kept for a day."""
+        now = self.clock()
+        today = int(now // DAY)
+        if self._trends.get(device.uuid, (None, ()))[0] != today:
+            kin = self._kin(device.uuid)
+            for uuid in kin - set(self._courses):
+                self._courses[uuid] = trend.courses(self.store.days(uuid, max(now - SEEN, self._cut(uuid))))
+            peers = {self.devices[u].name: self._courses[u] for u in kin - {device.uuid}}
+            self._trends[device.uuid] = today, tuple(trend.findings(self._courses[device.uuid], peers, now))
+        return self._trends[device.uuid][1]
+
     def _shares(self, device: Device, other: Device) -> bool:
         """Whether two endpoints have a device in common: then neither is a witness for or against the other."""
         if not (device.is_endpoint and other.is_endpoint):
@@ -806,8 +881,11 @@ class Engine:
             served = device.is_endpoint
             others = {u: d for u, d in self.devices.items() if u != uuid and d.is_endpoint == served}
             runs = [run for run in self.evidence(uuid) if run.started >= since]
-            if self.cases:  # what was asked for is a part, and the verdict is about that part
-                runs = [replace(run, cases=()) if run.cases == self.cases else run for run in runs]
+            if self.restricted:  # what was asked for is a part, and the verdict is about that part
+                part = self.cases, self.intensity
+                runs = [
+                    replace(run, cases=(), intensity="") if (run.cases, run.intensity) == part else run for run in runs
+                ]
             verdict = judge.decide(
                 device,
                 runs,
@@ -824,9 +902,10 @@ class Engine:
                 unlisted=self.failing if device.backend == "cpu" else {},
                 recorded=self._of_recordings(device, drill=drill),
                 said=() if drill else self._acks.get(uuid, ()),
+                trends=() if drill else self._trend(device),
                 serving={} if served else self._serving(device, drill=drill),
             )
-            if not drill and not self.only and not self.cases and _news(verdict, previous):
+            if not drill and not self.restricted and _news(verdict, previous):
                 self.store.set_verdict(verdict)
             return verdict
 

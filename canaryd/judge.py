@@ -62,6 +62,8 @@ class Docket:
     """Endpoint that this device serves → how many devices do so, and the same of it."""
     said: Sequence[Ack] = ()
     """What operators said of the device."""
+    trends: Sequence[Finding] = ()
+    """What `trend.findings` makes of this device's days."""
 
     @property
     def divided(self) -> bool:
@@ -225,8 +227,13 @@ def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
     """Return (trials, wrong) up to the newest hit of a probe, and the clean trials since, under the same conditions."""
     subject, newest = hits[-1].comparison.subject, hits[-1].run
     pool = docket.node if subject is Subject.HOST else docket.runs
-    lanes = {h.run.instruction_set for h in hits}
-    runs = [r for r in pool if r.probe == newest.probe and r.instruction_set in lanes]
+    lanes, loads = {h.run.instruction_set for h in hits}, {h.run.intensity for h in hits}
+    # What was seen only under load is cleared only by trials under load; what shows in a usual run shows in any.
+    runs = [
+        r
+        for r in pool
+        if r.probe == newest.probe and r.instruction_set in lanes and ("" in loads or r.intensity in loads)
+    ]
     before = _tally((r for r in runs if r.started <= newest.started), subject)
     since = _tally((r for r in runs if r.started > newest.started), subject)
     return before.trials, before.failures, since.clean
@@ -392,9 +399,7 @@ def golden_disagreement(docket: Docket) -> Iterator[Finding]:
 
 def confirmed(docket: Docket) -> Iterator[Finding]:
     """The charges repeat: faulty, whatever the cause; the cause decides only what to do about it."""
-    part = (
-        f"for the RMA, the evidence is in the runs named here and in canaryd check --device {docket.device.name} --json"
-    )
+    part = f"the dossier for the vendor: canaryd report {docket.device.name} -o DIR"
     if docket.device.weak_identity:
         part = "its identity names no physical part, so give this to whoever runs the machine"
     todo = {
@@ -541,6 +546,11 @@ def recordings(docket: Docket) -> Iterator[Finding]:
     yield from docket.recorded
 
 
+def drift(docket: Docket) -> Iterator[Finding]:
+    """What the device's days say beside its own before and its siblings' (docs/trend.md): slow, hot, less exact."""
+    yield from docket.trends
+
+
 def endpoint_departed(docket: Docket) -> Iterator[Finding]:
     """An endpoint that this device serves gives unknown bits on an unchanged chain: the device is a suspect."""
     for name, (count, findings) in sorted(docket.serving.items()):
@@ -651,6 +661,7 @@ RULES: tuple[Rule, ...] = (
     host_in_doubt,
     golden_in_doubt,
     recordings,
+    drift,
     endpoint_departed,
     uncharacterised_mismatch,
     not_completed,
@@ -733,6 +744,7 @@ def decide(
     recorded: Sequence[Finding] = (),
     serving: Mapping[str, tuple[int, Sequence[Finding]]] | None = None,
     said: Sequence[Ack] = (),
+    trends: Sequence[Finding] = (),
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
 
@@ -741,7 +753,8 @@ def decide(
     seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
     many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. `recorded` is what
     was found of its recordings, `serving` of the endpoints that it serves how many devices do so, and what was found of
-    theirs; `said` is what operators said of it. With `drill`, only drill runs of the last hour exist; without, none.
+    theirs; `said` is what operators said of it, `trends` what was found of its days. With `drill`, only drill runs of
+    the last hour exist; without, none.
     """
 
     def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
@@ -770,6 +783,7 @@ def decide(
         recorded=recorded,
         serving=serving or {},
         said=said,
+        trends=trends,
     )
     found = (_heeding(docket, finding) for rule in RULES for finding in rule(docket))
     findings = tuple(sorted(found, key=lambda f: (-f.state.severity, f.probe, f.rule, f.message)))

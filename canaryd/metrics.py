@@ -38,6 +38,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PLAIN_TEXT = "text/plain; charset=utf-8"
 """Media type of the server's own short answers."""
 
+SECURITY = (
+    "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    "X-Content-Type-Options: nosniff",
+)
+"""Headers of every answer: whatever a device calls itself, a browser runs and fetches nothing."""
+
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
 """The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
 
@@ -660,6 +666,7 @@ class _Connection(socketserver.BaseRequestHandler):
             f"Date: {formatdate(usegmt=True)}",
             f"Content-Type: {content_type}",
             f"Content-Length: {len(body)}",
+            *SECURITY,
             *(["Allow: GET, HEAD"] if status == HTTPStatus.METHOD_NOT_ALLOWED else []),
             f"Connection: {'keep-alive' if keep_alive else 'close'}",
         ]

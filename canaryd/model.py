@@ -226,6 +226,11 @@ class Recording:
     finish: str = ""
     """Why it ended: "length", "stop", …"""
 
+    @property
+    def of_kernel(self) -> bool:
+        """Whether it is a kernel's result, and no answer that a person could read."""
+        return bool(self.values) and not (self.tokens or self.text or self.finish)
+
     @functools.cached_property
     def chain_id(self) -> str:
         """Twelve hex digits that equal chains share."""
@@ -356,7 +361,7 @@ class Run:
     @property
     def whole(self) -> bool:
         """Whether it looked at all that its probe looks at: only then does it stand for the device's state."""
-        return not (self.confirms or self.cases)
+        return not (self.confirms or self.cases or self.intensity)
 
     @property
     def wrong(self) -> tuple[Comparison, ...]:

@@ -115,6 +115,11 @@ class Context:
     """True: the judge lacks a baseline of what is recorded here; repeat each case so that all its modes show."""
     memory: str = ""
     """A directory that outlives the worker, for what takes long to find out; "" where there is none."""
+    intensity: str = ""
+    """How a retest asks harder: one of `canaryd.model.INTENSITIES`; "" for a run as usual."""
+    pace: Callable[[], None] = lambda: None
+    """Call it between trials. In a retest under load or after idling it loads the device, or lets it idle, for a
+    moment, never past the deadline; in every other run it does nothing."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
     """Report how far the run is (0…1) and what it is doing."""
     clock: Callable[[], float] = time.monotonic

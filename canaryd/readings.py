@@ -134,6 +134,8 @@ READINGS: Mapping[str, Kind] = {
     "canary_sensitive_margin": _gauge(
         "Lead of the first of two nearly tied tokens, in logits; nothing is compared with it.", "dtype", "prompt"
     ),
+    "recorded_error_ratio": _gauge("Largest error of a float32 result over its bound, by kind of kernel.", "kind"),
+    "kernel_seconds": _gauge("Time of one call, the mean over the kind's cases of their medians.", "kind"),
     "endpoint_first_token_seconds": _gauge("From a request to its first token.", "api"),
     "endpoint_token_seconds": _gauge("From one token to the next, on average.", "api"),
     "endpoint_prompt_tokens": _gauge("Tokens that the server counts in a prompt.", "api", "prompt"),

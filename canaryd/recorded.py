@@ -232,7 +232,7 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
 
 
 def _certainly_broken(recording: Recording) -> bool:
-    found = triage(recording)
+    found = None if recording.of_kernel else triage(recording)
     return found is not None and found.name in BROKEN and found.certainty == "certain"
 
 
@@ -304,7 +304,8 @@ def departed(record: Record) -> Iterator[Finding]:
         rivals: tuple[Rival, ...] = ()
         if state is State.SUSPECT:
             cause, whose, rivals = _blame(record, key, away)
-            if kind := _triaged(record, last.run, last.recording, last.baseline):
+            kind = None if last.recording.of_kernel else _triaged(record, last.run, last.recording, last.baseline)
+            if kind is not None:
                 why += f" The answer is {kind.name}; next boundary to test: {kind.next_boundary}, with {kind.command}."
         more = f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
         text = f"{last.recording.case}{more}: unknown bits on an unchanged chain: {last.departure}. {why}"
@@ -584,8 +585,8 @@ def symptom(record: Record) -> Iterator[Finding]:
             continue
         whole = _whole(recording, baseline)
         known = baseline if settled else record.before(run, recording)
-        if not (whole.tokens or whole.text or whole.values or whole.finish):
-            continue  # only its digest is left, for it was known once
+        if whole.of_kernel or not (whole.tokens or whole.text or whole.values or whole.finish):
+            continue  # no answer; or only its digest is left, for it was known once
         found = _triaged(record, run, whole, known)
         if found is None or found.name not in BROKEN or (known is None and found.certainty != "certain"):
             continue

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections import Counter
-from datetime import datetime, timezone
 from typing import Any
 
 from canaryd import judge
 from canaryd.check import Result
-from canaryd.model import Device, Event, Outcome, Run, State, Verdict, printable, to_json
-from canaryd.status import DeviceStatus, Status
+from canaryd.model import Device, Outcome, Run, State, Verdict, printable, to_json
+from canaryd.status import DeviceStatus, Status, advice, answer, newest_of, told_of_ack, told_of_event
+from canaryd.wording import moment, spoken, wrapped
 
 SCHEMA = "canaryd.check/1"
 STATUS_SCHEMA = "canaryd.status/1"
-WIDTH = 110
-"""Columns of text at most; a narrower terminal gets narrower text."""
 RECENT_EVENTS = 10
 """Events of one device that a terminal is shown; JSON has them all."""
 
@@ -79,6 +75,7 @@ def _findings(verdict: Verdict) -> list[dict[str, Any]]:
             "message": f.message,
             "repro": f.repro,
             "runs": list(f.runs),
+            "rivals": to_json(f.rivals),
         }
         for f in verdict.findings
     ]
@@ -99,6 +96,7 @@ def _run(run: Run) -> dict[str, Any]:
         "recordings": len(run.recordings),
         "unknown": list(run.unknown),
         "confirms": run.confirms,
+        "intensity": run.intensity,
         "stack": run.stack_id,
         "detail": run.detail,
         "repro": run.repro,
@@ -112,8 +110,8 @@ def as_text(result: Result) -> str:
         lines += [*_text_of(result, device), ""]
     if not result.devices:
         lines += ["no device was examined", ""]
-    lines += [line for problem in result.problems for line in _wrapped("problem: ", problem)]
-    lines += [line for text in result.not_checked for line in _wrapped("not checked: ", text)]
+    lines += [line for problem in result.problems for line in wrapped("problem: ", problem)]
+    lines += [line for text in result.not_checked for line in wrapped("not checked: ", text)]
     state = result.state
     word = "drill verdict" if result.drill else "verdict"
     lines.append(f"{word}: {state.value.upper()}  (exit {judge.exit_code(state)}, {result.seconds:.1f} s)")
@@ -154,7 +152,7 @@ def _text_of(result: Result, device: Device) -> list[str]:
         reasons.setdefault((probe, skipped.reason), []).append(skipped.case)
     for (probe, reason), cases in reasons.items():
         what = "" if cases == ["*"] else f" {', '.join(cases)}" if len(cases) < 7 else f" {len(cases)} cases"
-        lines += _wrapped("  skipped ", f"{probe}{what}: {reason}")
+        lines += wrapped("  skipped ", f"{probe}{what}: {reason}")
     return lines
 
 
@@ -163,7 +161,9 @@ def _text_of_findings(verdict: Verdict) -> list[str]:
     for finding in verdict.findings:
         where = f"{finding.probe}: " if finding.probe and not finding.message.startswith(finding.probe) else ""
         kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
-        lines += _wrapped(f"  - {kind}  ", f"{where}{finding.message}")
+        lines += wrapped(f"  - {kind}  ", f"{where}{finding.message}")
+        for rival in finding.rivals:
+            lines += wrapped(f"    {'not' if rival.rejected else 'or'} {rival.cause.value}: ", rival.why)
         if finding.repro:
             lines.append(f"    repeat: {finding.repro}")
     return lines
@@ -175,6 +175,8 @@ def status_json(status: Status) -> dict[str, Any]:
         "schema": STATUS_SCHEMA,
         "state": status.state.value,
         "exit_code": judge.exit_code(status.state),
+        "answer": answer(status),
+        "advice": advice(status),
         "now": status.now,
         "daemon_running": status.daemon,
         "released_until": status.released_until or None,
@@ -191,6 +193,11 @@ def status_json(status: Status) -> dict[str, Any]:
                 "since": d.verdict.since,
                 "decided": d.verdict.decided,
                 "findings": _findings(d.verdict),
+                "acks": [
+                    {"kind": a.kind, "at": a.at, "until": a.until or None, "reason": a.reason, "by": a.by}
+                    for a in d.acks
+                ],
+                "evidence": dict(d.evidence),
                 "events": [to_json(event) for event in d.events],
             }
             for d in status.devices
@@ -200,53 +207,60 @@ def status_json(status: Status) -> dict[str, Any]:
 
 
 def status_text(status: Status) -> str:
-    """Return the status for a terminal: per device the verdict, why, and what happened in the last day."""
-    lines = [f"status: {status.state.value.upper()}  (exit {judge.exit_code(status.state)})", ""]
+    """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
+    lines = [*wrapped("", answer(status)), *wrapped("Do now: ", advice(status)), ""]
     alike: dict[object, list[DeviceStatus]] = {}
     for d in status.devices:
-        said = (d.present, d.verdict.state, d.verdict.cause, tuple(f.message for f in d.verdict.findings))
-        alike.setdefault(d.device.uuid if d.events else said, []).append(d)
+        if not d.quiet:
+            why = (tuple((f.message, f.rivals) for f in d.verdict.findings), tuple(map(told_of_ack, d.untold)))
+            said = (d.present, d.verdict.state, d.verdict.cause, why)
+            alike.setdefault(d.device.uuid if d.events else said, []).append(d)
     lines += [line for same in alike.values() for line in (*_text_of_status(same, status.now), "")]
+    if quiet := [d for d in status.devices if d.quiet]:
+        lines += [*_text_of_quiet(quiet, status.now), ""]
     if not status.devices:
         lines += ["no device has been seen yet: start the daemon, or run canaryd check", ""]
-    lines += [line for problem in status.problems for line in _wrapped("problem: ", problem)]
+    lines += [line for problem in status.problems for line in wrapped("problem: ", problem)]
     if status.released_until:
-        lines.append(f"released until {_moment(status.released_until)}: no device is touched, and evidence grows old")
+        lines.append(f"released until {moment(status.released_until)}: no device is touched, and evidence grows old")
     lines.append("daemon: running" if status.daemon else "daemon: not running on this state directory")
+    lines.append(f"status: {status.state.value.upper()}  (exit {judge.exit_code(status.state)})")
     return "\n".join(map(printable, lines))
+
+
+def _text_of_quiet(quiet: list[DeviceStatus], now: float) -> list[str]:
+    """Return one line, on a wide terminal, of the devices of which there is nothing to say."""
+    models: dict[str, list[str]] = {}
+    for d in quiet:
+        models.setdefault(d.device.model, []).append(d.device.name)
+    names = ", ".join(f"{' '.join(names)} ({model})" for model, names in models.items())
+    stalest = min((d.stalest for d in quiet if d.stalest), key=lambda of: of[1] or 0.0, default=None)
+    oldest = f"; {stalest[0]} is the longest ago: {_ago(stalest[1], now)}" if stalest else ""
+    return wrapped("HEALTHY  ", f"{names}{oldest}")
 
 
 def _text_of_status(same: list[DeviceStatus], now: float) -> list[str]:
     """Return what is said of devices of which the same is to be said."""
     d = same[0]
-    since = f"since {_moment(d.verdict.since)}, judged {max(0.0, now - d.verdict.decided):.0f} s ago"
+    since = f"since {moment(d.verdict.since)} ({_ago(d.verdict.since, now)}), judged {_ago(d.verdict.decided, now)}"
     lines = [f"{e.device.name}  {e.device.model}  {e.device.uuid}{'' if e.present else '  GONE'}" for e in same]
-    lines.append(f"  {_headline(d.verdict)}  {since}")
+    lines += wrapped("  ", f"{_headline(d.verdict)}  {since}")
+    for ack in d.untold:
+        lines += wrapped("  ! ", told_of_ack(ack))
     lines += _text_of_findings(d.verdict)
-    lines += [line for event in d.events[-RECENT_EVENTS:] for line in _wrapped("  * ", _told(event))]
+    lines += [line for event in d.events[-RECENT_EVENTS:] for line in wrapped("  * ", told_of_event(event))]
     more = len(d.events) - RECENT_EVENTS
     if more > 0:
         lines.append(f"  * and {more} earlier kinds of event in the last day: canaryd status --json")
-    return lines
+    evidence = ", ".join(f"{probe} {_ago(at, now)}" for probe, at in newest_of(same).items())
+    return [*lines, *(wrapped("  newest evidence: ", evidence) if evidence else [])]
 
 
-def _told(event: Event) -> str:
-    times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in ("counter", "condition") else ""
-    what = event.detail or f"{event.name}: {event.before} → {event.after}"
-    return f"{_moment(event.last)}  {event.kind} {event.name if event.name not in what else ''}{times}  {what}"
-
-
-def _moment(at: float) -> str:
-    """Return a time as the reader's wall clock shows it."""
-    return f"{datetime.fromtimestamp(at, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
+def _ago(at: float | None, now: float) -> str:
+    return "none yet" if at is None else f"{spoken(now - at)} ago"
 
 
 def _headline(verdict: Verdict) -> str:
     cause = "" if verdict.cause.value == "none" else f", cause: {verdict.cause.value}"
     drill = "DRILL, not the device: " if verdict.drill else ""
     return f"{drill}{verdict.state.value.upper()}{cause}"
-
-
-def _wrapped(lead: str, text: str) -> list[str]:
-    width = max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
-    return textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)

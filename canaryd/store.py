@@ -13,6 +13,7 @@ import fcntl
 import functools
 import itertools
 import json
+import math
 import os
 import shlex
 import sqlite3
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode
 
+from canaryd import trend
 from canaryd.baseline import Baseline
 from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, from_json, to_json
 
@@ -78,6 +80,10 @@ ADD_BASELINE = (
 )
 ACK = "device, kind, at, body"
 ADD_ACK = f"INSERT INTO acks ({ACK}) VALUES (?, ?, ?, ?) ON CONFLICT (device, kind, at) DO NOTHING"
+SUMMARY = "device, day, body"
+ADD_SUMMARY = (
+    f"INSERT INTO days ({SUMMARY}) VALUES (?, ?, ?) ON CONFLICT (device, day) DO UPDATE SET body = excluded.body"
+)
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 T = TypeVar("T")
@@ -182,7 +188,11 @@ def _version_4(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4)
+def _version_5(db: sqlite3.Connection) -> None:
+    db.execute("CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day))")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
 """In order; the database's `user_version` is the number of those it has had."""
 
 
@@ -298,16 +308,19 @@ class Store:
         probe: str | None = None,
         since: float | None = None,
         *,
+        until: float | None = None,
         drill: bool | None = False,
         failed: bool | None = None,
         limit: int | None = None,
     ) -> list[Run]:
         """Return runs in the order in which they were stored, newest last; `None` does not narrow.
 
-        `since` goes by when a run was stored, in seconds since the epoch: that never runs backwards, while the clock
-        that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps the newest.
+        `since` and `until` (left out) go by when a run was stored, in seconds since the epoch: that never runs
+        backwards, while the clock that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps
+        the newest.
         """
-        terms = {"device = ?": device, "probe = ?": probe, "stored >= ?": since, "failed = ?": failed}
+        times = {"stored >= ?": since, "stored < ?": until}
+        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed}
         where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
         query = f"SELECT id, body FROM runs WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
         stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
@@ -351,6 +364,19 @@ class Store:
         )
         return sorted(self._unpack(Ack, [*stored, *waiting]), key=lambda a: a.at)
 
+    # Days
+
+    def add_day(self, day: trend.Day) -> bool:
+        """Keep what a day was; it outlives the runs and polls it was made of. False: only in memory so far."""
+        return self._store(lambda db: db.execute(ADD_SUMMARY, (day.device, day.day, _pack(day))))
+
+    def days(self, device: str, since: float = 0.0) -> list[trend.Day]:
+        """Return the summaries of a device's days that ended at `since` or later, oldest first."""
+        query = "SELECT day, body FROM days WHERE device = ? AND day >= ? ORDER BY day"
+        stored, waiting = self._read(query, device, int(since // DAY))
+        newest = dict((*stored, *waiting))
+        return self._unpack(trend.Day, [(f"{device} {day}", body) for day, body in sorted(newest.items())])
+
     # Telemetry
 
     def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
@@ -385,18 +411,20 @@ class Store:
         probe: str | None = None,
         since: float = 0.0,
         *,
+        until: float = math.inf,
         completed: bool = False,
         limit: int | None = None,
     ) -> list[Run]:
-        """Return the polls that were kept of a device, started at `since` or later, newest last; `limit` newest.
+        """Return the polls that were kept of a device, started from `since` to before `until`, newest last.
 
-        With `completed`, only those that did.
+        `limit` keeps the newest. With `completed`, only those that did.
         """
         query = (
-            "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ?"
+            "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ? AND started < ?"
             " AND completed >= ? ORDER BY number DESC LIMIT ?"
         )
-        stored, waiting = self._read(query, device, probe, probe, since, completed, -1 if limit is None else limit)
+        most = -1 if limit is None else limit
+        stored, waiting = self._read(query, device, probe, probe, since, until, completed, most)
         return self._unpack(Run, [*waiting, *stored][:limit])[::-1]
 
     def add_events(
@@ -538,6 +566,7 @@ class Store:
             self._commit(lambda db: db.execute(old_verdicts, (now - self.keep.failures,)))
             for table in ("events", "baselines"):
                 self._commit(lambda db: db.execute(f"DELETE FROM {table} WHERE last < ?", (now - self.keep.failures,)))  # noqa: B023
+            self._commit(lambda db: db.execute("DELETE FROM days WHERE day < ?", ((now - self.keep.failures) // DAY,)))
             while self._delete_polls("started < ?", now - self.keep.polls):
                 pass
             while self._attempt(_used) >= self.max_bytes and (
@@ -618,6 +647,7 @@ class Store:
             notes = memory.execute("SELECT name, value FROM notes").fetchall()
             baselines = memory.execute(f"SELECT {BASELINE} FROM baselines").fetchall()
             acks = memory.execute(f"SELECT {ACK} FROM acks ORDER BY number").fetchall()
+            days = memory.execute(f"SELECT {SUMMARY} FROM days").fetchall()
 
             def write(db: sqlite3.Connection) -> None:
                 db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
@@ -628,12 +658,13 @@ class Store:
                 db.executemany(NOTE, notes)  # noqa: B023
                 db.executemany(ADD_BASELINE, baselines)  # noqa: B023
                 db.executemany(ADD_ACK, acks)  # noqa: B023
+                db.executemany(ADD_SUMMARY, days)  # noqa: B023
                 for verdict in verdicts:  # noqa: B023
                     _add_verdict(db, verdict)
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
-            for table in ("devices", "counters", "verdicts", "polls", "events", "notes", "baselines", "acks"):
+            for table in ("devices", "counters", "verdicts", "polls", "events", "notes", "baselines", "acks", "days"):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH
 
@@ -851,7 +882,7 @@ def _baseline_key(baseline: Baseline) -> str:
     return json.dumps(baseline.key, separators=(",", ":"))
 
 
-def _pack(value: Run | Device | Verdict | Baseline | Ack) -> bytes:
+def _pack(value: Run | Device | Verdict | Baseline | Ack | trend.Day) -> bytes:
     # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
     return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
 

@@ -146,6 +146,8 @@ class RunRequest:
     trigger: str = ""
     baselining: bool = False
     memory: str = ""
+    intensity: str = ""
+    """How a retest asks harder: one of `canaryd.model.INTENSITIES`; "" for a run as usual."""
     budget: float | None = None
     """Seconds of work to aim at; None for what the probe's spec says of the level."""
 
@@ -649,6 +651,7 @@ class Series:
                     "drill": request.drill,
                     "baselining": request.baselining,
                     "memory": "" if self._spec.command else request.memory,
+                    "intensity": request.intensity,
                     "instruction_set": self._instruction_set,
                     "timeout": deadline - begun + self._grace,
                 }
@@ -705,6 +708,7 @@ class Series:
             trigger=request.trigger,
             cases=request.cases,
             baselining=request.baselining and bool(facts["Recording"]),
+            intensity=request.intensity,
         )
 
     def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
@@ -803,6 +807,8 @@ class Series:
         words += ["--seed", str(request.seed), "--level", request.level]
         if self._instruction_set:
             words += ["--instruction-set", self._instruction_set]
+        if request.intensity:
+            words += ["--intensity", request.intensity]
         return shlex.join(words)
 
 

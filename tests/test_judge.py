@@ -119,6 +119,7 @@ def signs(*, remap_failed=0, age=5.0):
 
 DEPARTED = Finding(rule="recording-departed", state=State.SUSPECT, cause=Cause.HARDWARE, message="story: unknown bits")
 CHANGED = Finding(rule="chain-changed", state=State.UNKNOWN, cause=Cause.SOFTWARE, message="story: another model")
+SLOWER = Finding(rule="slower-than-before", state=State.DEGRADED, cause=Cause.ENVIRONMENT, message="12 % slower")
 H, S, E, N, U = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.HARNESS, Cause.UNDETERMINED
 
 
@@ -554,6 +555,7 @@ SCENARIOS = {
     "an endpoint's own troubles are none of its devices'": lambda: (
         ask(fresh(), serving={"endpoint:main": (1, [CHANGED])}), HEALTHY, Cause.NONE, set(),
     ),
+    "slower than before": lambda: (ask(fresh(), trends=[SLOWER]), State.DEGRADED, E, {"slower-than-before"}),
     # an operator's word
     "a suspicion that is known": lambda: (
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", HOUR)]),
@@ -715,7 +717,7 @@ def test_confirmed_hardware_says_what_to_do():
     """A confirmed hardware fault leads to the dossier, but only where the identity names a part."""
     twin = [(TWIN, [run(HOUR, right(seed=1000), of=TWIN)])]
     runs = (*mismatches(2 * HOUR, HOUR), fresh())
-    assert "for the RMA, the evidence is in the runs named here and in canaryd check --device cuda:0" in message(
+    assert "canaryd report cuda:0" in message(
         ask(*runs, peers=twin), "exact-mismatch-confirmed"
     )
     weak = dataclasses.replace(GPU, weak_identity=True)

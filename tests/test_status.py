@@ -1,20 +1,28 @@
 """`canaryd status` and `canaryd release`: what the store knows, and letting go."""
 
 import json
+import re
 import time
+from dataclasses import replace
 
+import jsonschema
 import pytest
 
 from canaryd import status
-from canaryd.config import Config
-from canaryd.model import Cause, Device, Event, Finding, State, Verdict
+from canaryd.cli import parser
+from canaryd.config import Config, ProbeSettings
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status_json, status_text
 from canaryd.store import Store
 from canaryd.watch import DAEMON_LOCK, RELEASE_NOTE
-from tests.command import Daemon, canaryd, configure, eventually, running
+from canaryd.wording import moment
+from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
 
 NOW = 1_790_000_000.0
 GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
+SCHEMA = json.loads((ROOT / "docs/status.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
 @pytest.fixture
@@ -29,7 +37,22 @@ def verdict(state, cause, *messages, decided=NOW - 60):
 
 
 def ask(store, now=NOW, config=None):
-    return status.gather(store, config or Config(), now)
+    found = status.gather(store, config or Config(), now)
+    VALIDATOR.validate(json.loads(json.dumps(status_json(found))))
+    return found
+
+
+def beside(store, *told, daemon=True):
+    """Return the status of cuda:0, cuda:1 … with these states and causes, as a running daemon sees it."""
+    for index, (state, cause) in enumerate(told):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(state, cause, "a reason"), device=device.uuid, findings=()))
+    return replace(ask(store), daemon=daemon)
+
+
+def spoken(text):
+    return " ".join(text.split())
 
 
 def test_nothing_known_is_unknown(store):
@@ -103,6 +126,260 @@ def test_many_events_are_summed_up(store):
     found = ask(store)
     assert "and 20 earlier kinds of event" in status_text(found)
     assert len(status_json(found)["devices"][0]["events"]) == 30
+
+
+# --- At three in the morning -----------------------------------------------------------------------------------------
+
+H, S, E, U, X = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS
+SOUND = (State.HEALTHY, Cause.NONE)
+
+
+@pytest.mark.parametrize(
+    ("told", "daemon", "first", "second"),
+    [
+        ([SOUND], True, "YES, trust this node's numbers: cuda:0 is healthy", "nothing."),
+        ([SOUND] * 3, True, "YES, trust this node's numbers: 3 devices are healthy", "nothing."),
+        ([SOUND], False, "YES, trust", "no daemon watches: start canaryd run."),
+        (
+            [SOUND, (State.DEGRADED, H)],
+            True,
+            "YES, trust this node's numbers so far, but look: cuda:1 is degraded",
+            "nothing tonight",
+        ),
+        (
+            [(State.UNKNOWN, X)],
+            True,
+            "NOT KNOWN whether this node's numbers are right: cuda:0 is unknown",
+            "canaryd check asks it now.",
+        ),
+        ([(State.UNKNOWN, X)], False, "NOT KNOWN", "start the daemon (canaryd run)"),
+        (
+            [(State.SUSPECT, U), SOUND],
+            True,
+            "NO, do not trust this node's numbers: cuda:0 is suspect (undetermined); cuda:1 is healthy",
+            "send cuda:0 no new work, and hold back what it computed. canaryd tests it again",
+        ),
+        (
+            [(State.SUSPECT, U)] * 2,
+            False,
+            "NO, do not trust this node's numbers: cuda:0 and cuda:1 are suspect",
+            "No daemon tests them again: canaryd check --device cuda:0.",
+        ),
+        (
+            [(State.FAULTY, S), (State.FAULTY, H)],
+            True,
+            "NO, do not trust this node's numbers: cuda:1 is faulty (hardware); cuda:0 is faulty (software)",
+            "distrust what cuda:1 computed, and take it out of service: the part is broken.",
+        ),
+        ([(State.FAULTY, S)], True, "NO", "put back or mend the software"),
+        ([(State.FAULTY, E)], True, "NO", "put right what the findings name: heat"),
+        ([(State.FAULTY, U)], True, "NO", "would settle whose fault it is"),
+        ([(State.FAULTY, X)], True, "NO", "the test itself may be wrong"),
+        (
+            [(State.FAULTY, H)] * 8,
+            True,
+            "NO, do not trust this node's numbers: cuda:0, cuda:1, cuda:2, cuda:3 and 4 more are faulty",
+            "take them out of service",
+        ),
+    ],
+)
+def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daemon, first, second):
+    """For each state and cause; of several, for the worst."""
+    found = beside(store, *told, daemon=daemon)
+    assert status.answer(found).startswith(first)
+    assert second in status.advice(found)
+    lines = status_text(found).split("\n")
+    assert lines[0].startswith(first[:60])
+    assert spoken(status_text(found)).startswith(f"{status.answer(found)} Do now: {status.advice(found)}")
+    document = status_json(found)
+    assert (document["answer"], document["advice"]) == (status.answer(found), status.advice(found))
+
+
+def test_every_command_that_is_advised_exists(store):
+    """A tired person types what is printed."""
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    told = [
+        status.advice(beside(store, (state, cause), daemon=d)) for state in State for cause in Cause for d in (0, 1)
+    ]
+    named = {command for text in told for command in re.findall(r"canaryd (check|run|release|report|ack|\w+ --)", text)}
+    assert {command.split()[0] for command in named} <= set(subparsers.choices)
+    assert {"check", "run"} <= named
+
+
+def test_what_is_released_or_gone_is_advised_about(store):
+    """An unknown device has a way back: end the release, look for the part, or declare it absent."""
+    store.see_device(GPU, NOW)
+    store.set_note(RELEASE_NOTE, str(NOW + 60))
+    assert "canaryd release --end" in status.advice(ask(store))
+    store.set_note(RELEASE_NOTE, "")
+    store.set_verdict(verdict(State.UNKNOWN, U, "vanished"))
+    store.set_present(set(), NOW)
+    assert "find out why cuda:3 is gone" in status.advice(ask(store))
+    assert "devices.absent" in status.advice(ask(store))
+
+
+def test_healthy_devices_are_one_line(store):
+    """Of a device without findings, events or words of operators there is nothing to say; a note brings it back."""
+    found = beside(store, *[SOUND] * 8)
+    (line,) = [line for line in status_text(found).split("\n") if "cuda:" in line]
+    assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
+    seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
+    devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
+    assert "(NVIDIA H200); a is the longest ago: 7 minutes ago" in spoken(status_text(replace(found, devices=devices)))
+    note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")
+    store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
+    text = status_text(ask(store))
+    assert "cuda:5  NVIDIA H200  GPU-5" in text
+    assert "- note  persistence is off" in text
+    assert "cuda:4 cuda:6" in text
+
+
+def test_devices_alike_share_a_paragraph(store):
+    """Whatever runs their findings rest on; another rival or another word of an operator is another paragraph."""
+    rival = Rival(cause=S, why="the siblings are clean", rejected=True)
+    base = Finding(rule="a-rule", state=State.DEGRADED, cause=H, message="a link lost lanes", rivals=(rival,))
+    for index in range(4):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        finding = replace(base, runs=(f"run-{index}",), rivals=() if index == 3 else base.rivals)
+        store.set_verdict(replace(verdict(State.DEGRADED, H), device=device.uuid, findings=(finding,)))
+    store.add_ack(Ack(device="GPU-2", kind="repaired", at=NOW - 60, reason="new riser"))
+    text = status_text(ask(store))
+    assert text.count("a link lost lanes") == 3
+    assert "cuda:0  NVIDIA H200  GPU-0\ncuda:1  NVIDIA H200  GPU-1\n  DEGRADED" in text
+
+
+def test_the_rivals_of_a_finding_are_told(store):
+    """What else it could be, and why not; what is open is told apart from what was rejected."""
+    store.see_device(GPU, NOW)
+    rivals = (
+        Rival(cause=S, why="the siblings are clean", rejected=True),
+        Rival(cause=E, why="no power was read", rejected=False),
+    )
+    finding = Finding(rule="a-rule", state=State.FAULTY, cause=H, message="wrong bits", rivals=rivals)
+    store.set_verdict(replace(verdict(State.FAULTY, H), findings=(finding,)))
+    found = ask(store)
+    lines = [line.strip() for line in status_text(found).split("\n")]
+    assert "not software: the siblings are clean" in lines
+    assert "or environment: no power was read" in lines
+    assert status_json(found)["devices"][0]["findings"][0]["rivals"] == [
+        {"cause": "software", "why": "the siblings are clean", "rejected": True},
+        {"cause": "environment", "why": "no power was read", "rejected": False},
+    ]
+
+
+def test_the_word_of_an_operator_is_told_while_it_holds(store):
+    """Who, until when and why; one that has run out is told no more, a repair for good."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.FAULTY, H, "wrong bits"))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
+    store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=NOW - 60, until=NOW + 600, reason="RMA 7", by="anna"))
+    found = ask(store)
+    text = spoken(status_text(found))
+    assert f"! acknowledged until {moment(NOW + 600)} by anna on {moment(NOW - 60)}: RMA 7" in text
+    assert f"! repaired on {moment(NOW - 9e5)}: new riser" in text
+    assert "so this is no news. Still: distrust what cuda:3 computed" in text
+    told = status_json(found)["devices"][0]["acks"]
+    assert [(a["kind"], a["until"], a["by"]) for a in told] == [
+        ("repaired", None, ""),
+        ("acknowledged", NOW + 600, "anna"),
+    ]
+    later = ask(store, now=NOW + 601)
+    assert [a.kind for a in later.devices[0].acks] == ["repaired"]
+    assert "no news" not in status_text(later)
+
+
+def test_a_part_that_was_replaced_is_not_told_of(store):
+    """It left with its record; as long as it is found, the word alone does not make it leave."""
+    for device in (GPU, CPU):
+        store.see_device(device, NOW - 60)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+    store.add_ack(Ack(device=GPU.uuid, kind="replaced", at=NOW, reason="RMA 7"))
+    assert {d.device.uuid for d in ask(store).devices} == {"GPU-1", "CPU-1"}
+    store.set_present({CPU.uuid}, NOW)
+    assert {d.device.uuid for d in ask(store).devices} == {"CPU-1"}
+
+
+def run(number, **what):
+    base = {"id": f"{number:012x}-aaaaaa", "device": GPU.uuid, "probe": "exact", "probe_version": 1, "seconds": 1.0}
+    return Run(**base | {"started": NOW - 1000 + number, "outcome": Outcome.COMPLETED} | what)
+
+
+def test_the_newest_evidence_is_told(store):
+    """Of each probe the newest whole run that completed, or the newest poll; null where there is none."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.DEGRADED, H, "slow"))
+    for each in (
+        run(1),
+        run(2),
+        run(3, outcome=Outcome.TIMED_OUT),
+        run(4, cases=("one",)),
+        run(5, confirms="000000000001-aaaaaa"),
+        run(6, drill="flip"),
+        run(7, probe="never", outcome=Outcome.ERRORED),
+        run(8, probe="off"),
+    ):
+        store.add_run(each)
+    store.add_poll(run(9, probe="telemetry"), {Outcome.COMPLETED: 1})
+    probes = Config().probes
+    config = Config(probes=replace(probes, each={"off": ProbeSettings(enabled=False)}))
+    found = ask(store, config=config)
+    assert status_json(found)["devices"][0]["evidence"] == {
+        "exact": NOW - 998,
+        "never": None,
+        "telemetry": NOW - 991,
+    }
+    assert "newest evidence: never none yet, exact 16 minutes ago, telemetry 16 minutes ago" in spoken(
+        status_text(found)
+    )
+
+
+def test_the_evidence_of_devices_alike_is_the_oldest(store):
+    """One of them without evidence must not hide behind the others."""
+    found = beside(store, (State.DEGRADED, H), (State.DEGRADED, H))
+    seen = [{"a": NOW - 10, "b": NOW - 60, "c": NOW}, {"a": NOW - 90, "b": NOW - 50}]
+    devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
+    assert status.newest_of(devices) == {"c": None, "a": NOW - 90, "b": NOW - 60}
+    text = status_text(replace(found, devices=devices))
+    assert text.count("newest evidence: c none yet, a 90 seconds ago, b 60 seconds ago") == 1
+
+
+def objects(schema):
+    return [schema, *(s for s in schema["$defs"].values() if "properties" in s)]
+
+
+def test_the_schema_is_closed_and_every_field_is_explained():
+    """docs/status.md has a row for each field of each object, and no row for anything else."""
+    VALIDATOR.check_schema(SCHEMA)
+    for part in objects(SCHEMA):
+        assert part["additionalProperties"] is False
+        assert sorted(part["required"]) == sorted(part["properties"])
+    documented = (ROOT / "docs/status.md").read_text().partition("## `canaryd status --json`")[2]
+    tables = re.findall(r"((?:^\|.*\n)+)", documented, re.MULTILINE)
+    rows = [sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
+    assert sorted(rows) == sorted(sorted(part["properties"]) for part in objects(SCHEMA))
+
+
+def test_the_schema_refuses_what_is_no_status(store):
+    """A field that is missing or unknown, a rival without a reason, a time that is no time."""
+    store.see_device(GPU, NOW)
+    rival = Rival(cause=S, why="the siblings are clean", rejected=True)
+    finding = Finding(rule="a-rule", state=State.FAULTY, cause=H, message="wrong bits", rivals=(rival,))
+    store.set_verdict(replace(verdict(State.FAULTY, H), findings=(finding,)))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
+    good = json.dumps(status_json(ask(store)))
+    for old, new in (
+        ('"answer"', '"reply"'),
+        ('"why": "the siblings are clean"', '"why": ""'),
+        ('"until": null', '"until": 0'),
+        ('"state": "faulty"', '"state": "poorly"'),
+        ('"released_until": null', '"released_until": ""'),
+    ):
+        assert old in good
+        assert not VALIDATOR.is_valid(json.loads(good.replace(old, new)))
+
+
+# --- The daemon ------------------------------------------------------------------------------------------------------
 
 
 def test_a_running_daemon_and_a_release_are_told(store):

@@ -49,6 +49,7 @@ class Worker:
             "drill": "",
             "baselining": False,
             "memory": "",
+            "intensity": "",
         }
         wanted = {"id": "r1", "device": DEVICE, "instruction_set": "", "timeout": 20.0} | common | fields
         self.send(op="run", probe=str(path), **wanted)
@@ -221,3 +222,32 @@ def test_core_dumps_are_off(worker, tmp_path):
     worker.run(probe)
     wanted = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
     assert worker.answers("result")[0]["values"][0][1] == wanted
+
+
+@pytest.mark.torch
+def test_a_retest_under_load_says_under_which_conditions_it_ran(worker):
+    """Seconds under load and idle and the speed of the load come as readings, before the result."""
+    worker.run(PROBES / "fails_under_load.py", intensity="pulsed", timeout=60.0)
+    *facts, result = worker.answers("result")
+    assert result["outcome"] == "completed", result["detail"]
+    told = {reading[0] for message in facts if message["kind"] == "readings" for reading in message["values"]}
+    assert told == {"load_seconds", "pause_seconds", "load_duty", "load_speed"}
+
+
+@pytest.mark.torch
+def test_a_probe_that_does_not_pace_its_trials_is_found_out(worker):
+    """An absence with its reason, not seconds of a load that was not there; without a retest nothing is said."""
+    for intensity, expected in (("steady", ["load_seconds", "pause_seconds"]), ("repeated", []), ("", [])):
+        worker.run(PROBES / "surroundings.py", intensity=intensity, timeout=60.0)
+        *facts, result = worker.answers("result")
+        assert result["outcome"] == "completed", result["detail"]
+        values = [reading for message in facts if message["kind"] == "readings" for reading in message["values"]]
+        assert [reading[0] for reading in values if len(reading) == 2] == expected
+
+
+def test_a_probe_that_computes_nothing_is_never_loaded(worker):
+    """It runs under an interpreter that may have no torch."""
+    worker.run(PROBES / "passes.py", intensity="steady")
+    *facts, result = worker.answers("result")
+    assert (result["outcome"], result["detail"]) == ("completed", "")
+    assert "load_seconds" not in str(facts)

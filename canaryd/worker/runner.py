@@ -172,10 +172,13 @@ class Runner:
         device = from_json(Device, request["device"])
         seconds, numeric, detail = 0.0, False, ""
         readings: list[list[Any]] = []
+        facts: Callable[[], list[Any]] = list
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
+            retest = bool(numeric and request["intensity"])
+            pace = importlib.import_module("canaryd.worker.pace") if retest else None  # before the budget starts
             context = Context(
                 device=device,
                 level=request["level"],
@@ -186,8 +189,11 @@ class Runner:
                 drill=request["drill"],
                 baselining=request["baselining"],
                 memory=request["memory"],
+                intensity=request["intensity"],
                 progress=self._progress(run),
             )
+            if pace is not None:
+                facts = pace.install(context)
             begun = time.monotonic()
             try:
                 for fact in probe.run(context):
@@ -200,7 +206,7 @@ class Runner:
                         self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
             finally:
                 seconds = time.monotonic() - begun
-                self._send_readings(run, readings)
+                self._send_readings(run, [*readings, *map(_compact, facts())])
             outcome = Outcome.COMPLETED
         except Skip as skip:
             outcome, detail = Outcome.SKIPPED, str(skip)

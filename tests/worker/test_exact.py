@@ -11,7 +11,7 @@ import pytest
 
 from canaryd.model import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, Skip
-from canaryd.worker import content, evidence, exact, indexing, inject, tensors
+from canaryd.worker import content, evidence, exact, indexing, inject, pace, tensors
 from canaryd.worker.attention import Attention
 from canaryd.worker.attention import build as build_attention
 from canaryd.worker.content import Product
@@ -437,6 +437,45 @@ def test_a_spent_budget_is_said_aloud(probes):
     skipped = [f for f in facts if isinstance(f, Skipped)]
     assert {f.case.split("/")[1] for f in skipped} == set(indexing.OPERATIONS) - {met}
     assert all("budget of 1e-06 s was spent before its turn" in f.reason for f in skipped)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Retests.
+
+
+@pytest.mark.parametrize("intensity", pace.GROUP)
+def test_a_retest_is_clean_on_a_healthy_device_and_says_its_conditions(probes, intensity):
+    """Load and pauses leave goldens and results as they are, on one core and on all of them."""
+    ctx = context("int64/scatter", "int64/sort", budget=2.0, intensity=intensity)
+    tell = pace.install(ctx)
+    cores, threads = tensors.visible_cores(), torch.get_num_threads()
+    found = comparisons(probes["exact_integer"].run(ctx))
+    assert found
+    assert not [c for c in found if c.wrong]
+    assert (tensors.visible_cores(), torch.get_num_threads()) == (cores, threads)
+    seconds = {fact.name: fact.value for fact in tell()}
+    assert seconds["pause_seconds" if intensity == "idle" else "load_seconds"] > 0
+
+
+def test_load_may_come_before_every_result_of_every_upload():
+    """The probe's loop asks for it each time; a drill's fresh uploads are no exception."""
+    calls = []
+    ctx = context(drill="consistent", intensity="steady", pace=lambda: calls.append(len(calls)))
+    found = comparisons(verify_all(ctx, [small()], [], None))
+    assert len(found) == 1 + exact.FRESH_UPLOADS
+    assert len(calls) == sum(c.trials for c in found)
+
+
+def test_a_retest_of_a_fixed_case_has_the_whole_time():
+    """In a run as usual it is computed twice, and in a retest of other content too."""
+    fixed = small("float32/dense/fixed24/nn@24x20x64", fixed=True)
+
+    def trials(*cases, **more):
+        (found,) = comparisons(verify_all(context(*cases, budget=0.3, **more), [], [fixed], None))
+        return found.trials
+
+    assert trials() == trials(fixed.name) == trials(intensity="content") == 2
+    assert trials(fixed.name, intensity="repeated") > 20
 
 
 # --------------------------------------------------------------------------------------------------------------------

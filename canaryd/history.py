@@ -1,0 +1,490 @@
+"""`canaryd history`: what happened to a device, newest first, and the course of its readings; for people and machines.
+
+Everything comes from the store, without touching a device. Older readings come from the summaries of days
+(`canaryd.trend.Day`), so that a look at two months costs seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from canaryd import status, trend
+from canaryd.config import Config
+from canaryd.drawing import Line, Mark, plot
+from canaryd.model import Device, Event, Finding, Run, State, Verdict, printable, to_json
+from canaryd.status import told_of_ack, told_of_event
+from canaryd.store import Store
+from canaryd.trend import Change, Key, Point
+from canaryd.wording import DAY, HOUR, moment, number, scale, spoken, wrapped
+
+SCHEMA = "canaryd.history/1"
+POLLS, RUNS, FAILED = 600, 400, 500
+"""Polls, runs and failed runs of all devices together that are read for one look (ours): about three seconds."""
+LEAST_READ = 50
+"""The same for one device at least."""
+HOURLY = 3 * DAY
+"""Span up to which readings are shown by the hour, and by the day beyond (ours)."""
+MOST_ITEMS, MOST_READINGS = 25, 20
+"""Lines of each kind that a terminal is shown per device; JSON has all."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+FLAT = 0.05
+"""Least height of a sparkline as a share of the largest value (ours): noise must not look like a change."""
+UP, DOWN = "↗", "↘"
+NARROW = 80
+"""Columns of text at least: a narrower table would have to leave something out."""
+BAD = frozenset({"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "oom", "thermal", "counter"})
+"""Kinds of events that speak against a device; other kinds of the kernel log are as harmless as a change of driver."""
+COLOURS = {"bad": "\x1b[31m", "calm": "\x1b[33m", "good": "\x1b[32m", "head": "\x1b[1m"}
+PLAIN = "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One line of the timeline; equal ones of a day are one with a count."""
+
+    at: float
+    """When it was last, in seconds since the epoch."""
+    first: float
+    kind: str
+    """"verdict", "run", "event", "ack" or "stack"."""
+    role: str
+    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+    label: str
+    """A few words, for a plot."""
+    text: str
+    """A sentence, without its time."""
+    count: int = 1
+    runs: tuple[str, ...] = ()
+    """Ids of the runs it tells of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """The course of one reading."""
+
+    key: Key
+    unit: str
+    step: float
+    """Seconds that one point stands for: an hour or a day."""
+    points: tuple[Point, ...]
+    """Oldest first, dated at the middle of their hour or day; never empty."""
+    changes: tuple[Change, ...]
+    """Where it moved to another level; days since the epoch."""
+
+    @property
+    def values(self) -> list[float]:
+        """The points without their times."""
+        return [p.value for p in self.points]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceHistory:
+    """All that is told of one device."""
+
+    device: Device
+    present: bool
+    verdict: Verdict
+    items: tuple[Item, ...]
+    """Newest first."""
+    trends: tuple[Trend, ...]
+    """What changed first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All that `canaryd history` tells."""
+
+    now: float
+    since: float
+    devices: tuple[DeviceHistory, ...]
+    """The worst first."""
+    problems: tuple[str, ...]
+
+
+def gather(
+    store: Store,
+    config: Config,
+    device: str | None,
+    since: float,
+    now: float,
+    days: Mapping[str, Sequence[trend.Day]] | None = None,
+) -> History:
+    """Read the history of one device (uuid or name), or of all, from `since` on; times in seconds since the epoch.
+
+    `days` are the summaries of days by device. A device that the store does not know gives no entry.
+    """
+    seen = status.gather(store, config, now, evidence={})
+    chosen = [d for d in seen.devices if device in (None, d.device.uuid, d.device.name)]
+    share = max(1, len(chosen))
+    found = []
+    for one in chosen:
+        uuid = one.device.uuid
+        summed = (days or {}).get(uuid, ())
+        polls = store.polls(uuid, since=since, completed=True, limit=max(LEAST_READ, POLLS // share))
+        runs = store.runs(uuid, since=since, limit=max(LEAST_READ, RUNS // share))
+        failed = store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))
+        items = [
+            *_verdicts(store.verdict_history(uuid)),
+            *_failures(failed),
+            *_events(store.events(since, uuid)),
+            *_acks(store, uuid),
+            *_stacks([*(s for day in summed for s in day.stacks), *trend.stacks(runs)]),
+        ]
+        shown = sorted((i for i in items if since <= i.at <= now), key=lambda i: i.at, reverse=True)
+        courses = _trends(summed, runs, polls, since, now)
+        found.append(
+            DeviceHistory(
+                device=one.device, present=one.present, verdict=one.verdict, items=tuple(shown), trends=tuple(courses)
+            )
+        )
+    return History(now=now, since=since, devices=tuple(found), problems=seen.problems)
+
+
+# --- The timeline -----------------------------------------------------------------------------------------------------
+
+
+def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
+    """Yield each change of state or cause with the findings that came with it."""
+    before: set[tuple[str, str]] = set()
+    for verdict in verdicts:
+        held = [f for f in verdict.findings if f.state is not State.HEALTHY]
+        came = [f for f in held if (f.rule, f.probe) not in before]
+        before = {(f.rule, f.probe) for f in held}
+        said = f"became {_state(verdict)}"
+        why = "; ".join(f.message.rstrip(".") for f in came)
+        text = f"{said}: {why}" if why else said
+        role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
+        role = "good" if verdict.state is State.HEALTHY else role
+        runs = tuple(r for f in came for r in f.runs)
+        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=said, text=text, runs=runs)
+
+
+def _state(verdict: Verdict) -> str:
+    return verdict.state.value + ("" if verdict.state is State.HEALTHY else f" ({verdict.cause.value})")
+
+
+def _failures(runs: Iterable[Run]) -> Iterator[Item]:
+    """Yield wrong results, unknown bits and runs that did not complete, equal ones of a day together."""
+    alike: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
+        alike[run.probe, what, int(run.started // DAY)].append(run)
+    for (probe, what, _), same in alike.items():
+        first, last = min(r.started for r in same), max(r.started for r in same)
+        times = f"{len(same)} runs" if len(same) > 1 else "a run"
+        again = sum(bool(r.confirms) for r in same)
+        confirmed = f", {again} of them to confirm" if again else ""
+        if what == "wrong":
+            wrong, trials = sum(c.wrong_trials for r in same for c in r.wrong), sum(r.trials for r in same)
+            cases = Counter(c.case for r in same for c in r.wrong)
+            text = f"{times} of {probe}{confirmed}: {wrong} of {trials} results wrong, {_cases(cases)}"
+        elif what == "unknown":
+            cases = Counter(case for r in same for case in r.unknown)
+            text = f"{times} of {probe}{confirmed}: bits that are not known, {_cases(cases)}"
+        else:
+            line = next((r.detail for r in reversed(same) if r.detail), "").strip().splitlines()
+            text = f"{times} of {probe}{confirmed} {what.replace('_', ' ')}" + (f": {line[-1]}" if line else "")
+        role = "bad" if what in ("wrong", "unknown") else "calm"
+        ids = tuple(r.id for r in same)
+        label = f"{probe}: {what.replace('_', ' ')}"
+        yield Item(at=last, first=first, kind="run", role=role, label=label, text=text, count=len(same), runs=ids)
+
+
+def _cases(cases: Counter[str]) -> str:
+    (case, _), more = cases.most_common(1)[0], len(cases) - 1
+    return f"most in {case} and {more} more cases" if more else f"in {case}"
+
+
+def _events(events: Iterable[Event]) -> Iterator[Item]:
+    """Yield what happened, equal ones of a day together."""
+    alike: dict[tuple[str, str, int], Event] = {}
+    for event in events:
+        key = event.kind, event.name, int(event.last // DAY)
+        old = alike.get(key)
+        alike[key] = event if old is None else replace(event, first=old.first, count=old.count + event.count)
+    for event in alike.values():
+        text = told_of_event(event).removeprefix(moment(event.last)).strip()
+        role = "bad" if event.kind in BAD else "calm"
+        count = 1 if event.kind in ("counter", "condition") else max(1, round(event.count))
+        label = f"{event.kind} {event.name}"
+        yield Item(at=event.last, first=event.first, kind="event", role=role, label=label, text=text, count=count)
+
+
+def _acks(store: Store, uuid: str) -> Iterator[Item]:
+    for ack in store.acks(uuid):
+        text = told_of_ack(ack).replace(f" on {moment(ack.at)}", "", 1)
+        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=ack.kind, text=text)
+
+
+def _stacks(seen: Iterable[trend.Stack]) -> Iterator[Item]:
+    """Yield where the software under the runs became another; each CPU instruction set has a stack of its own."""
+    newest: dict[str, trend.Stack] = {}
+    known: set[str] = set()
+    for stack in sorted(seen, key=lambda s: s.at):
+        kind = stack.parts.get("instruction_set", "")
+        before = newest.get(kind)
+        if before is not None and stack.id not in known:
+            names = sorted(k for k in {*before.parts, *stack.parts} if before.parts.get(k) != stack.parts.get(k))
+            moved = ", ".join(f"{k} {before.parts.get(k, 'none')} → {stack.parts.get(k, 'none')}" for k in names)
+            text = f"the software under the probes changed: {moved}; readings before and after are not comparable"
+            yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", label=moved, text=text)
+        known.add(stack.id)
+        newest[kind] = stack
+
+
+# --- The readings -----------------------------------------------------------------------------------------------------
+
+
+def _trends(
+    days: Sequence[trend.Day], runs: Sequence[Run], polls: Sequence[Run], since: float, now: float
+) -> list[Trend]:
+    """Return the course of each followed reading, what changed first, then what a rule looks at."""
+    daily = trend.courses(days, runs, polls)
+    hourly = now - since <= HOURLY
+    points: dict[Key, tuple[str, list[Point]]] = {}
+    if hourly:
+        for key, track in trend.tracks(runs, polls).items():
+            by_hour: dict[int, list[float]] = defaultdict(list)
+            for at, value in track.points:
+                by_hour[int(at // HOUR)].append(value)
+            how = trend.followed(key.reading) or trend.SHOWN
+            points[key] = track.unit, [Point((h + 0.5) * HOUR, trend.level(v, how)) for h, v in sorted(by_hour.items())]
+    else:
+        for key, course in daily.items():
+            points[key] = course.unit, [Point((d + 0.5) * DAY, v) for d, v in sorted(course.days.items())]
+    step = HOUR if hourly else DAY
+    found = []
+    for key, (unit, all_) in points.items():
+        inside = tuple(p for p in all_ if since <= p.at + step / 2 and p.at - step / 2 <= now)
+        changes = trend.marks(daily[key], key.reading) if key in daily else []
+        shown = tuple(c for c in changes if c.since * DAY >= since - DAY)
+        if inside:
+            found.append(Trend(key=key, unit=unit, step=step, points=inside, changes=shown))
+    return sorted(found, key=_importance)
+
+
+def _importance(one: Trend) -> tuple[Any, ...]:
+    how = trend.followed(one.key.reading) or trend.SHOWN
+    return not one.changes, how is trend.HEAT, not how.rule, one.key
+
+
+def plots(one: DeviceHistory, since: float, now: float, most: int = MOST_READINGS) -> list[str]:
+    """Return the most telling courses as figures (`canaryd.drawing.STYLE`), with the marks of what happened."""
+    marks = [Mark(at=i.at, label=i.label, role=i.role) for i in one.items if i.role != "good"]
+    courses = [t for t in one.trends if _telling(t)][:most]
+    return [
+        plot(
+            f"{t.key.reading} ({t.key.probe})", t.unit, [Line(name="own", points=t.points)], marks, start=since, end=now
+        )
+        for t in courses
+    ]
+
+
+def _telling(one: Trend) -> bool:
+    """Whether a course is worth a line: not the zeros of a counter, nor heat by power where nothing changed."""
+    if one.changes:
+        return True
+    return trend.followed(one.key.reading) is not trend.HEAT and (any(one.values) or not _counter(one))
+
+
+def _counter(one: Trend) -> bool:
+    how = trend.followed(one.key.reading)
+    return how is not None and how.level == "mean"
+
+
+def sparkline(one: Trend, since: float, now: float, room: int) -> str:
+    """Return the course in at most `room` columns: blocks, spaces where nothing is known, an arrow at each change."""
+    first = math.floor(max(since, one.points[0].at - one.step / 2) / one.step)
+    count = max(1, math.floor(now / one.step) - first + 1)
+    arrows = one.changes[-max(1, room // 4) :]
+    width = max(1, min(count, room - len(arrows)))
+    per = count / width
+    cells: list[list[float]] = [[] for _ in range(width)]
+    for at, value in one.points:
+        cells[min(width - 1, max(0, int((at / one.step - first) / per)))].append(value)
+    low, high = min(one.values), max(one.values)
+    spare = max(0.0, (FLAT * max(abs(low), abs(high)) or 1.0) - (high - low)) / 2
+    low, high = low - spare, high + spare
+    drawn = []
+    for values in cells:
+        share = (statistics.median(values) - low) / (high - low) if values else -1.0
+        drawn.append(BLOCKS[min(len(BLOCKS) - 1, int(share * len(BLOCKS)))] if values else " ")
+    for change in reversed(arrows):
+        cell = min(width - 1, max(0, int((change.since * DAY / one.step - first) / per)))
+        drawn.insert(cell, UP if change.after > change.before else DOWN)
+    return "".join(drawn)
+
+
+# --- For people -------------------------------------------------------------------------------------------------------
+
+
+def as_text(history: History, width: int, *, color: bool = False) -> str:
+    """Return the history for a terminal of so many columns: the verdict first, then what happened, then readings."""
+    room = max(NARROW, width)
+    lines: list[tuple[str, str]] = []
+    for one in history.devices:
+        lines += [*_text_of(one, history, room), ("", "")]
+    if not history.devices:
+        lines += [("", line) for line in wrapped("", NOBODY, room)] + [("", "")]
+    for problem in history.problems:
+        lines += [("calm", line) for line in wrapped("problem: ", problem, room)]
+    span = f"from {moment(history.since, seconds=False)} to {moment(history.now, seconds=False)}, local time"
+    lines += [("", line) for line in wrapped("", f"{span}; all of it: canaryd history --json", room)]
+    safe = ((role, printable(line)) for role, line in lines)
+    return "\n".join(
+        f"{COLOURS[role]}{line}{PLAIN}" if color and role in COLOURS and line else line for role, line in safe
+    )
+
+
+NOBODY = "nothing is known of such a device: canaryd status names those that are known"
+
+
+def _text_of(one: DeviceHistory, history: History, room: int) -> Iterator[tuple[str, str]]:
+    device, verdict = one.device, one.verdict
+    gone = "" if one.present else "  GONE"
+    for line in wrapped("", f"{device.name}  {device.model}  {device.uuid}{gone}", room):
+        yield "head", line
+    role = {State.HEALTHY: "good", State.SUSPECT: "bad", State.FAULTY: "bad"}.get(verdict.state, "calm")
+    cause = "" if verdict.state is State.HEALTHY else f", cause: {verdict.cause.value}"
+    ago = spoken(history.now - verdict.since)
+    since = f"since {moment(verdict.since, seconds=False)} ({ago} ago)"
+    for line in wrapped("  ", f"{verdict.state.value.upper()}{cause}, {since}", room):
+        yield role, line
+    for finding in verdict.findings:
+        lead = "  - note  " if finding.state is State.HEALTHY else f"  - {finding.state.value}  "
+        for line in wrapped(lead, _sentence(finding), room):
+            yield "", line
+    yield "", ""
+    yield "head", "  What happened, newest first"
+    if not one.items:
+        yield "", "    nothing that was kept"
+    for item in one.items[:MOST_ITEMS]:
+        from_ = f" (since {moment(item.first, seconds=False)})" if item.at - item.first >= HOUR else ""
+        for line in wrapped(f"    {moment(item.at, seconds=False)}  ", f"{item.text}{from_}", room):
+            yield item.role, line
+    if (more := len(one.items) - MOST_ITEMS) > 0:
+        yield "", f"    and {more} more: canaryd history --json"
+    yield "", ""
+    yield from _table(one, history, room)
+
+
+def _sentence(finding: Finding) -> str:
+    where = f"{finding.probe}: " if finding.probe and not finding.message.startswith(finding.probe) else ""
+    return f"{where}{finding.message}"
+
+
+COLUMNS = (8, 8, 8, 8)
+NAME = 24
+"""Columns of a reading's name; a longer one gets a line of its own."""
+
+
+def _table(one: DeviceHistory, history: History, room: int) -> Iterator[tuple[str, str]]:
+    telling = [t for t in one.trends if _telling(t)]
+    zeros = sum(_counter(t) and not any(t.values) for t in one.trends)
+    if not telling:
+        yield "head", "  Readings"
+        yield "", "    none that was kept" + (f" but {_zeros(zeros)}" if zeros else "")
+        return
+    step = "hour" if telling[0].step == HOUR else "day"
+    yield "head", f"  Readings, by the {step}"
+    heads = "".join(f"{word:>{n}}" for word, n in zip(("least", "median", "most", "last"), COLUMNS, strict=True))
+    yield "", f"    {'':<{NAME}}{heads}"
+    basis = Counter((t.key.probe, t.key.reading) for t in telling)
+    for t in telling[:MOST_READINGS]:
+        size, symbol = scale(t.unit, max(map(abs, t.values)))
+        name = f"{t.key.reading}{f' [{symbol}]' if symbol else ''}"
+        if basis[t.key.probe, t.key.reading] > 1:
+            name += f" on stack {t.key.basis.rpartition('/')[2][:6]}"
+        values = (min(t.values), statistics.median(t.values), max(t.values), t.values[-1])
+        row = "".join(f"{number(v / size):>{n}}" for v, n in zip(values, COLUMNS, strict=True))
+        if len(name) > NAME:
+            for line in wrapped("    ", name, room):
+                yield "", line
+            name = ""
+        left = f"    {name:<{NAME}}{row}  "
+        yield (
+            "calm" if t.changes else "",
+            f"{left}{sparkline(t, history.since, history.now, room - len(left))}".rstrip(),
+        )
+        for change in t.changes:
+            for line in wrapped("      ", _told(change, size, symbol), room):
+                yield "calm", line
+    if (more := len(telling) - MOST_READINGS) > 0:
+        yield "", f"    and {more} more readings: canaryd history --json"
+    if zeros:
+        yield "", f"    and {_zeros(zeros)}"
+
+
+def _zeros(count: int) -> str:
+    return f"{count} counter{'s' if count > 1 else ''} that did not rise"
+
+
+def _told(change: Change, size: float, symbol: str) -> str:
+    arrow = UP if change.after > change.before else DOWN
+    before, after = (f"{number(v / size)} {symbol}".rstrip() for v in (change.before, change.after))
+    return f"{arrow} from {before} to {after} on {moment(change.since * DAY, seconds=False)[:10]}"
+
+
+# --- For machines -----------------------------------------------------------------------------------------------------
+
+
+def as_json(history: History) -> dict[str, Any]:
+    """Return the object that `canaryd history --json` prints (docs/history.md, docs/history.schema.json)."""
+    return {
+        "schema": SCHEMA,
+        "now": history.now,
+        "since": history.since,
+        "devices": [
+            {
+                "device": one.device.uuid,
+                "backend": one.device.backend,
+                "index": one.device.index,
+                "name": one.device.name,
+                "model": one.device.model,
+                "present": one.present,
+                "state": one.verdict.state.value,
+                "cause": one.verdict.cause.value,
+                "state_since": one.verdict.since,
+                "findings": [
+                    {
+                        "rule": f.rule,
+                        "probe": f.probe,
+                        "cause": f.cause.value,
+                        "severity": f.state.value,
+                        "message": f.message,
+                        "repro": f.repro,
+                        "runs": list(f.runs),
+                        "rivals": to_json(f.rivals),
+                    }
+                    for f in one.verdict.findings
+                ],
+                "timeline": [to_json(item) for item in one.items],
+                "readings": [_reading(t) for t in one.trends],
+            }
+            for one in history.devices
+        ],
+        "problems": list(history.problems),
+    }
+
+
+def _reading(one: Trend) -> dict[str, Any]:
+    return {
+        "probe": one.key.probe,
+        "reading": one.key.reading,
+        "basis": one.key.basis,
+        "unit": one.unit,
+        "step": one.step,
+        "min": min(one.values),
+        "median": statistics.median(one.values),
+        "max": max(one.values),
+        "last": one.values[-1],
+        "points": [[p.at, p.value] for p in one.points],
+        "changes": [
+            {"at": c.since * DAY, "before": c.before, "after": c.after, "chance": c.chance} for c in one.changes
+        ],
+    }

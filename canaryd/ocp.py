@@ -1,0 +1,152 @@
+"""A dossier as OCP Test & Validation output, version 2.0: one JSON object a line, for those who ingest that.
+
+After the specification and the schemas of opencomputeproject/ocp-diag-core, json_spec. One test step per probe, with
+its rates and its failing cases as measurements; every finding is a diagnosis of the step of its probe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+VERSION = {"major": 2, "minor": 0}
+PART = "0"
+"""The id of the part under test among the hardware of the machine."""
+FIRMWARE = ("vbios", "inforom", "gsp_firmware", "microcode", "firmware")
+SYSTEM = ("driver", "kernel", "kernel_driver", "cuda")
+RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
+"""State → result of the run; every other state is a failure."""
+TYPES = {"healthy": "PASS", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
+"""State that a finding calls for → type of the diagnosis."""
+
+Document = Mapping[str, Any]
+
+
+def lines(document: Document) -> str:
+    """Return the output as text; `document` is a dossier (docs/dossier.schema.json)."""
+    at = datetime.fromtimestamp(document["generated"], tz=timezone.utc).isoformat(timespec="milliseconds")
+    artifacts = enumerate(_artifacts(document))
+    stamp = {"timestamp": at.replace("+00:00", "Z")}
+    return "".join(json.dumps({**a, "sequenceNumber": n, **stamp}, allow_nan=False) + "\n" for n, a in artifacts)
+
+
+def _artifacts(document: Document) -> Iterator[dict[str, Any]]:
+    yield {"schemaVersion": VERSION}
+    yield {"testRunArtifact": {"testRunStart": _start(document)}}
+    for problem in document["problems"]:
+        yield {"testRunArtifact": {"error": {"symptom": "store-problem", "message": problem}}}
+    named = [p["probe"] for p in document["probes"]]
+    every = list(dict.fromkeys([*named, *(f["probe"] or "device" for f in document["verdict"]["findings"])]))
+    for number, probe in enumerate(every):
+        for content in _step(document, probe):
+            yield {"testStepArtifact": {"testStepId": str(number), **content}}
+    state = document["verdict"]["state"]
+    result = "NOT_APPLICABLE" if document["drill"] else RESULTS.get(state, "FAIL")
+    yield {"testRunArtifact": {"testRunEnd": {"status": "COMPLETE", "result": result}}}
+
+
+def _start(document: Document) -> dict[str, Any]:
+    identity = document["identity"]
+    known = {**identity["stack"], **identity["detail"]}
+    software = [
+        {
+            "name": name,
+            "version": str(version),
+            "softwareInfoId": name,
+            "softwareType": "FIRMWARE" if name in FIRMWARE else "SYSTEM" if name in SYSTEM else "APPLICATION",
+        }
+        for name, version in sorted(known.items())
+        if name in (*FIRMWARE, *SYSTEM) or name in ("torch", "cudnn", "mkl", "onednn", "blas")
+    ]
+    part = {
+        "hardwareInfoId": PART,
+        "name": identity["model"],
+        "partType": {"cpu": "CPU", "endpoint": "server"}.get(identity["backend"], "accelerator"),
+        "location": identity["detail"].get("bus_id", identity["name"]),
+    }
+    part |= {"serialNumber": identity["serial"]} if identity["serial"] else {}
+    number = identity["detail"].get("board_part_number")
+    part |= {"partNumber": number} if number else {}
+    about = {"uuid": identity["uuid"], "weakIdentity": identity["weak"], "title": document["title"]}
+    return {
+        "name": "canaryd" if not document["drill"] else "canaryd DRILL",
+        "version": document["canaryd"],
+        "commandLine": f"canaryd report {identity['name']}" + (" --drill" if document["drill"] else ""),
+        "parameters": {"drill": document["drill"], "redacted": document["redacted"]},
+        "dutInfo": {
+            "dutInfoId": identity["host"] or "host",
+            "name": identity["host"],
+            "platformInfos": [{"info": f"{identity['backend']} {identity['model']}"}],
+            "softwareInfos": software,
+            "hardwareInfos": [part],
+        },
+        "metadata": about,
+    }
+
+
+def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
+    yield {"testStepStart": {"name": probe}}
+    numbers = next((p for p in document["probes"] if p["probe"] == probe), None)
+    failures = [f for f in document["failures"] if f["probe"] == probe]
+    if numbers is not None:
+        none = [{"name": "none is wrong", "type": "LESS_THAN_OR_EQUAL", "value": 0}]
+        yield _measured("results compared", numbers["results"])
+        yield _measured("wrong results", numbers["wrong"], validators=none)
+        if numbers["rules_out"] is not None:
+            yield _measured("fault rate ruled out at 95 %", numbers["rules_out"], unit="1")
+        if numbers["not_completed"]:
+            text = f"{numbers['not_completed']} of {numbers['runs']} runs did not complete"
+            yield {"error": {"symptom": "run-not-completed", "message": text}}
+    for failure in failures:
+        yield _measured(
+            f"wrong results of {failure['case']}",
+            failure["results"]["wrong"],
+            metadata={
+                **{key: failure[key] for key in ("shape", "seed", "subject", "format", "bits", "pattern", "lines")},
+                "results": failure["results"]["total"],
+                "rateLow": failure["results"]["low"],
+                "rateHigh": failure["results"]["high"],
+            },
+            **_where(failure),
+        )
+        if failure["exhibit"]:
+            yield {
+                "file": {
+                    "displayName": f"evidence of {failure['case']}",
+                    "uri": f"file:{failure['exhibit']}/wrong.csv",
+                    "description": "wrong elements, relative to this file; operands and script beside it",
+                    "isSnapshot": True,
+                    "contentType": "text/csv",
+                }
+            }
+    drill = "drill-" if document["drill"] else ""
+    told = [f for f in document["verdict"]["findings"] if (f["probe"] or "device") == probe]
+    for finding in told:
+        yield {
+            "diagnosis": {
+                "verdict": f"{drill}{finding['rule']}",
+                "type": "UNKNOWN" if drill else TYPES[finding["state"]],
+                "message": finding["message"],
+                "hardwareInfoId": PART,
+                **_where(failures[0] if failures else {}),
+            }
+        }
+    if not told and numbers is not None and numbers["results"] and not numbers["wrong"]:
+        verdict = f"{drill}{probe.replace('_', '-')}-clean"
+        yield {"diagnosis": {"verdict": verdict, "type": "PASS", "hardwareInfoId": PART}}
+    nothing = numbers is not None and numbers["runs"] == numbers["not_completed"]
+    yield {"testStepEnd": {"status": "SKIP" if nothing else "COMPLETE"}}
+
+
+def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"measurement": {"name": name, "value": value, "hardwareInfoId": PART, **more}}
+
+
+def _where(failure: Document) -> dict[str, Any]:
+    """Return the part of the chip that a failure names, where there is just one."""
+    places = [p["place"] for p in failure.get("places", ()) if p["wrong"]]
+    if len(places) != 1 or not places[0].startswith(("core ", "SM ")):
+        return {}
+    return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]}}
