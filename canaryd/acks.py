@@ -12,7 +12,7 @@ from canaryd.model import Ack, Device
 
 AHEAD = 3600.0
 """Seconds by which a word may lie in the future: the clock has been set back since, and by it nothing after the word
-could be told from what came before, so it does not count (ours)."""
+could be told from what came before, so it does not count (ours). False alarms: none, it only disregards a word."""
 
 
 def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:

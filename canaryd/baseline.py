@@ -18,9 +18,11 @@ from canaryd.model import LINKS, Exactness, Recording, Run, stack_id
 LEARN = 30
 """Recordings from which a baseline is learnt (ours: 29 in a row without a new vector bound its rate by 9.8 %)."""
 STEADY = 12
-"""Recordings in a row without a new vector from which a case is called bit-stable (ours)."""
+"""Recordings in a row without a new vector from which a case is called bit-stable (ours). A mode that stays hidden
+comes in at most 22 % of runs (95 %)."""
 SLACK = 3.0
-"""Times the distance between modes that an unsteady case may stray: other loads have modes of their own (ours)."""
+"""Times the distance between modes that an unsteady case may stray: other loads have modes of their own (ours). False
+alarms: 2.7e-4 per unknown vector by re-runs."""
 EVERY = ""
 """The condition that stands for all of them."""
 IDLE, LOADED = "idle", "loaded"

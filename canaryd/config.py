@@ -387,7 +387,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePolicy:
-    """The judge's numbers; durations are in seconds."""
+    """The judge's numbers; durations are in seconds. docs/thresholds.md: source and false-alarm chance of each."""
 
     stale_after: float = setting(
         _DURATION, '"2h"', "A device whose newest evidence is older than this, and than three periods, is unknown."
@@ -406,7 +406,7 @@ class JudgePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is made of what devices say about themselves; docs/telemetry.md has the source of each number."""
+    """What is made of what devices say about themselves; docs/thresholds.md has source and chance of each number."""
 
     kernel_log: Path = setting(
         _PATH, '"/dev/kmsg"', "The kernel's log, or a file that is fed with records in its format."

@@ -2,8 +2,9 @@
 
 Read it from the end: `RULES` lists the rules, each yields findings, the worst finding gives the verdict its state.
 Whose fault it is, `canaryd/blame.py` decides. docs/judgement.md has both as tables, with their sources and why no rule
-raises a false alarm. Shorthand here: a *hit* is a wrong comparison; a *charge* is a hit that speaks against the device
-on trial; a *peer* is another device of this node; a *sibling* is a peer of the same backend and model.
+raises a false alarm; docs/thresholds.md has every number with its false-alarm chance. Shorthand here: a *hit* is a
+wrong comparison; a *charge* is a hit that speaks against the device on trial; a *peer* is another device of this node; a
+*sibling* is a peer of the same backend and model.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Subj
 from canaryd.telemetry import Signs
 
 DRILL_EXPIRY = 3600.0
-"""Seconds after which a drill's runs are forgotten."""
+"""Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
 AHEAD = 3600.0
-"""Seconds by which a run may lie in the future before the clock is doubted."""
+"""Seconds by which a run may lie in the future before the clock is doubted (ours). False alarms: none, it is a note."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
@@ -333,7 +334,10 @@ def _crowded(hits: Sequence[Hit], count: int, gap: float, window: float) -> bool
 
 
 def confirmed_by_reruns(hits: Sequence[Hit], policy: JudgePolicy) -> str:
-    """3 of 3 confirmation runs of one mismatch are wrong too; more clean ones do not outvote them."""
+    """3 of 3 confirmation runs of one mismatch are wrong too; more clean ones do not outvote them.
+
+    Source: design §4. By chance: 4.6e-18 per mismatch (1e-4 transients an hour, re-runs of a minute).
+    """
     wrong: dict[str, set[str]] = defaultdict(set)
     for run in (h.run for h in hits):
         if run.confirms and run.outcome is Outcome.COMPLETED:
@@ -344,21 +348,30 @@ def confirmed_by_reruns(hits: Sequence[Hit], policy: JudgePolicy) -> str:
 
 
 def confirmed_within_a_day(hits: Sequence[Hit], policy: JudgePolicy) -> str:
-    """Two wrong runs within `repeat_window`, far enough apart to be independent."""
+    """Two wrong runs within `repeat_window`, far enough apart to be independent.
+
+    Source: design §4. By chance: 1.5e-9 a device-year at the AEGIS bound, 2.1e-3 at 1e-4 an hour.
+    """
     if not _crowded(hits, 2, policy.repeat_gap, policy.repeat_window):
         return ""
     return f"2 runs at least {_spoken(policy.repeat_gap)} apart are wrong within {_spoken(policy.repeat_window)}"
 
 
 def confirmed_within_a_week(hits: Sequence[Hit], policy: JudgePolicy) -> str:
-    """Three wrong runs within a week."""
+    """Three wrong runs within a week.
+
+    Source: design §4. By chance: 7.8e-14 a device-year at the AEGIS bound.
+    """
     if not _crowded(hits, policy.week_count, policy.repeat_gap, policy.week):
         return ""
     return f"{policy.week_count} runs are wrong within {_spoken(policy.week)}"
 
 
 def confirmed_in_place(hits: Sequence[Hit], _policy: JudgePolicy) -> str:
-    """Two uploads went wrong at the same place: one core, or one bit of one row, column or lane."""
+    """Two uploads went wrong at the same place: one core, or one bit of one row, column or lane.
+
+    Source: design §4. By chance: 1.7e-7 in 400 days with two cores, less with more.
+    """
     seen: set[str] = set()
     for hit in (h for h in hits if h.comparison.subject is Subject.DEVICE):
         c = hit.comparison
@@ -440,7 +453,10 @@ def golden_in_doubt(docket: Docket) -> Iterator[Finding]:
 
 
 def comparator_disagreement(docket: Docket) -> Iterator[Finding]:
-    """Device and host compared the same bytes and disagree: once it may be either, repeatedly it is the device."""
+    """Device and host compared the same bytes and disagree: once it may be either, repeatedly it is the device.
+
+    Repeated by chance: 1.9e-9 in 30 days (ours).
+    """
     for hits in docket.standing(Subject.COMPARATOR, _hits(docket.runs, Subject.COMPARATOR)):
         doubted = any(docket.host_in_doubt(h.run) for h in hits)
         repeated = not doubted and _crowded(hits, 2, docket.policy.repeat_gap, docket.policy.watch)
@@ -798,7 +814,10 @@ def decide(
 
 
 def freshness(policy: JudgePolicy, period: float) -> float:
-    """Return the age in seconds up to which evidence of a probe that runs every `period` seconds is fresh."""
+    """Return the age in seconds up to which evidence of a probe that runs every `period` seconds is fresh.
+
+    Three periods: two runs may be missed (ours). False alarms: none, the evidence is that old.
+    """
     return max(policy.stale_after, 3 * period)
 
 

@@ -46,8 +46,6 @@ SC 2022). False alarms: at most 3e-6 per device where units scatter by 4 % (log-
 PEERS_SCATTER = 5.0
 """Times the peers' own scatter (normal units: 1.4826 times the median absolute deviation) that it must be apart (ours):
 where peers differ much among themselves, one that differs says little."""
-LEAST_SCATTER = 0.02
-"""Scatter that peers are taken to have at least: of two peers that happen to agree nothing can be learnt (ours)."""
 PEERS_DAYS, LEAST_DAYS = 7, 3
 """Days on which peers are compared, and how many of them must be common, on each of which it was the slowest (ours)."""
 ERROR_GREW = 1.5
@@ -545,7 +543,7 @@ def slower_than_peers(trends: Trends) -> Iterator[Finding]:
         if not behind or not slowest:
             continue
         middle = statistics.median(behind)
-        scatter = max(LEAST_SCATTER, NORMAL * statistics.median(abs(b - middle) for b in behind))
+        scatter = NORMAL * statistics.median(abs(b - middle) for b in behind)
         if math.exp(middle) >= PEERS_SLOWER and (len(behind) == 1 or middle >= PEERS_SCATTER * scatter):
             slow[key] = (math.exp(middle), len(behind))
     if not slow:

@@ -451,3 +451,52 @@ def test_a_vendor_of_whom_nothing_is_here_is_no_problem(tmp_path):
     carry_out(engine, "passes")
     assert engine.failing == {}
     assert verdict(engine).state is State.HEALTHY
+
+
+# --- Days ------------------------------------------------------------------------------------------------------------
+
+
+def timed(number: int, at: float, seconds: float) -> Run:
+    reading = Reading(name="kernel_seconds", value=seconds, unit="seconds", labels={"kind": "gemm"})
+    comparison = Comparison(case="a", shape="", seed=number, exactness=Exactness.UNIVERSAL, trials=1)
+    return Run(
+        id=f"run-{number:06d}",
+        device=CPU.uuid,
+        probe="recorded_kernels",
+        probe_version=1,
+        started=at,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+        comparisons=(comparison,),
+        readings=(reading,),
+        stack={"torch": "2.13"},
+    )
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_days_are_summed_up_once_and_a_device_that_got_slower_is_degraded(tmp_path, slower):
+    """From the store alone, day after day, as the daemon does it; runs that were pruned since are not missed."""
+    day = 86_400.0
+    moment = [NOW - 40 * day]
+    store = Store.open(tmp_path / "state", now=lambda: moment[0])
+    engine = Engine(Config(state_dir=tmp_path / "state"), store, clock=lambda: moment[0])
+    store.see_device(CPU, moment[0])
+    for number in range(40):
+        for hour in range(4):
+            moment[0] = NOW - (40 - number) * day + hour * 6 * 3600.0
+            wobble = 1 + 0.01 * ((number * 7 + hour * 3) % 5 - 2) / 2
+            store.add_run(timed(4 * number + hour, moment[0], 1e-3 * wobble * (slower if number >= 30 else 1)))
+        engine.present = {CPU.uuid}
+        engine.recall()
+        while engine.sum_up():
+            pass
+        store.prune(moment[0])
+    moment[0] = NOW + 60.0
+    engine.recall()
+    while engine.sum_up():
+        pass
+    assert not engine.sum_up()
+    assert len(store.days(CPU.uuid)) >= 39
+    assert len(store.runs(CPU.uuid)) < 4 * 20
+    found = {f.rule: f.state for f in engine.decide()[CPU.uuid].findings if "slower" in f.rule}
+    assert found == ({"slower-than-before": State.DEGRADED} if slower > 1 else {})

@@ -550,6 +550,17 @@ def test_no_rule_is_idle(monkeypatch):
     assert needed == {"departed", "learning", "chain_changed"}  # the others have stories of their own above
 
 
+def test_clean_runs_do_not_talk_away_what_came_too_often():
+    """A suspect leaves by a month's watch, and not because the share of strange runs falls from day to day."""
+    history = History().learn()
+    for number in range(12):
+        history.add(20 * HOUR - number * 600, STRANGE if number % 3 else GOOD)
+    assert "recording-departed" in history.found()
+    for number in range(60):
+        history.add(10 * HOUR - number * 60, GOOD)
+    assert "recording-departed" in history.found()
+
+
 def test_cold_and_warm_answers_of_one_question_know_each_other():
     """A cache that nobody can bypass forgets when it likes; another question's bits are unknown all the same."""
     cold, warm = recording(case="chat/reef/fresh"), recording(0.02, case="chat/reef/warm")
