@@ -36,7 +36,7 @@ from canaryd.probe import ProbeSpec
 from canaryd.readings import READINGS
 from canaryd.recorded import Drift
 from canaryd.schedule import Plan, Step
-from canaryd.store import Busy, Store
+from canaryd.store import DOUBTED, STEP, Busy, Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
 from canaryd.telemetry import Signs
 from canaryd.watch import Task, Watch
@@ -606,9 +606,14 @@ class Engine:
 
         Baselines learn from it where nothing speaks against its device: a bad unit must not become its own standard.
         """
+        learnt: Collection[Baseline] = ()
+        if (run.wrong or run.recordings) and not run.drill and run.started < (at := self.store.reached) - DOUBTED:
+            # A clock set back must not make a mismatch older than what came before it.
+            detail = f"dated by the store: the clock said {run.started:.0f}"
+            run = replace(run, started=at, environment={**run.environment, "clock": detail})
         if run.recordings:
-            run = self._held_against_baselines(run)
-        self.store.add_run(run)
+            run, learnt = self._held_against_baselines(run)
+        self.store.add_run(run, learnt)
         self.take(run)
         self.decide()
         return run
@@ -619,7 +624,7 @@ class Engine:
             now = self.store.written_elsewhere()
             if now is None or now != self._as_of:
                 self._as_of = now
-                said = acks.heeded(self.store.acks(), self.clock())
+                said = tuple(self.store.acks())
                 self._acks = {uuid: tuple(a for a in said if a.device == uuid) for uuid in self.devices}
                 self._baselines = {uuid: {} for uuid in self.devices}
                 imported = []
@@ -637,7 +642,11 @@ class Engine:
 
     def _cut(self, uuid: str) -> float:
         """Return since when what a device does is evidence."""
-        return acks.cut(self.devices[uuid], self._acks.get(uuid, ()))
+        return acks.cut(self.devices[uuid], self._heeded(uuid))
+
+    def _heeded(self, uuid: str) -> tuple[Ack, ...]:
+        """Return the words on a device that count now: whether one is of the future, the clock may tell later."""
+        return acks.heeded(self._acks.get(uuid, ()), self.clock())
 
     def _trusted(self, run: Run) -> bool:
         """Whether baselines may learn from a run: nothing speaks against what it was computed on.
@@ -670,7 +679,7 @@ class Engine:
                     found.setdefault(key, set()).add(part.detail[key])
         return {key: " ".join(sorted(values)) for key, values in found.items()}
 
-    def _held_against_baselines(self, run: Run) -> Run:
+    def _held_against_baselines(self, run: Run) -> tuple[Run, Collection[Baseline]]:
         device = self.devices.get(run.device)
         if device is not None and device.is_endpoint:
             run = replace(run, stack=self._stack_behind(device))
@@ -680,9 +689,7 @@ class Engine:
             mine = self._baselines.setdefault(run.device, {})
             run, learnt = recorded.intake(run, mine, learns=trusted)
             self._baselines[run.device] = mine | learnt
-        if learnt:
-            self.store.set_baselines(learnt.values())
-        return run
+        return run, learnt.values()
 
     def take(self, run: Run) -> None:
         """Count a run among the evidence in memory, once: `add` and a look at the store may both bring it."""
@@ -790,6 +797,7 @@ class Engine:
             baselines=self._baselines.get(device.uuid, {}),
             policy=self.config.judge,
             now=now,
+            reached=self._reached(),
             peers={
                 d.name: recorded.Peer(
                     device=d,
@@ -856,6 +864,11 @@ class Engine:
         )
         return bool(mine & theirs)
 
+    def _reached(self) -> float:
+        """Return a time that has come for certain: a watch is over by that, and not by a clock that ran ahead."""
+        at = self.store.reached
+        return min(self.clock(), at + STEP) if at else self.clock()
+
     def _serving(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
         """Return how many devices each endpoint has that a device serves, and what was found of it."""
         found: dict[str, tuple[int, Sequence[Finding]]] = {}
@@ -894,6 +907,7 @@ class Engine:
                 wanted=self.periods(device),
                 policy=self.config.judge,
                 now=self.clock(),
+                reached=self._reached(),
                 previous=previous,
                 drill=drill,
                 gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
@@ -901,7 +915,8 @@ class Engine:
                 count=self._count(device),
                 unlisted=self.failing if device.backend == "cpu" else {},
                 recorded=self._of_recordings(device, drill=drill),
-                said=() if drill else self._acks.get(uuid, ()),
+                said=() if drill else self._heeded(uuid),
+                lost=None if drill else self.store.lost,
                 trends=() if drill else self._trend(device),
                 serving={} if served else self._serving(device, drill=drill),
             )
@@ -917,7 +932,7 @@ def _last_pass(runs: Iterable[Run]) -> float | None:
 
 
 def _expired(run: Run, now: float) -> bool:
-    return bool(run.drill) and now - run.started > judge.DRILL_EXPIRY
+    return bool(run.drill) and abs(now - run.started) > judge.DRILL_EXPIRY
 
 
 def _news(verdict: Verdict, previous: Verdict | None) -> bool:

@@ -3,8 +3,8 @@
 Read it from the end: `RULES` lists the rules, each yields findings, the worst finding gives the verdict its state.
 Whose fault it is, `canaryd/blame.py` decides. docs/judgement.md has both as tables, with their sources and why no rule
 raises a false alarm; docs/thresholds.md has every number with its false-alarm chance. Shorthand here: a *hit* is a
-wrong comparison; a *charge* is a hit that speaks against the device on trial; a *peer* is another device of this node; a
-*sibling* is a peer of the same backend and model.
+wrong comparison; a *charge* is a hit that speaks against the device on trial; a *peer* is another device of this node;
+a *sibling* is a peer of the same backend and model.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Docket:
     wanted: Mapping[str, float]
     policy: JudgePolicy
     now: float
+    reached: float = math.inf
+    """A time that has come for certain, however wrong the clock was."""
     gone_since: float | None = None
     """When the device was last seen, if it is not found any more."""
     signs: Signs | None = None
@@ -63,6 +65,8 @@ class Docket:
     """Endpoint that this device serves → how many devices do so, and the same of it."""
     said: Sequence[Ack] = ()
     """What operators said of the device."""
+    lost: tuple[float, str] | None = None
+    """When the records of this machine were lost, and where what is left of them is kept; None where they were not."""
     trends: Sequence[Finding] = ()
     """What `trend.findings` makes of this device's days."""
 
@@ -243,7 +247,8 @@ def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
 def _cleared(docket: Docket, hits: Sequence[Hit]) -> bool:
     """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
     trials, wrong, clean = _record(docket, hits)
-    return docket.now - hits[-1].run.started >= docket.policy.watch and outlasts(clean, trials, wrong)
+    certain = min(docket.now, docket.reached)
+    return certain - hits[-1].run.started >= docket.policy.watch and outlasts(clean, trials, wrong)
 
 
 def _cured(docket: Docket, run: Run) -> bool:
@@ -606,6 +611,20 @@ def checked_nothing(docket: Docket) -> Iterator[Finding]:
             yield _finding("checked-nothing", State.UNKNOWN, Cause.HARNESS, message, run)
 
 
+def history_lost(docket: Docket) -> Iterator[Finding]:
+    """The database was damaged and begun anew: what was suspect before is not known, until somebody has looked."""
+    if docket.lost is None:
+        return
+    at, aside = docket.lost
+    if docket.now - at < docket.policy.watch and not any(a.at >= at for a in docket.said):
+        text = (
+            f"the records of this machine were damaged and begun anew on {_date(at)}, so what was found of this device "
+            f"before is not known; what is left of them is {aside}. Ends after {_spoken(docket.policy.watch)}, or with "
+            f'canaryd ack {docket.device.name} --reason "…"'
+        )
+        yield Finding(rule="history-lost", state=State.UNKNOWN, cause=Cause.HARNESS, message=text)
+
+
 def clock_set_back(docket: Docket) -> Iterator[Finding]:
     """A run is dated in the future: its age is not known. Said, not held against the device."""
     ahead = [r for r in docket.runs if r.started > docket.now + AHEAD]
@@ -683,6 +702,7 @@ RULES: tuple[Rule, ...] = (
     not_completed,
     no_fresh_evidence,
     checked_nothing,
+    history_lost,
     clock_set_back,
     acknowledged,
 )
@@ -753,6 +773,7 @@ def decide(
     now: float,
     previous: Verdict | None,
     drill: bool = False,
+    reached: float = math.inf,
     gone_since: float | None = None,
     signs: Signs | None = None,
     count: tuple[int, int] | None = None,
@@ -760,6 +781,7 @@ def decide(
     recorded: Sequence[Finding] = (),
     serving: Mapping[str, tuple[int, Sequence[Finding]]] | None = None,
     said: Sequence[Ack] = (),
+    lost: tuple[float, str] | None = None,
     trends: Sequence[Finding] = (),
 ) -> Verdict:
     """Judge one device. Deterministic; the order of `runs` does not matter.
@@ -780,7 +802,7 @@ def decide(
             for r in candidates
             if bool(r.drill) == drill
         }
-        recent = (r for r in unique.values() if not drill or now - r.started <= DRILL_EXPIRY)
+        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=_time))
 
     peers = {uuid: other for uuid, other in sibling_devices.items() if uuid != device.uuid}
@@ -792,6 +814,7 @@ def decide(
         wanted=wanted,
         policy=policy,
         now=now,
+        reached=reached,
         gone_since=gone_since,
         signs=signs,
         count=count,
@@ -799,6 +822,7 @@ def decide(
         recorded=recorded,
         serving=serving or {},
         said=said,
+        lost=lost,
         trends=trends,
     )
     found = (_heeding(docket, finding) for rule in RULES for finding in rule(docket))

@@ -89,6 +89,8 @@ class Record:
     now: float
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """By name."""
+    reached: float = math.inf
+    """A time that has come for certain, however wrong the clock was."""
     imported: Sequence[Baseline] = ()
     """Baselines of devices that are not of this host."""
 
@@ -383,7 +385,7 @@ def _over(record: Record, baseline: Baseline) -> bool:
     ]
     clean = baseline.since + sum(later)
     before = baseline.passed.get(EVERY, 0) - baseline.since + baseline.strange
-    watched = record.now - baseline.strange_at >= record.policy.watch
+    watched = min(record.now, record.reached) - baseline.strange_at >= record.policy.watch
     return watched and outlasts(clean, before, baseline.strange)
 
 

@@ -331,7 +331,7 @@ def _tended(verdict: Verdict | None, device: Device, now: float) -> Verdict:
         text = "it has not been judged yet: start the daemon, or run canaryd check"
         return _unknown(device.uuid, now, text, ())
     age = now - verdict.decided
-    if age <= UNTENDED or any(f.rule == UNTENDED_RULE for f in verdict.findings):
+    if -acks.AHEAD <= age <= UNTENDED or any(f.rule == UNTENDED_RULE for f in verdict.findings):
         return verdict
     what = f"{verdict.state.value}/{verdict.cause.value}"
     text = f"nobody has judged it for {age / 3600:.1f} h (it was {what}): start the daemon, or run canaryd check"

@@ -22,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,14 @@ FOREVER = 1e18
 """When a pinned baseline was last needed, as far as pruning goes."""
 BATCH = 100
 """Runs moved or deleted in one transaction, so that another process never waits long."""
+
+DOUBTED = DAY
+"""Seconds by which a clock may stand before a time that has come for certain until it is not believed (ours)."""
+STEP = 2 * HOUR
+"""Seconds by which one prune follows the clock: twice the daemon's hour, so that an hour of a wrong clock costs no more
+than two (ours)."""
+REACHED_NOTE, LOST_NOTE = "reached", "history lost"
+"""Notes: see `Store.reached`; when a damaged file was set aside, and as what, as "seconds path"."""
 
 RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
@@ -223,6 +231,7 @@ class Store:
         self._read_only = False
         self._memory = _connect("file::memory:")
         self._data_version: object = None
+        self._lost = ""  # what is to be noted in the fresh file
         self._waiting = False  # for the disk, in `_memory`
         for migrate in migrations:
             migrate(self._memory)
@@ -280,19 +289,22 @@ class Store:
 
     # Runs
 
-    def add_run(self, run: Run) -> bool:
-        """Store a run and count it, in one transaction. True: it is on disk and survives `kill -9`. Never raises.
+    def add_run(self, run: Run, baselines: Iterable[Baseline] = ()) -> bool:
+        """Store and count a run, and the `baselines` that it has changed, in one transaction. Never raises.
+
+        True: it is on disk and survives `kill -9`.
 
         False: it waits in memory and `problem` says why. At most `BACKLOG` runs wait; beyond, the oldest successes are
         dropped, and failures only when nothing else is left. They stay counted.
         """
         with self._lock:
-            self._newest = max(self._now(), self._newest)  # A clock set back must not make new evidence look old.
-            row, counts = _run_row(run, self._newest), _run_counts(run)
+            row, counts = _run_row(run, self._stamp()), _run_counts(run)
+            learnt = self._baseline_rows(baselines)
 
             def write(db: sqlite3.Connection) -> None:
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
+                    db.executemany(ADD_BASELINE, learnt)
 
             if self._store(write):
                 return True
@@ -340,8 +352,14 @@ class Store:
 
     def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
         """Make these the newest of their keys, in one transaction. False: only in memory so far."""
-        rows = [(b.device, _baseline_key(b), FOREVER if b.pinned else b.used, _pack(b)) for b in baselines]
-        return self._store(lambda db: db.executemany(ADD_BASELINE, rows))
+        with self._lock:
+            rows = self._baseline_rows(baselines)
+            return self._store(lambda db: db.executemany(ADD_BASELINE, rows))
+
+    def _baseline_rows(self, baselines: Iterable[Baseline]) -> list[tuple[Any, ...]]:
+        # By the store's time: a clock that was not set must not make a baseline look old enough to go.
+        now = self._stamp()
+        return [(b.device, _baseline_key(b), FOREVER if b.pinned else max(now, b.used), _pack(b)) for b in baselines]
 
     def baselines(self, device: str | None = None) -> list[Baseline]:
         """Return the baselines of a device, or of all, in the order in which they were learnt."""
@@ -464,6 +482,12 @@ class Store:
         """Note a value under a name. False: only in memory so far."""
         return self.add_events((), notes={name: value})
 
+    @property
+    def lost(self) -> tuple[float, str] | None:
+        """When a damaged database was set aside last, in seconds since the epoch, and as what; None for never."""
+        at, _, aside = self.note(LOST_NOTE).partition(" ")
+        return (float(at), aside) if at else None
+
     # Devices
 
     def see_device(self, device: Device, now: float) -> bool:
@@ -547,6 +571,38 @@ class Store:
             before, self._data_version = self._data_version, self.written_elsewhere()
             return self._data_version is None or before != self._data_version
 
+    # Time
+
+    @property
+    def reached(self) -> float:
+        """A time that has come for certain, in seconds since the epoch, however wrong the clock was; 0.0 at first.
+
+        It follows the clock by at most `STEP` at each prune, and never back.
+        """
+        return float(self.note(REACHED_NOTE) or 0.0)
+
+    def _stamp(self) -> float:
+        """Return the time of storing: a clock set back must not make new evidence look old."""
+        now = self._now()
+        # Far behind the newest, that one may be of a clock that ran ahead: what has come for certain is enough.
+        floor = self._newest if self._newest - now < DOUBTED else self.reached or self._newest
+        stamp = max(now, floor)
+        self._newest = stamp
+        return stamp
+
+    def dated(self, events: Iterable[Event]) -> list[Event]:
+        """Return events with those dated by the time of storing that a clock set back would make old."""
+        stamp, reached = self._stamp(), self.reached
+        return [e if e.last >= reached - DOUBTED else replace(e, first=stamp, last=stamp) for e in events]
+
+    def _follow(self, now: float) -> float:
+        """Let `reached` follow the clock, and return by which time age is reckoned."""
+        before = self.reached or self._newest or now
+        after = min(now, before + STEP)
+        if after > self.reached:
+            self.set_note(REACHED_NOTE, repr(after))
+        return after
+
     # Upkeep
 
     def prune(self, now: float) -> None:
@@ -555,6 +611,7 @@ class Store:
         Failures go before their time only when nothing else is left to go; `problems` then says so. `now` is in
         seconds since the epoch. Never raises: `problem` says what went wrong.
         """
+        now = self._follow(now)
         success, failure = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
         ages = {"drill != ''": self.keep.drills, success: self.keep.successes, failure: self.keep.failures}
         newest = "SELECT max(number) FROM verdicts GROUP BY device, drill"
@@ -755,19 +812,35 @@ class Store:
                 self._set_aside(error)
             return self._open_and_migrate()
 
+    def _create(self) -> None:
+        """Make the file whole before it has its name: one without a byte is then damage, and never a beginning."""
+        fresh = Path(f"{self.path}.new")
+        fresh.unlink(missing_ok=True)
+        with contextlib.closing(_connect(f"file:{quote(str(fresh.absolute()))}?mode=rwc")) as db:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA user_version = 0")
+        fresh.replace(self.path)
+
     def _open_and_migrate(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            self._create()
+        elif self.path.stat().st_size == 0:
+            self._open("mode=rw", read_only=False)
+            raise sqlite3.DatabaseError("it is empty")
         db = self._open("mode=rwc", read_only=False)
         version = self._version(db)
         self._identity = _identity(self.path)
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # Takes effect only in an empty database: before the log.
         if note := use_wal(db):
             self._notes["wal"] = f"{self.path}: {note}"
         db.execute("PRAGMA synchronous = FULL")
         for number in range(version, len(self._migrations)):
             self._transact(db, functools.partial(_migrate, migration=self._migrations[number], version=number + 1))
+        if self._lost:
+            self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
+            self._lost = ""
         return db
 
     def _open_to_read(self, mode: str) -> sqlite3.Connection:
@@ -812,6 +885,7 @@ class Store:
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
+        self._lost = f"{self._now()!r} {aside}"
         self._notes[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}, a fresh one was begun"
 
     def _disconnect(self) -> None:

@@ -221,6 +221,7 @@ class Watch:
                 # An event, for it is forgotten once the driver answers again.
                 at = run.started
                 events = [Event(device=run.device, kind="off-bus", name="driver", first=at, last=at, detail=reason)]
+            events = self._store.dated(events)
             lane.newest, lane.failures = run, 0 if completed else lane.failures + 1
             if completed:
                 lane.completed = run
@@ -323,6 +324,7 @@ class Watch:
         notes: Mapping[str, str] | None = None,
     ) -> None:
         """Store events with counters and notes in one transaction, and call for exact goldens where they ask for it."""
+        events = self._store.dated(events)
         self._store.add_events(events, counts, notes)
         if events:
             self._remember(events)

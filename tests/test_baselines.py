@@ -11,7 +11,7 @@ from canaryd import baselines
 from canaryd.baseline import LEARN, Baseline, begun, learn
 from canaryd.baselines import Selection
 from canaryd.model import Device, Outcome, Recording, Run
-from canaryd.store import Retention, Store
+from canaryd.store import REACHED_NOTE, Retention, Store
 from tests.command import canaryd
 
 NOW, DAY = 1_790_000_000.0, 86_400.0
@@ -77,6 +77,7 @@ def test_a_pinned_baseline_is_kept_for_good_and_takes_nothing(store):
     store.add_run(run)
     assert baselines.accepted(store, EVERYTHING, "looks right") == []
     later = NOW + Retention().failures + 2 * DAY
+    store.set_note(REACHED_NOTE, repr(later))
     store.prune(later)
     assert len(store.baselines()) == 1
     assert len(baselines.pinned(store, EVERYTHING, "")) == 1

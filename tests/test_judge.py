@@ -587,6 +587,17 @@ SCENARIOS = {
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("replaced", HOUR)]),
         SUSPECT, U, {"exact-mismatch", "replaced-is-here"},
     ),
+    # records lost
+    "the records were lost yesterday": lambda: (
+        ask(fresh(), lost=(NOW - DAY, "canaryd.db.corrupt-X")), UNKNOWN, Cause.HARNESS, {"history-lost"},
+    ),
+    "the records were lost a watch ago": lambda: (
+        ask(fresh(), lost=(NOW - POLICY.watch, "canaryd.db.corrupt-X")), HEALTHY, Cause.NONE, set(),
+    ),
+    "the records were lost, and somebody has looked": lambda: (
+        ask(fresh(), lost=(NOW - DAY, "canaryd.db.corrupt-X"), said=[said("acknowledged", HOUR, NOW - 1)]),
+        HEALTHY, Cause.NONE, set(),
+    ),
     # drills
     "a drill in the real world": lambda: (
         ask(run(60, wrong(), drill="stuck bit"), fresh()), HEALTHY, Cause.NONE, set(),

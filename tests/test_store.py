@@ -117,6 +117,11 @@ def counter(store, name, **labels):
     return store.counters().get((name, frozenset(labels.items())), 0)
 
 
+def passed(store, now):
+    """Let time pass for a store as if it had been pruned hour by hour."""
+    store.set_note(store_module.REACHED_NOTE, repr(now))
+
+
 def fill(state_dir, runs, **options):
     """Write many runs in few transactions: they gather in memory while a file is in the way."""
     state_dir.write_text("in the way")
@@ -788,6 +793,7 @@ def test_counters_outlive_restarts_and_pruned_runs(tmp_path, clock):
         store.add_run(failure("b"))
         store.add_run(run("c", outcome=Outcome.TIMED_OUT))
         store.count("odd", {"text": "a=b&c d\n", "empty": ""}, 0.5)
+        passed(store, NOW + 1000 * DAY)
         store.prune(NOW + 1000 * DAY)
         assert store.runs() == []
     with Store.open(tmp_path, now=clock) as store:
@@ -818,10 +824,13 @@ def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
     store.add_run(failure("drill", drill="bit_flip"))
     store.prune(NOW + 0.9 * DAY)
     assert len(store.runs(drill=None)) == 5
+    passed(store, NOW + 1.1 * DAY)
     store.prune(NOW + 1.1 * DAY)
     assert ids(store.runs(drill=None)) == ["ok", "skipped", "wrong", "crashed"]
+    passed(store, NOW + 14.1 * DAY)
     store.prune(NOW + 14.1 * DAY)
     assert ids(store.runs()) == ["wrong", "crashed"]
+    passed(store, NOW + 401 * DAY)
     store.prune(NOW + 401 * DAY)
     assert store.runs() == []
 

@@ -1,0 +1,101 @@
+"""Writes a store with the canaryd that is imported, and prints it as SQL: how the files beside this one came to be.
+
+`git archive TAG canaryd | tar x -C OLD` and `PYTHONPATH=OLD python tests/data/stores/write.py > version-N.sql`, with
+TAG 38b9ae2, 25553dd, 28918fa and ff75b26 for versions 1 to 4. A body is JSON under zlib, as that canaryd wrote it.
+"""
+
+import contextlib
+import sqlite3
+import sys
+import tempfile
+from pathlib import Path
+
+from canaryd import model
+from canaryd.store import Store
+
+NOW = 1_790_000_000.0
+UUID = "GPU-1"
+
+
+def run(name, at=NOW, *, wrong=False, **fields):
+    """Return a run that compared something."""
+    evidence = model.Evidence(
+        wrong=1,
+        total=64,
+        first=(((3, 5), "3f80", "3f81"),),
+        bits={"0": 1},
+        zeroed=0,
+        nonfinite=0,
+        lines={"row": "3"},
+        pattern="one element",
+    )
+    comparison = model.Comparison(
+        case="bfloat16/cancel",
+        shape="M=8 N=8 K=8",
+        seed=7,
+        exactness=model.Exactness.UNIVERSAL,
+        trials=4,
+        wrong_trials=int(wrong),
+        evidence=evidence if wrong else None,
+    )
+    default = {"device": UUID, "probe": "exact_matmul", "probe_version": 1, "seconds": 1.5}
+    default |= {"outcome": model.Outcome.COMPLETED, "comparisons": (comparison,), "stack": {"torch": "2.13"}}
+    return model.Run(id=name, started=at, **{**default, **fields})
+
+
+def verdict(state, cause, at, *findings, drill=False):
+    """Return a verdict on the one device."""
+    return model.Verdict(device=UUID, state=state, cause=cause, findings=findings, decided=at, since=at, drill=drill)
+
+
+def fill(store):
+    """Write something of every kind that this canaryd knows."""
+    device = model.Device(uuid=UUID, backend="cuda", index=0, model="H100", detail={"serial": "1"})
+    store.see_device(device, NOW)
+    store.add_run(run("a"))
+    store.add_run(run("b", NOW + 1, wrong=True, repro="canaryd check"))
+    store.add_run(run("c", NOW + 2, outcome=model.Outcome.CRASHED, comparisons=(), detail="signal 11"))
+    store.add_run(run("d", NOW + 3, wrong=True, drill="flip"))
+    store.set_verdict(verdict(model.State.HEALTHY, model.Cause.NONE, NOW))
+    found = model.Finding(
+        rule="exact-mismatch",
+        state=model.State.SUSPECT,
+        cause=model.Cause.UNDETERMINED,
+        message="one element",
+        probe="exact_matmul",
+        runs=("b",),
+    )
+    store.set_verdict(verdict(model.State.SUSPECT, model.Cause.UNDETERMINED, NOW + 1, found))
+    store.set_verdict(verdict(model.State.SUSPECT, model.Cause.UNDETERMINED, NOW + 3, found, drill=True))
+    if hasattr(store, "add_poll"):
+        event = model.Event(device=UUID, kind="xid", name="31", first=NOW, last=NOW, detail="Xid 31")
+        reading = model.Reading(name="temperature_celsius", value=61, unit="celsius")
+        poll = run("p", NOW + 4, probe="nvidia_telemetry", comparisons=(), readings=(reading,))
+        store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
+        store.set_note("kernel log", "boot:7")
+    if hasattr(store, "set_baselines"):
+        from canaryd.recorded import intake
+
+        known = {}
+        for number in range(31):
+            words = {"tokens": ("one", "two"), "values": (-0.1, -0.2 - number // 30), "text": "one two"}
+            digest = f"{16 + number // 30:016x}"
+            recording = model.Recording(case="story", digest=digest, chain={"checkpoint": "c1"}, **words)
+            told = run(f"e{number:02}", NOW + 10 + number, probe="canary", comparisons=(), recordings=(recording,))
+            told, fresh = intake(told, known, learns=True)
+            known |= fresh
+            store.set_baselines(fresh.values())
+            store.add_run(told)
+    if hasattr(store, "add_ack"):
+        store.add_ack(
+            model.Ack(device=UUID, kind="acknowledged", at=NOW, until=NOW + 60, reason="ticket 4711", by="kim")
+        )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        with Store.open(Path(place), now=lambda: NOW) as opened:
+            fill(opened)
+        with contextlib.closing(sqlite3.connect(Path(place) / "canaryd.db")) as written:
+            (version,) = written.execute("PRAGMA user_version").fetchone()
+            sys.stdout.write("\n".join((*written.iterdump(), f"PRAGMA user_version = {version};", "")))
