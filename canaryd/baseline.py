@@ -128,6 +128,15 @@ class Baseline:
         That one may be a passing fault that was learnt. None where fewer than three vectors tell.
         """
         condition = self.under(condition)
+        if condition not in self._noises:
+            self._noises[condition] = self._noise(condition)
+        return self._noises[condition]
+
+    @functools.cached_property
+    def _noises(self) -> dict[str, float | None]:
+        return {}
+
+    def _noise(self, condition: str) -> float | None:
         mine = [k.recording for k in self.known if condition == EVERY or condition in k.counts]
         pairs = [(a, _nearest(a, [b for b in mine if b is not a])) for a in mine]
         # Where not even the first token is shared there is nothing to measure by.

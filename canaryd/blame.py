@@ -82,7 +82,7 @@ class Scene:
     unlike: frozenset[str] = frozenset()
     """Siblings that computed the same bytes, and neither clearly."""
     outlasting: frozenset[str] = frozenset()
-    """Siblings that ran the probe clean for three times the accused's trials per failure."""
+    """Siblings that ran the probe clean for three times the accused's trials per failure, each or together."""
     siblings: frozenset[str] = frozenset()
     """All that ran the probe on the same stack."""
     host_clean: bool | None = None
@@ -137,7 +137,7 @@ TABLE: tuple[Row, ...] = (
         Cause.HARDWARE,
         lambda s: (
             f"{names(s.outlasting)} of the same model ran the same probe on the same stack without a mismatch, "
-            "at least three times as long as this device takes to fail once."
+            f"{'together ' * (len(s.outlasting) > 1)}at least three times as long as this device takes to fail once."
         ),
     ),
     Row(
@@ -248,11 +248,18 @@ def same_bytes(
 
 
 def long_clean(own: Results, siblings: Mapping[str, Results]) -> frozenset[str]:
-    """Return the siblings without a mismatch whose record is three times the accused's trials per failure."""
+    """Return the siblings without a mismatch whose record is three times the accused's trials per failure.
+
+    Were it software, all would fail at that rate. So where none of them has failed, their records count together.
+    """
     trials, wrong = _sum(itertools.chain.from_iterable(own.values()))
     records = {name: _sum(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
-    found = (n for n, (clean, errors) in records.items() if wrong and not errors and outlasts(clean, trials, wrong))
-    return frozenset(found)
+    if not wrong:
+        return frozenset()
+    together = sum(clean for clean, _ in records.values())
+    if not any(errors for _, errors in records.values()) and outlasts(together, trials, wrong):
+        return frozenset(name for name, (clean, _) in records.items() if clean)
+    return frozenset(n for n, (clean, errors) in records.items() if not errors and outlasts(clean, trials, wrong))
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:

@@ -426,10 +426,18 @@ def confirmed(docket: Docket) -> Iterator[Finding]:
     }
     for hits, grounds in docket.confirmed:
         lead = _strongest(hits)
-        if lead.comparison.subject is Subject.HOST and lead.cause is not Cause.HARDWARE:
-            continue  # a wrong reference repeats itself as faithfully as a broken core: suspect, never confirmed
+        if _disputed(lead):
+            continue
         message = f"confirmed: {'; '.join(grounds)}. Newest: {hits[-1]}. {lead.why}{todo.get(lead.cause, '')}"
         yield _finding("exact-mismatch-confirmed", State.FAULTY, lead.cause, message, hits)
+
+
+def _disputed(hit: Hit) -> bool:
+    """Whether it is a golden that disagrees, and nobody can tell its maker from the reference.
+
+    A wrong reference repeats itself as faithfully as a broken core: suspect, never confirmed.
+    """
+    return hit.comparison.subject is Subject.HOST and hit.cause is not Cause.HARDWARE
 
 
 def host_in_doubt(docket: Docket) -> Iterator[Finding]:
@@ -713,7 +721,7 @@ def _suspicion(docket: Docket, rule: str, opening: str, hits: Sequence[Hit]) -> 
     lead = _strongest(hits)
     count = len({h.run.id for h in hits})
     message = f"{opening}{hits[-1]}. Seen in {count} run{'s' * (count > 1)}. "
-    known = any(h is lead for charges, _ in docket.confirmed for h in charges)
+    known = any(h is lead for charges, _ in docket.confirmed for h in charges) and not _disputed(lead)
     message += "It is confirmed." if known else f"{lead.why} {_next(docket, hits)}"
     return _finding(rule, State.SUSPECT, lead.cause, message, hits)
 

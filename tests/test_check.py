@@ -194,7 +194,7 @@ def test_without_torch_a_device_is_unknown(tmp_path):
     assert device["state"] == "unknown"
     assert {run["outcome"] for run in device["runs"]} == {"skipped"}
     reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
-    assert sorted(reasons) == ["canary_prompts", "exact_attention", "exact_integer", "exact_matmul"]
+    assert sorted(reasons) == ["canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "recorded_kernels"]
     assert all("torch" in reason for reason in reasons.values())
     assert any("cannot import torch" in problem for problem in document["problems"])
 
@@ -404,7 +404,7 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
 
     free = {"rules_out", "telemetry", "labels", "absent"}
     paths = [path for path in places(good) if not free.intersection(path[-1:])]
-    objects = {"devices", "findings", "runs", "skipped", "telemetry", "readings", "events"}
+    objects = {"devices", "findings", "rivals", "runs", "skipped", "telemetry", "readings", "events"}
     assert {path[-2] for path in paths if len(path) > 1} == objects
     for path in paths:
         for field in at(good, path):

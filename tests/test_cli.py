@@ -196,7 +196,10 @@ def test_a_damaged_database_is_set_aside_and_the_check_goes_on(common):
     state.mkdir()
     (state / "canaryd.db").write_bytes(b"this is not a database" * 1000)
     answer = canaryd("check", "--json", *common)
-    assert answer.code == 0
+    assert answer.code == 3, "what was found before is not known, so nothing is healthy"
+    assert {f["rule"] for d in answer.document["devices"] for f in d["findings"] if f["severity"] == "unknown"} == {
+        "history-lost"
+    }
     assert "a fresh one was begun" in answer.err
     assert any("a fresh one was begun" in problem for problem in answer.document["problems"])
     assert len(list(state.glob("canaryd.db.corrupt-*"))) == 1

@@ -556,6 +556,26 @@ SCENARIOS = {
         ask(fresh(), serving={"endpoint:main": (1, [CHANGED])}), HEALTHY, Cause.NONE, set(),
     ),
     "slower than before": lambda: (ask(fresh(), trends=[SLOWER]), State.DEGRADED, E, {"slower-than-before"}),
+    "clean siblings count together, for software would fail on all of them": lambda: (
+        ask(
+            run(HOUR, wrong(seed=7), right(2, trials=98)), fresh(),
+            peers=[
+                (TWIN, [run(HOUR, right(3, trials=150), of=TWIN)]),
+                (THIRD, [run(HOUR, right(3, trials=150), of=THIRD)]),
+            ],
+        ),
+        SUSPECT, H, {"exact-mismatch"},
+    ),
+    "clean siblings that are too short together": lambda: (
+        ask(
+            run(HOUR, wrong(seed=7), right(2, trials=98)), fresh(),
+            peers=[
+                (TWIN, [run(HOUR, right(3, trials=150), of=TWIN)]),
+                (THIRD, [run(HOUR, right(3, trials=149), of=THIRD)]),
+            ],
+        ),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
     # an operator's word
     "a suspicion that is known": lambda: (
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", HOUR)]),
@@ -728,9 +748,7 @@ def test_confirmed_hardware_says_what_to_do():
     """A confirmed hardware fault leads to the dossier, but only where the identity names a part."""
     twin = [(TWIN, [run(HOUR, right(seed=1000), of=TWIN)])]
     runs = (*mismatches(2 * HOUR, HOUR), fresh())
-    assert "canaryd report cuda:0" in message(
-        ask(*runs, peers=twin), "exact-mismatch-confirmed"
-    )
+    assert "canaryd report cuda:0" in message(ask(*runs, peers=twin), "exact-mismatch-confirmed")
     weak = dataclasses.replace(GPU, weak_identity=True)
     text = message(ask(*runs, of=weak, peers=twin), "exact-mismatch-confirmed")
     assert "RMA" not in text

@@ -169,7 +169,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
             [(State.FAULTY, S), (State.FAULTY, H)],
             True,
             "NO, do not trust this node's numbers: cuda:1 is faulty (hardware); cuda:0 is faulty (software)",
-            "distrust what cuda:1 computed, and take it out of service: the part is broken; the dossier for the vendor: canaryd report cuda:1 -o DIR.",
+            "take it out of service: the part is broken; the dossier for the vendor: canaryd report cuda:1 -o DIR.",
         ),
         ([(State.FAULTY, S)], True, "NO", "put back or mend the software"),
         ([(State.FAULTY, E)], True, "NO", "put right what the findings name: heat"),

@@ -1,0 +1,1243 @@
+"""A simulator of fleets: plays stories, written as YAML files, through the real engine, schedule, store and judge.
+
+Only hardware, the worker process and time are replaced: `Simulated` is a `Series` whose devices compute, fail and
+report as the story says. Everything that remembers or decides is canaryd's own. docs/stories.md has the format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import math
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from canaryd import schedule
+from canaryd.config import (
+    Config,
+    DevicesConfig,
+    EndpointConfig,
+    EndpointsConfig,
+    ProbesConfig,
+    ProbeSettings,
+    parse_duration,
+)
+from canaryd.engine import Engine
+from canaryd.model import (
+    Ack,
+    Cause,
+    Comparison,
+    Device,
+    Event,
+    Evidence,
+    Exactness,
+    LogPosition,
+    LogRecord,
+    Outcome,
+    Reading,
+    Recording,
+    Run,
+    Skipped,
+    State,
+    Subject,
+    Verdict,
+    from_json,
+)
+from canaryd.probe import LEVELS, ProbeSpec
+from canaryd.store import Store
+from canaryd.supervise import Description, Listing, RunRequest, Series, WorkerSpec
+
+STORIES = Path(__file__).parent / "stories"
+START = 1_609_459_200.0
+"""2021-01-01 UTC: in the past, since the watch doubts lines of the kernel log that lie in the future."""
+DAY = 86_400.0
+FOREVER = 10**9
+SHAPE, ROWS, COLUMNS = "M=64 N=64 K=256", 64, 64
+CASES = ("bfloat16/cancel/prefill/nt", "float16/full/decode/nn", "float32/wide/square/tn")
+"""Exact cases of a run: each with a fixed seed, and with the run's own."""
+KERNELS = ("gemm/prefill", "gemm/decode", "softmax/rows")
+"""Recorded cases of a run."""
+TILES = 8
+REPEATS = 10
+"""Recordings of each case in a run that baselines: three such runs learn it."""
+ANSWER = "completions/reef/fresh"
+"""The endpoint's case; asked so often while it is learnt that one run does."""
+ANSWERED = ("the", "reef", "is", "a", "wall", "of", "coral", "in", "warm", "clear", "water", "near", "the", "coast")
+LEARNT_AT_ONCE = 30
+EXACT, RECORDED, CANARY = "exact_matmul", "recorded_kernels", "endpoint_canary"
+NVIDIA, HOST = "nvidia_telemetry", "host_telemetry"
+SPECS: Mapping[str, ProbeSpec] = {
+    spec.name: spec
+    for spec in (
+        ProbeSpec(name=EXACT, summary="exact products", every_instruction_set=True, order=10),
+        ProbeSpec(name=RECORDED, summary="recorded kernels", backends=("cuda",), order=30),
+        ProbeSpec(name=CANARY, summary="an endpoint's answers", backends=("endpoint",), numeric=False, order=40),
+        ProbeSpec(name=NVIDIA, summary="telemetry", backends=("cuda",), numeric=False, telemetry=True, period=15.0),
+        ProbeSpec(name=HOST, summary="telemetry", backends=("cpu",), numeric=False, telemetry=True, period=15.0),
+    )
+}
+"""The simulated catalogue, shaped like the shipped probes."""
+OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
+KINDS = {"exact", "upload", "golden", "comparator", "recorded", "garbage", "nothing", *OUTCOMES}
+Names = tuple[str, ...] | str
+
+
+# --- The format -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One device, or `count` alike ones whose names get a number."""
+
+    name: str
+    count: int = 1
+    backend: str = "cuda"
+    model: str = "NVIDIA H200"
+    stack: Mapping[str, str] = field(default_factory=lambda: {"torch": "2.13.0", "driver": "580.65", "blas": "12.9"})
+    kernel: str = "tile128"
+    """The kernel that computes the recorded cases; a link of their chain."""
+    cores: int = 2
+    """CPUs only."""
+    instruction_sets: tuple[str, ...] = ()
+    temperature: float = 60.0
+    swing: float = 0.0
+    """Degrees by which the temperature rises in the afternoon and falls at night."""
+    trials: int = 4
+    """Results per exact comparison."""
+    speed: float = 1.0
+    """Times as fast as others of its model."""
+    reached: bool = True
+    """Whether the torch under test sees it."""
+    present: bool = True
+    characterised: bool = True
+    weak_identity: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One host: an engine and a store of its own."""
+
+    devices: tuple[Part, ...]
+    expected: int | None = None
+    """`devices.expected` of its configuration."""
+    endpoint: tuple[str, ...] = ()
+    """Devices behind its endpoint "endpoint:main"; none: it has no endpoint."""
+    unlisted: str = ""
+    """Why the vendor's library cannot list its devices; "" where it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong by chance, while all of its conditions hold."""
+
+    kind: str
+    """One of `KINDS`."""
+    device: Names = "*"
+    probability: float = 1.0
+    """Per result for exact, per upload for upload, golden and comparator, per recording, or per run."""
+    after: int = 0
+    until: int = FOREVER
+    """Rounds, the first included, the last not."""
+    times: int = FOREVER
+    """How often it happens at most."""
+    temperature_above: float = -math.inf
+    probe: str = ""
+    case: str = ""
+    seed: str = ""
+    """"fixed" or "fresh": only these operands."""
+    place: str = ""
+    """Only where it runs there, e.g. "core 3"."""
+    instruction_set: str = ""
+    stack: Mapping[str, str] = field(default_factory=dict)
+    """Only under this software."""
+    bits: tuple[int, ...] = ()
+    """Bits that it flips; empty: others each time."""
+    row: int | None = None
+    column: int | None = None
+    intensity: Names = ()
+    """Only in retests that ask so; all runs where not given."""
+    same: str = ""
+    """A name: all devices with it get the same wrong bits from the same bytes, as a wrong kernel gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What a healthy recorded case does: exact modes with their probabilities, or other bits each time."""
+
+    case: str
+    modes: tuple[float, ...] = (1.0,)
+    nondeterministic: bool = False
+    sigma: float = 1e-4
+    """Scatter of each tile's value where bits are others each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happening:
+    """Something that happens to devices, their host or their operator at the start of a round."""
+
+    at: int
+    do: str
+    """See `DOINGS`."""
+    device: Names = "*"
+    stack: Mapping[str, str] = field(default_factory=dict)
+    kernel: str = ""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    readings: Mapping[str, float] = field(default_factory=dict)
+    rounds: int = 1
+    """How many rounds in a row it happens."""
+    index: int = 0
+    bus_id: str = ""
+    xid: int = 0
+    text: str = ""
+    temperature: float = 0.0
+    speed: float = 1.0
+    seconds: float = 0.0
+    kind: str = ""
+    reason: str = ""
+    days: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What the judge must say of devices at the end of rounds: at one, by one, or, without either, at the last."""
+
+    device: Names
+    at: int | None = None
+    by: int | None = None
+    after: int = 0
+    """First round that counts for `by`, `never`, `always_below` and `never_rule`."""
+    state: str = ""
+    cause: str = ""
+    rules: tuple[str, ...] = ()
+    """Rules that must be among the findings."""
+    says: str = ""
+    """Words that one of the findings must hold."""
+    always_below: str = ""
+    never: str = ""
+    """A cause that no verdict beyond healthy may have."""
+    never_rule: str = ""
+    gone: bool = False
+    """It must not be spoken of any more."""
+    drill: bool = False
+    """It is the verdict on the drill that is meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Which wait is held against what the faults' rate predicts, over several seeds."""
+
+    device: str
+    state: str = "suspect"
+    probability: float = 0.99
+    seeds: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One file of tests/stories."""
+
+    name: str
+    text: str
+    hosts: tuple[Machine, ...]
+    expect: tuple[Expectation, ...]
+    rounds: int
+    period: str = "30m"
+    seed: int = 1
+    faults: tuple[Fault, ...] = ()
+    noise: tuple[Noise, ...] = ()
+    events: tuple[Happening, ...] = ()
+    probes: tuple[str, ...] = (EXACT, RECORDED, NVIDIA, HOST)
+    statistics: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a word that nobody knows: it would silently be no fault, or no expectation."""
+        names = [*self.names(), *(f"endpoint:main@{n}" for n, h in enumerate(self.hosts) if h.endpoint)]
+        if len(names) != len(set(names)):
+            raise ValueError("hosts: two devices have the same name")
+        for fault in self.faults:
+            _known("faults.kind", fault.kind, KINDS)
+            _known("faults.probe", fault.probe, {"", *SPECS})
+        for happening in self.events:
+            _known("events.do", happening.do, DOINGS)
+            _within("events.at", happening.at, self.rounds)
+        for each in (*self.faults, *self.events, *self.expect):
+            for name in _listed(each.device, names):
+                _known("device", name, {*names, "*"})
+        for noise in self.noise:
+            _known("noise.case", noise.case, {*KERNELS, ANSWER})
+        for expected in self.expect:
+            for number in (expected.at, expected.by):
+                _within("expect", number or 0, self.rounds)
+            _known("expect.state", expected.state, {"", *(s.value for s in State)})
+            _known("expect.always_below", expected.always_below, {"", *(s.value for s in State)})
+            _known("expect.cause", expected.cause, {"", *(c.value for c in Cause)})
+            _known("expect.never", expected.never, {"", *(c.value for c in Cause)})
+
+    def names(self) -> list[str]:
+        """Return the names of all devices."""
+        return [name for host in self.hosts for part in host.devices for name in _numbered(part)]
+
+    @property
+    def seconds(self) -> float:
+        """Length of a round."""
+        return parse_duration(self.period)
+
+
+def load(path: Path) -> Story:
+    """Read a story; raises `ValueError` with the file's name for what the format does not have."""
+    try:
+        return from_json(Story, yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _known(where: str, word: str, known: Iterable[str]) -> None:
+    if word not in known:
+        raise ValueError(f"{where}: {word!r} is none of {', '.join(sorted(known))}")
+
+
+def _within(where: str, number: int, rounds: int) -> None:
+    if not 0 <= number < rounds:
+        raise ValueError(f"{where}: round {number} is not among the {rounds} rounds, which count from 0")
+
+
+def _listed(names: Names, every: Sequence[str]) -> Sequence[str]:
+    return every if names == "*" else (names,) if isinstance(names, str) else names
+
+
+def _numbered(part: Part) -> list[str]:
+    return [part.name] if part.count == 1 else [f"{part.name}{n}" for n in range(part.count)]
+
+
+# --- Simulated hardware -----------------------------------------------------------------------------------------------
+
+
+def _digest(*words: object) -> str:
+    return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()
+
+
+@dataclass
+class Chip:
+    """What a device is and how it is just now."""
+
+    name: str
+    part: Part
+    index: int
+    uuid: str
+    bus_id: str
+    stack: dict[str, str]
+    kernel: str
+    present: bool
+    speed: float
+    heat: float = 0.0
+    lost: bool = False
+    counters: dict[str, float] = field(default_factory=dict)
+    readings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def device(self) -> Device:
+        """It as an inventory finds it."""
+        bus = {"bus_id": self.bus_id} if self.part.backend == "cuda" else {}
+        return Device(
+            uuid=self.uuid,
+            backend=self.part.backend,
+            index=self.index,
+            model=self.part.model,
+            weak_identity=self.part.weak_identity,
+            instruction_sets=self.part.instruction_sets,
+            detail={**bus, "driver": self.stack.get("driver", ""), "cores": str(self.part.cores)},
+            torch_index=self.index if self.part.reached and self.part.backend != "cpu" else None,
+        )
+
+
+class Simulated(Series):
+    """A worker that computes what the story says."""
+
+    def __init__(self, host: Host, instruction_set: str) -> None:
+        """Nothing is started."""
+        super().__init__(WorkerSpec(), instruction_set=instruction_set)
+        self.host = host
+        self.lane = instruction_set
+
+    def describe(self, paths: Sequence[Path], timeout: float = 60.0) -> Description:
+        """Return the simulated catalogue and what torch sees."""
+        del timeout
+        chips = [c for c in self.host.chips.values() if c.present and c.part.reached]
+        stack = chips[0].stack if chips else {}
+        return Description(
+            python="3.11",
+            torch=stack.get("torch", "2.13.0"),
+            devices=tuple(c.device for c in chips),
+            stack=stack,
+            probes={p: SPECS.get(p.stem, "it is not simulated") for p in paths},
+        )
+
+    def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
+        """Return what the vendor's library lists."""
+        del settings, timeout
+        gpus = tuple(c.device for c in self.host.chips.values() if c.present and c.part.backend == "cuda")
+        if why := self.host.machine.unlisted:
+            return Listing(unavailable={"nvidia": why}, failing={"nvidia": why})
+        return Listing(devices={"nvidia": gpus})
+
+    def follow(
+        self,
+        path: str,
+        position: LogPosition,
+        on_batch: Callable[[Sequence[LogRecord], LogPosition], None],
+        *,
+        until_end: bool = False,
+        silence: float = 30.0,
+    ) -> str:
+        """Hand over what the kernel logged since."""
+        del path, until_end, silence
+        records, self.host.log = self.host.log, []
+        on_batch(records, replace(position, boot="story", sequence=position.sequence + len(records)))
+        return ""
+
+    def run(self, request: RunRequest, timeout: float) -> Run:
+        """Compute."""
+        del timeout
+        return self.host.compute(request, self.lane)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def kill(self, reason: str = "") -> None:
+        """There is nothing to kill."""
+
+
+class Watcher(Engine):
+    """The real engine with simulated workers."""
+
+    def __init__(self, host: Host) -> None:
+        """Nothing is touched yet."""
+        self.host = host
+        self.carrying = ""
+        super().__init__(host.config, Store.open(host.config.state_dir, now=host.clock), clock=host.clock)
+
+    def _worker(
+        self,
+        instruction_set: str,
+        on_progress: Callable[[float, str], None] | None = None,
+        *,
+        numeric: bool = True,
+        device: Device | None = None,
+        touches: bool = True,
+    ) -> Series:
+        del on_progress, numeric, device, touches
+        return Simulated(self.host, instruction_set)
+
+    def decide(self) -> dict[str, Verdict]:
+        """While a device is tested judge it alone, for speed; all are judged at the end of the round."""
+        return {self.carrying: self.verdict(self.carrying)} if self.carrying else super().decide()
+
+
+class Host:
+    """One machine of a story, its engine and its clock."""
+
+    def __init__(self, story: Story, number: int, directory: Path, seed: int) -> None:
+        """Make the machine and discover it."""
+        self.story, self.machine, self.seed = story, story.hosts[number], seed
+        self.rng = random.Random(f"{seed}/{number}")
+        self.now, self.round, self.count = START, 0, 0
+        self.log: list[LogRecord] = []
+        self.fired: dict[int, int] = {}
+        self.latency = 0.05
+        self.chips: dict[str, Chip] = {}
+        self.names: dict[str, str] = {}
+        self.last: dict[tuple[str, str], float] = {}
+        self.turns: dict[str, int] = {}
+        for part in self.machine.devices:
+            for name in _numbered(part):
+                self._place(name, part, number)
+        probes = directory / f"probes{number}"
+        probes.mkdir(parents=True)
+        for name in story.probes:  # those that are not simulated are described as such
+            (probes / f"{name}.py").touch()
+        periods = {name: story.seconds for name, spec in SPECS.items() if spec.telemetry}
+        each = {n: ProbeSettings(period=periods.get(n), enabled=n in story.probes) for n in SPECS}
+        behind = tuple(self.chips[name].uuid for name in self.machine.endpoint)
+        endpoint = {"main": EndpointConfig(url="http://127.0.0.1:1/v1", devices=behind)} if behind else {}
+        self.config = Config(
+            state_dir=directory / f"state{number}",
+            probes=ProbesConfig(directories=(probes,), each=each),
+            devices=DevicesConfig(expected=self.machine.expected),
+            endpoints=EndpointsConfig(each=endpoint),
+        )
+        if endpoint:
+            self.names["endpoint:main"] = f"endpoint:main@{number}"
+        self.engine = Watcher(self)
+        self.engine.discover()
+
+    def _place(self, name: str, part: Part, number: int) -> None:
+        index = sum(c.part.backend == part.backend for c in self.chips.values())
+        uuid = f"{'CPU' if part.backend == 'cpu' else 'GPU'}-{_digest(number, name)}"
+        self.chips[name] = Chip(
+            name=name,
+            part=part,
+            index=index,
+            uuid=uuid,
+            bus_id=f"0000:{index + 16:02x}:00.0",
+            stack=dict(part.stack),
+            kernel=part.kernel,
+            present=part.present,
+            speed=part.speed,
+        )
+        self.names[uuid] = name
+
+    @property
+    def cores(self) -> int:
+        """How many cores make goldens."""
+        return next((c.part.cores for c in self.chips.values() if c.part.backend == "cpu"), 2)
+
+    def clock(self) -> float:
+        """Return the simulated time, in seconds since the epoch."""
+        return self.now
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self.engine.stop()
+        self.engine.watch.disown()
+        self.engine.store.close()
+
+    def restart(self) -> None:
+        """Stop the daemon and start another on the same store."""
+        self.close()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a daemon on what the store holds."""
+        self.last.clear()
+        self.engine = Watcher(self)
+        self.engine.discover()
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def play(self, number: int) -> dict[str, Verdict]:
+        """Play one round, as the daemon does: events, telemetry, what is due on each device, and a look at all."""
+        self.round = number
+        begun = self.now
+        while self.engine.sum_up():  # the days that are over
+            pass
+        for happening in self.story.events:
+            if happening.at <= number < happening.at + happening.rounds:
+                DOINGS[happening.do](self, happening, first=happening.at == number)
+        jumped = self.now - begun if self.now != begun else 0.0
+        if self.log:
+            self.engine.read_log(until_end=True)
+        self.engine.sweep()
+        for uuid in list(self.engine.devices):
+            self._tick(uuid)
+        verdicts = self.engine.decide()
+        self.now = begun + jumped + self.story.seconds
+        return {self.names[uuid]: verdict for uuid, verdict in verdicts.items()}
+
+    def _tick(self, uuid: str) -> None:
+        engine = self.engine
+        device = engine.devices[uuid]
+        if uuid not in engine.present or not engine.reached(device):
+            return
+        engine.carrying, begun = uuid, self.now
+        for plan in engine.owed(uuid):
+            engine.carry_out(plan)
+        for plan in engine.retests(uuid):
+            engine.carry_out(plan)
+        periods = engine.periods(device)
+        last = {name: self.last[uuid, name] for name in periods if (uuid, name) in self.last}
+        trigger = engine.watch.triggers.pop(uuid, "")
+        names = schedule.due(last, periods, now=begun, jitter=0.0, luck=0.5)
+        if trigger:
+            names = list(periods)
+        levels = {n: level for n, level in engine.levels().items() if n in names}
+        turn = self.turns[uuid] = self.turns.get(uuid, -1) + 1
+        sets = schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index, default="quick"), turn)
+        plans = schedule.plan_round(
+            device,
+            [engine.entries[n] for n in names],
+            levels=levels,
+            seed=self.rng.getrandbits(53),
+            trigger=trigger,
+            sets=sets,
+        )
+        for name in names:
+            self.last[uuid, name] = begun
+        for plan in plans:
+            engine.carry_out(plan)
+        engine.carrying = ""
+
+    def of(self, names: Names) -> list[Chip]:
+        """Return the named devices of this machine."""
+        return [c for n, c in self.chips.items() if names == "*" or n in _listed(names, ())]
+
+    # -- what a worker would do ----------------------------------------------------------------------------------------
+
+    def temperature(self, chip: Chip, at: float) -> float:
+        """Return a device's temperature: warmest at 15:00."""
+        daily = chip.part.swing * math.cos(2 * math.pi * ((at % DAY) / DAY - 15 / 24))
+        return chip.part.temperature + daily + chip.heat
+
+    def _active(self, fault: Fault, name: str, stack: Mapping[str, str], temperature: float) -> bool:
+        return (
+            (fault.device == "*" or name in _listed(fault.device, ()))
+            and fault.after <= self.round < fault.until
+            and self.fired.get(id(fault), 0) < fault.times
+            and temperature > fault.temperature_above
+            and fault.stack.items() <= stack.items()
+        )
+
+    def _struck(self, fault: Fault, chances: int = 1) -> int:
+        """Return in how many of so many chances a fault happens."""
+        most = fault.times - self.fired.get(id(fault), 0)
+        hits = min(most, _binomial(self.rng, chances, fault.probability))
+        self.fired[id(fault)] = self.fired.get(id(fault), 0) + hits
+        return hits
+
+    def compute(self, request: RunRequest, lane: str) -> Run:
+        """Return what a run of a probe gives on a device as it is now."""
+        started, name = self.now, self.names[request.device.uuid]
+        self.now += 2.0
+        self.count += 1
+        chip = self.chips.get(name)
+        stack = {**chip.stack, **({"instruction_set": lane} if lane else {})} if chip is not None else {}
+        heat = self.temperature(chip, started) if chip is not None else 0.0
+        probe = request.spec.name
+        faults = [
+            f
+            for f in self.story.faults
+            if f.probe in ("", probe)
+            and f.instruction_set in ("", lane)
+            and (not f.intensity or request.intensity in _listed(f.intensity, ()))
+            and self._active(f, name, stack, heat)
+        ]
+        run = Run(
+            id=f"{int(started * 1000):012x}-{self.count:06x}",
+            device=request.device.uuid,
+            probe=probe,
+            probe_version=request.spec.version,
+            started=started,
+            seconds=2.0,
+            outcome=Outcome.COMPLETED,
+            level=request.level,
+            seed=request.seed,
+            instruction_set=lane,
+            stack=stack,
+            environment={"temperature": f"{heat:.0f}"},
+            repro=f"canaryd check --probe {probe} --device {request.device.name} --seed {request.seed}",
+            drill=request.drill,
+            confirms=request.confirms,
+            trigger=request.trigger,
+            cases=request.cases,
+            intensity=request.intensity,
+        )
+        # A fault of the whole run is one of numeric probes, unless the story names another.
+        broken = [f for f in faults if f.kind in OUTCOMES and (f.probe or not request.spec.telemetry)]
+        for fault in broken:
+            if self._struck(fault):
+                return replace(run, outcome=Outcome(fault.kind), detail=f"simulated: {fault.kind}")
+        if any(f.kind == "nothing" and not request.spec.telemetry and self._struck(f) for f in faults):
+            return replace(run, skipped=(Skipped(case="all", reason="no kernel for this device"),))
+        if chip is None:
+            return replace(run, **self._answers(request, faults), baselining=request.baselining)
+        if request.spec.telemetry:
+            if chip.lost:
+                return replace(run, outcome=Outcome.ERRORED, detail="GPU is lost: NVML says so")
+            return replace(run, readings=tuple(self._telemetry(chip, heat)), stack={})
+        if probe == RECORDED:
+            found = tuple(self._recordings(request, chip, faults))
+            told = tuple(self._times(chip))
+            return replace(run, recordings=found, readings=told, baselining=request.baselining)
+        comparisons = tuple(self._comparisons(request, chip, faults, lane))
+        trials = sum(c.trials for c in comparisons)
+        return replace(run, comparisons=comparisons, readings=(Reading(name="trials", value=trials, unit="1"),))
+
+    def _comparisons(self, request: RunRequest, chip: Chip, faults: Sequence[Fault], lane: str) -> Iterator[Comparison]:
+        part = chip.part
+        places = ["device"]
+        if part.backend == "cpu":
+            places = [f"all {part.cores} threads", *(f"core {n}" for n in range(part.cores))]
+        for case in (c for c in CASES if not request.cases or c in request.cases):
+            for seed, which in ((1, "fixed"), (request.seed, "fresh")):
+                for place in places:
+                    clean = Comparison(
+                        case=case,
+                        shape=SHAPE,
+                        seed=seed,
+                        exactness=Exactness.UNIVERSAL,
+                        place=place,
+                        trials=part.trials,
+                        characterised=part.characterised,
+                    )
+                    mine = [
+                        f
+                        for f in faults
+                        if f.case in ("", case)
+                        and f.seed in ("", which)
+                        and (f.kind == "golden" or f.place in ("", place))
+                    ]
+                    yield from self._compared(request, clean, mine, lane)
+
+    def _compared(
+        self, request: RunRequest, clean: Comparison, faults: Sequence[Fault], lane: str
+    ) -> Iterator[Comparison]:
+        """Yield what one upload gives: a wrong golden is not compared with, a wrong comparator is told beside it."""
+        found, wrong = clean, 0
+        for fault in faults:
+            if fault.kind == "golden":
+                maker = f"core {self.rng.randrange(self.cores)}"
+                maker = fault.place if fault.place.startswith("cores ") else maker
+                if fault.place in ("", maker) and self._struck(fault):
+                    evidence = self._evidence(fault, clean, lane)
+                    wrong_golden = replace(clean, subject=Subject.HOST, place=maker, trials=1, wrong_trials=1)
+                    yield replace(wrong_golden, evidence=evidence)
+                    return
+            if fault.kind == "comparator" and self._struck(fault):
+                evidence = replace(self._evidence(fault, clean, lane), wrong=0, first=(), bits={}, lines={})
+                yield replace(clean, subject=Subject.COMPARATOR, trials=1, wrong_trials=1, evidence=evidence)
+            hits = 0
+            if fault.kind == "exact":
+                hits = self._struck(fault, clean.trials)
+            elif fault.kind == "upload":
+                hits = clean.trials * self._struck(fault)
+            if hits:
+                wrong = min(clean.trials, wrong + hits)
+                found = replace(clean, wrong_trials=wrong, evidence=self._evidence(fault, clean, lane))
+        if request.drill and clean.case == CASES[0]:
+            drilled = Fault(kind="exact", bits=(3,), row=1, column=1)
+            found = replace(clean, wrong_trials=clean.trials, evidence=self._evidence(drilled, clean, lane))
+        yield found
+
+    def _evidence(self, fault: Fault, comparison: Comparison, lane: str) -> Evidence:
+        """Return one wrong element, shaped as `canaryd.worker.evidence.collect` shapes it."""
+        rng = self.rng
+        if fault.same:
+            rng = random.Random(_digest(fault.same, comparison.case, comparison.seed, lane))
+        row = rng.randrange(ROWS) if fault.row is None else fault.row
+        column = rng.randrange(COLUMNS) if fault.column is None else fault.column
+        bits = fault.bits or tuple(sorted(rng.sample(range(32), rng.choice((1, 2, 2, 3)))))
+        golden = int(_digest(comparison.case, comparison.seed, row, column)[:8], 16)
+        observed = golden ^ sum(1 << bit for bit in bits)
+        lines = {"row": str(row), "column": str(column)}
+        flipped = f"only bit {bits[0]} is flipped" if len(bits) == 1 else f"bits {', '.join(map(str, bits))} flipped"
+        return Evidence(
+            wrong=1,
+            total=ROWS * COLUMNS,
+            first=(((row, column), f"0x{golden:08x}", f"0x{observed:08x}"),),
+            bits={str(bit): 1 for bit in bits},
+            zeroed=int(observed == 0),
+            nonfinite=0,
+            lines=lines,
+            pattern=f"element [{row}, {column}]: {flipped}",
+        )
+
+    def _recordings(self, request: RunRequest, chip: Chip, faults: Sequence[Fault]) -> Iterator[Recording]:
+        chain = {"dtype": "bfloat16", "kernel": chip.kernel}
+        for case in (c for c in KERNELS if not request.cases or c in request.cases):
+            noise = next((n for n in self.story.noise if n.case == case), Noise(case=case))
+            source = _digest(chip.part.model, sorted(chip.stack.items()), sorted(chain.items()), case)
+            right = random.Random(source)
+            tiles = [right.gauss(0.0, 1.0) for _ in range(TILES)]
+            for _ in range(REPEATS if request.baselining else 1):
+                values = list(tiles)
+                mode = self.rng.choices(range(len(noise.modes)), noise.modes)[0]
+                if mode:
+                    values[mode % TILES] += 1e-3 * mode
+                if noise.nondeterministic:
+                    values = [v + self.rng.gauss(0.0, noise.sigma) for v in values]
+                for fault in faults:
+                    if fault.kind == "recorded" and fault.case in ("", case) and self._struck(fault):
+                        # Without bits it is another departure each time; with bits always the same one.
+                        own = random.Random(_digest(fault.same or chip.uuid, case, fault.bits))
+                        values[(own if fault.bits else self.rng).randrange(TILES)] += (
+                            own if fault.bits else self.rng
+                        ).uniform(0.2, 0.4)
+                yield Recording(case=case, digest=_digest(source, values), chain=chain, values=tuple(values))
+
+    def _times(self, chip: Chip) -> Iterator[Reading]:
+        for case in KERNELS:
+            seconds = 1e-3 / chip.speed * math.exp(self.rng.gauss(0.0, 0.01))
+            yield Reading(name="kernel_seconds", value=seconds, unit="seconds", labels={"case": case})
+
+    def _answers(self, request: RunRequest, faults: Sequence[Fault]) -> dict[str, Any]:
+        """Return recordings and readings of the endpoint: three words, unless a fault has it say others."""
+        chips = self.of(self.machine.endpoint)
+        chain = {"checkpoint": "c0ffee", "server": chips[0].stack.get("server", "vllm 0.31"), "client": "1"}
+        noise = next((n for n in self.story.noise if n.case == ANSWER), Noise(case=ANSWER))
+        found = []
+        for _ in range(LEARNT_AT_ONCE if request.baselining else 1):
+            tokens = ANSWERED
+            values = [-0.1 - 0.01 * (int(_digest(t, chain["server"])[:4], 16) % 9) for t in tokens]
+            mode = self.rng.choices(range(len(noise.modes)), noise.modes)[0]
+            values[-1] -= 1e-3 * mode
+            for fault in faults:
+                if fault.kind == "recorded" and self._struck(fault):
+                    values[2] -= 0.3 + (0.0 if fault.bits else self.rng.random())
+                if fault.kind == "garbage" and self._struck(fault):
+                    tokens = ("!",) * len(tokens)
+            found.append(
+                Recording(
+                    case=ANSWER,
+                    digest=_digest(tokens, values),
+                    chain=chain,
+                    condition="idle",
+                    tokens=tokens,
+                    values=tuple(values),
+                    margins=(2.0,) * len(tokens),
+                    text=" ".join(tokens),
+                    finish="length",
+                )
+            )
+        token = Reading(
+            name="endpoint_token_seconds", value=self.latency, unit="seconds", labels={"api": "completions"}
+        )
+        return {"recordings": tuple(found), "readings": (token,)}
+
+    def _telemetry(self, chip: Chip, heat: float) -> Iterator[Reading]:
+        if chip.part.backend == "cpu":
+            yield Reading(name="load_average", value=1.0, unit="1")
+            base = {"machine_check_exceptions_total": 0.0}
+        else:
+            yield Reading(name="temperature_celsius", value=heat, unit="celsius", labels={"sensor": "core"})
+            chip.counters["energy_joules_total"] = chip.counters.get("energy_joules_total", 0.0) + 500 * 1800.0
+            base = {
+                "ecc_errors_total{kind=corrected,location=dram}": 0.0,
+                "ecc_errors_total{kind=uncorrected,location=dram}": 0.0,
+                "throttle_seconds_total{reason=hw_thermal}": 0.0,
+                "row_remap_pending": 0.0,
+                "row_remap_failed": 0.0,
+                "persistence_mode": 1.0,
+            }
+        for key, value in {**base, **chip.counters, **chip.readings}.items():
+            yield _reading(key, value)
+
+
+def _reading(key: str, value: float) -> Reading:
+    name, _, inside = key.removesuffix("}").partition("{")
+    labels = dict(pair.split("=", 1) for pair in inside.split(",") if pair)
+    return Reading(name=name, value=value, unit="1", labels=labels)
+
+
+def _binomial(rng: random.Random, trials: int, probability: float) -> int:
+    """Return successes among trials: by gaps, so that a million trials at one in a million cost a few steps."""
+    if probability >= 1.0:
+        return trials
+    if probability <= 0.0:
+        return 0
+    hits, at = 0, 0
+    while True:
+        at += int(math.log(1.0 - rng.random()) / math.log1p(-probability)) + 1
+        if at > trials:
+            return hits
+        hits += 1
+
+
+# --- What happens -----------------------------------------------------------------------------------------------------
+
+
+def _stack(host: Host, what: Happening, *, first: bool) -> None:
+    """Other software, or another kernel; a driver is loaded anew, which begins its counters at 0."""
+    del first
+    for chip in host.of(what.device):
+        chip.stack.update(what.stack)
+        chip.kernel = what.kernel or chip.kernel
+        if "driver" in what.stack:
+            chip.counters = {k: v for k, v in chip.counters.items() if "aggregate" in k}
+    host.engine.discover()
+
+
+def _reboot(host: Host, what: Happening, *, first: bool) -> None:
+    """The machine starts again; dated by the story, since the real watch would look at the real machine's start."""
+    del what, first
+    for chip in host.chips.values():
+        chip.lost = False
+        chip.counters = {k: v for k, v in chip.counters.items() if "aggregate" in k}
+    at = host.now
+    events = [
+        Event(device=uuid, kind="boot", name="clean", first=at, last=at, detail="the machine was rebooted")
+        for uuid in host.engine.devices
+    ]
+    host.now += 60.0
+    host.restart()
+    host.engine.watch.happened(events)
+    host.now -= 60.0
+
+
+def _restart(host: Host, what: Happening, *, first: bool) -> None:
+    """The daemon starts again."""
+    del what, first
+    host.restart()
+
+
+def _damage(host: Host, what: Happening, *, first: bool) -> None:
+    """The disk loses what is in the database, and the daemon starts again."""
+    del what, first
+    path = host.engine.store.path
+    host.close()
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    host.begin()
+
+
+def _move(host: Host, what: Happening, *, first: bool) -> None:
+    """A card sits in another slot: index and bus address are others."""
+    del first
+    for chip in host.of(what.device):
+        chip.index, chip.bus_id = what.index, what.bus_id or f"0000:{what.index + 64:02x}:00.0"
+    host.engine.discover()
+
+
+def _vanish(host: Host, what: Happening, *, first: bool) -> None:
+    """Devices are not found any more."""
+    del first
+    for chip in host.of(what.device):
+        chip.present = False
+    host.engine.discover()
+
+
+def _return(host: Host, what: Happening, *, first: bool) -> None:
+    """They are back."""
+    del first
+    for chip in host.of(what.device):
+        chip.present = True
+    host.engine.discover()
+
+
+def _xid(host: Host, what: Happening, *, first: bool) -> None:
+    """The driver logs an Xid; after Xid 79 the device answers no more until the machine is started again."""
+    del first
+    for chip in host.of(what.device):
+        chip.lost |= what.xid == 79
+        text = what.text or f"NVRM: Xid (PCI:{chip.bus_id}): {what.xid}"
+        host.log.append(
+            LogRecord(
+                boot="story",
+                sequence=host.count,
+                at=host.now,
+                kind="xid",
+                name=str(what.xid),
+                bus_id=chip.bus_id,
+                text=text,
+            )
+        )
+
+
+def _counters(host: Host, what: Happening, *, first: bool) -> None:
+    """Counters of telemetry rise by so much."""
+    del first
+    for chip in host.of(what.device):
+        for key, rise in what.counters.items():
+            chip.counters[key] = chip.counters.get(key, 0.0) + rise
+
+
+def _readings(host: Host, what: Happening, *, first: bool) -> None:
+    """Gauges of telemetry say something else from now on."""
+    del first
+    for chip in host.of(what.device):
+        chip.readings.update(what.readings)
+
+
+def _heat(host: Host, what: Happening, *, first: bool) -> None:
+    """Devices get warmer, or cooler, by so many degrees."""
+    if first:
+        for chip in host.of(what.device):
+            chip.heat += what.temperature
+
+
+def _speed(host: Host, what: Happening, *, first: bool) -> None:
+    """Devices compute so many times as fast from now on."""
+    del first
+    for chip in host.of(what.device):
+        chip.speed = what.speed
+
+
+def _ack(host: Host, what: Happening, *, first: bool) -> None:
+    """An operator says something of devices."""
+    del first
+    for chip in host.of(what.device):
+        until = host.now + what.days * DAY if what.days else 0.0
+        ack = Ack(device=chip.uuid, kind=what.kind, at=host.now, reason=what.reason, until=until, by="story")
+        with Store.open(host.config.state_dir, now=host.clock) as store:  # a process of its own, as canaryd ack is
+            store.add_ack(ack)
+
+
+def _clock(host: Host, what: Happening, *, first: bool) -> None:
+    """The clock of the machine is set."""
+    if first:
+        host.now += what.seconds
+
+
+def _drill(host: Host, what: Happening, *, first: bool) -> None:
+    """An operator injects a fault by software."""
+    del first
+    for chip in host.of(what.device):
+        device = host.engine.devices[chip.uuid]
+        entries = [host.engine.entries[EXACT]]
+        for plan in schedule.plan_round(
+            device, entries, levels=host.engine.levels("quick"), seed=7, sets=("",), drill="bitflip"
+        ):
+            host.engine.carry_out(plan)
+
+
+def _latency(host: Host, what: Happening, *, first: bool) -> None:
+    """The endpoint takes so long for a token from now on."""
+    del first
+    host.latency = what.seconds
+
+
+DOINGS: Mapping[str, Callable[..., None]] = {
+    "stack": _stack,
+    "reboot": _reboot,
+    "restart_daemon": _restart,
+    "damage_store": _damage,
+    "move": _move,
+    "vanish": _vanish,
+    "return": _return,
+    "xid": _xid,
+    "counters": _counters,
+    "readings": _readings,
+    "heat": _heat,
+    "speed": _speed,
+    "ack": _ack,
+    "clock_jump": _clock,
+    "drill": _drill,
+    "latency": _latency,
+}
+"""What may happen; docs/stories.md has them as a table."""
+
+
+# --- Playing, and holding against what is expected --------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """What the judge said at the end of every round."""
+
+    story: Story
+    verdicts: dict[str, list[Verdict | None]]
+    """Device → verdict by round; None while the device is not spoken of."""
+    drills: dict[str, list[Verdict]]
+
+    def failures(self) -> list[str]:
+        """Return what was expected and did not come, one sentence each."""
+        every = [*self.verdicts]
+        found = []
+        for expected in self.story.expect:
+            for name in _listed(expected.device, every):
+                found += [f"{name}: {text}" for text in self._against(expected, name)]
+        return found
+
+    def _against(self, expected: Expectation, name: str) -> Iterator[str]:
+        told: Sequence[Verdict | None] = self.drills.get(name, []) if expected.drill else self.verdicts.get(name, [])
+        if not told:
+            yield "no verdict was given"
+            return
+        window = list(enumerate(told))[0 if expected.drill else expected.after :]
+        for number, verdict in window:
+            if verdict is None:
+                continue
+            where = f"at the end of round {number} it was {summary(verdict)}"
+            if expected.always_below and verdict.state.severity >= State(expected.always_below).severity:
+                yield f"wanted always below {expected.always_below}; {where}"
+                break
+            if expected.never and verdict.state is not State.HEALTHY and verdict.cause.value == expected.never:
+                yield f"wanted never {expected.never}; {where}"
+                break
+            if expected.never_rule and any(f.rule == expected.never_rule for f in verdict.findings):
+                yield f"wanted never {expected.never_rule}; {where}"
+                break
+        if expected.gone and (last := told[-1 if expected.at is None else expected.at]) is not None:
+            yield f"wanted it to be gone; it was {summary(last)}"
+        if not (expected.state or expected.cause or expected.rules or expected.says):
+            return
+        if expected.by is not None:
+            if not any(self._fits(expected, v) for n, v in window if n <= expected.by):
+                last = told[min(expected.by, len(told) - 1)]
+                yield f"wanted {_wish(expected)} by round {expected.by}; then it was {summary(last)}"
+            return
+        number = len(told) - 1 if expected.at is None else expected.at
+        if not self._fits(expected, told[number]):
+            yield f"wanted {_wish(expected)} at the end of round {number}; it was {summary(told[number])}"
+
+    def _fits(self, expected: Expectation, verdict: Verdict | None) -> bool:
+        return (
+            verdict is not None
+            and expected.state in ("", verdict.state.value)
+            and expected.cause in ("", verdict.cause.value)
+            and {*expected.rules} <= {f.rule for f in verdict.findings}
+            and (not expected.says or any(expected.says in f.message for f in verdict.findings))
+        )
+
+
+def _wish(expected: Expectation) -> str:
+    words = [expected.state, expected.cause, *expected.rules, f'"{expected.says}"' if expected.says else ""]
+    return " ".join(filter(None, words))
+
+
+def summary(verdict: Verdict | None) -> str:
+    """Return a verdict in a few words."""
+    if verdict is None:
+        return "not spoken of"
+    rules = ", ".join(dict.fromkeys(f.rule for f in verdict.findings)) or "nothing found"
+    return f"{verdict.state.value} {verdict.cause.value} ({rules})"
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a directory for the stores, in memory where there is such a place: thousands of commits wait for no disk."""
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() else None
+    directory = Path(tempfile.mkdtemp(prefix="canaryd-story-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def play(
+    story: Story,
+    *,
+    seed: int | None = None,
+    watch: Callable[[int, Mapping[str, Verdict]], bool] = lambda _number, _verdicts: False,
+) -> Played:
+    """Play a story from beginning to end; `watch` is told every round's verdicts, and ends it by returning True."""
+    with scratch() as directory, contextlib.ExitStack() as open_:
+        hosts = []
+        for number in range(len(story.hosts)):
+            host = Host(story, number, directory, story.seed if seed is None else seed)
+            open_.callback(host.close)
+            hosts.append(host)
+        verdicts: dict[str, list[Verdict | None]] = {}
+        drills: dict[str, list[Verdict]] = {}
+        for number in range(story.rounds):
+            now: dict[str, Verdict] = {}
+            for host in hosts:
+                now.update(host.play(number))
+                for what in story.events:
+                    if what.do == "drill" and what.at == number:
+                        for chip in host.of(what.device):
+                            drills.setdefault(chip.name, []).append(host.engine.drill_verdict(chip.uuid))
+            for name in {*verdicts, *now}:
+                told = verdicts.setdefault(name, [None] * number)
+                told.append(now.get(name))
+            if watch(number, now):
+                break
+    return Played(story=story, verdicts=verdicts, drills=drills)
+
+
+# --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def chances(story: Story) -> list[float]:
+    """Return, per round, the chance that the story's `statistics.device` shows a fault for the first time in it.
+
+    1 - (1 - p)^n over the results n that the round compares while the conditions hold: independent trials at a
+    constant rate, as design and literature describe a defect that fires once in a million.
+    """
+    if story.statistics is None:
+        raise ValueError(f"{story.name}: it has no statistics")
+    name = story.statistics.device
+    part = next(p for h in story.hosts for p in h.devices if name in _numbered(p))
+    places = 1 + part.cores if part.backend == "cpu" else 1
+    found = []
+    for number in range(story.rounds):
+        at = START + number * story.seconds
+        warm = part.temperature + part.swing * math.cos(2 * math.pi * ((at % DAY) / DAY - 15 / 24))
+        clean = 0.0
+        for fault in story.faults:
+            holds = fault.after <= number < fault.until and warm > fault.temperature_above
+            if holds and name in _listed(fault.device, [name]):
+                cases = 1 if fault.case else len(CASES)
+                trials = part.trials * cases * (1 if fault.seed else 2) * (1 if fault.place else places)
+                clean += trials * math.log1p(-min(fault.probability, 1 - 1e-12))
+        found.append(-math.expm1(clean))
+    return found
+
+
+def rounds_until(each: Sequence[float], probability: float) -> int | None:
+    """Return after how many rounds a fault has shown with this probability; None where the rounds are too few."""
+    clean = 1.0
+    for number, chance in enumerate(each):
+        clean *= 1.0 - chance
+        if 1.0 - clean >= probability:
+            return number + 1
+    return None
+
+
+def detected(story: Story, seed: int) -> int | None:
+    """Return in which round, counted from 1, the device of `statistics` reached its state; None for never."""
+    wanted = story.statistics
+    if wanted is None:
+        raise ValueError(f"{story.name}: it has no statistics")
+    least = State(wanted.state).severity
+    found: list[int] = []
+
+    def watch(number: int, verdicts: Mapping[str, Verdict]) -> bool:
+        if verdicts[wanted.device].state.severity >= least:
+            found.append(number + 1)
+        return bool(found)
+
+    play(story, seed=seed, watch=watch)
+    return found[0] if found else None
+
+
+def too_rare(times: int, trials: int, chance: float) -> bool:
+    """Whether so few or so many events would come less often than once in a thousand (two-sided binomial test)."""
+    each = [math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(trials + 1)]
+    return min(sum(each[: times + 1]), sum(each[times:])) < 5e-4
+
+
+def timeline(played: Played, *, verbose: bool = False) -> Iterator[str]:
+    """Yield a line whenever the verdict on a device changed; with `verbose` what was found, too."""
+    changes = []
+    for name, told in played.verdicts.items():
+        before = ""
+        for number, verdict in enumerate(told):
+            now = summary(verdict)
+            if now != before:
+                changes.append((number, name, now, verdict))
+            before = now
+    for number, name, now, verdict in sorted(changes, key=lambda change: change[:2]):
+        hours = number * played.story.seconds / 3600
+        yield f"round {number:4}  {hours:7.1f} h  {name:12} {now}"
+        if verbose and verdict is not None:
+            yield from (f"{'':36}{f.rule}: {f.message}" for f in verdict.findings)
+    for name, drills in played.drills.items():
+        yield from (f"drill{'':18}  {name:12} {summary(verdict)}" for verdict in drills)
+
+
+def main() -> int:
+    """Play one story for a person."""
+    parser = argparse.ArgumentParser(prog="scripts/story", description="Play a story and print how verdicts change.")
+    parser.add_argument("story", type=Path)
+    parser.add_argument("--seed", type=int, help="another course of chance (default: the story's own)")
+    parser.add_argument("--verbose", action="store_true", help="print the findings in full")
+    arguments = parser.parse_args()
+    try:
+        told = load(arguments.story)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        sys.stderr.write(f"scripts/story: {error}\n")
+        return 64
+    out = sys.stdout
+    out.write(f"{told.name}: {told.text.strip()}\n\n")
+    if told.statistics is not None:
+        each = chances(told)
+        medians = [rounds_until(each, q) for q in (0.5, told.statistics.probability)]
+        out.write(f"{told.statistics.device} should first show by round {medians[0]} with 50 %, by round {medians[1]} ")
+        out.write(f"with {told.statistics.probability:.0%}, counted from 1\n\n")
+    played = play(told, seed=arguments.seed)
+    out.writelines(f"{line}\n" for line in timeline(played, verbose=arguments.verbose))
+    failures = played.failures()
+    out.write("\n" + ("\n".join(failures) or "as expected") + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
