@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from benchmarks import common
 from canaryd.model import Cause, State, Verdict
 from tests import story
-from tests.story import EXACT, HOST, NVIDIA, RECORDED, Fault, Happening, Machine, Noise, Part, Story
+from tests.story import EXACT, HOST, NVIDIA, RECORDED, Expectation, Fault, Happening, Machine, Noise, Part, Story
 
 GPUS = 8
 DEVICES = GPUS + 1
@@ -110,7 +110,7 @@ def host(number: int, days: int, hours: float, seed: int) -> Story:
         faults=(Fault(kind="timed_out", probability=HANGS),),
         noise=tuple(noise),
         events=tuple(sorted(changes(rng, rounds, 24 / hours), key=lambda h: h.at)),
-        expect=(),
+        expect=(Expectation(device="*", never="hardware"),),
     )
 
 

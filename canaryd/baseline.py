@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd.chance import rate_bound
-from canaryd.model import LINKS, Exactness, Recording, Run, stack_id
+from canaryd.model import ENDPOINT, LINKS, Exactness, Recording, Run, stack_id
 
 LEARN = 30
 """Recordings from which a baseline is learnt (ours: 29 in a row without a new vector bound its rate by 9.8 %)."""
@@ -76,6 +76,12 @@ class Baseline:
     """When it was last needed."""
     accepted: str = ""
     """Why an operator took an unknown vector into it; "" where that never happened."""
+    imported: str = ""
+    """Backend and model of the device of another host that it is of, as "cuda NVIDIA H200"; "" for one of this host."""
+    processes: int = 0
+    """Runs, each a process of its own, that it was learnt from since the last one that brought a new vector."""
+    last_run: str = ""
+    """The newest of them, by id."""
     referenced: bool = False
     """Whether, all the while it was learnt, a reference confirmed the same results to within a bound."""
     pinned: str = ""
@@ -90,6 +96,11 @@ class Baseline:
     def digests(self) -> frozenset[str]:
         """The digests that pass at once."""
         return frozenset(k.recording.digest for k in self.known)
+
+    @property
+    def served(self) -> bool:
+        """Whether a server gave it."""
+        return self.device.startswith(f"{ENDPOINT}:")
 
     @property
     def complete(self) -> bool:
@@ -122,6 +133,17 @@ class Baseline:
         clean = self.calm if self.strange else self.passed
         return self.steady.get(condition, 0) + clean.get(condition, 0)
 
+    def independent(self, condition: str) -> int:
+        """Return how many of these may be counted as independent of each other.
+
+        What a worker computes may stick to its process (addresses, which kernel was chosen), so of a device's own
+        results each process counts once. A server is one process whoever asks, and each of its answers counts.
+        """
+        if self.served:
+            return self.record(condition)
+        clean = self.calm if self.strange else self.passed
+        return max(1, self.processes + clean.get(self.under(condition), 0))
+
     def noise(self, condition: str) -> float | None:
         """Return how far, in nats, a vector is from its nearest neighbour at most, the farthest one left out.
 
@@ -147,14 +169,17 @@ class Baseline:
     def rate(self, condition: str, others: Iterable[Baseline] = ()) -> float:
         """Return an upper bound of the chance that a healthy device gives a vector as far out as an unknown one.
 
-        A stable case: n recordings in a row without a new vector bound the rate of new ones by 1 - 0.05^(1/n) at
-        95 % (the rule of three); those of `others` count as well, where they are stable too. An unsteady one: among
-        m + 1 exchangeable recordings the last is one of the two farthest out with a chance of 2 / (m + 1).
+        A stable case: n independent recordings in a row without a new vector bound the rate of new ones by
+        1 - 0.05^(1/n) at 95 % (the rule of three); of a server those of `others` count as well, where they are stable
+        too. An unsteady one: among m + 1 exchangeable recordings the last is one of the two farthest out with a chance
+        of 2 / (m + 1).
         """
         condition = self.under(condition)
         if self.stable(condition):
-            pool = (self, *(b for b in others if b.key != self.key and b.complete and b.stable(condition)))
-            return rate_bound(sum(b.record(condition) for b in pool))
+            pool = [self]
+            if self.served:  # the cases of one worker share its process, and tell no more than one of them
+                pool += [b for b in others if b.key != self.key and b.complete and b.stable(condition)]
+            return rate_bound(sum(b.independent(condition) for b in pool))
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
@@ -229,8 +254,11 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
         learnt[condition] = learnt.get(condition, 0) + 1
         steady[condition] = steady.get(condition, 0) + 1 if seen else 0
     known = _counted(before.known, run, recording)
+    processes = before.processes + (run.id != before.last_run)
     return replace(
         before,
+        processes=processes if len(known) == len(before.known) else 0,
+        last_run=run.id,
         known=known,
         learnt=learnt,
         steady=steady,

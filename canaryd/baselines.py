@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from canaryd.acks import AHEAD
 from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
 from canaryd.model import Device, from_json, to_json
 from canaryd.recorded import witnesses
@@ -16,8 +19,8 @@ from canaryd.store import Store
 from canaryd.wording import moment
 
 SCHEMA = "canaryd.baselines/1"
-IMPORTED = "imported"
-"""What stands for the backend of a device that is not of this host."""
+MOST = 10**9
+"""Times that nothing was seen: more in a file is a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,8 @@ def chosen(store: Store, selection: Selection) -> list[Listed]:
     devices = {r.device.uuid: r.device for r in store.devices()}
     by_key: dict[Key, list[tuple[Device, Baseline]]] = defaultdict(list)
     for baseline in store.baselines():
-        elsewhere = Device(uuid=baseline.device, backend=IMPORTED, index=0, model="", weak_identity=True)
+        backend, _, model = baseline.imported.partition(" ")
+        elsewhere = Device(uuid=baseline.device, backend=backend or "gone", index=0, model=model, weak_identity=True)
         by_key[baseline.key].append((devices.get(baseline.device, elsewhere), baseline))
     return sorted(
         (
@@ -64,9 +68,9 @@ def chosen(store: Store, selection: Selection) -> list[Listed]:
 
 
 def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baseline]]) -> str:
-    of = {(device.backend, device.model), (IMPORTED, "")}
-    others = [(d, b) for d, b in same if d is not device and b.complete and (d.backend, d.model) in of]
-    return witnesses(one, [(d.uuid if d.backend == IMPORTED else d.name, b) for d, b in others]) or "nobody"
+    of, part = (device.backend, device.model), device.parent or device.uuid
+    others = [(d, b) for d, b in same if (d.parent or d.uuid) != part and b.complete and (d.backend, d.model) == of]
+    return witnesses(one, [(d.uuid if b.imported else d.name, b) for d, b in others]) or "nobody"
 
 
 def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
@@ -120,8 +124,8 @@ def pinned(store: Store, selection: Selection, why: str) -> list[Listed]:
 def imported(store: Store, text: str) -> tuple[int, int]:
     """Take in what `document` made on another host or before; return how many baselines are new, and how many known.
 
-    Those of a device of this host are taken up as its own where it has none of that key; others are witnesses. Raises
-    `ValueError`, and takes nothing, where the text is no such document.
+    Those of a device of this host are taken up as its own where it has none of that key; others are witnesses for
+    devices of the same model. Raises `ValueError`, and takes nothing, where the text is no such document.
     """
     try:
         data = json.loads(text)
@@ -129,15 +133,36 @@ def imported(store: Store, text: str) -> tuple[int, int]:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
         raise ValueError(f'no baselines: wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
-    fields = {f.name for f in dataclasses.fields(Baseline)}
-    found = [
-        from_json(Baseline, {k: v for k, v in one.items() if k in fields} if isinstance(one, dict) else one)
-        for one in data["baselines"]
-    ]
+    mine = {r.device.uuid for r in store.devices()}
+    found = [_imported(number, one, mine) for number, one in enumerate(data["baselines"])]
     have = {(b.device, b.key) for b in store.baselines()}
     fresh = [b for b in found if (b.device, b.key) not in have]
     store.set_baselines(fresh)
     return len(fresh), len(found) - len(fresh)
+
+
+def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
+    """Rebuild one exported baseline; one of another host says of what model its device is."""
+    fields = {f.name for f in dataclasses.fields(Baseline)}
+    where = f"baselines[{number}]"
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")  # noqa: TRY004 - a file's, not ours
+    try:
+        one = from_json(Baseline, {k: v for k, v in data.items() if k in fields})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}; export it again with this canaryd") from error
+    counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
+    times = [one.first, one.last, one.used, one.strange_at]
+    values = [v for k in one.known for v in k.recording.values if v is not None]
+    whole = bool(one.known) and all(0 <= n <= MOST for n in counts)
+    if not (whole and all(map(math.isfinite, [*times, *values])) and max(times) <= time.time() + AHEAD):
+        raise ValueError(f"{where}: {one.probe} {one.case}: no vector, or counts and times that cannot be")
+    if one.device in mine:
+        return replace(one, imported="")
+    of = f"{data.get('backend', '')} {data.get('model', '')}".strip()
+    if not of:
+        raise ValueError(f"{where}: it does not say of what model its device is; export it again with this canaryd")
+    return replace(one, imported=of)
 
 
 def table(found: Sequence[Listed]) -> str:
@@ -183,6 +208,8 @@ def document(found: Sequence[Listed]) -> dict[str, Any]:
     listed = [
         {
             "name": d.name,
+            "backend": d.backend,
+            "model": d.model,
             "complete": b.complete,
             "stable": b.stable(""),
             "witness": witness,

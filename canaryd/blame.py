@@ -7,13 +7,14 @@ whose runs of the same probe, version and stack are compared.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from canaryd.chance import outlasts
+from canaryd.chance import Count
 from canaryd.model import Cause, Comparison, Rival, Run, Subject
 
 Bytes = tuple[str, str, int]
@@ -123,6 +124,14 @@ TABLE: tuple[Row, ...] = (
         lambda _: "Every device of this host is wrong, each in its own way: memory, CPU or PCIe is at fault.",
     ),
     Row(
+        lambda s: s.right and s.alike,
+        Cause.UNDETERMINED,
+        lambda s: (
+            f"Whose fault stays open: {names(s.right)} of the same model computed the same bytes right, and "
+            f"{names(s.alike)} gives the same wrong bits. {_settle(s)}"
+        ),
+    ),
+    Row(
         lambda s: s.right,
         Cause.HARDWARE,
         lambda s: f"{names(s.right)} of the same model computed the same bytes right on the same stack.",
@@ -183,12 +192,12 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
 
 
 def _software(scene: Scene) -> Rival:
-    if scene.right:
+    if scene.alike:
+        text, rejected = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not", False
+    elif scene.right:
         text, rejected = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}", True
     elif scene.outlasting and not scene.alike:
         text, rejected = f"a wrong kernel: it has run on {names(scene.outlasting)} for long without a mismatch", True
-    elif scene.alike:
-        text, rejected = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not", False
     else:
         text, rejected = "a wrong kernel: no sibling has computed the same on the same stack", False
     return Rival(cause=Cause.SOFTWARE, why=text, rejected=rejected)
@@ -197,7 +206,7 @@ def _software(scene: Scene) -> Rival:
 def _host(scene: Scene) -> Rival:
     if scene.right or scene.outlasting:
         who = names(scene.right or scene.outlasting)
-        text, rejected = f"the host's memory, CPU or PCIe: {who} in the same host is right", True
+        text, rejected = f"the host's memory or CPU: {who} in the same host is right (slot and link are its own)", True
     elif scene.host_clean:
         text, rejected = "the host's memory or CPU: it computed exact goldens right at about the same time", True
     else:
@@ -235,12 +244,11 @@ def same_bytes(
     for key, (name, theirs) in itertools.product(sorted(data & own.keys()), siblings.items()):
         if key not in theirs:
             continue
-        trials, wrong = _sum(own[key])
-        clean, errors = _sum(theirs[key])
-        if errors:
+        accused, record = counted(own[key]), counted(theirs[key])
+        if record.failed:
             (alike if marks(own[key]) & marks(theirs[key]) else unlike).add(name)
         # One right answer is enough against a fault that always shows; a rare one must have had its chance to show.
-        elif all(c.wrong_trials == c.trials for c in own[key]) or outlasts(clean, trials, wrong):
+        elif accused.wrong == accused.results or record.outlasts(accused):
             right.add(name)
         else:
             unlike.add(name)
@@ -252,14 +260,14 @@ def long_clean(own: Results, siblings: Mapping[str, Results]) -> frozenset[str]:
 
     Were it software, all would fail at that rate. So where none of them has failed, their records count together.
     """
-    trials, wrong = _sum(itertools.chain.from_iterable(own.values()))
-    records = {name: _sum(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
-    if not wrong:
+    accused = counted(itertools.chain.from_iterable(own.values()))
+    records = {name: counted(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
+    if not accused.failed:
         return frozenset()
-    together = sum(clean for clean, _ in records.values())
-    if not any(errors for _, errors in records.values()) and outlasts(together, trials, wrong):
-        return frozenset(name for name, (clean, _) in records.items() if clean)
-    return frozenset(n for n, (clean, errors) in records.items() if not errors and outlasts(clean, trials, wrong))
+    together = functools.reduce(Count.plus, records.values(), Count())
+    if not together.failed and together.outlasts(accused):
+        return frozenset(name for name, record in records.items() if record.results)
+    return frozenset(n for n, record in records.items() if not record.failed and record.outlasts(accused))
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:
@@ -277,7 +285,14 @@ def names(listed: Iterable[str]) -> str:
     return ", ".join(sorted(listed))
 
 
-def _sum(comparisons: Iterable[Comparison]) -> tuple[int, int]:
-    """Return trials and failures; one upload that is wrong fails once, for a hit operand is wrong every time."""
-    pairs = [(c.trials, int(c.wrong)) for c in comparisons]
-    return sum(t for t, _ in pairs), sum(w for _, w in pairs)
+def counted(comparisons: Iterable[Comparison]) -> Count:
+    """Count results and uploads, and how many of both were wrong."""
+    results = wrong = uploads = failed = 0
+    for c in comparisons:
+        results, wrong, uploads, failed = (
+            results + c.trials,
+            wrong + c.wrong_trials,
+            uploads + c.uploads,
+            failed + c.wrong,
+        )
+    return Count(results, wrong, uploads, failed)

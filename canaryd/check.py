@@ -109,8 +109,15 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.watch.let_go()
         engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
     _conclude(engine, options, result)
+    if not options.drill:
+        engine.settle()
     result.seconds = time.monotonic() - begun
     return result
+
+
+def alarmed(result: Result) -> bool:
+    """Whether a drill's fault was seen by any run."""
+    return any(run.wrong or run.unknown for runs in result.runs.values() for run in runs)
 
 
 def _carry_out(

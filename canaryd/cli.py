@@ -19,7 +19,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canaryd import __version__, baselines, check, comparison, config, dossier, history, judge, report, scores, status
+from canaryd import (
+    __version__,
+    acks,
+    baselines,
+    check,
+    comparison,
+    config,
+    dossier,
+    history,
+    judge,
+    report,
+    scores,
+    status,
+)
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress, choose
 from canaryd.model import INTENSITIES, Ack, Device, Outcome, State, to_json
@@ -39,6 +52,8 @@ HISTORY = 30 * 86_400.0
 """Seconds back that `canaryd history` looks unless another time is given."""
 ACK = 7 * 86_400.0
 """Seconds for which a fault is acknowledged unless another time is given."""
+LONGEST_ACK = 400 * 86_400.0
+"""Seconds for which a fault may be acknowledged: as long as failures are kept."""
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
 COMPARED = "exit status: 0 compared, no fault; 2 a fault; 3 not comparable, or it could not be done; 64 usage error"
@@ -67,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--for", dest="seconds", type=_duration, default=0.0, metavar="30m", help="repeat for so long")
     one.add_argument("--json", action="store_true", help="print one JSON object (docs/check-json.md)")
     one.add_argument("--report", type=Path, metavar="FILE", help="write that JSON object to a file as well")
+    one.add_argument(
+        "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter as well (docs/remote.md)"
+    )
     _selection(one)
     one.add_argument("--case", action="append", default=[], metavar="CASE", help="only this case or prefix; repeatable")
     one.add_argument("--seed", type=_seed, metavar="N", help="repeat a run with its seed")
@@ -157,6 +175,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--since", type=_duration, default=HISTORY, metavar="30d", help="how far back (default: 30d)")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
+    one = commands.add_parser("fleet", parents=[common], epilog=EPILOG, help="what a Prometheus knows of all nodes")
+    one.add_argument("--prometheus", required=True, metavar="URL", help="its address, e.g. http://prometheus:9090")
+    one.add_argument("--token-file", type=Path, metavar="FILE", help="a bearer token, or a line that begins with Basic")
+    one.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates (PEM) that vouch for the server")
+    one.add_argument("--timeout", type=_duration, default=60.0, metavar="60s", help="for all questions together")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
     one = commands.add_parser("ack", parents=[common], help="say that a fault is known, or a part repaired or replaced")
     one.add_argument("device", metavar="DEV", help="uuid or name")
     one.add_argument("--reason", default="", metavar="TEXT", help="why, and where it is followed up; kept as evidence")
@@ -241,6 +266,7 @@ def _command(options: argparse.Namespace) -> int:
         "baseline": _baseline,
         "report": _report,
         "history": _history,
+        "fleet": _fleet,
         "ack": _ack,
         "probes": _probes,
         "devices": _devices,
@@ -340,7 +366,10 @@ class _Teller:
 
 def _check(options: argparse.Namespace, settings: Config) -> int:
     into: Path | None = getattr(options, "report", None)
+    prom: Path | None = getattr(options, "textfile", None)
     if into and not _may_write("--report", into):
+        return USAGE
+    if prom and not _may_write("--textfile", prom):
         return USAGE
     store = _open(settings)
     _complain(*store.problems)
@@ -379,7 +408,20 @@ def _check(options: argparse.Namespace, settings: Config) -> int:
     document = report.as_json(result)
     if into:
         _write("--report", into, json.dumps(document, indent=2) + "\n")
+    if prom:
+        from canaryd import textfile  # noqa: PLC0415  a check need not pay for the exposition
+
+        try:
+            textfile.write(prom, textfile.render(result, judge.exit_code(result.state)))
+        except OSError as error:
+            _complain(f"--textfile {prom}: not written: {error.strerror}")
     print(json.dumps(document, indent=2) if options.json else report.as_text(result))
+    if options.command == "drill" and not check.alarmed(result):
+        _complain(
+            f"drill: the fault {options.fault!r} raised no alarm: it met no result, or it is within what the probe"
+            " allows; take --probe exact_matmul, or another --fault"
+        )
+        return judge.exit_code(State.UNKNOWN)
     return judge.exit_code(result.state)
 
 
@@ -576,6 +618,13 @@ def _baseline(options: argparse.Namespace, settings: Config) -> int:
     if options.what == "import":
         return _import_baselines(options, settings)
     with _open(settings) as store:
+        named = {b.device: b.device for b in store.baselines()} | {
+            r.device.uuid: r.device.name for r in store.devices()
+        }
+        if options.device and options.device not in {*named, *named.values()}:
+            known = ", ".join(sorted({*named.values()})) or "none"
+            _complain(f"baseline {options.what} {options.device}: no such device here; there are {known}")
+            return USAGE
         if options.what in ("accept", "pin", "unpin"):
             if not store.writable:
                 _complain(f"baseline {options.what}: {store.problem or 'the store cannot be written'}")
@@ -606,13 +655,20 @@ def _pin(store: Store, selection: baselines.Selection, why: str) -> int:
         what = "pinned: no vector is added, and it is kept for good" if why else "no longer pinned"
         print(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
     if not changed:
-        print("nothing changed: no complete baseline matches that is not so already (canaryd baseline list)")
+        found = [one.baseline for one in baselines.chosen(store, selection)]
+        learning = sum(not b.complete for b in found)
+        what = f"{learning} of {len(found)} are still being learnt, and cannot be pinned yet" if learning else ""
+        print(f"nothing changed: {what or 'no baseline matches that is not so already'} (canaryd baseline list)")
+        return 0 if found and not learning else judge.exit_code(State.UNKNOWN)
     return 0
 
 
 def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
+    if not options.device:
+        _complain("baseline import: name the file that canaryd baseline export wrote, or - for standard input")
+        return USAGE
     try:
-        text = sys.stdin.read() if options.device in ("", "-") else Path(options.device).read_text(encoding="utf-8")
+        text = sys.stdin.read() if options.device == "-" else Path(options.device).read_text(encoding="utf-8")
         with _open(settings) as store:
             if not store.writable:
                 _complain(f"baseline import: {store.problem or 'the store cannot be written'}")
@@ -621,7 +677,7 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
     except (OSError, ValueError) as error:
         _complain(f"baseline import {options.device or '-'}: {error}")
         return USAGE
-    print(f"{fresh} baselines taken in, {known} were known already; judged anew at the next run")
+    print(f"{fresh} baselines taken in, {known} were known already{'; judged anew at the next run' if fresh else ''}")
     return 0
 
 
@@ -661,6 +717,24 @@ def _history(options: argparse.Namespace, settings: Config) -> int:
     return 0
 
 
+def _fleet(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
+    from canaryd import fleet  # noqa: PLC0415  no other command asks another machine
+
+    files = {"token_file": options.token_file, "ca_file": options.ca_file}
+    try:
+        asked = fleet.Prometheus(options.prometheus, patience=options.timeout, **files)
+    except (OSError, ValueError) as error:
+        _complain(f"fleet: {error}")
+        return USAGE
+    try:
+        found = fleet.gather(asked)
+    except fleet.FleetError as error:
+        _complain(f"fleet: {options.prometheus}: {error}")
+        return judge.exit_code(State.UNKNOWN)
+    print(json.dumps(fleet.as_json(found), indent=2) if options.json else fleet.as_text(found, columns()))
+    return judge.exit_code(found.state)
+
+
 def _ack(options: argparse.Namespace, settings: Config) -> int:
     """Keep an operator's word about a device."""
     with _open(settings) as store:
@@ -674,9 +748,25 @@ def _ack(options: argparse.Namespace, settings: Config) -> int:
             _complain("ack: say why with --reason; it is kept as evidence")
             return USAGE
         now = time.time()
+        if options.end and acks.standing(acks.heeded(store.acks(found[0].uuid), now), now) is None:
+            _complain(f"ack {options.device}: no acknowledgement stands that could be ended")
+            return USAGE
+        if options.seconds > LONGEST_ACK:
+            _complain(f"ack --for: at most {LONGEST_ACK / 86_400:.0f}d; what is known for longer should be repaired")
+            return USAGE
         until = (now if options.end else now + options.seconds) if kind == "acknowledged" else 0.0
         who = os.environ.get("SUDO_USER") or getpass.getuser()
-        word = Ack(device=found[0].uuid, kind=kind, at=now, until=until, reason=options.reason.strip(), by=who)
+        verdict = store.verdicts().get(found[0].uuid)
+        doubts = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
+        word = Ack(
+            device=found[0].uuid,
+            kind=kind,
+            at=now,
+            until=until,
+            reason=options.reason.strip(),
+            by=who,
+            rules=tuple(dict.fromkeys(f.rule for f in doubts)) if kind == "acknowledged" else (),
+        )
         if not (store.writable and store.add_ack(word)):
             _complain(f"ack: not kept: {store.problem or 'the store cannot be written'}")
             return judge.exit_code(State.UNKNOWN)

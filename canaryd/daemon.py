@@ -14,6 +14,7 @@ import os
 import queue
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,10 +27,11 @@ from typing import Any
 from apscheduler.executors.pool import ThreadPoolExecutor as JobPool
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from canaryd import __version__, config, judge, metrics, page, schedule, status, supervise
+from canaryd import __version__, acks, config, judge, metrics, page, schedule, serve, status, supervise
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
-from canaryd.model import Outcome, Reading, Run, State, Verdict, printable
+from canaryd.exposition import Exposition, Page
+from canaryd.model import Ack, Device, Outcome, Reading, Run, State, Verdict, printable, stack_id
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
 from canaryd.telemetry import Poll
@@ -57,6 +59,10 @@ LOG_RETRY = 60.0
 """Seconds until the kernel log is tried again when it cannot be read."""
 STOP = 4.0
 """Seconds that a stop may take before the process leaves without its threads."""
+STEADY = 5
+"""Newest runs whose recorded fingerprints must agree to be shown: as many as are remembered with their recordings."""
+SWITCH = 0.001
+"""Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
 CLOCK_JUMP = 5.0
 """Seconds by which wall and monotonic clock may part before the jobs are set anew."""
 
@@ -80,7 +86,7 @@ class Daemon:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the command line gave: they win over every reloaded file too."""
     engine: Engine = field(init=False)
-    _page: bytes = b""
+    _page: Exposition = field(default_factory=lambda: Exposition(Page({})))
     _status: status.Status = field(init=False)
     """What the page shows, gathered when evidence changes: a reader waits neither for a device nor for the store."""
     _health: Health = field(default_factory=Health)
@@ -125,7 +131,8 @@ class Daemon:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status. Raises `OSError` when the address cannot be bound."""
         host, port = self.config.listen
-        server = metrics.Server(host, port, self._routes())
+        sys.setswitchinterval(SWITCH)
+        server = serve.Server(host, port, self._routes())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self.engine.recall()
@@ -198,7 +205,7 @@ class Daemon:
             self.store.set_note(RELEASED_NOTE, "")
             self._every(REDISCOVER, self._discover, "discover", now=True)
 
-    def _stop(self, server: metrics.Server) -> None:
+    def _stop(self, server: serve.Server) -> None:
         self.engine.stop()
         self._quit.set()
         self.engine.watch.runs(running=False)
@@ -391,19 +398,19 @@ class Daemon:
 
     # -- what is served -----------------------------------------------------------------------------------------------
 
-    def _routes(self) -> dict[str, metrics.Route]:
-        def health(_: str) -> tuple[int, str, bytes]:
+    def _routes(self) -> dict[str, serve.Route]:
+        def health(_: object) -> serve.Answer:
             state = self._health
             text = "ok\n" if state.healthy else "".join(f"{reason}\n" for reason in state.reasons)
-            return (200 if state.healthy else 503), metrics.PLAIN_TEXT, text.encode()
+            return serve.Answer(200 if state.healthy else 503, serve.PLAIN_TEXT, text.encode())
 
-        def ready(_: str) -> tuple[int, str, bytes]:
+        def ready(_: object) -> serve.Answer:
             text = b"ready\n" if self._health.ready else b"waiting for a first run on every device\n"
-            return (200 if self._health.ready else 503), metrics.PLAIN_TEXT, text
+            return serve.Answer(200 if self._health.ready else 503, serve.PLAIN_TEXT, text)
 
         return {
-            "/": lambda _: (200, page.CONTENT_TYPE, page.render(self._status, time.time())),
-            "/metrics": lambda _: (200, metrics.CONTENT_TYPE, self._page + metrics.process_metrics()),
+            "/": lambda _: serve.Answer(200, page.CONTENT_TYPE, page.render(self._status, time.time())),
+            "/metrics": lambda headers: metrics.answer(self._page, headers),
             "/healthz": health,
             "/readyz": ready,
         }
@@ -415,13 +422,16 @@ class Daemon:
     def _render_alone(self) -> None:
         engine = self.engine
         now = time.time()
-        verdicts = self.store.verdicts()
+        verdicts, said = self.store.verdicts(), acks.heeded(self.store.acks(), now)
         self._tell(verdicts)
+        polled = engine.telemetry_periods()
         views, reasons = [], []
         for uuid, device in sorted(engine.devices.items()):
             runs = list(engine.evidence(uuid))
             plain = [r for r in runs if not r.drill]
             present = uuid in engine.present
+            polls = engine.watch.polls(uuid)
+            lanes = {(r.probe, r.instruction_set): r for r in plain}.values()
             views.append(
                 metrics.DeviceView(
                     device=device,
@@ -436,9 +446,12 @@ class Daemon:
                     },
                     fault_rate=judge.fault_rate_bound(plain),
                     fingerprints=_fingerprints(plain),
-                    probes=tuple(engine.periods(device)),
-                    polls=_poll_views(engine.watch.polls(uuid)),
-                    readings=(*engine.watch.readings(uuid, now), *_newest_readings(plain)),
+                    periods=engine.periods(device),
+                    stacks={r.stack_id: r.stack for r in lanes if r.stack},
+                    mismatches={r.probe: r for r in plain if r.wrong},
+                    acknowledged=_known(acks.standing([a for a in said if a.device == uuid], now), verdicts.get(uuid)),
+                    polls=_poll_views(polls, polled),
+                    readings=(*engine.watch.readings(uuid, now), *_newest_readings(device, plain)),
                     drifts=engine.drifts(uuid),
                 )
             )
@@ -514,12 +527,13 @@ class Daemon:
         return reasons
 
 
-def _poll_views(polls: Mapping[str, Poll]) -> dict[str, metrics.PollView]:
+def _poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[str, metrics.PollView]:
     return {
         name: metrics.PollView(
             seconds=poll.newest.seconds if poll.newest else None,
             last_success=poll.completed.started if poll.completed else None,
             absent=len(poll.completed.absent) if poll.completed else 0,
+            period=periods.get(name),
         )
         for name, poll in polls.items()
     }
@@ -535,23 +549,56 @@ def _sum(*counts: Counts) -> dict[tuple[str, frozenset[tuple[str, str]]], float]
     return dict(total)
 
 
-def _newest_readings(runs: Iterable[Run]) -> Iterator[Reading]:
-    """Yield what the newest whole run of each probe has read."""
-    newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED}
+def _newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
+    """Yield what the newest whole run of each probe has read; on a CPU, of its own instruction set alone.
+
+    What another one gives, a slower kernel's time say, would be another series, and no label tells the two apart.
+    """
+    ways = ("", *device.instruction_sets[:1])
+    newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED and r.instruction_set in ways}
     for run in newest.values():
         yield from run.readings
 
 
-def _fingerprints(runs: list[Run]) -> dict[tuple[str, str], int]:
-    """Return (probe, stack) → the newest fingerprint of fixed goldens, from runs that completed.
+def _known(ack: Ack | None, verdict: Verdict | None) -> bool:
+    """Whether an acknowledgement stands for what the device is now: a fault that came after it is news."""
+    news = ack is not None and verdict is not None and verdict.state is State.FAULTY and verdict.since > ack.at
+    return ack is not None and not news
 
-    Anybody's probe may yield anything under that name: what a float cannot hold exactly is left out.
+
+def _fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
+    """Return (probe, label) → the newest fingerprint of each instruction set, on the stack of its newest run.
+
+    Equal labels promise equal values on healthy devices of one model. The label is the stack's id; where recordings
+    made the fingerprint it stands for the chain of each of them too, since another kernel may round otherwise. Bits
+    that nobody prescribed may also vary on a healthy device: where the newest `STEADY` runs with a label do not all
+    agree, or in one of them a case gave two results, there is none.
     """
-    found = {}
+    stacks: dict[tuple[str, str], str] = {}
+    newest: dict[tuple[str, str], tuple[str, str]] = {}
+    given: dict[tuple[str, str], list[int | None]] = {}
     for run in runs:
-        for reading in run.readings:
-            if reading.name == "golden_fingerprint" and run.outcome is Outcome.COMPLETED:
-                value = reading.value
-                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
-                    found[run.probe, run.stack_id] = value
+        if not run.whole or run.outcome is not Outcome.COMPLETED:
+            continue
+        lane, value, chains = (run.probe, run.instruction_set), _fingerprint(run), {}
+        stacks[lane] = label = run.stack_id
+        if run.recordings:
+            chains = {r.case: r.chain_id for r in run.recordings}
+            label = stack_id({"stack": label} | chains)
+        varied = len({(r.case, r.digest) for r in run.recordings}) > len(chains)
+        if value is not None or varied:
+            newest[lane] = run.stack_id, label
+            before = given.get((run.probe, label), []) if chains else []
+            given[run.probe, label] = [*before, None if varied else value][-STEADY:]
+    found = {}
+    for lane, (stack, label) in newest.items():
+        value, *others = {*given[lane[0], label]}
+        if value is not None and not others and stack == stacks[lane]:
+            found[lane[0], label] = value
     return found
+
+
+def _fingerprint(run: Run) -> int | None:
+    """Return a run's fingerprint; anybody's probe may yield anything under that name that a float cannot hold."""
+    value = next((r.value for r in run.readings if r.name == "golden_fingerprint"), None)
+    return value if type(value) is int and 0 <= value < 2**53 else None

@@ -152,7 +152,7 @@ def _at_most(k: int, n: int, p: float) -> float:
 
 
 def rate(wrong: int, total: int) -> dict[str, Any]:
-    """Return how many of how many, with the interval; without a trial there is none."""
+    """Return how many of how many independent trials, with the interval; without a trial there is none."""
     low, high = interval(wrong, total)
     return {"wrong": wrong, "total": total, "low": low if total else None, "high": high if total else None}
 
@@ -227,8 +227,8 @@ class _Facts:
     polls: Sequence[Run]
     events: Sequence[Event]
     verdict: Verdict
-    judged: bool
-    """Whether anybody has judged it."""
+    note: str
+    """What is to be said of the verdict beside what it says."""
     drill: bool
     now: float
 
@@ -238,15 +238,25 @@ class _Facts:
         return sorted((p for p in self.polls if any(r.name in SHOWN for r in p.readings)), key=lambda p: p.started)
 
 
-def gather(store: Store, config: Config, device: Device, *, now: float, drill: bool = False) -> dict[str, Any]:
-    """Return the document of one device from what the store knows; touches no device."""
+def gather(
+    store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
+) -> dict[str, Any]:
+    """Return the document of one device from what the store knows; touches no device.
+
+    An engine judges the device anew; without one the stored verdict is told, unless newer failures stand against it.
+    Raises `DossierError` where a drill is asked for and none is on record.
+    """
     records = {r.device.uuid: r for r in store.devices()}
     runs = sorted(store.runs(device.uuid, drill=drill), key=lambda r: (r.started, r.id))
-    kept = store.verdicts().get(device.uuid)
-    verdict = _drilled(device, runs, config, now) if drill else kept
-    unjudged = Verdict(
-        device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
-    )
+    if drill and not runs:
+        raise DossierError(
+            f"{device.name}: no drill of it is on record, so there is nothing to report; "
+            f"run canaryd drill --device {device.name} first"
+        )
+    if drill:
+        verdict, note = _drilled(device, runs, config, now), ""
+    else:
+        verdict, note = _judged(store, engine, device, runs, now)
     facts = _Facts(
         store=store,
         config=config,
@@ -255,8 +265,8 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
         runs=runs,
         polls=store.polls(device.uuid, completed=True, limit=POLLS),
         events=store.events(device=device.uuid),
-        verdict=verdict or unjudged,
-        judged=verdict is not None,
+        verdict=verdict,
+        note=note,
         drill=drill,
         now=now,
     )
@@ -278,7 +288,7 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
         "failures": failures,
         "failures_omitted": omitted,
         "bits": _bits(failures),
-        "places": _places(facts),
+        "places": _placed(c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE),
         "probes": probes,
         "peers": _peers(facts, peers, failures),
         "timeline": [],
@@ -286,7 +296,7 @@ def gather(store: Store, config: Config, device: Device, *, now: float, drill: b
         "series": _series(facts),
         "acks": [{"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)],
         "reproduce": _commands(facts, failures),
-        "next_step": _next_step(facts, kind),
+        "next_step": _next_step(facts, kind, failures),
         "not_checked": _not_checked(facts),
         "problems": [*store.problems, *([store.problem] if store.problem else [])],
         "contents": [],
@@ -302,17 +312,41 @@ def _alike(other: Device, device: Device) -> bool:
     return (other.backend, other.model, bool(other.parent)) == (device.backend, device.model, bool(device.parent))
 
 
-def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) -> Verdict | None:
+def _judged(
+    store: Store, engine: Engine | None, device: Device, runs: Sequence[Run], now: float
+) -> tuple[Verdict, str]:
+    """Return the verdict that holds now, and what is to be said of it: judged anew where an engine is at hand."""
+    kept = store.verdicts().get(device.uuid)
+    if engine is not None and device.uuid in engine.devices:
+        fresh = engine.verdict(device.uuid)
+        if kept is None or (kept.state, kept.cause) == (fresh.state, fresh.cause):
+            return fresh, ""
+        before = kept.state.value + ("" if kept.cause is Cause.NONE else f", cause {kept.cause.value}")
+        return fresh, f"judged anew for this dossier; the stored verdict of {moment(kept.decided)} was {before}"
+    unjudged = Verdict(
+        device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
+    )
+    if kept is None:
+        return unjudged, "it has not been judged yet: start the daemon, or run canaryd check"
+    newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > kept.decided]
+    if kept.state is State.HEALTHY and newer:
+        runs_are = "1 run is" if len(newer) == 1 else f"{len(newer)} runs are"
+        return replace(unjudged, since=newer[0].started), (
+            f"it was judged healthy at {moment(kept.decided)}; {runs_are} wrong since and not judged yet: "
+            "start the daemon, or run canaryd check"
+        )
+    age = now - kept.decided
+    late = age > UNTENDED
+    return kept, f"nobody has judged it for {spoken(age)}: what follows is what was known then" if late else ""
+
+
+def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) -> Verdict:
     """Judge drills as of the last one: their verdict is never stored, and they are forgotten after an hour."""
-    if not runs:
-        return None
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), judge.DRILL_EXPIRY)
     return judge.decide(
         device,
-        runs,
-        siblings={},
-        sibling_devices={},
+        judge.node({device.uuid: device}, {device.uuid: runs}, last, drill=True),
         wanted=wanted,
         policy=config.judge,
         now=last,
@@ -364,14 +398,17 @@ def _summary(document: Mapping[str, Any]) -> str:
     text += "."
     if document["failures"]:
         first = document["failures"][0]
-        done = first["results"]
+        done, uploads = first["results"], first["uploads"]
         bits = dossier_page.ranges([int(b) for b in first["bits"]])
-        place = ", ".join(p["place"] for p in first["places"] if p["wrong"] and p["place"] != "device")
-        text += f" {first['probe']} {first['case']}: {done['wrong']:,} of {done['total']:,} results wrong"
+        place = ", ".join(p["place"] for p in first["places"] if p["results"]["wrong"] and p["place"] != "device")
+        answered = verdict["state"] == "healthy"
+        text += " What was wrong before is answered (see the timeline):" if answered else ""
+        text += f" {first['probe']} {first['case']}: {uploads['wrong']:,} of {uploads['total']:,} uploads wrong"
+        text += f", with {done['wrong']:,} of {done['total']:,} results"
         text += f" on {place}" if place else ""
         text += f", {'bit' if len(first['bits']) == 1 else 'bits'} {bits} flipped." if bits else "."
     else:
-        results = sum(p["results"] for p in document["probes"])
+        results = sum(p["results"]["total"] for p in document["probes"])
         text += f" {results:,} results were compared, none is wrong." if results else " No result was compared."
         unknown = sum(p["unknown"] for p in document["probes"])
         text += f" {unknown:,} recordings were beyond what is known of it." if unknown else ""
@@ -380,16 +417,12 @@ def _summary(document: Mapping[str, Any]) -> str:
 
 def _verdict(facts: _Facts) -> dict[str, Any]:
     verdict = facts.verdict
-    age = facts.now - verdict.decided
-    note = "" if facts.judged else "it has not been judged yet: start the daemon, or run canaryd check"
-    if facts.judged and age > UNTENDED and not facts.drill:
-        note = f"nobody has judged it for {spoken(age)}: what follows is what was known then"
     return {
         "state": verdict.state.value,
         "cause": verdict.cause.value,
         "since": verdict.since,
         "decided": verdict.decided,
-        "note": note,
+        "note": facts.note,
         "findings": [
             {name: to_json(getattr(f, name)) for name in FINDING}
             | {"rivals": [{"cause": r.cause.value, "why": r.why, "rejected": r.rejected} for r in f.rivals]}
@@ -479,10 +512,6 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
     runs, bad = {r.id: r for r, _ in hits}, {r.id for r, _ in wrong}
-    places: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for _, c in hits:
-        places[c.place][0] += c.wrong_trials
-        places[c.place][1] += c.trials
     return {
         "probe": probe,
         "version": version,
@@ -496,10 +525,9 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
         "first": min(r.started for r, _ in wrong),
         "last": max(r.started for r, _ in wrong),
         "runs": rate(len(bad), len(runs)),
-        "uploads": rate(*_uploads(hits)),
-        "results": rate(sum(c.wrong_trials for _, c in wrong), sum(c.trials for _, c in hits)),
+        **_counted([c for _, c in hits]),
         "run_ids": sorted(bad)[-judge.RUNS_NAMED :],
-        "places": [{"place": p, "wrong": w, "total": t} for p, (w, t) in sorted(places.items()) if p],
+        "places": _placed([c for _, c in hits]),
         "pattern": shown.pattern if shown else "",
         "reproduced": shown.reproduced if shown else "",
         "lines": dict(shown.lines) if shown else {},
@@ -518,14 +546,32 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
     }
 
 
-def _uploads(hits: Sequence[tuple[Run, Comparison]]) -> tuple[int, int]:
+def _counted(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Return how many uploads were wrong, with the interval, and how many results, without one.
+
+    Results of one upload are not independent: what the upload put into memory spoils all of them alike.
+    """
+    wrong, total = _uploads(comparisons)
+    results = {"wrong": sum(c.wrong_trials for c in comparisons), "total": sum(c.trials for c in comparisons)}
+    return {"uploads": rate(wrong, total), "results": results}
+
+
+def _uploads(comparisons: Sequence[Comparison]) -> tuple[int, int]:
     """Return (wrong, all) uploads. Clean repetitions are no comparisons of their own: the evidence counts them."""
-    wrong = sum(c.wrong for _, c in hits)
     clean_ones = 0
-    for _, c in hits:
+    for c in comparisons:
         told = re.match(r"(\d+) of (\d+) fresh uploads wrong", c.evidence.reproduced) if c.evidence else None
         clean_ones += int(told[2]) - int(told[1]) if told else 0
-    return wrong, len(hits) + clean_ones
+    return sum(c.wrong for c in comparisons), sum(c.uploads for c in comparisons) + clean_ones
+
+
+def _placed(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
+    """Return where results were computed, with how many were wrong there, in the order of the places' numbers."""
+    at: dict[str, list[Comparison]] = defaultdict(list)
+    for c in comparisons:
+        at[c.place].append(c)
+    natural: Callable[[str], Any] = lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", p)]  # noqa: E731
+    return [{"place": p, **_counted(at[p])} for p in sorted(at, key=natural) if p]
 
 
 def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str, Any] | None:
@@ -585,16 +631,6 @@ def _bits(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _places(facts: _Facts) -> list[dict[str, Any]]:
-    """Return where results were computed, and how many were wrong there, over everything that is kept."""
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for c in (c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE and c.place):
-        sums[c.place][0] += c.wrong_trials
-        sums[c.place][1] += c.trials
-    natural: Callable[[str], Any] = lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", p)]  # noqa: E731
-    return [{"place": p, **rate(*sums[p])} for p in sorted(sums, key=natural)]
-
-
 def _probes(facts: _Facts) -> list[dict[str, Any]]:
     bounds = judge.fault_rate_bound(facts.runs, drill=facts.drill)
     found = []
@@ -602,16 +638,12 @@ def _probes(facts: _Facts) -> list[dict[str, Any]]:
         runs = [r for r in facts.runs if r.probe == probe]
         done = [r for r in runs if r.outcome is Outcome.COMPLETED]
         of_device = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
-        wrong, results = sum(c.wrong_trials for c in of_device), sum(c.trials for c in of_device)
         found.append(
             {
                 "probe": probe,
                 "runs": len(runs),
                 "not_completed": len(runs) - len(done),
-                "results": results,
-                "wrong": wrong,
-                "low": interval(wrong, results)[0] if results else None,
-                "high": interval(wrong, results)[1] if results else None,
+                **_counted(of_device),
                 "rules_out": bounds.get(probe),
                 "recordings": sum(len(r.recordings) for r in runs),
                 "unknown": sum(len(r.unknown) for r in runs),
@@ -765,7 +797,7 @@ def _commands(facts: _Facts, failures: Sequence[Mapping[str, Any]]) -> list[dict
     return found[: EXHIBITS + 3]
 
 
-def _next_step(facts: _Facts, kind: str) -> list[str]:
+def _next_step(facts: _Facts, kind: str, failures: Sequence[Mapping[str, Any]]) -> list[str]:
     verdict, device = facts.verdict, facts.device
     steps = []
     if kind == "drill":
@@ -778,6 +810,13 @@ def _next_step(facts: _Facts, kind: str) -> list[str]:
         steps.append(NEXT.get(device.backend, "Open a case with the vendor, with this archive and the serial number."))
         if verdict.state is not State.FAULTY:
             steps.append("It is not confirmed yet: let canaryd finish its confirmations before the part goes back.")
+    elif not facts.runs:
+        steps.append(f"Nothing has run on it, so nothing is known: run canaryd check --device {device.name} first.")
+    elif verdict.cause in (Cause.UNDETERMINED, Cause.NONE) and not failures:
+        steps.append(
+            "Not an RMA case: no wrong result of it is on record. What is open stands under “Why this verdict”; "
+            f"canaryd check --device {device.name} looks again."
+        )
     else:
         steps.append(NO_RMA[verdict.cause])
     for code in sorted({int(e.name) for e in facts.events if e.kind == "xid" and re.fullmatch(r"\d{1,4}", e.name)}):
@@ -837,6 +876,10 @@ PATTERNS = (
     ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
 )
 """What names a machine, a part or a place by its look. URLs first: they hold hosts and paths."""
+HOST_FIELDS = ("host", "hostname")
+"""Fields that hold the name of a host and nothing else: replaced however short it is."""
+OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
+"""Fields whose values are words of canaryd's own: a host called "device" or "healthy" must not change them."""
 NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hostname")
 """Identity that is known by where it stands and not by its look; the part number stays, for it names a model."""
 
@@ -866,7 +909,8 @@ class Redactor:
         self._names = re.compile(rf"(?i)(?<![\w-])(?:{joined})(?![\w-])") if names else None
 
     def _know(self, value: str, kind: str) -> None:
-        # A short number ("0", "1") as module or board id would turn every such number into a pseudonym.
+        # A short number ("0", "1") as module or board id would turn every such number into a pseudonym, and a host
+        # called "vm" every such word. Where a field holds the host, `value` replaces it anyway.
         if len(value) >= 3 and not (value.isdigit() and len(value) < 6):
             self.known.setdefault(value, kind)
             if kind == "host" and "." in value:
@@ -902,14 +946,19 @@ class Redactor:
         return re.sub(r"\0(\d+)\0", lambda m: aliases[int(m[1])], text)
 
     def value(self, value: Any) -> Any:
-        """Return JSON data with every text in it redacted, keys included."""
+        """Return JSON data with every text in it redacted, keys included unless they are names of fields."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(k): self.value(v) for k, v in value.items()}
+            return {k if k.isidentifier() else self.text(k): self._field(k, v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.value(v) for v in value]
         return value
+
+    def _field(self, name: str, value: Any) -> Any:
+        if name in OWN_WORDS and isinstance(value, str):
+            return value
+        return self._alias("host", value) if name in HOST_FIELDS and value else self.value(value)
 
 
 def _cleaned(value: Any) -> Any:
@@ -938,10 +987,10 @@ def write(
 ) -> Path:
     """Write the dossier of a device below `out`, as a directory and as one archive beside it; return the directory.
 
-    Without an engine no tensors are laid out; the dossier says so. Raises `DossierError` where it cannot be written;
-    nothing half-written stays.
+    Without an engine nothing is judged anew and no tensors are laid out; the dossier says so. Raises `DossierError`
+    where it cannot be written; nothing half-written stays.
     """
-    document = gather(store, config, device, now=now, drill=drill)
+    document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     slug = "endpoint" if redact and device.backend == "endpoint" else re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
     name = f"canaryd-dossier-{slug}-{stamp}"
@@ -1051,8 +1100,7 @@ def _exhibit(
     hosts = [d for d in engine.devices.values() if d.backend == "cpu"]
     if not hosts:
         return [], "no worker with torch was at hand on this host"
-    core = re.fullmatch(r"core (\d+)", failure["places"][0]["place"]) if failure["places"] else None
-    alone = core is not None and len(failure["places"]) == 1
+    core = dossier_page.failing_core(failure)
     arguments = {
         "device": to_json(device),
         "probe": failure["probe"],
@@ -1068,7 +1116,7 @@ def _exhibit(
         },
         "unset": SCRUBBED,
         "runs": 1000,
-        "core": int(core[1]) if core is not None and alone else None,
+        "core": core,
     }
     try:
         outcome, answer, detail = engine.answer(hosts[0], "exhibit", arguments, timeout=600.0, wait=wait)

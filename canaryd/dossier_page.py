@@ -54,7 +54,7 @@ figure { margin: 0 0 1rem; } figcaption { color: var(--soft); font-size: .94rem;
 .map .cell { fill: var(--empty); } .map .hit { fill: rgb(var(--heat)); }
 .map .unknown { fill: var(--paper); }
 .map .frame { fill: none; stroke: var(--soft); }
-.bars svg { display: block; width: 100%; min-width: 30rem; max-width: 46rem; height: auto; }
+.bars svg { display: block; width: 100%; max-width: 26rem; height: auto; }
 .bars .bar { fill: rgb(var(--heat)); } .bars .part { fill: var(--empty); } .bars .axis { stroke: var(--soft); }
 .plot figcaption { color: var(--ink); }
 .events th, .events td:nth-child(2) { white-space: nowrap; }
@@ -164,14 +164,14 @@ def _facts(pairs: Sequence[tuple[str, str]]) -> str:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> str:
     """Return a table; the first column heads its row, `numeric` ones stand to the right.
 
-    On a narrow screen a table of more than three columns becomes a list of cards, whose cells repeat their heading.
+    On a narrow screen a table of more than two columns becomes a list of cards, whose cells repeat their heading.
     """
     head = "".join(f'<th scope="col"{_n(i, numeric)}>{_t(c)}</th>' for i, c in enumerate(columns))
     lines = []
     for first, *rest in rows:
         cells = [f'<td data-c="{_t(columns[i])}"{_n(i, numeric)}>{_t(v)}</td>' for i, v in enumerate(rest, 1)]
         lines.append(f'<tr><th scope="row"{_n(0, numeric)}>{_t(first)}</th>{"".join(cells)}</tr>')
-    kind = ' class="cards"' if len(columns) > 3 else ""
+    kind = ' class="cards"' if len(columns) > 2 else ""
     return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -193,9 +193,11 @@ def _share(value: float | None) -> str:
 
 def _rate(of: Mapping[str, Any]) -> str:
     """Return "3 of 3 (95 %: 29.2% to 100%)"."""
-    if not of["total"]:
-        return "none"
-    return f"{of['wrong']:,} of {of['total']:,} (95 %: {_share(of['low'])} to {_share(of['high'])})"
+    return f"{_counted(of)} (95 %: {_share(of['low'])} to {_share(of['high'])})" if of["total"] else "none"
+
+
+def _counted(of: Mapping[str, Any]) -> str:
+    return f"{of['wrong']:,} of {of['total']:,}" if of["total"] else "none"
 
 
 # --- Sections --------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def ranges(numbers: Sequence[int]) -> str:
 def _failed(document: Document) -> str:
     failures = document["failures"]
     if not failures:
-        looked = sum(p["results"] for p in document["probes"])
+        looked = sum(p["results"]["total"] for p in document["probes"])
         text = f"No exact result was wrong among {looked:,}." if looked else "No result of this device was compared."
         unknown = sum(p["unknown"] for p in document["probes"])
         if unknown:
@@ -248,8 +250,8 @@ def _failed(document: Document) -> str:
         ("Operands", f"{first['shape']}, seed {first['seed']}"),
         ("What is wrong", SUBJECTS[first["subject"]]),
         ("Pattern", first["pattern"]),
-        ("Results wrong", _rate(first["results"])),
         ("Uploads wrong", _rate(first["uploads"])),
+        ("Results wrong", _counted(first["results"])),
         ("Runs wrong", _rate(first["runs"])),
         ("Repeated at once", first["reproduced"]),
         ("Place", _placed(first)),
@@ -261,7 +263,8 @@ def _failed(document: Document) -> str:
     rows = [
         (
             f"{f['probe']} {f['case']}" + (f" [{f['instruction_set']}]" if f["instruction_set"] else ""),
-            f"{f['results']['wrong']:,} of {f['results']['total']:,}",
+            _counted(f["uploads"]),
+            _counted(f["results"]),
             f"{f['runs']['wrong']} of {f['runs']['total']}",
             _placed(f),
             ranges([int(b) for b in f["bits"]]) or "none written down",
@@ -270,30 +273,27 @@ def _failed(document: Document) -> str:
         for f in failures[:SHOWN]
     ]
     more = len(failures) + document["failures_omitted"] - SHOWN
-    table = _table(("case", "results wrong", "runs wrong", "place", "bits", "last seen"), rows)
+    table = _table(("case", "uploads wrong", "results wrong", "runs wrong", "place", "bits", "last seen"), rows)
     rest = f'<p class="soft">{more} more failing cases are in dossier.json.</p>' if more > 0 else ""
     note = (
-        '<p class="soft">The intervals are of Clopper and Pearson. A run stops repeating an upload after three wrong '
-        "results, so a rate of results is rough; that of uploads is not.</p>"
+        '<p class="soft">The intervals are of Clopper and Pearson. Results have none: those of one upload are not '
+        "independent, and a run stops repeating an upload after three wrong ones.</p>"
     )
     return _facts(pairs) + (f"<h3>All failing cases</h3>{table}" if len(failures) > 1 else "") + rest + note
 
 
 def _placed(failure: Mapping[str, Any]) -> str:
-    wrong = [p for p in failure["places"] if p["wrong"]]
-    return ", ".join(f"{p['place']} ({p['wrong']:,} of {p['total']:,})" for p in wrong) or "not known"
+    wrong = [p for p in failure["places"] if p["results"]["wrong"]]
+    return ", ".join(f"{p['place']} ({_counted(p['results'])} results)" for p in wrong) or "not known"
 
 
 def _where(document: Document) -> str:
     parts = []
     places = document["places"]
     if places:
-        rates = [
-            (p["place"], f"{p['total']:,}", f"{p['wrong']:,}", f"{_share(p['low'])} to {_share(p['high'])}")
-            for p in places
-        ]
+        rates = [(p["place"], _counted(p["results"]), _rate(p["uploads"])) for p in places]
         parts.append("<h3>By core or unit</h3>")
-        parts.append(_table(("place", "results", "wrong", "rate of wrong ones, 95 %"), rates, (1, 2)))
+        parts.append(_table(("place", "results wrong", "uploads wrong"), rates))
         if {p["place"] for p in places} == {"device"}:
             parts.append('<p class="soft">The probes do not choose which unit of this device computes a tile.</p>')
     mapped = [f for f in document["failures"] if f["map"]][:MAPS]
@@ -342,7 +342,7 @@ def _map(failure: Mapping[str, Any]) -> str:
     title = f"{failure['case']}: {few}, in a result of {m['rows']:,} rows and {m['columns']:,} columns; {cell}"
     fullest = sorted(m["counts"], key=lambda c: -c[2])[:5]
     told = "; ".join(
-        f"rows {_span(r, high, m['rows'])}, columns {_span(c, wide, m['columns'])}: {n:,}" for r, c, n in fullest
+        f"{_span('row', r, high, m['rows'])}, {_span('column', c, wide, m['columns'])}: {n:,}" for r, c, n in fullest
     )
     parts = [
         f'<figure class="map"><figcaption>{_t(title)}. Fullest cells: {_t(told)}.</figcaption>',
@@ -352,7 +352,7 @@ def _map(failure: Mapping[str, Any]) -> str:
     for r, c, n in m["counts"]:
         # A cell with one element among many must still be seen: opacity begins at a third.
         opacity = 0.35 + 0.65 * n / most
-        where = f"rows {_span(r, high, m['rows'])}, columns {_span(c, wide, m['columns'])}: {n:,} wrong"
+        where = f"{_span('row', r, high, m['rows'])}, {_span('column', c, wide, m['columns'])}: {n:,} wrong"
         parts.append(
             f'<rect class="hit" x="{left + c * size}" y="{top + r * size}" width="{size}" height="{size}"'
             f' fill-opacity="{opacity:.2f}"><title>{_t(where)}</title></rect>'
@@ -382,9 +382,10 @@ def _cells(size: int, bins: int) -> str:
     return f"{size // bins}" if size % bins == 0 else f"about {size / bins:.1f}"
 
 
-def _span(cell: int, bins: int, size: int) -> str:
+def _span(name: str, cell: int, bins: int, size: int) -> str:
+    """Return what a cell of a map covers along one axis: "row 2", "rows 4…7"."""
     first, last = -(-cell * size // bins), -(-(cell + 1) * size // bins) - 1
-    return f"{first}" if first >= last else f"{first}…{last}"
+    return f"{name} {first}" if first >= last else f"{name}s {first}…{last}"
 
 
 def _bits(document: Document) -> str:
@@ -396,8 +397,7 @@ def _bits(document: Document) -> str:
         most = max(form["bits"], key=lambda b: b["count"])
         title = f"{form['format']}: bit {most['bit']}{_meaning(most['name'])} was flipped most often"
         title += f", {most['count']:,} {'times' if most['count'] > 1 else 'time'}"
-        drawn = f'<div class="wide">{_bars(form, title)}</div>'
-        parts.append(f'<figure class="bars"><figcaption>{_t(title)}.</figcaption>{drawn}</figure>')
+        parts.append(f'<figure class="bars"><figcaption>{_t(title)}.</figcaption>{_bars(form, title)}</figure>')
         rows = [
             (b["bit"], b["name"] or "not known", f"{b['count']:,}", f"{b['count'] / total:.1%}")
             for b in sorted(form["bits"], key=lambda b: -b["count"])[:MOST_BITS]
@@ -413,22 +413,25 @@ def _meaning(name: str) -> str:
 
 
 def _bars(form: Mapping[str, Any], title: str) -> str:
-    """Return a histogram over the bits of a format, the highest (the sign) on the left as a number is written."""
+    """Return a histogram over the bits of a format, the highest (the sign) on the left as a number is written.
+
+    As wide as the narrowest phone, so that its letters can be read there; wider screens enlarge it.
+    """
     width = form["width"]
     count = {b["bit"]: b["count"] for b in form["bits"]}
     most = max(count.values())
-    room, left, top, tall = 640, 20 + 8 * len(f"{most:,}"), 16, 110
+    room, left, top, tall = 320, 12 + 8 * len(f"{most:,}"), 16, 110
     step = room / width
     told = ", ".join(f"bit {b['bit']}{_meaning(b['name'])}: {b['count']:,}" for b in form["bits"])
     box = f'viewBox="0 0 {left + room + 8} {top + tall + 46}"'
     parts = [f'<svg {box} role="img"><title>{_t(title)}</title><desc>{_t(told)}</desc>']
     for bit in range(width):
-        x = left + (width - 1 - bit) * step
+        x, thick = left + (width - 1 - bit) * step, 0.8 * step
         size = tall * count.get(bit, 0) / most
-        parts.append(f'<rect class="part" x="{x + 0.5:.1f}" y="{top + tall}" width="{step - 1:.1f}" height="6"/>')
+        parts.append(f'<rect class="part" x="{x + 0.1 * step:.1f}" y="{top + tall}" width="{thick:.1f}" height="6"/>')
         if bit in count:
             parts.append(
-                f'<rect class="bar" x="{x + 0.5:.1f}" y="{top + tall - size:.1f}" width="{step - 1:.1f}"'
+                f'<rect class="bar" x="{x + 0.1 * step:.1f}" y="{top + tall - size:.1f}" width="{thick:.1f}"'
                 f' height="{max(size, 1.5):.1f}"><title>bit {bit}: {count[bit]:,}</title></rect>'
             )
         if bit % (4 if width <= 32 else 8) == 0 or bit == width - 1:
@@ -487,9 +490,8 @@ def _rates(document: Document) -> str:
         (
             p["probe"],
             f"{p['runs']:,}",
-            f"{p['results']:,}" if p["results"] else "none",
-            f"{p['wrong']:,}",
-            f"{_share(p['low'])} to {_share(p['high'])}" if p["results"] else "not known",
+            _counted(p["results"]),
+            _rate(p["uploads"]),
             f"more than {_share(p['rules_out'])}" if p["rules_out"] is not None else "nothing",
             moment(p["last"]),
         )
@@ -497,12 +499,12 @@ def _rates(document: Document) -> str:
     ]
     if not rows:
         return "<p>No run is kept, so nothing is ruled out.</p>"
-    columns = ("probe", "runs", "results", "wrong", "rate of wrong ones, 95 %", "fault rate ruled out", "last run")
+    columns = ("probe", "runs", "results wrong", "uploads wrong", "fault rate ruled out", "last run")
     note = (
         '<p class="soft">A probe without a wrong result rules out a fault that fires more often than that, under the '
         "loads and temperatures that it met; a clean result is no acquittal.</p>"
     )
-    return _table(columns, rows, (1, 2, 3)) + note
+    return _table(columns, rows, (1,)) + note
 
 
 def _timeline(document: Document) -> str:
@@ -510,17 +512,10 @@ def _timeline(document: Document) -> str:
     parts = []
     for course in document["series"]:
         if len(course["points"]) > 1:
-            start = min(course["points"][0][0], *(e["at"] for e in entries[-LATEST:])) if entries else None
-            parts.append(
-                drawing.plot(
-                    course["reading"],
-                    course["unit"],
-                    [Line(name=course["reading"], points=[(at, value) for at, value in course["points"]])],
-                    list(_marks(entries)),
-                    start=start,
-                    end=max([document["generated"] if entries else 0, course["points"][-1][0]]),
-                )
-            )
+            line = Line(name=course["reading"], points=[(at, value) for at, value in course["points"]])
+            marks = list(_marks(entries))
+            start, end = drawing.span([line], marks)
+            parts.append(drawing.plot(course["reading"], course["unit"], [line], marks, start=start, end=end))
     if not entries:
         return "".join(parts) + "<p>Nothing is on record.</p>"
     shown = entries[-LATEST:][::-1]
@@ -555,14 +550,13 @@ def _reproduce(document: Document) -> str:
     if laid:
         parts.append("<p>With torch alone, from the directory of this page; 1000 is the number of runs:</p>")
         name = document["identity"]["torch_name"]
-        for f in laid:
-            places = [p["place"] for p in f["places"] if p["wrong"]]
-            core = f" --core {places[0][5:]}" if len(places) == 1 and places[0].startswith("core ") else ""
-            parts.append(f"<pre>python {_t(f['exhibit'])}/reproduce.py {_t(name)} 1000{_t(core)}</pre>")
+        parts += [f"<pre>python {_t(f['exhibit'])}/reproduce.py {_t(name)} 1000{_t(_core(f))}</pre>" for f in laid]
         parts.append(
             "<p>It prints which elements and bits differ from the golden, and ends with status 1 if any run was "
-            "wrong, 0 if none was. On a healthy part it ends with 0.</p>"
+            "wrong, 0 if none was, 2 if it could not be run. On a healthy part it ends with 0.</p>"
         )
+        if any(_core(f) for f in laid):
+            parts.append("<p>--core names the core that failed; without it the script takes the same one.</p>")
     if document["reproduce"]:
         parts.append("<p>With canaryd:</p>")
         parts += [f"<pre>{_t(c['command'])}</pre>" for c in document["reproduce"]]
@@ -572,6 +566,18 @@ def _reproduce(document: Document) -> str:
     if document["drill"]:
         parts.append("<p>A drill's fault is canaryd's own: neither way shows it on a sound part.</p>")
     return "".join(parts) or "<p>There is no failing result to reproduce.</p>"
+
+
+def failing_core(failure: Mapping[str, Any]) -> int | None:
+    """Return the processor's core on which a case was wrong most often; None where no core is known."""
+    wrong = [p for p in failure["places"] if p["results"]["wrong"] and p["place"].startswith("core ")]
+    worst = max(wrong, key=lambda p: p["results"]["wrong"], default=None)
+    return None if worst is None else int(worst["place"].removeprefix("core "))
+
+
+def _core(failure: Mapping[str, Any]) -> str:
+    core = failing_core(failure)
+    return "" if core is None else f" --core {core}"
 
 
 def _contents(document: Document) -> str:

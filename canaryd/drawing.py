@@ -37,13 +37,16 @@ STYLE = """
 """The style sheet of everything here."""
 W, H, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 12, 34, 26
 """Size and margins of a plot in its own units."""
+LETTER = 7.6
+"""Width of a letter of 12 pixels, about (ours)."""
 FLAT = 0.05
 """Least height of the value axis as a share of the largest value: noise must not fill a plot (ours)."""
 GAP = 4.0
 """Times the usual distance of two points beyond which nothing is known between them, and no line is drawn (ours)."""
 MOST = 300
 """Buckets of time along a line, of each of which the lowest and the highest point are drawn."""
-STEPS = (5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, *(n * DAY for n in (1, 2, 7, 14, 28, 91, 364)))
+SHORT = (10.0, 30.0, MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR)
+STEPS = (*SHORT, *(n * DAY for n in (1, 2, 7, 14, 28, 91, 364)))
 """Distances of the marks on the time axis."""
 TICKS = 8
 """Marks on the time axis at most."""
@@ -112,11 +115,23 @@ def plot(
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{W - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     for at, label in _times(first, last):
         parts.append(f'<line class="axis" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text x="{x(at):.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+        inside_x = min(x(at), W - LETTER * len(label) / 2)
+        parts.append(f'<text x="{inside_x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     parts += _marks([m for m in marks if first <= m.at <= last], x, bottom)
     for line in sorted(inside, key=lambda one: one.role == "own"):  # the device at issue is drawn over its peers
         parts += _drawn(line, first, last, x, y)
     return f'<figure class="plot">{caption}{"".join(parts)}</svg></figure>'
+
+
+def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
+    """Return from when to when a plot goes: the time of the points, and of the marks no further away than that is long.
+
+    So the values take at least a third of the width, however long ago something else happened (ours).
+    """
+    times = [at for line in lines for at, _ in line.points]
+    first, last = min(times), max(times)
+    near = [m.at for m in marks if abs(m.at - (first + last) / 2) <= 1.5 * (last - first)]
+    return min([first, *near]), max([last, *near])
 
 
 def spark(values: Sequence[float | None], *, width: int = 120, height: int = 20) -> str:
@@ -181,7 +196,10 @@ def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
         at += offset - _offset(at)  # the clock may have been put forward or back since the beginning
         if first <= at <= last:
             local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
-            yield at, f"{local:%H:%M}" if step < DAY and (local.hour or local.minute) else f"{local:%d %b}"
+            if step < MINUTE:
+                yield at, f"{local:%H:%M:%S}"
+            else:
+                yield at, f"{local:%H:%M}" if step < DAY and (local.hour or local.minute) else f"{local:%d %b}"
 
 
 def _offset(at: float) -> float:
@@ -200,9 +218,9 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
             f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
             f"<title>{told} {label}</title></line>"
         )
-        wide = 7.6 * len(mark.label)  # a letter of 12 pixels is about as wide
-        begins = min(at - wide / 2, W - wide)
-        if begins > room and begins >= 0:
+        wide = LETTER * len(mark.label)
+        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values stands left of that
+        if begins > room and begins >= LEFT:
             yield f'<text class="mark {mark.role}" x="{begins:.1f}" y="{TOP - 12}">{label}</text>'
             room = begins + wide + 8
 

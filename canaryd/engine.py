@@ -102,7 +102,13 @@ def fold(run: Run) -> Run:
     if not run.whole or len(run.comparisons) < 2:
         return run
     elements = Comparison(
-        case="*", shape="", seed=run.seed, exactness=Exactness.UNIVERSAL, subject=Subject.DEVICE, trials=run.trials
+        case="*",
+        shape="",
+        seed=run.seed,
+        exactness=Exactness.UNIVERSAL,
+        subject=Subject.DEVICE,
+        trials=run.trials,
+        uploads=sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE),
     )
     return replace(run, comparisons=(elements,) if run.trials else (), skipped=(), readings=_kept(run))
 
@@ -155,6 +161,8 @@ class Engine:
     _acks: dict[str, tuple[Ack, ...]] = field(default_factory=dict)
     _courses: dict[str, dict[trend.Key, trend.Course]] = field(default_factory=dict)
     """Device → its readings day by day."""
+    _behind: float = 0.0
+    """Seconds that are added to the clock while it stands far before a time that has come for certain."""
     _said: tuple[Ack, ...] = ()
     """All words that count."""
     _trends: dict[str, tuple[int, tuple[Finding, ...]]] = field(default_factory=dict)
@@ -484,7 +492,7 @@ class Engine:
         For recorded bits there is no right answer, so a sibling is asked the same.
         """
         device, verdict = self.devices[uuid], self.store.verdicts().get(uuid)
-        if verdict is None or verdict.state is not State.SUSPECT:
+        if verdict is None or verdict.state is State.FAULTY or not verdict.doubted:
             return []
         mine = [
             r
@@ -607,10 +615,13 @@ class Engine:
         Baselines learn from it where nothing speaks against its device: a bad unit must not become its own standard.
         """
         learnt: Collection[Baseline] = ()
-        if (run.wrong or run.recordings) and not run.drill and run.started < (at := self.store.reached) - DOUBTED:
-            # A clock set back must not make a mismatch older than what came before it.
+        if run.started >= (reached := self.store.reached) - DOUBTED:
+            self._behind = 0.0
+        elif (run.wrong or run.recordings) and not run.drill:
+            # A clock set back must not make a mismatch older than what came before it; distances stay.
+            self._behind = self._behind or reached - run.started
             detail = f"dated by the store: the clock said {run.started:.0f}"
-            run = replace(run, started=at, environment={**run.environment, "clock": detail})
+            run = replace(run, started=run.started + self._behind, environment={**run.environment, "clock": detail})
         if run.recordings:
             run, learnt = self._held_against_baselines(run)
         self.store.add_run(run, learnt)
@@ -627,13 +638,12 @@ class Engine:
                 said = tuple(self.store.acks())
                 self._acks = {uuid: tuple(a for a in said if a.device == uuid) for uuid in self.devices}
                 self._baselines = {uuid: {} for uuid in self.devices}
-                imported = []
-                for baseline in self.store.baselines():
-                    if baseline.device not in self.devices:
-                        imported.append(baseline)
-                    elif baseline.first > self._cut(baseline.device):  # what a part gave before its repair is history
+                known = self.store.baselines()
+                for baseline in (b for b in known if b.device in self.devices):
+                    # What a part gave before its repair is history, unless an operator said that it is right.
+                    if baseline.first > self._cut(baseline.device) or baseline.pinned:
                         self._baselines[baseline.device][baseline.key] = baseline
-                self._imported = tuple(imported)
+                self._imported = tuple(b for b in known if b.imported)
                 self._recorded.clear()
                 if said != self._said:  # days before a repair are history
                     self._said = said
@@ -659,10 +669,11 @@ class Engine:
         verdicts, device = self.store.verdicts(), self.devices.get(run.device)
         if device is None or not device.is_endpoint:
             before = verdicts.get(run.device)
-            return before is None or before.state.severity < State.SUSPECT.severity
+            return before is None or not before.doubted
         parts = endpoints.behind(self._endpoint(device), self.devices.values())
         found = [f for d in parts if d.uuid in verdicts for f in verdicts[d.uuid].findings]
-        return all(f.state.severity < State.SUSPECT.severity or f.rule == "endpoint-departed" for f in found)
+        guilty = [f for f in found if f.state.severity >= State.SUSPECT.severity or f.acknowledged]
+        return all(f.rule == "endpoint-departed" for f in guilty)
 
     def _endpoint(self, device: Device) -> EndpointConfig:
         # One that a reload took out of the configuration stays known for a while.
@@ -687,7 +698,11 @@ class Engine:
         self._refresh()
         with self._mutex:
             mine = self._baselines.setdefault(run.device, {})
-            run, learnt = recorded.intake(run, mine, learns=trusted)
+            try:
+                run, learnt = recorded.intake(run, mine, learns=trusted)
+            except ValueError as error:  # a baseline that cannot be: the evidence is worth more than the comparison
+                self.problems.append(f"{run.device} {run.probe}: not held against its baselines: {error}")
+                return run, ()
             self._baselines[run.device] = mine | learnt
         return run, learnt.values()
 
@@ -757,17 +772,26 @@ class Engine:
         """Judge every known device from the evidence at hand, store what changed, and return the verdicts."""
         self._refresh()
         previous = self.store.verdicts()
-        return {uuid: self._decide(uuid, previous.get(uuid)) for uuid in list(self.devices)}
+        with self._mutex:
+            nodes = {served: self._node(served=served) for served in (False, True)}
+            return {u: self._decide(u, nodes[d.is_endpoint], previous.get(u)) for u, d in self.devices.items()}
+
+    def settle(self) -> None:
+        """Judge every device by all evidence, and store it: what a command asked for a part of may have shown more."""
+        self.only, self.cases, self.intensity = frozenset(), (), ""
+        for verdict in self.decide().values():
+            self.store.set_verdict(verdict)
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now."""
         self._refresh()
-        return self._decide(uuid, self.store.verdicts().get(uuid))
+        return self._decide(uuid, self._node(served=self.devices[uuid].is_endpoint), self.store.verdicts().get(uuid))
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
         """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
         self._refresh()
-        return self._decide(uuid, None, drill=True, since=since)
+        served = self.devices[uuid].is_endpoint
+        return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         polls = {n: p for n, p in self.watch.polls(device.uuid).items() if n in self.entries}
@@ -791,6 +815,7 @@ class Engine:
         if not drill and device.uuid in self._recorded and 0 <= now - self._recorded[device.uuid][0] < REJUDGED:
             return self._recorded[device.uuid][1]
         of = {u: tuple(r for r in self.evidence(u) if r.recordings or r.readings) for u in self.devices}
+        verdicts = self.store.verdicts()
         record = recorded.Record(
             device=device,
             runs=tuple(r for r in of[device.uuid] if bool(r.drill) == drill),
@@ -801,6 +826,7 @@ class Engine:
             peers={
                 d.name: recorded.Peer(
                     device=d,
+                    trusted=u not in verdicts or not verdicts[u].doubted,
                     runs=tuple(r for r in of[u] if not r.drill),
                     baselines=self._baselines.get(u, {}),
                 )
@@ -827,7 +853,7 @@ class Engine:
         One at a time, for it takes a second: a day's runs and polls are read. A day without any is summed up as well,
         so that nobody looks again.
         """
-        today = int(self.clock() // DAY)
+        today = int(self._reached() // DAY)  # a clock that ran ahead must not close days that have not come
         first_seen = {r.device.uuid: r.first_seen for r in self.store.devices()}
         for uuid in list(self.devices):
             have = {d.day for d in self.store.days(uuid, (today - BACK) * DAY)}
@@ -888,22 +914,26 @@ class Engine:
         found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent)]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
 
-    def _decide(self, uuid: str, previous: Verdict | None, *, drill: bool = False, since: float = 0.0) -> Verdict:
+    def _node(self, *, served: bool, drill: bool = False, since: float = 0.0) -> judge.Node:
+        """Return the devices of this node, or its endpoints, with the evidence on them, for any number of verdicts."""
+        with self._mutex:
+            devices = {u: d for u, d in self.devices.items() if d.is_endpoint == served}
+            runs: dict[str, Sequence[Run]] = {u: [r for r in self.evidence(u) if r.started >= since] for u in devices}
+        if self.restricted:  # what was asked for is a part, and the verdict is about that part
+            part = self.cases, self.intensity
+            for uuid, listed in runs.items():
+                runs[uuid] = [
+                    replace(r, cases=(), intensity="") if (r.cases, r.intensity) == part else r for r in listed
+                ]
+        return judge.node(devices, runs, self.clock(), drill=drill)
+
+    def _decide(self, uuid: str, among: judge.Node, previous: Verdict | None, *, drill: bool = False) -> Verdict:
         with self._mutex:
             device = self.devices[uuid]
             served = device.is_endpoint
-            others = {u: d for u, d in self.devices.items() if u != uuid and d.is_endpoint == served}
-            runs = [run for run in self.evidence(uuid) if run.started >= since]
-            if self.restricted:  # what was asked for is a part, and the verdict is about that part
-                part = self.cases, self.intensity
-                runs = [
-                    replace(run, cases=(), intensity="") if (run.cases, run.intensity) == part else run for run in runs
-                ]
             verdict = judge.decide(
                 device,
-                runs,
-                siblings={u: self.evidence(u) for u in others},
-                sibling_devices=others,
+                among,
                 wanted=self.periods(device),
                 policy=self.config.judge,
                 now=self.clock(),
@@ -911,7 +941,7 @@ class Engine:
                 previous=previous,
                 drill=drill,
                 gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
-                signs=None if drill or served else self._signs(device, runs),
+                signs=None if drill or served else self._signs(device, among.runs[uuid]),
                 count=self._count(device),
                 unlisted=self.failing if device.backend == "cpu" else {},
                 recorded=self._of_recordings(device, drill=drill),

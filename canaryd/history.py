@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from canaryd import status, trend
@@ -29,6 +29,8 @@ LEAST_READ = 50
 """The same for one device at least."""
 HOURLY = 3 * DAY
 """Span up to which readings are shown by the hour, and by the day beyond (ours)."""
+MOST_PAUSES = 5
+"""Pauses that are told one by one (ours): where they are more, they are a habit, and one line sums them up."""
 MOST_ITEMS, MOST_READINGS = 25, 20
 """Lines of each kind that a terminal is shown per device; JSON has all."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -51,7 +53,7 @@ class Item:
     """When it was last, in seconds since the epoch."""
     first: float
     kind: str
-    """"verdict", "run", "event", "ack" or "stack"."""
+    """"verdict", "run", "event", "ack", "stack" or "pause"."""
     role: str
     """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
     label: str
@@ -93,6 +95,8 @@ class DeviceHistory:
     """Newest first."""
     trends: tuple[Trend, ...]
     """What changed first."""
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Id of a stack → its parts, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,8 @@ class History:
     devices: tuple[DeviceHistory, ...]
     """The worst first."""
     problems: tuple[str, ...]
+    asked: str | None = None
+    """The one device that was asked for; None for all."""
 
 
 def gather(
@@ -125,24 +131,34 @@ def gather(
     for one in chosen:
         uuid = one.device.uuid
         summed = (days or {}).get(uuid, ())
-        polls = store.polls(uuid, since=since, completed=True, limit=max(LEAST_READ, POLLS // share))
-        runs = store.runs(uuid, since=since, limit=max(LEAST_READ, RUNS // share))
+        most_polls, most_runs = max(LEAST_READ, POLLS // share), max(LEAST_READ, RUNS // share)
+        polls = store.polls(uuid, since=since, completed=True, limit=most_polls)
+        runs = store.runs(uuid, since=since, limit=most_runs)
         failed = store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))
+        stacks = [*(s for day in summed for s in day.stacks), *trend.stacks(runs)]
+        full = [part for part, most in ((polls, most_polls), (runs, most_runs)) if len(part) == most]
+        read_from = max((min(r.started for r in part) for part in full), default=since)
         items = [
             *_verdicts(store.verdict_history(uuid)),
+            *_pauses(summed, [*runs, *polls, *failed], read_from, now, config.judge.stale_after),
             *_failures(failed),
             *_events(store.events(since, uuid)),
             *_acks(store, uuid),
-            *_stacks([*(s for day in summed for s in day.stacks), *trend.stacks(runs)]),
+            *_stacks(stacks),
         ]
         shown = sorted((i for i in items if since <= i.at <= now), key=lambda i: i.at, reverse=True)
         courses = _trends(summed, runs, polls, since, now)
         found.append(
             DeviceHistory(
-                device=one.device, present=one.present, verdict=one.verdict, items=tuple(shown), trends=tuple(courses)
+                device=one.device,
+                present=one.present,
+                verdict=one.verdict,
+                items=tuple(shown),
+                trends=tuple(courses),
+                stacks={s.id: s.parts for s in stacks},
             )
         )
-    return History(now=now, since=since, devices=tuple(found), problems=seen.problems)
+    return History(now=now, since=since, devices=tuple(found), problems=seen.problems, asked=device)
 
 
 # --- The timeline -----------------------------------------------------------------------------------------------------
@@ -218,7 +234,41 @@ def _events(events: Iterable[Event]) -> Iterator[Item]:
 def _acks(store: Store, uuid: str) -> Iterator[Item]:
     for ack in store.acks(uuid):
         text = told_of_ack(ack).replace(f" on {moment(ack.at)}", "", 1)
-        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=ack.kind, text=text)
+        ended = ack.kind == "acknowledged" and ack.until <= ack.at
+        label = "acknowledgement ended" if ended else ack.kind
+        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
+
+
+def _pauses(
+    days: Sequence[trend.Day], seen: Sequence[Run], read_from: float, now: float, limit: float
+) -> Iterator[Item]:
+    """Yield the times of more than `limit` seconds in which nothing was recorded, from the device's first record on.
+
+    `seen` are its runs and polls, all of them from `read_from` on. A day of which only the summary is left was one on
+    which something was recorded.
+    """
+    spans = [(r.started, r.started + r.seconds) for r in seen if r.started <= now]
+    own = {int(start // DAY) for start, _ in spans}
+    kept = (d.day for d in days if (d.levels or d.stacks) and (d.day not in own or d.day * DAY < read_from))
+    spans += [(day * DAY, (day + 1) * DAY) for day in kept]
+    found: list[tuple[float, float]] = []
+    reached = math.inf  # before the first record nothing is missed
+    for start, end in [*sorted(spans), (now, now)]:
+        if start > read_from and start - reached > limit:
+            found.append((reached, start))
+        reached = end if math.isinf(reached) else max(reached, end)
+    if len(found) > MOST_PAUSES:
+        longest = spoken(max(end - start for start, end in found))
+        what = f"{len(found)} times nothing was recorded for more than {spoken(limit)}, for {longest} at most"
+        yield _pause(found[0][0], found[-1][1], what, len(found))
+    else:
+        for start, end in found:
+            yield _pause(start, end, f"nothing was recorded for {spoken(end - start)}", 1)
+
+
+def _pause(start: float, end: float, what: str, count: int) -> Item:
+    text = f"{what} (no daemon ran, or it could not)"
+    return Item(at=end, first=start, kind="pause", role="calm", label="nothing recorded", text=text, count=count)
 
 
 def _stacks(seen: Iterable[trend.Stack]) -> Iterator[Item]:
@@ -330,7 +380,8 @@ def as_text(history: History, width: int, *, color: bool = False) -> str:
     for one in history.devices:
         lines += [*_text_of(one, history, room), ("", "")]
     if not history.devices:
-        lines += [("", line) for line in wrapped("", NOBODY, room)] + [("", "")]
+        said = NOTHING if history.asked is None else NOBODY
+        lines += [("", line) for line in wrapped("", said, room)] + [("", "")]
     for problem in history.problems:
         lines += [("calm", line) for line in wrapped("problem: ", problem, room)]
     span = f"from {moment(history.since, seconds=False)} to {moment(history.now, seconds=False)}, local time"
@@ -341,6 +392,7 @@ def as_text(history: History, width: int, *, color: bool = False) -> str:
     )
 
 
+NOTHING = "nothing was recorded yet: start the daemon (canaryd run), or run canaryd check"
 NOBODY = "nothing is known of such a device: canaryd status names those that are known"
 
 
@@ -394,12 +446,14 @@ def _table(one: DeviceHistory, history: History, room: int) -> Iterator[tuple[st
     yield "head", f"  Readings, by the {step}"
     heads = "".join(f"{word:>{n}}" for word, n in zip(("least", "median", "most", "last"), COLUMNS, strict=True))
     yield "", f"    {'':<{NAME}}{heads}"
-    basis = Counter((t.key.probe, t.key.reading) for t in telling)
+    bases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for t in telling:
+        bases[t.key.probe, t.key.reading].append(t.key.basis)
     for t in telling[:MOST_READINGS]:
         size, symbol = scale(t.unit, max(map(abs, t.values)))
         name = f"{t.key.reading}{f' [{symbol}]' if symbol else ''}"
-        if basis[t.key.probe, t.key.reading] > 1:
-            name += f" on stack {t.key.basis.rpartition('/')[2][:6]}"
+        if len(alike := bases[t.key.probe, t.key.reading]) > 1:
+            name += f" {_apart(t.key.basis, alike, one.stacks)}"
         values = (min(t.values), statistics.median(t.values), max(t.values), t.values[-1])
         row = "".join(f"{number(v / size):>{n}}" for v, n in zip(values, COLUMNS, strict=True))
         if len(name) > NAME:
@@ -418,6 +472,34 @@ def _table(one: DeviceHistory, history: History, room: int) -> Iterator[tuple[st
         yield "", f"    and {more} more readings: canaryd history --json"
     if zeros:
         yield "", f"    and {_zeros(zeros)}"
+
+
+SHORT = 48
+"""Columns up to which what differs between stacks is named (ours); the digest stands for more."""
+
+
+def _apart(basis: str, alike: Sequence[str], stacks: Mapping[str, Mapping[str, str]]) -> str:
+    """Return in words what tells a basis ("version/level/stack") from the others of the same reading."""
+    split = [b.split("/", 2) for b in alike]
+    version, level, stack = basis.split("/", 2)
+    said = [f"version {version}"] if len({v for v, _, _ in split}) > 1 else []
+    said += [level] if len({n for _, n, _ in split}) > 1 else []
+    ids = {s for _, _, s in split}
+    if len(ids) > 1:
+        parts = [stacks.get(i, {}) for i in ids]
+        names = sorted(k for k in set().union(*parts) if len({p.get(k) for p in parts}) > 1)
+        # One part that is another in each of them is enough: an instruction set brings its kernels with it.
+        names = next(([k] for k in TELLING if len({p.get(k) for p in parts}) == len(parts)), names)
+        own = stacks.get(stack, {})
+        values = ", ".join(own.get(k, f"no {k}") if k in SELF_EVIDENT else f"{k} {own.get(k, 'none')}" for k in names)
+        said.append(values if all(parts) and values and len(values) <= SHORT else f"stack {stack[:6]}")
+    return f"on {', '.join(said)}"
+
+
+TELLING = ("instruction_set", "torch", "driver")
+"""Parts of a stack by which people know it, the first that tells all apart first."""
+SELF_EVIDENT = frozenset({"instruction_set"})
+"""Parts of a stack whose values need no name beside them."""
 
 
 def _zeros(count: int) -> str:

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import NamedTuple
 
 from canaryd import acks, blame, telemetry
 from canaryd.blame import Hit, bytes_of, names
-from canaryd.chance import RULE_OF_THREE, outlasts, rate_bound
+from canaryd.chance import EPOCH, RULE_OF_THREE, Count, rate_bound
 from canaryd.config import JudgePolicy
 from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Subject, Verdict
 from canaryd.telemetry import Signs
@@ -38,14 +37,74 @@ CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED,
 
 
 @dataclass(frozen=True, kw_only=True)
+class Node:
+    """The devices of a node and their runs, admitted once for the verdicts on all of them."""
+
+    devices: Mapping[str, Device]
+    runs: Mapping[str, tuple[Run, ...]]
+    """By uuid; sorted by start, of one world (drill or not), each id once."""
+
+    @cached_property
+    def all(self) -> list[Run]:
+        """The runs of all devices, oldest first."""
+        return sorted(itertools.chain.from_iterable(self.runs.values()), key=_time)
+
+    @cached_property
+    def at(self) -> dict[str, float]:
+        """Id → start of every run."""
+        return {r.id: r.started for r in self.all}
+
+    @cached_property
+    def host_hits(self) -> tuple[list[Hit], list[Hit]]:
+        """Goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
+
+        The same words about the same bytes from different single cores are no core's fault: the reference itself fails.
+        """
+        hits = _hits(self.all, Subject.HOST)
+        cores: dict[object, set[str]] = defaultdict(set)
+        for hit in hits:
+            cores[hit.words].add(hit.core)
+        shared = [len(cores[h.words] - {""}) > 1 for h in hits]
+        return [h for h, s in zip(hits, shared, strict=True) if not s], list(itertools.compress(hits, shared))
+
+    @cached_property
+    def goldens(self) -> set[object]:
+        """Which goldens this node has made without contradiction: they were then compared with a device's result."""
+        return {
+            (r.probe, r.probe_version, bytes_of(c))
+            for r in self.all
+            for c in r.comparisons
+            if c.subject is Subject.DEVICE
+        }
+
+    @cached_property
+    def cpu_erred(self) -> list[float]:
+        """Return when this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        cpus = (runs for uuid, runs in self.runs.items() if self.devices[uuid].backend == "cpu")
+        own = [h for runs in cpus for h in _accusing(runs)]
+        return sorted(h.run.started for h in (*self.host_hits[0], *own))
+
+
+def node(devices: Mapping[str, Device], runs: Mapping[str, Iterable[Run]], now: float, *, drill: bool = False) -> Node:
+    """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
+
+    def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
+        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
+        unique = {
+            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
+        }
+        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
+        return tuple(sorted(recent, key=_time))
+
+    return Node(devices=devices, runs={uuid: admitted(runs.get(uuid, ())) for uuid in devices})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Docket:
-    """All that one decision rests on. Runs are sorted by start, of one world (drill or not), each id once."""
+    """All that one decision rests on."""
 
     device: Device
-    runs: tuple[Run, ...]
-    peers: Mapping[str, tuple[Run, ...]]
-    devices: Mapping[str, Device]
-    """The peers' devices by uuid."""
+    node: Node
     wanted: Mapping[str, float]
     policy: JudgePolicy
     now: float
@@ -69,6 +128,21 @@ class Docket:
     """When the records of this machine were lost, and where what is left of them is kept; None where they were not."""
     trends: Sequence[Finding] = ()
     """What `trend.findings` makes of this device's days."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The device's own runs."""
+        return self.node.runs[self.device.uuid]
+
+    @cached_property
+    def devices(self) -> Mapping[str, Device]:
+        """The peers' devices by uuid."""
+        return {uuid: other for uuid, other in self.node.devices.items() if uuid != self.device.uuid}
+
+    @cached_property
+    def peers(self) -> Mapping[str, tuple[Run, ...]]:
+        """The peers' runs by uuid."""
+        return {uuid: self.node.runs[uuid] for uuid in self.devices}
 
     @property
     def divided(self) -> bool:
@@ -103,44 +177,9 @@ class Docket:
             found += [r for r in lanes.values() if r is runs[-1] or self.now - r.started <= self.limit(probe)]
         return found
 
-    @cached_property
-    def node(self) -> list[Run]:
-        """The runs of all devices of this node, oldest first."""
-        return sorted((*self.runs, *itertools.chain.from_iterable(self.peers.values())), key=_time)
-
-    @cached_property
-    def host_hits(self) -> tuple[list[Hit], list[Hit]]:
-        """Goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
-
-        The same words about the same bytes from different single cores are no core's fault: the reference itself fails.
-        """
-        hits = _hits(self.node, Subject.HOST)
-        cores: dict[object, set[str]] = defaultdict(set)
-        for hit in hits:
-            cores[hit.words].add(hit.core)
-        shared = [len(cores[h.words] - {""}) > 1 for h in hits]
-        return [h for h, s in zip(hits, shared, strict=True) if not s], list(itertools.compress(hits, shared))
-
-    @cached_property
-    def goldens(self) -> set[object]:
-        """Which goldens this node has made without contradiction: they were then compared with a device's result."""
-        return {
-            (r.probe, r.probe_version, bytes_of(c))
-            for r in self.node
-            for c in r.comparisons
-            if c.subject is Subject.DEVICE
-        }
-
-    @cached_property
-    def cpu_erred(self) -> list[float]:
-        """Return when this host's CPU was wrong, in its goldens or in its own runs; ascending."""
-        cpus = (runs for uuid, runs in self.peers.items() if self.devices[uuid].backend == "cpu")
-        own = [h for runs in cpus for h in _accusing(runs)]
-        return sorted(h.run.started for h in (*self.host_hits[0], *own))
-
     def host_in_doubt(self, run: Run) -> bool:
         """Whether the host's CPU was wrong at about the same time as a run on an accelerator."""
-        return not self.is_cpu and _near(self.cpu_erred, run.started, self.policy.repeat_window)
+        return not self.is_cpu and _near(self.node.cpu_erred, run.started, self.policy.repeat_window)
 
     def host_clean(self, run: Run) -> bool | None:
         """Whether the host's CPU computed exact goldens right at about the time of a run, as far as it computed any."""
@@ -157,7 +196,7 @@ class Docket:
     def charges(self) -> tuple[Hit, ...]:
         """Every hit that speaks against this device, with its cause, oldest first; only a cure forgets one."""
         groups: dict[tuple[Subject, str, str], list[Hit]] = defaultdict(list)
-        for hit in (*_accusing(self.runs), *(self.host_hits[0] if self.is_cpu else ())):
+        for hit in (*_accusing(self.runs), *(self.node.host_hits[0] if self.is_cpu else ())):
             groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id].append(hit)
         charges: list[Hit] = []
         for hits in groups.values():
@@ -207,31 +246,27 @@ def _accusing(runs: Iterable[Run]) -> list[Hit]:
     return [h for h in _hits(runs, Subject.DEVICE) if h.comparison.characterised]
 
 
-class _Tally(NamedTuple):
-    trials: int
-    failures: int
-    """Uploads with a wrong result: what was hit on its way to the device is wrong every time, and is one failure."""
-    clean: int
-    """Trials of uploads without."""
+def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
+    """Return all trials, and the clean ones among them.
 
-
-def _tally(runs: Iterable[Run], subject: Subject) -> _Tally:
-    """Count trials. A golden is made, and a comparator checked, once per comparison of the device."""
-    trials = failures = clean = 0
+    A golden is made, and a comparator checked, once per upload of the device.
+    """
+    all_ = clean = Count()
     for c in itertools.chain.from_iterable(r.comparisons for r in runs):
-        weight = c.trials if subject is Subject.DEVICE else 1
         wrong = c.subject is subject and c.wrong
-        if c.subject is Subject.DEVICE or wrong:
-            trials += weight
-            failures += wrong
-            clean += 0 if wrong else weight
-    return _Tally(trials, failures, clean)
+        if c.subject is not Subject.DEVICE and not wrong:
+            continue
+        results = c.trials if subject is Subject.DEVICE else c.uploads
+        fails = c.wrong_trials if subject is Subject.DEVICE else int(wrong)
+        count = Count(results, fails if wrong else 0, c.uploads, int(wrong))
+        all_, clean = all_.plus(count), clean if wrong else clean.plus(count)
+    return all_, clean
 
 
-def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
-    """Return (trials, wrong) up to the newest hit of a probe, and the clean trials since, under the same conditions."""
+def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[Count, Count]:
+    """Return the trials up to the newest hit of a probe, and the clean ones since, under the same conditions."""
     subject, newest = hits[-1].comparison.subject, hits[-1].run
-    pool = docket.node if subject is Subject.HOST else docket.runs
+    pool = docket.node.all if subject is Subject.HOST else docket.runs
     lanes, loads = {h.run.instruction_set for h in hits}, {h.run.intensity for h in hits}
     # What was seen only under load is cleared only by trials under load; what shows in a usual run shows in any.
     runs = [
@@ -239,16 +274,16 @@ def _record(docket: Docket, hits: Sequence[Hit]) -> tuple[int, int, int]:
         for r in pool
         if r.probe == newest.probe and r.instruction_set in lanes and ("" in loads or r.intensity in loads)
     ]
-    before = _tally((r for r in runs if r.started <= newest.started), subject)
-    since = _tally((r for r in runs if r.started > newest.started), subject)
-    return before.trials, before.failures, since.clean
+    before, _ = _tally((r for r in runs if r.started <= newest.started), subject)
+    _, since = _tally((r for r in runs if r.started > newest.started), subject)
+    return before, since
 
 
 def _cleared(docket: Docket, hits: Sequence[Hit]) -> bool:
     """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
-    trials, wrong, clean = _record(docket, hits)
+    before, since = _record(docket, hits)
     certain = min(docket.now, docket.reached)
-    return certain - hits[-1].run.started >= docket.policy.watch and outlasts(clean, trials, wrong)
+    return certain - hits[-1].run.started >= docket.policy.watch and since.outlasts(before)
 
 
 def _cured(docket: Docket, run: Run) -> bool:
@@ -259,8 +294,8 @@ def _cured(docket: Docket, run: Run) -> bool:
         if r.instruction_set == run.instruction_set and r.outcome is Outcome.COMPLETED and r.stack
     ]
     stack = lane[-1].stack_id if lane else run.stack_id
-    found = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
-    return stack != run.stack_id and found.trials > 0 and found.failures == 0
+    found, _ = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
+    return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
 # --- Whose fault ----------------------------------------------------------------------------------------------------
@@ -298,7 +333,7 @@ def _scene_of_goldens(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
     for hit in reversed(hits):
         if re.match(r"cores \d+ and \d+", hit.comparison.place):
             return blame.Scene(golden=True, two_cores=hit.comparison.place, command=command)
-        if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.goldens:
+        if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.node.goldens:
             return blame.Scene(golden=True, lone_core=hit.core, command=command)
     return blame.Scene(golden=True, command=command)
 
@@ -455,7 +490,7 @@ def host_in_doubt(docket: Docket) -> Iterator[Finding]:
 
 def golden_in_doubt(docket: Docket) -> Iterator[Finding]:
     """The newest run met a golden that its maker could not make twice alike: it says nothing about this device."""
-    accusing, shared = docket.host_hits
+    accusing, shared = docket.node.host_hits
     for run in docket.current:
         if hits := [h for h in shared if h.run is run]:
             text = f"several cores fail alike on one golden, so the reference is wrong and not a core: {hits[-1]}"
@@ -587,7 +622,7 @@ def endpoint_departed(docket: Docket) -> Iterator[Finding]:
             among = "" if count == 1 else f", one of {count} devices behind it,"
             cause = found.cause if count == 1 else Cause.UNDETERMINED
             message = f"{name}, which this device{among} serves, departs: {found.message}"
-            yield replace(found, rule="endpoint-departed", cause=cause, message=message)
+            yield replace(found, rule="endpoint-departed", cause=cause, message=message, runs=())
 
 
 def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
@@ -656,19 +691,18 @@ def acknowledged(docket: Docket) -> Iterator[Finding]:
 def _heeding(docket: Docket, finding: Finding) -> Finding:
     """Return a finding as it stands beside an acknowledgement: a suspicion that is known is no news, and no health.
 
-    Only what was seen before the word was given is covered by it; what is faulty stays so.
+    Only rules that spoke when the word was given, of what had been seen by then, are covered; what is faulty stays so.
     """
     ack = acks.standing(docket.said, docket.now)
-    if ack is None or finding.state is not State.SUSPECT:
+    if ack is None or finding.state is not State.SUSPECT or finding.rule not in ack.rules:
         return finding
-    at = {r.id: r.started for r in docket.node}
-    times = [at.get(run, docket.now) for run in finding.runs]
-    if not times:  # what the device says of itself
-        times = [e.last for e in docket.signs.events] if docket.signs is not None else [docket.now]
+    times = [docket.node.at.get(run, docket.now) for run in finding.runs]
+    if not times and docket.signs is not None:  # what the device says of itself
+        times = [e.last for e in docket.signs.events]
     if max(times, default=0.0) > ack.at:
         return finding
     message = f"known to the operator until {_date(ack.until)}, so unknown and not healthy: {finding.message}"
-    return replace(finding, state=State.UNKNOWN, message=message)
+    return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
 
 
 def _date(at: float) -> str:
@@ -732,12 +766,16 @@ def _next(docket: Docket, hits: Sequence[Hit]) -> str:
     again = [r for r in docket.runs if r.confirms == root and r.outcome is Outcome.COMPLETED]
     clean = sum(1 for r in again if not any(h.run is r for h in hits))
     to_come = docket.policy.confirm_runs - len(again)
-    trials, wrong, _ = _record(docket, hits)
+    before, _ = _record(docket, hits)
     text = f"Next: {to_come} confirmation runs in new processes. " if to_come > 0 else ""
     if clean:
         text += f"{clean} of {len(again)} confirmation runs are clean; a clean retest is not an acquittal. "
-    needed = math.ceil(RULE_OF_THREE * trials / wrong)
-    return f"{text}Watched until {_spoken(docket.policy.watch)} and {needed} clean trials have passed without another."
+    uploads = math.ceil(RULE_OF_THREE * before.uploads / before.failed)
+    results = math.ceil(RULE_OF_THREE * before.results / before.wrong)
+    return (
+        f"{text}Watched until {_spoken(docket.policy.watch)}, {uploads} clean uploads and {results} clean results have "
+        "passed without another."
+    )
 
 
 def _finding(rule: str, state: State, cause: Cause, message: str, evidence: Sequence[Hit] | Run) -> Finding:
@@ -772,10 +810,8 @@ def _spoken(seconds: float) -> str:
 
 def decide(
     device: Device,
-    runs: Sequence[Run],
+    among: Node,
     *,
-    siblings: Mapping[str, Sequence[Run]],
-    sibling_devices: Mapping[str, Device],
     wanted: Mapping[str, float],
     policy: JudgePolicy,
     now: float,
@@ -792,33 +828,18 @@ def decide(
     lost: tuple[float, str] | None = None,
     trends: Sequence[Finding] = (),
 ) -> Verdict:
-    """Judge one device. Deterministic; the order of `runs` does not matter.
+    """Judge one device, one of those of a node. Deterministic.
 
-    `siblings` are the runs of the other devices of this node and `sibling_devices` these devices, both by uuid (the
-    device itself among them is ignored). `wanted` maps each probe that is expected to give evidence to its period in
-    seconds. `gone_since` is when a device was last seen that is not found now. `signs` is its telemetry, `count` how
-    many accelerators were found and expected, `unlisted` why those of a vendor could not be listed. `recorded` is what
-    was found of its recordings, `serving` of the endpoints that it serves how many devices do so, and what was found of
-    theirs; `said` is what operators said of it, `trends` what was found of its days. With `drill`, only drill runs of
-    the last hour exist; without, none.
+    `wanted` maps each probe that is expected to give evidence to its period in seconds. `gone_since` is when a device
+    was last seen that is not found now. `signs` is its telemetry, `count` how many accelerators were found and
+    expected, `unlisted` why those of a vendor could not be listed. `recorded` is what was found of its recordings,
+    `serving` of the endpoints that it serves how many devices do so, and what was found of theirs; `said` is what
+    operators said of it, `lost` when its history was lost, `trends` what was found of its days. `reached` is a time
+    that has come for certain. `drill` marks a verdict on drills.
     """
-
-    def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
-        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
-        unique = {
-            r.id: r if r.started >= telemetry.EPOCH else replace(r, started=now)
-            for r in candidates
-            if bool(r.drill) == drill
-        }
-        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
-        return tuple(sorted(recent, key=_time))
-
-    peers = {uuid: other for uuid, other in sibling_devices.items() if uuid != device.uuid}
     docket = Docket(
         device=device,
-        runs=admitted(runs),
-        peers={uuid: admitted(siblings.get(uuid, ())) for uuid in peers},
-        devices=peers,
+        node=among,
         wanted=wanted,
         policy=policy,
         now=now,

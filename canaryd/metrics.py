@@ -1,62 +1,27 @@
-"""What Prometheus reads: the exposition, and the HTTP server that hands it out.
+"""What Prometheus reads of canaryd: every metric, and how the evidence becomes series.
 
 `render` turns a snapshot of the evidence into bytes whenever the evidence changes; a scrape only sends prepared bytes.
-Only the classic text format is written: OpenMetrics would carry the same numbers, and `choose_encoder` of
-prometheus_client raises on an Accept header such as "application/openmetrics-text;version=x".
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import errno
-import functools
-import logging
-import re
-import socket
-import socketserver
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import formatdate
-from http import HTTPStatus
-from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.utils import floatToGoString
+from prometheus_client.openmetrics import exposition as openmetrics
 
+from canaryd.exposition import OPENMETRICS, TEXT, Exemplar, Exposition, Family, Page, takes_gzip, wants_openmetrics
 from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS, metric
 from canaryd.recorded import Drift
-
-log = logging.getLogger(__name__)
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of what `render` and `process_metrics` return."""
-
-PLAIN_TEXT = "text/plain; charset=utf-8"
-"""Media type of the server's own short answers."""
-
-SECURITY = (
-    "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; img-src data:",
-    "X-Content-Type-Options: nosniff",
-)
-"""Headers of every answer: whatever a device calls itself, a browser runs and fetches nothing."""
+from canaryd.serve import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
 """The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
 
 _DEVICE = ("device", "index", "model")
 _PROBE = (*_DEVICE, "probe")
-
-
-class Family(NamedTuple):
-    """One metric: its Prometheus type, its labels in the order that `_Page.add` takes them, and its HELP text."""
-
-    type: str
-    labels: tuple[str, ...]
-    help: str
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -85,11 +50,18 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_device_verdict_timestamp_seconds": Family(
         "gauge", _DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
     ),
+    "canaryd_device_state_since_timestamp_seconds": Family(
+        "gauge", _DEVICE, "When the device entered its state, since the epoch; absent before the first verdict."
+    ),
+    "canaryd_device_acknowledged": Family(
+        "gauge", _DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
+    ),
     "canaryd_stack_info": Family(
         "gauge",
         (*_DEVICE, "stack", *STACK_KEYS),
         "Always 1; the software under the newest runs, one series for each distinct stack.",
     ),
+    "canaryd_probe_period_seconds": Family("gauge", _PROBE, "How often the probe is wanted; evidence ages by it."),
     "canaryd_probe_runs_total": Family(
         "counter", (*_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
     ),
@@ -104,7 +76,10 @@ FAMILIES: Mapping[str, Family] = {
         "Start of the newest run that completed with every bit right, or of the newest poll that completed.",
     ),
     "canaryd_golden_fingerprint": Family(
-        "gauge", (*_PROBE, "stack"), "An integer below 2^53 that equal results on equal stacks share."
+        "gauge",
+        (*_PROBE, "stack"),
+        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; of recorded "
+        "results stack stands for the chain as well.",
     ),
     "canaryd_recordings": Family(
         "gauge",
@@ -187,6 +162,8 @@ class PollView:
     """Start of the newest poll that completed, since the epoch."""
     absent: int
     """Readings that it says the device does not give."""
+    period: float | None
+    """Seconds between two polls, as wanted; None where the probe has just been switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +182,16 @@ class DeviceView:
     fault_rate: Mapping[str, float]
     """Probe → upper bound of wrong results per compared result."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, stack id) → an integer that a float holds exactly."""
-    probes: Sequence[str] = ()
-    """Probes planned for the device. Their counters show 0 before the first run, so that `increase()` sees a first
-    mismatch; probes that any other field or counter names need not be repeated."""
+    """(probe, what must be equal for it to mean anything) → an integer that a float holds exactly."""
+    periods: Mapping[str, float] = field(default_factory=dict)
+    """Probe planned for the device → seconds between two runs. Their counters show 0 before the first run, so that
+    `increase()` sees a first mismatch."""
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Stack id → the software under the newest runs, of each instruction set by itself."""
+    mismatches: Mapping[str, Run] = field(default_factory=dict)
+    """Probe → its newest run with a wrong bit: the exemplar of its counter."""
+    acknowledged: bool = False
+    """Whether an operator's acknowledgement stands."""
     polls: Mapping[str, PollView] = field(default_factory=dict)
     """By telemetry probe."""
     drifts: Sequence[Drift] = ()
@@ -221,7 +204,9 @@ class DeviceView:
         for key, value in self.fingerprints.items():
             if not 0 <= value < 2**53:
                 raise ValueError(f"{where}: fingerprint {key} is {value}; wanted an integer in [0, 2^53)")
-        if any(run.drill for run in self.last_runs.values()) or (self.verdict and self.verdict.drill):
+        if any(run.drill for run in (*self.last_runs.values(), *self.mismatches.values())) or (
+            self.verdict and self.verdict.drill
+        ):
             raise ValueError(
                 f"{where}: a drill among the real evidence; hand drills over as drill_verdict and counters"
             )
@@ -248,46 +233,13 @@ class Snapshot:
     released: bool = False
 
 
-class _Page:
-    """The series of one exposition, gathered by family.
-
-    Written by hand: a node with 8 GPUs has two thousand series, and the client library's writer, which takes every
-    label of every one of them apart again, would be a third of all that the daemon does.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[str, list[str]] = {name: [] for name in FAMILIES}
-
-    def add(self, name: str, value: float, *labels: str) -> None:
-        self._lines[name].append(_LINES[name] % (*map(_escaped, labels), floatToGoString(value)))  # type: ignore[no-untyped-call]
-
-    def add_set(self, name: str, chosen: enum.Enum, *labels: str) -> None:
-        """Add one series for each member of the enumeration of `chosen`: 1 for `chosen`, 0 for the others."""
-        for member in type(chosen):
-            self.add(name, member is chosen, *labels, member.value)
-
-    def text(self) -> str:
-        """Return the families that have series, in the order of `FAMILIES`, each behind its HELP and TYPE."""
-        return "".join(
-            f"# HELP {name} {FAMILIES[name].help}\n# TYPE {name} {FAMILIES[name].type}\n{''.join(lines)}"
-            for name, lines in self._lines.items()
-            if lines
-        )
-
-
-_LINES: Mapping[str, str] = {
-    name: name + ("{" + ",".join(f'{label}="%s"' for label in f.labels) + "}" if f.labels else "") + " %s\n"
-    for name, f in FAMILIES.items()
-}
-
-
-def render(snapshot: Snapshot) -> bytes:
-    """Write `snapshot` in the text format of Prometheus (`CONTENT_TYPE`).
+def render(snapshot: Snapshot) -> Exposition:
+    """Write `snapshot` in both formats.
 
     A vanished device keeps its presence, its identity and the verdict on it, for an alarm must not end because the part
     is gone; counters of devices that are not in the snapshot are left out.
     """
-    page = _Page()
+    page = Page(FAMILIES)
     page.add("canaryd_build_info", 1, snapshot.version)
     page.add("canaryd_store_problem", bool(snapshot.store_problem))
     page.add("canaryd_workers_abandoned_total", snapshot.abandoned_workers)
@@ -328,13 +280,13 @@ def render(snapshot: Snapshot) -> bytes:
             _add_tallies(page, device, tallies.get(device.uuid, []), labels)
             _add_telemetry(page, view, snapshot.counters, labels)
             probes = counted.get(device.uuid, set()).union(
-                view.probes, view.last_runs, view.last_success, view.fault_rate
+                view.periods, view.last_runs, view.last_success, view.fault_rate
             )
             _add_evidence(page, view, sorted(probes - view.polls.keys()), snapshot.counters, labels)
-    return page.text().encode()
+    return Exposition(page)
 
 
-def _add_verdict(page: _Page, view: DeviceView, labels: tuple[str, str, str]) -> None:
+def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> None:
     verdict = view.verdict
     page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
     page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
@@ -342,10 +294,12 @@ def _add_verdict(page: _Page, view: DeviceView, labels: tuple[str, str, str]) ->
         for rule, state, cause in sorted({(f.rule, f.state.value, f.cause.value) for f in verdict.findings}):
             page.add("canaryd_finding", 1, *labels, rule, state, cause)
         page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
+        page.add("canaryd_device_state_since_timestamp_seconds", verdict.since, *labels)
+    page.add("canaryd_device_acknowledged", view.acknowledged, *labels)
 
 
 def _add_tallies(
-    page: _Page,
+    page: Page,
     device: Device,
     tallies: Sequence[tuple[str, Mapping[str, str], float]],
     labels: tuple[str, str, str],
@@ -369,7 +323,7 @@ def _add_tallies(
 
 
 def _add_telemetry(
-    page: _Page,
+    page: Page,
     view: DeviceView,
     counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
     labels: tuple[str, str, str],
@@ -377,6 +331,8 @@ def _add_telemetry(
     for probe, poll in sorted(view.polls.items()):
         _add_outcomes(page, view.device, probe, counters, labels)
         page.add("canaryd_readings_absent", poll.absent, *labels, probe)
+        if poll.period is not None:
+            page.add("canaryd_probe_period_seconds", poll.period, *labels, probe)
         if poll.seconds is not None:
             page.add("canaryd_probe_duration_seconds", poll.seconds, *labels, probe)
         if poll.last_success is not None:
@@ -390,20 +346,26 @@ def _add_telemetry(
 
 
 def _add_outcomes(
-    page: _Page,
+    page: Page,
     device: Device,
     probe: str,
     counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
     labels: tuple[str, str, str],
+    newest: Run | None = None,
 ) -> None:
     for outcome in Outcome:
         of = {"device": device.uuid, "probe": probe, "outcome": outcome.value}
         runs = counters.get(("probe_runs", frozenset(of.items())), 0)
-        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value)
+        of_this = newest if newest is not None and newest.outcome is outcome else None
+        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value, exemplar=_exemplar(of_this))
+
+
+def _exemplar(run: Run | None) -> Exemplar | None:
+    return Exemplar(run.id, run.started) if run is not None else None
 
 
 def _add_evidence(
-    page: _Page,
+    page: Page,
     view: DeviceView,
     probes: Sequence[str],
     counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
@@ -411,13 +373,17 @@ def _add_evidence(
 ) -> None:
     if view.drill_verdict:
         page.add_set("canaryd_drill_device_state", view.drill_verdict.state, *labels)
-    for stack_id, stack in sorted({run.stack_id: run.stack for run in view.last_runs.values() if run.stack}.items()):
+    for stack_id, stack in sorted(view.stacks.items()):
         page.add("canaryd_stack_info", 1, *labels, stack_id, *(stack.get(key, "") for key in STACK_KEYS))
     for probe in probes:
         of = {"device": view.device.uuid, "probe": probe}
-        _add_outcomes(page, view.device, probe, counters, labels)
+        _add_outcomes(page, view.device, probe, counters, labels, view.last_runs.get(probe))
         for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
-            page.add(f"canaryd_{name}_total", counters.get((name, frozenset(of.items())), 0), *labels, probe)
+            newest = view.mismatches.get(probe) if name == "probe_mismatches" else None
+            count = counters.get((name, frozenset(of.items())), 0)
+            page.add(f"canaryd_{name}_total", count, *labels, probe, exemplar=_exemplar(newest))
+        if probe in view.periods:
+            page.add("canaryd_probe_period_seconds", view.periods[probe], *labels, probe)
         if probe in view.last_runs:
             page.add("canaryd_probe_duration_seconds", view.last_runs[probe].seconds, *labels, probe)
         if probe in view.last_success:
@@ -436,285 +402,22 @@ def _add_evidence(
         page.add("canaryd_golden_fingerprint", fingerprint, *labels, probe, stack_id)
 
 
-@functools.lru_cache(maxsize=4096)
-def _escaped(label: str) -> str:
-    """Return a label's value as the format wants it, without lone surrogates: one of them would cost the whole page."""
-    clean = label.encode("utf-8", "replace").decode()
-    return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
 _PROCESS = CollectorRegistry()
 ProcessCollector(registry=_PROCESS)
 
 
-def process_metrics() -> bytes:
-    """Return the daemon's own `process_*` metrics as of now.
+def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
+    """Answer a scrape: the prepared page in the format and encoding that the request's headers ask for.
 
-    Appended to the prepared page on each scrape: reading them takes about 0.06 ms and never waits for a device.
+    The daemon's own `process_*` metrics as of now follow it: reading them takes about 0.06 ms and never waits for a
+    device.
     """
-    return generate_latest(_PROCESS)
-
-
-Route = Callable[[str], tuple[int, str, bytes]]
-"""Takes the Accept header ("" without one); returns status, content type and body. It must not wait for anything."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one client may cost the others. Times in seconds."""
-
-    connections: int = 64
-    head: float = 5.0
-    """From a request's first byte to its blank line; also the silence allowed after connecting."""
-    idle: float = 30.0
-    """Silence allowed between two requests of one connection."""
-    write: float = 10.0
-    """For a whole answer."""
-    patience: float = 1.0
-    """An answer that takes longer than this loses its connection when another client needs the place."""
-
-
-_LIMITS = Limits()
-_MAX_REQUEST_LINE = 8 * 1024
-_MAX_HEAD = 32 * 1024
-
-
-class Server:
-    """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
-
-    Each connection has a thread and deadlines of its own, so that a slow or silent client holds up nobody else. When
-    all places are taken, a newcomer gets that of the client that has kept us waiting longest.
-    """
-
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits = _LIMITS) -> None:
-        """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
-
-        Raises `OSError` that says which address cannot be had and what to do.
-        """
-        self._listener = _Listener(host, port, routes, limits)
-        self._thread = threading.Thread(target=self._listener.serve_forever, name="canaryd-http", daemon=True)
-
-    @property
-    def port(self) -> int:
-        """The port that is bound."""
-        port: int = self._listener.socket.getsockname()[1]
-        return port
-
-    @property
-    def refused(self) -> int:
-        """Connections closed unanswered so far because every place was taken."""
-        return self._listener.refused
-
-    def start(self) -> None:
-        """Begin to answer, in threads of our own."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening and hang up on every client; takes up to half a second."""
-        if self._thread.is_alive():
-            self._listener.shutdown()
-            self._thread.join()
-        self._listener.server_close()
-        self._listener.hang_up()
-
-
-_ADVICE = {
-    errno.EADDRINUSE: "another process, perhaps another canaryd, listens there: stop it or choose another port",
-    errno.EADDRNOTAVAIL: "this machine does not have that address: choose one of its own",
-    errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher port",
-}
-
-
-class _Listener(socketserver.ThreadingTCPServer):
-    # ThreadingHTTPServer, minus its look-up of the host's full name, which may wait for a name server.
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits) -> None:
-        self.routes = routes
-        self.limits = limits
-        self.refused = 0
-        self._lock = threading.Lock()
-        # Connection → (is it being answered?, since when), the longest unchanged first.
-        self._places: dict[socket.socket, tuple[bool, float]] = {}
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.address_family, _, _, _, address = found[0]
-            super().__init__((str(address[0]), port), _Connection)
-        except OSError as error:
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            advice = _ADVICE.get(error.errno or 0, "choose another address")
-            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}; {advice}") from error
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(0.1)  # out of file descriptors, the pending connection would otherwise wake us in a busy loop
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            admitted = len(self._places) < self.limits.connections or self._evict()
-            if admitted:
-                self._places[request] = (False, time.monotonic())
-            else:
-                self.refused += 1
-        if admitted:
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def _evict(self) -> bool:
-        now = time.monotonic()
-        for request, (answering, since) in self._places.items():
-            if not answering or now - since > self.limits.patience:
-                del self._places[request]
-                _hang_up(request)
-                return True
-        return False
-
-    def turn(self, request: socket.socket, *, answering: bool) -> bool:
-        """Note that a connection is now being answered, or waited for; False when it has lost its place."""
-        with self._lock:
-            if self._places.pop(request, None) is None:
-                return False
-            self._places[request] = (answering, time.monotonic())
-            return True
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # forgotten before it is closed: _evict must never meet a reused descriptor
-            self._places.pop(request, None)
-        super().shutdown_request(request)
-
-    def hang_up(self) -> None:
-        with self._lock:
-            for request in self._places:
-                _hang_up(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (socketserver's signature)
-        log.error("answering %s failed", client_address, exc_info=True)  # noqa: LOG014  (called while handling)
-
-
-def _hang_up(request: socket.socket) -> None:
-    """Make the thread that reads from or writes to `request` give up at once."""
-    with contextlib.suppress(OSError):  # the client was faster
-        request.shutdown(socket.SHUT_RDWR)
-
-
-class _BadRequestError(Exception):
-    """The message is the answer to the client."""
-
-
-class _Request(NamedTuple):
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    keep_alive: bool
-
-
-def _parse(head: bytes) -> _Request:
-    first, *lines = re.split("\r?\n", head.decode("latin-1"))
-    if len(first) > _MAX_REQUEST_LINE:
-        raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
-    match = re.fullmatch(r"([!-~]+) ([!-~]+) HTTP/1\.([0-9])", first)
-    if not match:
-        raise _BadRequestError('malformed request line; wanted "GET /metrics HTTP/1.1"')
-    headers: dict[str, str] = {}
-    for line in lines:
-        field = re.fullmatch(r"([!-9;-~]+):[ \t]*(.*?)[ \t]*", line)
-        if not field:
-            raise _BadRequestError('malformed header; wanted "Name: value"')
-        name = field[1].lower()
-        headers[name] = f"{headers[name]}, {field[2]}" if name in headers else field[2]
-    # A body is never read, so what follows it could not be told from the next request.
-    body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    keep_alive = match[3] != "0" and "close" not in headers.get("connection", "").lower() and not body
-    return _Request(match[1], match[2].partition("?")[0], headers, keep_alive)
-
-
-class _Connection(socketserver.BaseRequestHandler):
-    """One client, in a thread of its own: all that waits for the client happens from `handle` on, never earlier."""
-
-    server: _Listener
-    request: socket.socket
-
-    def handle(self) -> None:
-        self._received = b""
-        patience = self.server.limits.head
-        with contextlib.suppress(OSError):  # gone, too slow, or evicted: there is nobody to tell
-            while self._exchange(patience) and self.server.turn(self.request, answering=False):
-                patience = self.server.limits.idle
-            self._linger()
-
-    def _exchange(self, patience: float) -> bool:
-        """Answer one request, waiting `patience` for it to begin; True if another may follow."""
-        request = None
-        try:
-            head = self._read_head(patience)
-            if head is None or not self.server.turn(self.request, answering=True):
-                return False
-            request = _parse(head)
-        except _BadRequestError as error:
-            status, content_type, body = 400, PLAIN_TEXT, f"bad request: {error}\n".encode()
-        else:
-            status, content_type, body = self._answer(request)
-        keep_alive = request is not None and request.keep_alive
-        lines = [
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-            f"Date: {formatdate(usegmt=True)}",
-            f"Content-Type: {content_type}",
-            f"Content-Length: {len(body)}",
-            *SECURITY,
-            *(["Allow: GET, HEAD"] if status == HTTPStatus.METHOD_NOT_ALLOWED else []),
-            f"Connection: {'keep-alive' if keep_alive else 'close'}",
-        ]
-        if request is not None and request.method == "HEAD":
-            body = b""
-        self.request.settimeout(self.server.limits.write)  # sendall takes it for the whole, not for each part
-        self.request.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
-        return keep_alive
-
-    def _answer(self, request: _Request) -> tuple[int, str, bytes]:
-        if request.method not in ("GET", "HEAD"):
-            return 405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n"
-        route = self.server.routes.get(request.path)
-        if route is None:
-            return 404, PLAIN_TEXT, f"not found: there is {', '.join(sorted(self.server.routes))}\n".encode()
-        try:
-            return route(request.headers.get("accept", ""))
-        except Exception:
-            log.exception("%s failed", request.path)
-            return 500, PLAIN_TEXT, b"internal error: see the log of canaryd\n"
-
-    def _read_head(self, patience: float) -> bytes | None:
-        """Return the next request up to its blank line; None when the client has nothing (more) to say in time."""
-        limits = self.server.limits
-        deadline = time.monotonic() + (limits.head if self._received else patience)
-        while not (end := re.search(b"\r?\n\r?\n", self._received)):
-            if len(self._received) > _MAX_REQUEST_LINE and b"\n" not in self._received:
-                raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
-            if len(self._received) > _MAX_HEAD:
-                raise _BadRequestError(f"headers longer than {_MAX_HEAD} bytes")
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return None
-            self.request.settimeout(remaining)
-            chunk = self.request.recv(8192)
-            if not chunk:
-                return None
-            if not self._received:
-                deadline = time.monotonic() + limits.head
-            self._received = (self._received + chunk).lstrip(b"\r\n")
-        head, self._received = self._received[: end.start()], self._received[end.end() :]
-        return head
-
-    def _linger(self) -> None:
-        """Say that we are done and read on for a moment: closing over unread bytes would tear up the answer."""
-        self.request.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + self.server.limits.patience
-        while (remaining := deadline - time.monotonic()) > 0:
-            self.request.settimeout(remaining)
-            if not self.request.recv(65536):
-                return
+    if wants_openmetrics(headers.get("accept", "")):
+        media, prepared = OPENMETRICS, page.openmetrics
+        live: bytes = openmetrics.generate_latest(_PROCESS)  # type: ignore[no-untyped-call]
+    else:
+        media, prepared, live = TEXT, page.text, generate_latest(_PROCESS)
+    vary = "Vary: Accept, Accept-Encoding"
+    if takes_gzip(headers.get("accept-encoding", "")):
+        return Answer(200, media, prepared.gzip(live), (vary, "Content-Encoding: gzip"))
+    return Answer(200, media, prepared.body + live, (vary,))

@@ -192,6 +192,8 @@ class Comparison:
     """Present exactly when `wrong_trials` > 0."""
     digest: str = ""
     """64-bit order-sensitive digest (hex) of the first observed result; "" where it was not taken."""
+    uploads: int = 1
+    """Uploads that it stands for: several where clean ones were summed up."""
     characterised: bool = True
     """False where exactness of this class has not been shown on a healthy device of this backend: cannot accuse."""
 
@@ -411,6 +413,8 @@ class Finding:
     """Ids of the runs it rests on."""
     rivals: tuple[Rival, ...] = ()
     """The other causes that were considered."""
+    acknowledged: bool = False
+    """Whether it would be suspect but for an operator who knows of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +432,8 @@ class Ack:
     """When an acknowledgement ends; 0.0 for what does not end."""
     by: str = ""
     """Who said so, as far as the system knows."""
+    rules: tuple[str, ...] = ()
+    """The rules that spoke of a suspicion when it was said: what is acknowledged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,6 +449,11 @@ class Verdict:
     since: float
     """When the device entered this state."""
     drill: bool = False
+
+    @property
+    def doubted(self) -> bool:
+        """Whether something speaks against the device, known to an operator or not: it is nobody's standard."""
+        return self.state.severity >= State.SUSPECT.severity or any(f.acknowledged for f in self.findings)
 
 
 def printable(text: str) -> str:

@@ -92,8 +92,8 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
     failures = [f for f in document["failures"] if f["probe"] == probe]
     if numbers is not None:
         none = [{"name": "none is wrong", "type": "LESS_THAN_OR_EQUAL", "value": 0}]
-        yield _measured("results compared", numbers["results"])
-        yield _measured("wrong results", numbers["wrong"], validators=none)
+        yield _measured("results compared", numbers["results"]["total"])
+        yield _measured("wrong results", numbers["results"]["wrong"], validators=none)
         if numbers["rules_out"] is not None:
             yield _measured("fault rate ruled out at 95 %", numbers["rules_out"], unit="1")
         if numbers["not_completed"]:
@@ -106,8 +106,10 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
             metadata={
                 **{key: failure[key] for key in ("shape", "seed", "subject", "format", "bits", "pattern", "lines")},
                 "results": failure["results"]["total"],
-                "rateLow": failure["results"]["low"],
-                "rateHigh": failure["results"]["high"],
+                "uploads": failure["uploads"]["total"],
+                "wrongUploads": failure["uploads"]["wrong"],
+                "uploadRateLow": failure["uploads"]["low"],
+                "uploadRateHigh": failure["uploads"]["high"],
             },
             **_where(failure),
         )
@@ -133,7 +135,7 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
                 **_where(failures[0] if failures else {}),
             }
         }
-    if not told and numbers is not None and numbers["results"] and not numbers["wrong"]:
+    if not told and numbers is not None and numbers["results"]["total"] and not numbers["results"]["wrong"]:
         verdict = f"{drill}{probe.replace('_', '-')}-clean"
         yield {"diagnosis": {"verdict": verdict, "type": "PASS", "hardwareInfoId": PART}}
     nothing = numbers is not None and numbers["runs"] == numbers["not_completed"]
@@ -146,7 +148,7 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 def _where(failure: Document) -> dict[str, Any]:
     """Return the part of the chip that a failure names, where there is just one."""
-    places = [p["place"] for p in failure.get("places", ()) if p["wrong"]]
+    places = [p["place"] for p in failure.get("places", ()) if p["results"]["wrong"]]
     if len(places) != 1 or not places[0].startswith(("core ", "SM ")):
         return {}
     return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]}}

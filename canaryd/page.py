@@ -21,7 +21,7 @@ from canaryd.status import (
     as_of,
     newest_of,
     told_of_ack,
-    told_of_event,
+    told_of_events,
 )
 from canaryd.wording import moment, spoken
 
@@ -50,8 +50,8 @@ header .host { color: var(--faint); }
 h1 { font-size: clamp(2.2rem, 9vw, 5rem); line-height: 1.15; }
 header .answer { font-weight: 600; font-size: clamp(1.15rem, 2.6vw, 1.8rem); line-height: 1.3; }
 header .advice { font-size: clamp(1.05rem, 2vw, 1.35rem); margin-top: .5rem; }
-main { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
-main > h2 { grid-column: 1 / -1; font-size: 1.15rem; }
+.cards { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+main > h2 { font-size: 1.15rem; margin-bottom: .75rem; }
 article { background: var(--card); border: 1px solid var(--line); border-left: .4rem solid var(--mark);
   border-radius: .3rem; padding: .6rem .8rem; min-width: 0; }
 article.loud { grid-column: 1 / -1; }
@@ -59,6 +59,9 @@ article h3 { font-size: 1.15rem; display: flex; flex-wrap: wrap; gap: 0 .7rem; j
 article h4 { margin: .7rem 0 0; font-size: .95rem; }
 .faint, summary, footer { color: var(--faint); font-size: .9rem; }
 .loud .finding { border-top: 1px solid var(--line); margin-top: .6rem; padding-top: .5rem; }
+.notes { color: var(--faint); font-size: .85rem; } .notes .faint { font-size: inherit; }
+.loud .notes .finding { border: 0; margin: .4rem 0; padding: 0; }
+.notes .finding p { display: inline; } .notes .finding p::before { content: " · "; }
 .finding { list-style: none; } ul.findings { padding: 0; } .finding ul { margin-top: .2rem; }
 code { font: .9em ui-monospace, monospace; background: var(--paper); border: 1px solid var(--line);
   border-radius: .2rem; padding: .05rem .3rem; }
@@ -66,7 +69,7 @@ details { margin-top: .4rem; } table { border-collapse: collapse; font-size: .9r
 th, td { text-align: left; font-weight: 400; padding: 0 1rem 0 0; vertical-align: top; }
 .problems { border: 1px solid var(--line); border-left: .4rem solid var(--degraded); border-radius: .3rem;
   padding: .5rem .8rem; margin-bottom: 1rem; }
-.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: .75rem; }
+.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: 1.5rem; }
 footer { margin-top: 1.5rem; border-top: 1px solid var(--line); padding-top: .6rem; } a { color: inherit; }
 @media print { article { break-inside: avoid; } }
 """
@@ -134,16 +137,17 @@ def _problems(status: Status) -> list[str]:
 
 def _section(title: str, devices: Iterable[DeviceStatus], now: float) -> list[str]:
     cards = [_card(d, now) for d in devices]
-    return [f"<h2>{title}</h2>", *cards] if cards else []
+    return [f"<h2>{title}</h2>", '<div class="cards">', *cards, "</div>"] if cards else []
 
 
 def _card(d: DeviceStatus, now: float) -> str:
     verdict, device = d.verdict, d.device
     cause = "" if verdict.cause is Cause.NONE else f" cause: <strong>{verdict.cause.value}</strong>,"
     gone = "" if d.present else " <strong>GONE</strong>"
-    findings = "".join(_finding(f) for f in verdict.findings)
+    findings = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
+    notes = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
     acks = "".join(f"<li>{_text(told_of_ack(a))}</li>" for a in d.untold)
-    events = "".join(f"<li>{_text(told_of_event(e))}</li>" for e in reversed(d.events))
+    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(told_of_events(d)))
     loud = "" if verdict.state is State.HEALTHY else " loud"
     return "\n".join(
         [
@@ -154,6 +158,7 @@ def _card(d: DeviceStatus, now: float) -> str:
             f"judged {_ago(verdict.decided, now)}</p>".replace("<p> ", "<p>"),
             f"<h4>What operators said</h4><ul>{acks}</ul>" if acks else "",
             f'<ul class="findings">{findings}</ul>' if findings else "",
+            f'<ul class="findings notes">{notes}</ul>' if notes else "",
             f"<h4>In the last day, newest first</h4><ul>{events}</ul>" if events else "",
             _evidence(newest_of([d]), now),
             "</article>",

@@ -37,6 +37,9 @@ from canaryd.triage import BROKEN, Symptom, triage
 ALPHA = 1e-3
 """Chance at which a healthy device may fail a test of unknown bits, each time it is made (ours): by re-runs 9.5e-4 at
 most; by how often they come 1.4 % within 1,000 runs at the bound."""
+PROCESSES = 3
+"""Processes that a vote takes at least: what one of them gives may stick to it (ours). False alarms: where each of two
+modes sticks to a process with even chances, 1 in 4 of such devices still votes for one of them alone."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding."""
 NEWEST = 3
@@ -63,6 +66,8 @@ class Peer:
     """Another device or endpoint of this node."""
 
     device: Device
+    trusted: bool = True
+    """Whether nothing speaks against it: else it witnesses nothing."""
     runs: tuple[Run, ...]
     baselines: Mapping[Key, Baseline]
 
@@ -143,20 +148,32 @@ class Record:
     def voters(self, own: Baseline) -> list[tuple[str, Baseline]]:
         """Return the others' baselines of the same case on the same chain and stack, with whose they are.
 
-        Only siblings are asked: other models have other kernels.
+        Only siblings are asked, for other models have other kernels, and each part once: instances of one GPU share
+        it, and are no witnesses for each other. Servers do not vote: their flags and devices are not in the chain.
         """
-        of = (self.device.backend, self.device.model)
-        near = [
-            (n, p.baselines.get(own.key)) for n, p in self.peers.items() if (p.device.backend, p.device.model) == of
-        ]
-        far = [(f"{b.device} (imported)", b) for b in self.imported if b.key == own.key]
-        return [(name, b) for name, b in (*near, *far) if b is not None and b.complete]
+        if self.served:
+            return []
+        of, mine = (self.device.backend, self.device.model), _part(self.device)
+        by_part: dict[str, tuple[str, Baseline]] = {}
+        for name, peer in sorted(self.peers.items()):
+            same = (peer.device.backend, peer.device.model) == of and _part(peer.device) != mine and peer.trusted
+            if same and (b := peer.baselines.get(own.key)) is not None:
+                by_part.setdefault(_part(peer.device), (name, b))
+        for b in self.imported:
+            if b.key == own.key and b.imported == " ".join(of) and b.device != self.device.uuid:
+                by_part.setdefault(b.device, (f"{b.device} (imported)", b))
+        return [(name, b) for name, b in by_part.values() if b.complete]
 
     @cached_property
-    def current(self) -> list[Baseline]:
-        """The complete baselines that the newest recordings belong to."""
-        keys = dict.fromkeys(key_of(run, recording) for run, recording in self.newest.values())
-        return [b for key in keys if (b := self.baselines.get(key)) is not None and b.complete]
+    def current(self) -> list[tuple[Baseline, str]]:
+        """The complete baselines that the newest recordings belong to, with the digest that was given last."""
+        newest = {key_of(run, recording): recording.digest for run, recording in self.newest.values()}
+        return [(b, d) for key, d in newest.items() if (b := self.baselines.get(key)) is not None and b.complete]
+
+
+def _part(device: Device) -> str:
+    """Return what tells physical parts apart."""
+    return device.parent or device.uuid
 
 
 def _lane(run: Run, recording: Recording) -> Lane:
@@ -346,7 +363,8 @@ def _weigh(record: Record, away: Sequence[Sighting]) -> tuple[State, str]:
         return State.SUSPECT, f"{repeated} re-runs in new processes repeat it; {grounds}, so by chance: {chance}."
     # Up to the newest of them: clean runs since then must not talk it away, the way out takes a month of them.
     trials = baseline.passed.get(EVERY, 0) - baseline.since + baseline.strange
-    chance_of = tail(baseline.strange, trials, rate)
+    # Of this case alone: that others of its probe are steadier says nothing of how often it is strange.
+    chance_of = tail(baseline.strange, trials, baseline.rate(away[-1].recording.condition))
     # A server's gauges are read before and after: what it served in between, for a moment, shows as a rare idle fault.
     counts = away[-1].recording.condition != IDLE or baseline.stable(EVERY)
     if counts and baseline.strange > 1 and chance_of <= ALPHA:
@@ -435,7 +453,7 @@ def _on(device: Device) -> str:
 
 def chain_changed(record: Record) -> Iterator[Finding]:
     """Another chain gives other bits: which link changed is said first, and no device is accused."""
-    groups: dict[tuple[str, str, bool, bool], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool, str], list[tuple[Run, Recording, Baseline | None]]] = defaultdict(list)
     for (probe, _, _), (run, recording) in sorted(record.newest.items()):
         before, own = record.before(run, recording), record.baselines.get(key_of(run, recording))
         if before is None or recording.digest in _kin(record.baselines, before.key):
@@ -445,9 +463,10 @@ def chain_changed(record: Record) -> Iterator[Finding]:
         if own is not None and own.complete and own.first <= before.first:
             continue  # back on a chain that was known before
         differ = changed({**before.stack, **before.chain}, {**run.stack, **recording.chain})
-        model = any(link in MODEL_LINKS for link, _, _ in differ)
-        groups[probe, spoken(differ), own is not None and own.complete, model].append((run, recording, own))
-    for (probe, links, learnt, model), cases in groups.items():
+        groups[probe, spoken(differ), own is not None and own.complete, _kind(record, differ)].append(
+            (run, recording, own)
+        )
+    for (probe, links, learnt, kind), cases in groups.items():
         run, recording, own = cases[0]
         have = own.learnt.get(EVERY, 0) if own is not None else 0
         text = f"{recording.case} and {len(cases) - 1} more" if len(cases) > 1 else recording.case
@@ -458,9 +477,27 @@ def chain_changed(record: Record) -> Iterator[Finding]:
             if learnt
             else f"It cannot be compared with before; a new baseline is being learnt, {have} of {LEARN} recordings."
         )
-        state = State.UNKNOWN if record.served and (model or not learnt) else State.HEALTHY
-        cause = Cause.SOFTWARE
+        unknown = kind != "other" or (record.served and not learnt)
+        state, cause = (State.UNKNOWN if unknown else State.HEALTHY), Cause.SOFTWARE
+        if kind == "operands":
+            cause = Cause.HARDWARE
+            text += (
+                ". The operands come from one seed and were made otherwise: look at this host's processor and memory"
+            )
+        elif kind == "blind":
+            cause = Cause.HARNESS
+            text += ". A link that is not known is no change: what else it may be is not known either"
         yield Finding(rule="chain-changed", state=state, cause=cause, message=text, probe=probe, runs=(run.id,))
+
+
+def _kind(record: Record, differ: Sequence[tuple[str, str, str]]) -> str:
+    """Return what it takes to believe that a chain was changed: "model", "operands", "blind", or "other"."""
+    links = {link for link, _, _ in differ}
+    if record.served:
+        return "model" if links & {*MODEL_LINKS} else "other"
+    if links == {"prompt"}:
+        return "operands"
+    return "blind" if all(not (before and after) for _, before, after in differ) else "other"
 
 
 def learning(record: Record) -> Iterator[Finding]:
@@ -497,49 +534,80 @@ def learning(record: Record) -> Iterator[Finding]:
 
 
 def outvoted(record: Record) -> Iterator[Finding]:
-    """Siblings on one chain learnt other bits than this device: it may have been bad when it was first recorded.
+    """Siblings on one chain give other bits than this device: it may have been bad when it was first recorded.
 
-    Kernels that repeat give equal devices equal bits on equal bytes, so nothing is left to chance; a strict majority
-    of three or more names the odd one, and of two nobody is accused.
+    Kernels that repeat give equal devices equal bits on equal bytes. A strict majority of three or more names the odd
+    one, and of two nobody is accused. One that shares some vectors with the others, and gives now what none of them
+    knows, is disputed: it may have gone bad while it was learnt, or have met a mode that they have not.
     """
-    found: dict[tuple[str, bool], list[tuple[Baseline, list[str], list[str]]]] = defaultdict(list)
-    for own in (b for b in record.current if b.stable(EVERY)):
-        votes = [(name, b) for name, b in record.voters(own) if b.stable(EVERY)]
+    found: dict[tuple[str, bool], list[Ballot]] = defaultdict(list)
+    for own, digest in record.current:
+        votes = [(name, b) for name, b in record.voters(own) if _votes(b)]
+        if not votes or not _votes(own):
+            continue
         camps = _camps([own, *(b for _, b in votes)])
         mine = next(c for c in camps if own in c)
-        if len(camps) == 1 or 2 * len(mine) > len(votes) + 1:
-            continue
-        largest = max((c for c in camps if c is not mine), key=len)
         agree = sorted(name for name, b in votes if b in mine)
         differ = sorted(name for name, b in votes if b not in mine)
-        odd = 2 * len(largest) > len(votes) + 1 and _names_kernels(record, own)
-        found[own.probe, odd].append((own, agree, differ))
+        if 2 * len(mine) <= len(votes) + 1 and differ:
+            largest = max((c for c in camps if c is not mine), key=len)
+            odd = 2 * len(largest) > len(votes) + 1 and _names_kernels(record, own)
+            found[own.probe, odd].append((own, agree, differ))
+        elif len(agree) > 1 and len(own.known) > 1 and not any(digest in b.digests for _, b in votes):
+            found[own.probe, False].append((own, [], sorted(name for name, _ in votes)))
     for (probe, odd), cases in sorted(found.items()):
-        own, agree, differ = cases[0]
-        more = f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
-        others = ", ".join(differ)
-        if odd:
-            text = (
-                f"{own.case}{more}: {others} of the same model and stack agree on other bits than this device has given"
-                " since it was first recorded: it may have been bad from the start"
-            )
-            kernel = f"another kernel: the chain and the stack of {others} are the same"
-            rivals: tuple[Rival, ...] = (Rival(cause=Cause.SOFTWARE, why=kernel, rejected=True),)
-            rule, state, cause = "recording-outvoted", State.SUSPECT, Cause.HARDWARE
-        else:
-            with_it = f", and with it {', '.join(agree)}," if agree else ""
-            blind = "" if _names_kernels(record, own) else " which kernels ran is not known,"
-            text = (
-                f"{own.case}{more}: this device{with_it} gives other bits than {others} of the same model and stack;"
-                f"{blind} and no majority says which is right. To settle it: canaryd check --level deep, or record the"
-                " same on another host and take it in with canaryd baseline import"
-            )
-            rivals = (
-                Rival(cause=Cause.HARDWARE, why="one of them computes wrongly: exact goldens tell", rejected=False),
-                Rival(cause=Cause.SOFTWARE, why="they chose different kernels", rejected=False),
-            )
-            rule, state, cause = "recording-disputed", State.UNKNOWN, Cause.UNDETERMINED
-        yield Finding(rule=rule, state=state, cause=cause, message=text, probe=probe, rivals=rivals)
+        yield _outvoted(record, probe, cases) if odd else _disputed(record, probe, cases)
+
+
+Ballot = tuple[Baseline, list[str], list[str]]
+"""A baseline, who agrees with it, and who does not."""
+
+
+def _votes(baseline: Baseline) -> bool:
+    """Whether a baseline says what its device gives: it repeats, and not only within a process or two."""
+    return baseline.stable(EVERY) and baseline.independent(EVERY) >= PROCESSES
+
+
+def _outvoted(record: Record, probe: str, cases: Sequence[Ballot]) -> Finding:
+    own, _, differ = cases[0]
+    others = ", ".join(differ)
+    text = (
+        f"{own.case}{_more(cases)}: {others} of the same model and stack agree on other bits than {record.device.name} "
+        "has given since it was first recorded: it may have been bad from the start"
+    )
+    kernel = f"another kernel: the chain and the stack of {others} are the same"
+    return Finding(
+        rule="recording-outvoted",
+        state=State.SUSPECT,
+        cause=Cause.HARDWARE,
+        message=text,
+        probe=probe,
+        rivals=(Rival(cause=Cause.SOFTWARE, why=kernel, rejected=True),),
+    )
+
+
+def _disputed(record: Record, probe: str, cases: Sequence[Ballot]) -> Finding:
+    own, agree, differ = cases[0]
+    with_it = f", and with it {', '.join(agree)}," if agree else ""
+    blind = "" if _names_kernels(record, own) else " which kernels ran is not known,"
+    others = ", ".join(differ)
+    text = (
+        f"{own.case}{_more(cases)}: {record.device.name}{with_it} gives other bits than {others} of the same "
+        f"model and stack;{blind} and no majority says which is right. To settle it: canaryd check --level deep, or "
+        "record the same on another host and take it in with canaryd baseline import"
+    )
+    rivals = (
+        Rival(cause=Cause.HARDWARE, why="one of them computes wrongly: exact goldens tell", rejected=False),
+        Rival(cause=Cause.SOFTWARE, why="they chose different kernels", rejected=False),
+    )
+    cause = Cause.UNDETERMINED
+    return Finding(
+        rule="recording-disputed", state=State.UNKNOWN, cause=cause, message=text, probe=probe, rivals=rivals
+    )
+
+
+def _more(cases: Sequence[Ballot]) -> str:
+    return f" (and {len(cases) - 1} more cases)" if len(cases) > 1 else ""
 
 
 def _names_kernels(record: Record, own: Baseline) -> bool:
@@ -557,8 +625,8 @@ def _camps(voters: Sequence[Baseline]) -> list[list[Baseline]]:
 
 
 def witnesses(own: Baseline, voters: Iterable[tuple[str, Baseline]]) -> str:
-    """Return who has confirmed a baseline: siblings by name, the reference, or an operator; "" for nobody."""
-    names = sorted(name for name, b in voters if b.digests & own.digests)
+    """Return who has confirmed a baseline: siblings that know all of its vectors, the reference, or an operator."""
+    names = sorted(name for name, b in voters if own.digests <= b.digests)
     said = [", ".join(names)] * bool(names) + ["reference"] * own.referenced + ["operator"] * bool(own.pinned)
     return " and ".join(said)
 
@@ -566,7 +634,7 @@ def witnesses(own: Baseline, voters: Iterable[tuple[str, Baseline]]) -> str:
 def unwitnessed(record: Record) -> Iterator[Finding]:
     """Nobody has confirmed what a device gave when it was first recorded: said, for a bad unit looks the same."""
     alone: dict[str, list[Baseline]] = defaultdict(list)
-    for own in record.current if not record.served else ():
+    for own, _ in record.current if not record.served else ():
         if not witnesses(own, record.voters(own)):
             alone[own.probe].append(own)
     for probe, cases in sorted(alone.items()):

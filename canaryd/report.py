@@ -8,7 +8,7 @@ from typing import Any
 from canaryd import judge
 from canaryd.check import Result
 from canaryd.model import Device, Outcome, Run, State, Verdict, printable, to_json
-from canaryd.status import DeviceStatus, Status, advice, answer, newest_of, told_of_ack, told_of_event
+from canaryd.status import DeviceStatus, Status, advice, answer, newest_of, told_of_ack, told_of_events
 from canaryd.wording import moment, spoken, wrapped
 
 SCHEMA = "canaryd.check/1"
@@ -248,8 +248,9 @@ def _text_of_status(same: list[DeviceStatus], now: float) -> list[str]:
     for ack in d.untold:
         lines += wrapped("  ! ", told_of_ack(ack))
     lines += _text_of_findings(d.verdict)
-    lines += [line for event in d.events[-RECENT_EVENTS:] for line in wrapped("  * ", told_of_event(event))]
-    more = len(d.events) - RECENT_EVENTS
+    events = told_of_events(d)
+    lines += [line for event in events[-RECENT_EVENTS:] for line in wrapped("  * ", event)]
+    more = len(events) - RECENT_EVENTS
     if more > 0:
         lines.append(f"  * and {more} earlier kinds of event in the last day: canaryd status --json")
     evidence = ", ".join(f"{probe} {_ago(at, now)}" for probe, at in newest_of(same).items())

@@ -24,12 +24,18 @@ UNTENDED = 1800.0
 """Seconds after which a verdict that nobody has renewed is no verdict: a running daemon renews it every ten minutes."""
 UNTENDED_RULE = "untended"
 """Name of the finding that says so; it is this module's, not the judge's."""
+UNJUDGED_RULE = "unjudged"
+"""Name of the finding that says what came after the verdict; this module's too."""
+SUMMED = frozenset({"counter", "flag", "condition", "reset", "boot", "change"})
+"""Kinds of events of which each one is told: values before and after, or moments. Lines of a log repeat themselves."""
 RECENT = 86_400.0
 """Seconds for which an event is told."""
 STALLED = 300.0
 """Age in seconds from which a cached status is said to be old: a daemon gathers it anew every 15 s (ours)."""
 LOOKED = 20
-"""Newest runs of a probe among which one that completed is looked for."""
+"""Newest runs of a probe among which one that completed, or that was wrong, is looked for."""
+STOPPED = "stopped: "
+"""How the reason begins why the kernel log is not read by a daemon that was told to stop: no problem."""
 NAMED = 4
 """Devices that are named one by one in a sentence."""
 
@@ -54,6 +60,21 @@ class DeviceStatus:
     def quiet(self) -> bool:
         """Whether nothing needs to be said of it but that it is healthy."""
         return self.verdict.state is State.HEALTHY and not (self.verdict.findings or self.events or self.acks)
+
+    @property
+    def known(self) -> bool:
+        """Whether an operator knows of all that makes its numbers doubtful, and has said so."""
+        speaking = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
+        return bool(speaking) and all(f.acknowledged for f in speaking) and bool(self._standing)
+
+    @property
+    def known_until(self) -> float:
+        """When the acknowledgement ends, in seconds since the epoch; 0.0 where there is none."""
+        return max((a.until for a in self._standing), default=0.0)
+
+    @property
+    def _standing(self) -> tuple[Ack, ...]:
+        return tuple(a for a in self.acks if a.kind == "acknowledged")
 
     @property
     def untold(self) -> tuple[Ack, ...]:
@@ -120,24 +141,44 @@ def gather(
         DeviceStatus(
             device=record.device,
             present=record.present,
-            verdict=_tended(verdicts.get(record.device.uuid), record.device, now),
+            verdict=_since_then(store, verdicts.get(record.device.uuid), record.device, words[record.device.uuid], now),
             events=tuple(events[record.device.uuid]),
             acks=_in_force(words[record.device.uuid], now),
-            evidence=evidence.get(record.device.uuid, {}),
+            evidence=_of_now(evidence.get(record.device.uuid, {}), acks.cut(record.device, words[record.device.uuid])),
         )
         for record in shown
     ]
+    daemon = daemon_runs(store) if daemon is None else daemon
     return Status(
         now=now,
-        daemon=daemon_runs(store) if daemon is None else daemon,
+        daemon=daemon,
         released_until=released_until(store, now),
         devices=_worst_first(found),
-        problems=(
-            *store.problems,
-            *([store.problem] if store.problem else []),
-            *([f"the kernel log is not read: {unread}"] if (unread := store.note(LOG_PROBLEM_NOTE)) else []),
-        ),
+        problems=tuple(_problems(store, config, said, now, daemon=daemon)),
     )
+
+
+def _problems(store: Store, config: Config, said: Iterable[Ack], now: float, *, daemon: bool) -> Iterator[str]:
+    yield from store.problems
+    if store.problem:
+        yield store.problem
+    if lost := store.lost:
+        at, aside = lost
+        ended = now - at >= config.judge.watch or any(a.at >= at for a in said)
+        if not ended and not any(aside in text for text in store.problems):
+            yield (
+                f"the records of this machine were damaged and begun anew on {moment(at, seconds=False)}, so what was "
+                f"found before is not known; what is left of them is {aside}. Told until canaryd ack, and for "
+                f"{spoken(config.judge.watch)} at most"
+            )
+    unread = store.note(LOG_PROBLEM_NOTE)
+    if daemon and unread and not unread.startswith(STOPPED):
+        yield f"the kernel log is not read: {unread}"
+
+
+def _of_now(evidence: Newest, cut: float) -> Newest:
+    """Return the evidence without what is from before the device was repaired: that is history."""
+    return {probe: at if at is None or at > cut else None for probe, at in evidence.items()}
 
 
 def as_of(status: Status, now: float) -> Status:
@@ -251,19 +292,27 @@ def advice(status: Status) -> str:
 
 
 def _advice(status: Status) -> Iterator[str]:
-    if not status.devices:
-        yield "start the daemon (canaryd run), or run canaryd check."
-        return
+    yield from _advice_on_devices(status) if status.devices else [f"{START}."]
+    if status.problems:
+        yield f"canaryd itself has {'a problem' if len(status.problems) == 1 else 'problems'}, told below."
+
+
+START = "start the daemon (canaryd run), or run canaryd check"
+
+
+def _advice_on_devices(status: Status) -> Iterator[str]:
     state = status.state
     worst = [d for d in status.devices if d.verdict.state is state]
     if state is State.FAULTY:  # what is to be done depends on the cause, and the first costs most
         worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
     names = _names(worst)
     they, them, are = ("it", "it", "is") if len(worst) == 1 else ("they", "them", "are")
-    known = [a.until for d in worst for a in d.acks if a.kind == "acknowledged"]
-    if len(known) == len(worst):
-        yield f"{names} {are} acknowledged until {moment(min(known), seconds=False)}, so this is no news. Still:"
-    if state is State.FAULTY:
+    known = all(d.known for d in worst)
+    if known:
+        until = moment(min(d.known_until for d in worst), seconds=False)
+        yield f"{names} {are} acknowledged until {until}, so this is no news. Still:"
+        yield f"send {names} no new work, and hold back what {they} computed."
+    elif state is State.FAULTY:
         blamed = BLAMED.get(worst[0].verdict.cause, BLAMED[Cause.UNDETERMINED])
         yield f"{blamed.format(names=names, them=them, first=worst[0].device.name)}."
     elif state is State.SUSPECT:
@@ -279,7 +328,7 @@ def _advice(status: Status) -> Iterator[str]:
             yield f"find out why {names} {are} gone: kernel log, power, slot."
             yield f"If {they} {are} to stay away, list {them} under devices.absent in the configuration."
         elif not status.daemon:
-            yield "start the daemon (canaryd run), or run canaryd check."
+            yield f"{START}."
         else:
             yield f"see below why nothing is known of {names}; canaryd check asks {them} now."
     elif state is State.DEGRADED:
@@ -288,12 +337,33 @@ def _advice(status: Status) -> Iterator[str]:
         yield "nothing."
     else:
         yield "nothing tonight, but no daemon watches: start canaryd run."
-    if status.problems:
-        yield f"canaryd itself has {'a problem' if len(status.problems) == 1 else 'problems'}, told below."
 
 
-def told_of_event(event: Event) -> str:
-    """Return an event in words, its time first."""
+def told_of_events(d: DeviceStatus) -> list[str]:
+    """Return what happened to a device in words, newest last; what would be said twice is said once.
+
+    Of equal lines of a log the newest is told with how often there were such; one that a finding quotes, without its
+    text.
+    """
+    alike: dict[object, Event] = {}
+    for number, event in enumerate(d.events):
+        key = number if event.kind in SUMMED else (event.kind, event.name)
+        before = alike.pop(key, None)
+        count = event.count + (before.count if before else 0.0)
+        alike[key] = replace(event, first=min(event.first, before.first if before else event.first), count=count)
+    return [told_of_event(e, quoted=_quoted(e, d.verdict.findings)) for e in alike.values()]
+
+
+def _quoted(event: Event, findings: Iterable[Finding]) -> bool:
+    text = event.detail.rstrip(".")
+    return bool(text) and any(text in f.message for f in findings)
+
+
+def told_of_event(event: Event, *, quoted: bool = False) -> str:
+    """Return an event in words, its time first; of one that is `quoted` nearby, what it was and not its text."""
+    if quoted:
+        times = f", {event.count:g} times" if event.count > 1 and event.kind not in ("counter", "condition") else ""
+        return f"{moment(event.last)}  {f'{event.kind} {event.name}'.strip()}{times}: told above"
     times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in ("counter", "condition") else ""
     what = event.detail or f"{event.name}: {event.before} → {event.after}"
     name = f" {event.name}" if event.name not in what else ""
@@ -302,6 +372,8 @@ def told_of_event(event: Event) -> str:
 
 def told_of_ack(ack: Ack) -> str:
     """Return what an operator said of a device as a sentence."""
+    if ack.kind == "acknowledged" and ack.until <= ack.at:
+        return f"{ack.by or 'an operator'} ended the acknowledgement on {moment(ack.at)}: {ack.reason}"
     until = f" until {moment(ack.until)}" if ack.until else ""
     by = f" by {ack.by}" if ack.by else ""
     return f"{ack.kind}{until}{by} on {moment(ack.at)}: {ack.reason}"
@@ -326,23 +398,116 @@ def daemon_runs(store: Store) -> bool:
         return True
 
 
+def _since_then(store: Store, verdict: Verdict | None, device: Device, words: Sequence[Ack], now: float) -> Verdict:
+    """Return the verdict as it reads beside what came after it and was not judged: words, and runs that were wrong."""
+    shown = _tended(verdict, device, now)
+    if verdict is None:
+        return shown
+    cut = acks.cut(device, words)
+    if cut > verdict.decided:
+        text = (
+            f"it was said to be repaired or replaced on {moment(cut, seconds=False)}, after it was judged last (it was "
+            f"{_was(verdict)}): what it did before is history, and nothing is known until every probe has run on it "
+            f"again. {JUDGES}"
+        )
+        return replace(_unknown(device.uuid, cut, text, (), rule=UNJUDGED_RULE), decided=verdict.decided)
+    shown = _heeding(shown, acks.standing(words, now), now)
+    if shown.state.severity > State.UNKNOWN.severity:
+        return shown
+    judged = {run for f in verdict.findings for run in f.runs}
+    later = store.runs(device.uuid, since=verdict.decided, failed=True, limit=LOOKED)
+    wrong = [r for r in later if (r.wrong or r.unknown) and r.id not in judged and r.started > cut]
+    if not wrong:
+        return shown
+    newest = wrong[-1]
+    what = f"wrong in {newest.wrong[-1].case}" if newest.wrong else f"beyond what is known in {newest.unknown[-1]}"
+    text = (
+        f"a run after this verdict was wrong and has not been judged: {newest.probe} on "
+        f"{moment(newest.started)} was {what} (before it was {_was(verdict)}). {JUDGES}"
+    )
+    note = Finding(
+        rule=UNJUDGED_RULE,
+        state=State.UNKNOWN,
+        cause=Cause.UNDETERMINED,
+        message=text,
+        probe=newest.probe,
+        repro=newest.repro,
+        runs=tuple(r.id for r in wrong),
+    )
+    return _with(shown, note, newest.started)
+
+
+JUDGES = "A running daemon judges it within minutes; without one, start it (canaryd run) or run canaryd check"
+
+
+def _heeding(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
+    """Return a verdict beside the acknowledgement that stands now, as the judge would make it of the same findings.
+
+    What was suspect when it was said is known, and unknown; what was known by one that stands no more is suspect again.
+    """
+    if ack is None:
+        known = [f for f in verdict.findings if f.acknowledged]
+        if not known:
+            return verdict
+        text = "the acknowledgement has ended, and it has not been judged since: it is suspect again by what is below"
+        cause = min((f.cause for f in known), key=judge.CAUSES.index)
+        note = Finding(rule=UNJUDGED_RULE, state=State.SUSPECT, cause=cause, message=text)
+        return _with(replace(verdict, findings=_without_words(verdict)), note, now)
+    if ack.at <= verdict.decided:
+        return verdict
+    until = moment(ack.until, seconds=False)
+    findings = [
+        replace(
+            f,
+            state=State.UNKNOWN,
+            message=f"known to the operator until {until}, so unknown and not healthy: {f.message}",
+            acknowledged=True,
+        )
+        if f.state is State.SUSPECT and f.rule in ack.rules
+        else f
+        for f in _without_words(verdict)
+    ]
+    text = f"acknowledged{f' by {ack.by}' if ack.by else ''} until {until}: {ack.reason}"
+    said = Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)
+    return _with(replace(verdict, findings=tuple(findings)), said, ack.at)
+
+
+def _without_words(verdict: Verdict) -> tuple[Finding, ...]:
+    return tuple(f for f in verdict.findings if f.rule != "acknowledged")
+
+
+def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
+    """Return a verdict with another finding, and the state and cause that follow; `at` is when it entered that."""
+    findings = tuple(sorted((finding, *verdict.findings), key=lambda f: -f.state.severity))
+    state = findings[0].state
+    blamed = (f.cause for f in findings if f.state is state is not State.HEALTHY)
+    cause = min(blamed, key=judge.CAUSES.index, default=Cause.NONE)
+    since = verdict.since if (state, cause) == (verdict.state, verdict.cause) else at
+    return replace(verdict, state=state, cause=cause, findings=findings, since=since)
+
+
+def _was(verdict: Verdict) -> str:
+    return f"{verdict.state.value}/{verdict.cause.value}"
+
+
 def _tended(verdict: Verdict | None, device: Device, now: float) -> Verdict:
     if verdict is None:
         text = "it has not been judged yet: start the daemon, or run canaryd check"
         return _unknown(device.uuid, now, text, ())
     age = now - verdict.decided
-    if -acks.AHEAD <= age <= UNTENDED or any(f.rule == UNTENDED_RULE for f in verdict.findings):
+    if -acks.AHEAD <= age <= UNTENDED or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
-    what = f"{verdict.state.value}/{verdict.cause.value}"
-    text = f"nobody has judged it for {age / 3600:.1f} h (it was {what}): start the daemon, or run canaryd check"
+    text = (
+        f"nobody has judged it for {age / 3600:.1f} h (it was {_was(verdict)}): start the daemon, or run canaryd check"
+    )
     if verdict.state.severity > State.UNKNOWN.severity:
         note = Finding(rule=UNTENDED_RULE, state=State.UNKNOWN, cause=Cause.HARNESS, message=text)
         return replace(verdict, findings=(*verdict.findings, note))
     return _unknown(device.uuid, verdict.decided, text, verdict.findings)
 
 
-def _unknown(uuid: str, since: float, text: str, findings: tuple[Finding, ...]) -> Verdict:
-    note = Finding(rule=UNTENDED_RULE, state=State.UNKNOWN, cause=Cause.HARNESS, message=text)
+def _unknown(uuid: str, since: float, text: str, findings: tuple[Finding, ...], rule: str = UNTENDED_RULE) -> Verdict:
+    note = Finding(rule=rule, state=State.UNKNOWN, cause=Cause.HARNESS, message=text)
     return Verdict(
         device=uuid,
         state=State.UNKNOWN,

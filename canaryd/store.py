@@ -30,6 +30,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from canaryd import trend
 from canaryd.baseline import Baseline
+from canaryd.chance import EPOCH
 from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, from_json, to_json
 
 DATABASE = "canaryd.db"
@@ -57,6 +58,8 @@ DOUBTED = DAY
 STEP = 2 * HOUR
 """Seconds by which one prune follows the clock: twice the daemon's hour, so that an hour of a wrong clock costs no more
 than two (ours)."""
+JUMP = 60.0
+"""Seconds by which the clock may part from the monotonic one between two looks and not have been set (ours)."""
 REACHED_NOTE, LOST_NOTE = "reached", "history lost"
 """Notes: see `Store.reached`; when a damaged file was set aside, and as what, as "seconds path"."""
 
@@ -231,6 +234,7 @@ class Store:
         self._read_only = False
         self._memory = _connect("file::memory:")
         self._data_version: object = None
+        self._steady: tuple[float, float] | None = None  # when the clock was last set: its time, and monotonic time
         self._lost = ""  # what is to be noted in the fresh file
         self._waiting = False  # for the disk, in `_memory`
         for migrate in migrations:
@@ -577,13 +581,16 @@ class Store:
     def reached(self) -> float:
         """A time that has come for certain, in seconds since the epoch, however wrong the clock was; 0.0 at first.
 
-        It follows the clock by at most `STEP` at each prune, and never back.
+        It follows the clock by at most `STEP` at each prune, and never back; a clock that has run for a day without a
+        jump is believed.
         """
         return float(self.note(REACHED_NOTE) or 0.0)
 
     def _stamp(self) -> float:
         """Return the time of storing: a clock set back must not make new evidence look old."""
         now = self._now()
+        if now < EPOCH:  # a clock that has not been set says nothing
+            return self._newest or now
         # Far behind the newest, that one may be of a clock that ran ahead: what has come for certain is enough.
         floor = self._newest if self._newest - now < DOUBTED else self.reached or self._newest
         stamp = max(now, floor)
@@ -597,10 +604,17 @@ class Store:
 
     def _follow(self, now: float) -> float:
         """Let `reached` follow the clock, and return by which time age is reckoned."""
-        before = self.reached or self._newest or now
-        after = min(now, before + STEP)
-        if after > self.reached:
+        reached, tick = self.reached, time.monotonic()
+        if now < EPOCH:
+            return reached or self._newest
+        if self._steady is None or abs((now - self._steady[0]) - (tick - self._steady[1])) > JUMP:
+            self._steady = now, tick
+        before = reached or self._newest or now
+        # A clock that has run without a jump for a day is right, however far it is from what was believed.
+        after = now if tick - self._steady[1] >= DAY else min(now, before + STEP)
+        if after > reached or (after < reached - DOUBTED and after == now):
             self.set_note(REACHED_NOTE, repr(after))
+            self._newest = min(self._newest, after)
         return after
 
     # Upkeep

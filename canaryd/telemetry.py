@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd import xids
+from canaryd.chance import EPOCH
 from canaryd.config import TelemetryConfig
 from canaryd.events import HARMFUL, fields_of, has, numbers, taken_apart, within, xid_code
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Reading, Run, State
@@ -26,9 +27,6 @@ from canaryd.readings import READINGS
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 WATCH = 30 * DAY
 """Seconds for which an event is held against a device: the design's 30 days for `suspect`."""
-EPOCH = 1_577_836_800.0
-"""2020-01-01: what is dated before it was dated by a clock that had not been set (ours). False alarms: none, it moves
-what happened."""
 AHEAD = MINUTE
 """Seconds by which a poll may be dated in the future and still tell of the present: clocks are set (ours)."""
 TRAINING = 10 * MINUTE

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from canaryd import supervise, telemetry
+from canaryd.chance import EPOCH
 from canaryd.config import Config
 from canaryd.events import changes, happened, triggers, watched
 from canaryd.inventory import bus_key
 from canaryd.model import Device, Event, LogPosition, LogRecord, Outcome, Reading, Run
 from canaryd.store import HOUR, Busy, Store
 from canaryd.supervise import RunRequest, Series
-from canaryd.telemetry import EPOCH, Poll
+from canaryd.telemetry import Poll
 
 MEMORY = 31 * 86_400.0
 """Seconds for which events are held in memory: more than the longest window of a rule."""

@@ -40,7 +40,8 @@ def spoken(seconds: float) -> str:
     for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds // size:g} {unit}"
-    return f"{max(0.0, seconds):.0f} seconds"
+    whole = f"{max(0.0, seconds):.0f}"
+    return "1 second" if whole == "1" else f"{whole} seconds"
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:

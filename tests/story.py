@@ -260,6 +260,8 @@ class Story:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a word that nobody knows: it would silently be no fault, or no expectation."""
+        if not self.expect:
+            raise ValueError("expect: holds nothing, so that no verdict could be wrong; say what must come")
         names = [*self.names(), *(f"endpoint:main@{n}" for n, h in enumerate(self.hosts) if h.endpoint)]
         if len(names) != len(set(names)):
             raise ValueError("hosts: two devices have the same name")
@@ -963,9 +965,11 @@ def _ack(host: Host, what: Happening, *, first: bool) -> None:
     del first
     for chip in host.of(what.device):
         until = host.now + what.days * DAY if what.days else 0.0
-        ack = Ack(device=chip.uuid, kind=what.kind, at=host.now, reason=what.reason, until=until, by="story")
         with Store.open(host.config.state_dir, now=host.clock) as store:  # a process of its own, as canaryd ack is
-            store.add_ack(ack)
+            verdict = store.verdicts().get(chip.uuid)
+            doubts = [f.rule for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
+            word = {"kind": what.kind, "at": host.now, "reason": what.reason, "until": until, "by": "story"}
+            store.add_ack(Ack(device=chip.uuid, rules=tuple(doubts), **word))
 
 
 def _clock(host: Host, what: Happening, *, first: bool) -> None:

@@ -96,7 +96,7 @@ def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
     assert baselines.imported(elsewhere, text) == (1, 0)
     assert baselines.imported(elsewhere, text) == (0, 1)
     own, far = sorted(baselines.chosen(elsewhere, EVERYTHING), key=lambda one: one.device.uuid, reverse=True)
-    assert (own.witness, far.device.backend) == ("GPU-0", "imported")
+    assert (own.witness, far.baseline.imported) == ("GPU-0", "cuda H100")
     lost = Store.open(tmp_path / "lost", now=lambda: NOW)
     lost.see_device(GPUS[0], NOW)
     assert baselines.imported(lost, text) == (1, 0)

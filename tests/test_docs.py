@@ -239,9 +239,7 @@ def run_example(entry: catalogue.Entry, **fields) -> Run:
 def state_after(run: Run) -> State:
     verdict = judge.decide(
         DEVICE,
-        [run],
-        siblings={},
-        sibling_devices={},
+        judge.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, time.time(), drill=bool(run.drill)),
         wanted={run.probe: 1800.0},
         policy=config.JudgePolicy(),
         now=time.time(),

@@ -18,7 +18,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from canaryd import config, dossier, ocp
+from canaryd import config, dossier, dossier_page, ocp
 from canaryd.dossier_page import ranges
 from canaryd.engine import Engine
 from canaryd.model import (
@@ -178,7 +178,7 @@ def test_the_facts_are_those_of_the_store(store, tmp_path):
     assert document["identity"]["serial"] == SERIAL
     assert document["identity"]["host"] == HOST
     (failure,) = document["failures"]
-    assert failure["results"] | {"low": 0, "high": 0} == {"wrong": 2, "total": 1000, "low": 0, "high": 0}
+    assert failure["results"] == {"wrong": 2, "total": 1000}
     assert (failure["runs"]["wrong"], failure["runs"]["total"]) == (2, 10)
     assert (failure["uploads"]["wrong"], failure["uploads"]["total"]) == (2, 16)  # 3 clean ones after each wrong one
     assert failure["bits"] == {"13": 2}
@@ -284,6 +284,70 @@ def test_an_old_verdict_says_how_old_it_is(store, tmp_path):
     assert document["verdict"]["note"] in page
 
 
+def test_a_healthy_verdict_does_not_outlive_a_failure(store, tmp_path):
+    """Judged healthy, wrong since: without an engine it is unknown, never a health report, and says what to run."""
+    store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 24 * HOUR))
+    _, document, page = written(store, tmp_path)
+    assert (document["kind"], document["verdict"]["state"]) == ("evidence", "unknown")
+    assert "1 run is wrong since and not judged yet: start the daemon, or run canaryd check" in page
+    assert "HEALTHY" not in page
+    assert "Nothing to do" not in page
+
+
+def test_failures_that_were_answered_are_told_as_such(store, tmp_path):
+    """A healthy verdict that is newer than every failure stands, and the summary does not contradict it."""
+    store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=()))
+    _, document, _ = written(store, tmp_path)
+    assert document["kind"] == "health"
+    assert "What was wrong before is answered (see the timeline): exact_matmul" in document["summary"]
+
+
+def test_an_engine_judges_anew(tmp_path):
+    """The stored verdict says healthy, a run is wrong since: the judge's word of now stands, with what was stored."""
+    settings = replace(config.Config(), state_dir=tmp_path / "state")
+    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
+        opened.see_device(GPU, NOW - 40 * HOUR)
+        opened.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 20 * HOUR))
+        for n in (25, 26):
+            opened.add_run(run(n, wrong=1))
+        engine = Engine(settings, opened, clock=lambda: NOW)
+        engine.recall()
+        assert UUID in engine.devices
+        document = dossier.gather(opened, settings, GPU, now=NOW, engine=engine)
+        assert (document["verdict"]["state"], document["kind"]) in {("faulty", "evidence"), ("faulty", "rma")}
+        assert document["verdict"]["note"].startswith("judged anew for this dossier; the stored verdict of ")
+        assert document["verdict"]["note"].endswith(" was healthy")
+        assert document["timeline"][-1]["kind"] == "verdict"
+        assert document["timeline"][-1]["text"].startswith("faulty")
+
+
+def test_a_drill_that_never_was_is_refused(store, tmp_path):
+    """Nothing is written, and the message says what to run."""
+    with pytest.raises(dossier.DossierError, match=r"no drill of it is on record.*run canaryd drill --device cuda:3"):
+        written(store, tmp_path, drill=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_what_was_never_tested_is_to_be_checked_first(tmp_path, judged):
+    """There is no script to run where nothing has run."""
+    with Store.open(tmp_path / "empty", now=lambda: NOW) as empty:
+        empty.see_device(GPU, NOW)
+        if judged:
+            empty.set_verdict(verdict(state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=()))
+        _, document, page = written(empty, tmp_path)
+    assert document["next_step"][0].endswith("run canaryd check --device cuda:3 first.")
+    assert "reproduce.py" not in page
+
+
+def test_an_open_question_without_a_wrong_result_names_no_script(store, tmp_path):
+    """It ran and nothing was wrong: what is open stands in the findings."""
+    store.set_verdict(verdict(device=PEER, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=()))
+    _, document, _ = written(store, tmp_path, SIBLING)
+    assert "no wrong result of it is on record" in document["next_step"][0]
+    assert "reproduce.py" not in " ".join(document["next_step"])
+
+
 # --- Statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +381,40 @@ def test_the_interval_leaves_two_and_a_half_percent_on_either_side(wrong, total)
         assert 1 - at_most(wrong - 1, low) == pytest.approx(0.025, rel=1e-6)
     mirrored = dossier.interval(total - wrong, total)
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
+
+
+def test_three_results_of_one_upload_are_one_trial(tmp_path):
+    """One upload was hit: 3 of 3 results, and the interval is that of 1 of 4 uploads, everywhere."""
+    with Store.open(tmp_path / "one", now=lambda: NOW) as one:
+        one.see_device(GPU, NOW)
+        one.add_run(run(1, wrong=3, trials=3))
+        made, document, page = written(one, tmp_path)
+    (failure,) = document["failures"]
+    low, high = dossier.interval(1, 4)  # three fresh uploads were clean
+    for counted in (failure, failure["places"][0], document["places"][0], document["probes"][0]):
+        assert counted["results"] == {"wrong": 3, "total": 3}
+        assert counted["uploads"] == {"wrong": 1, "total": 4, "low": low, "high": high}
+    assert document["summary"].endswith(": 1 of 4 uploads wrong, with 3 of 3 results, bit 13 flipped.")
+    assert "29.2% to 100%" not in page  # that of 3 of 3
+    assert "0.631% to 80.6%" in page
+    lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
+    told = [
+        m["metadata"]
+        for line in lines
+        if (m := line.get("testStepArtifact", {}).get("measurement", {})).get("metadata")
+    ]
+    assert [(m["results"], m["uploads"], m["wrongUploads"], m["uploadRateHigh"]) for m in told] == [(3, 4, 1, high)]
+
+
+def test_uploads_that_a_comparison_stands_for_are_counted(tmp_path):
+    """A clean comparison may sum up many."""
+    with Store.open(tmp_path / "one", now=lambda: NOW) as one:
+        one.see_device(GPU, NOW)
+        clean = run(2, device=UUID)
+        one.add_run(run(1, wrong=1))
+        one.add_run(replace(clean, comparisons=(replace(clean.comparisons[0], uploads=46),)))
+        (failure,) = dossier.gather(one, config.Config(), GPU, now=NOW)["failures"]
+    assert (failure["uploads"]["wrong"], failure["uploads"]["total"]) == (1, 50)
 
 
 def test_no_trial_has_no_interval():
@@ -461,6 +559,59 @@ def test_a_browser_without_network_shows_the_facts(store, tmp_path, scheme):
         assert fact in text, fact
 
 
+def test_the_page_fits_a_phone(store, tmp_path):
+    """At 360 px nothing of the bits' chart is hidden: the browser itself measures it, bar by bar."""
+    _, _, page = written(store, tmp_path)
+    measured = tmp_path / "measured.html"
+    script = """<script>
+    const wide = window.innerWidth;
+    const bars = [...document.querySelectorAll(".bars svg, .bars .bar")].map(e => e.getBoundingClientRect());
+    document.title = [wide, bars.length, ...bars.flatMap(b => [b.left, b.right])].join(" ");
+    </script>"""
+    frame = tmp_path / "frame.html"
+    measured.write_text(page.replace("</body>", script + "</body>"))
+    # A headless window has a least width of its own; a frame has none.
+    frame.write_text(
+        '<iframe id="f" style="width:360px;height:900px;border:0" src="measured.html"></iframe>'
+        '<p id="out"></p><script>document.getElementById("f").onload = e => '
+        'document.getElementById("out").textContent = e.target.contentDocument.title</script>'
+    )
+    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    argv += [f"--user-data-dir={tmp_path / 'phone'}", "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r'<p id="out">([^<]+)</p>', done.stdout)
+    assert found, done.stdout
+    wide, count, *edges = map(float, found[1].split())
+    assert (wide, count) == (360, 2)
+    assert all(0 <= edge <= 360 for edge in edges)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "core"),
+    [
+        ({"core 3": 2, "core 0": 0}, 3),
+        ({"core 0": 5, "core 12": 7}, 12),
+        ({"all 2 threads": 9, "core 0": 1}, 0),
+        ({"all 2 threads": 9}, None),
+        ({"device": 9}, None),
+        ({}, None),
+    ],
+)
+def test_the_failing_core_is_where_most_was_wrong(wrong, core):
+    """All threads together and a device name no core; core 0 is one."""
+    places = [{"place": p, "results": {"wrong": n, "total": 10}} for p, n in wrong.items()]
+    assert dossier_page.failing_core({"places": places}) == core
+
+
+def test_one_row_is_no_rows(store, tmp_path):
+    """A cell of two rows has rows, a cell of one has a row."""
+    _, _, page = written(store, tmp_path)
+    assert "rows 16…17, columns 39…41: 2" in page
+    m = {"rows": 4, "columns": 64, "row_bins": 4, "column_bins": 32, "axes": ["row", "column"], "elements": 1}
+    failure = {"case": "c", "wrong_elements": 1, "map": {**m, "counts": [[2, 5, 1]]}}
+    assert "Fullest cells: row 2, columns 10…11: 1." in dossier_page._map(failure)
+
+
 # --- Redaction -------------------------------------------------------------------------------------------------------
 
 
@@ -476,6 +627,23 @@ def test_a_redacted_dossier_names_nothing(store, tmp_path):
     assert (document["identity"]["model"], document["failures"][0]["bits"]) == ("NVIDIA H200", {"13": 2})
     assert document["identity"]["detail"]["vbios"] == "96.00.A5.00.01"
     assert "Redacted: " in page
+
+
+@pytest.mark.parametrize("host", ["vm", "x", "device", "healthy", "state", "faulty"])
+def test_no_name_of_a_host_is_too_short_or_too_plain(tmp_path, host):
+    """Where a field holds it, it is a pseudonym; the words of the format are not."""
+    with Store.open(tmp_path / "one", now=lambda: NOW) as one:
+        one.see_device(GPU, NOW)
+        one.add_run(run(1, wrong=1, environment={"hostname": host}))
+        one.set_verdict(verdict())
+        made, document, page = written(one, tmp_path, redact=True)
+    assert re.fullmatch(r"\[host [0-9a-f]{8}\]", document["identity"]["host"])
+    assert (document["verdict"]["state"], document["failures"][0]["subject"]) == ("faulty", "device")
+    lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
+    about = lines[1]["testRunArtifact"]["testRunStart"]["dutInfo"]
+    assert about["name"] == about["dutInfoId"] == document["identity"]["host"]
+    assert f"<td>{document['identity']['host']}</td>" in page
+    assert f"<td>{host}</td>" not in page
 
 
 def test_equal_names_stay_equal_inside_and_differ_outside(store, tmp_path):
@@ -687,11 +855,13 @@ def test_a_fault_of_one_core_is_named_with_tile_bit_and_rate(tmp_path):
         device = store.devices()[0].device
         made, document, page = written(store, tmp_path, device, now=store.runs(device.uuid)[-1].started + 60)
     (failure,) = document["failures"]
-    assert [(p["place"], p["wrong"], p["total"]) for p in failure["places"]] == [("core 3", 8, 32)]
-    assert {p["place"]: p["wrong"] for p in document["places"]} == {"core 0": 0, "core 1": 0, "core 3": 8}
+    assert [(p["place"], p["results"]) for p in failure["places"]] == [("core 3", {"wrong": 8, "total": 32})]
+    wrong = {p["place"]: p["results"]["wrong"] for p in document["places"]}
+    assert wrong == {"core 0": 0, "core 1": 0, "core 3": 8}
     assert (failure["bits"], failure["format"]) == ({"5": 4}, "float32")
     assert failure["map"]["counts"] == [[17 // 2, 40 // 2, 4]]
-    assert failure["results"]["low"] < 2 / 8 < failure["results"]["high"]
+    assert (failure["uploads"]["wrong"], failure["uploads"]["total"], failure["uploads"]["high"]) == (4, 4, 1.0)
+    assert failure["uploads"]["low"] == pytest.approx(0.025 ** (1 / 4))
     assert (failure["runs"]["wrong"], failure["runs"]["total"]) == (4, 4)
     assert document["verdict"]["state"] == "faulty"
     assert "cpu:0: evidence, not an RMA dossier" in page  # a processor's identity is weak
@@ -733,7 +903,7 @@ def test_the_dossier_of_a_drill_names_the_injected_element_bit_and_rate(drilled)
         assert list(failure["bits"]) == [str(width - 2)], failure["case"]
         assert failure["results"]["wrong"] == failure["results"]["total"] > 0
         assert failure["uploads"]["wrong"] == failure["uploads"]["total"] >= 4
-        assert failure["results"]["high"] == 1.0
+        assert failure["uploads"]["high"] == 1.0
         middle = failure["elements_of_result"] // 2
         flat = [
             e["index"][0] * 16 + e["index"][1] if len(e["index"]) == 2 else e["index"][0] for e in failure["elements"]
@@ -763,15 +933,17 @@ def test_the_laid_out_case_runs_without_canaryd(drilled, tmp_path):
     made, document, page = drilled
     laid = [f for f in document["failures"] if f["exhibit"] and not f["exhibit_absent"]]
     assert len(laid) == dossier.EXHIBITS
-    assert f"{laid[0]['exhibit']}/reproduce.py cpu 1000" in page
+    core = dossier_page.failing_core(laid[0])  # a case may also run on all threads at once
+    option, told = ("", "cpu") if core is None else (f" --core {core}", f"cpu, core {core}")
+    assert f"{laid[0]['exhibit']}/reproduce.py cpu 1000{option}</pre>" in page
     folder = shutil.copytree(made / laid[0]["exhibit"], tmp_path / "case")
-    argv = [sys.executable, "-I", "-W", "ignore", str(folder / "reproduce.py"), "cpu", "2"]
+    argv = [sys.executable, "-I", str(folder / "reproduce.py"), "cpu", "2"]
     clean = subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=120, check=False)
-    assert (clean.returncode, clean.stdout) == (0, "0 of 2 runs were wrong on cpu\n")
+    assert (clean.returncode, clean.stdout) == (0, f"0 of 2 runs were wrong on {told}\n")
     data = bytearray((folder / "golden.npy").read_bytes())
     data[-1] ^= 1 << 6
     (folder / "golden.npy").write_bytes(data)
     spoilt = subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     assert spoilt.returncode == 1
     assert re.search(r"flipped bits \[(62|30)\]$", spoilt.stdout.splitlines()[0])
-    assert spoilt.stdout.splitlines()[-1] == "2 of 2 runs were wrong on cpu"
+    assert spoilt.stdout.splitlines()[-1] == f"2 of 2 runs were wrong on {told}"

@@ -112,6 +112,32 @@ def test_marks_have_lines_and_labels_that_do_not_overlap():
     assert all(x >= 0 and x + 7 * letters <= drawing.W for x, letters in places)
 
 
+def test_a_label_leaves_the_unit_of_the_axis_alone():
+    """A mark at the very beginning has its label right of the unit."""
+    figure = parsed(plot("x", "celsius", [own(1.0, 2.0)], [Mark(at=START, label="verdict")]))
+    (unit,) = (t for t in figure.iter("text") if t.text == "°C")
+    (label,) = (t for t in figure.iter("text") if t.text == "verdict")
+    assert unit.get("text-anchor") == "end"
+    assert float(unit.get("x")) < drawing.LEFT <= float(label.get("x"))
+
+
+def test_the_range_is_that_of_the_values():
+    """What happened hours before a minute of values does not squeeze them; what happened close by is shown."""
+    line = own(1.0, 2.0, 3.0, step=30.0)
+    old, near = Mark(at=START - 6 * HOUR, label="old"), Mark(at=START - 45.0, label="near")
+    assert drawing.span([line], [old]) == (START, START + 60.0)
+    first, last = drawing.span([line], [old, near, Mark(at=START + 110.0, label="after")])
+    assert (first, last) == (START - 45.0, START + 110.0)
+    figure = parsed(plot("x", "1", [line], [old, near], start=first, end=last))
+    (drawn,) = figure.iter("polyline")
+    places = [float(p.split(",")[0]) for p in drawn.get("points").split()]
+    assert places[-1] - places[0] > (drawing.W - drawing.LEFT - drawing.RIGHT) / 3
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", t) for t in texts(figure) if t.count(":") and t != "near")
+    times = [t for t in figure.iter("text") if t.text.count(":") == 2]
+    assert len(times) >= 2
+    assert all(float(t.get("x")) + 7 * len(t.text) / 2 <= drawing.W for t in times)
+
+
 def test_the_own_line_is_drawn_over_its_peers():
     """And the caption counts them."""
     peer = Line(name="cuda:1", points=own(1.0, 1.5).points, role="peer")

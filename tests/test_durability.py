@@ -369,7 +369,8 @@ class Host:
 
     def say(self, kind, reason, until=0.0):
         """Add an operator's word of now, from another process's place."""
-        word = Ack(device=GPU.uuid, kind=kind, at=self.now, until=until, reason=reason)
+        rules = tuple(f.rule for f in self.verdict.findings if f.state is State.SUSPECT)
+        word = Ack(device=GPU.uuid, kind=kind, at=self.now, until=until, reason=reason, rules=rules)
         with Store.open(self.place, now=self.clock) as other:
             assert other.add_ack(word)
         return word

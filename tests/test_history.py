@@ -5,6 +5,7 @@ import math
 import random
 import re
 import time
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -38,6 +39,7 @@ DOCUMENTED = (ROOT / "docs/history.md").read_text()
 NOW = 20_500.5 * DAY
 GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
 OTHER = Device(uuid="GPU-2", backend="cuda", index=4, model="NVIDIA H200")
+NO_DAEMON = " (no daemon ran, or it could not)"
 SPARK = re.compile(f"[{history.BLOCKS}{history.UP}{history.DOWN}]+")
 
 
@@ -53,9 +55,9 @@ def verdict(state, cause, *messages, since=NOW - 7200, decided=NOW - 60):
     return Verdict(device=GPU.uuid, state=state, cause=cause, findings=found, decided=decided, since=since)
 
 
-def run(number, at, *readings, stack="2.9", **more):
+def run(number, at, *readings, stack="2.9", parts=None, **more):
     common = {"id": f"r{number:05}", "device": GPU.uuid, "probe": "exact_matmul", "probe_version": 1, "seconds": 1.0}
-    common |= {"outcome": Outcome.COMPLETED, "stack": {"torch": stack, "driver": "570"}}
+    common |= {"outcome": Outcome.COMPLETED, "stack": parts or {"torch": stack, "driver": "570"}}
     return Run(**{**common, "started": at, "readings": readings, **more})
 
 
@@ -126,6 +128,7 @@ def test_everything_that_happened_is_told_newest_first(store):
         ("verdict", "bad", 1),
         ("run", "bad", 3),
         ("verdict", "bad", 1),
+        ("pause", "calm", 30),
         ("event", "bad", 1),
         ("event", "calm", 1),
         ("verdict", "good", 1),
@@ -138,8 +141,9 @@ def test_everything_that_happened_is_told_newest_first(store):
     assert text[4] == "became faulty (hardware): confirmed by three re-runs"  # what it was suspected of was told before
     assert text[5] == "3 runs of exact_matmul, 2 of them to confirm: 6 of 27 results wrong, in bfloat16/cancel"
     assert text[6] == "became suspect (undetermined): exact-mismatch in x"
-    assert "off the bus" in text[7]
-    assert "560 → 570" in text[8]
+    assert "off the bus" in text[8]
+    assert text[7] == "30 times nothing was recorded for more than 2 hours, for 20 hours at most" + NO_DAEMON
+    assert "560 → 570" in text[9]
     assert one.items[5].runs == ("r00900", "r00901", "r00902")
 
 
@@ -184,9 +188,9 @@ def test_nothing_is_cut_in_silence(store):
     store.add_run(run(1, NOW - DAY, *many))
     found = look(store)
     text = as_text(found, 80)
-    assert f"and {40 - history.MOST_ITEMS} more: canaryd history --json" in text
+    assert f"and {41 - history.MOST_ITEMS} more: canaryd history --json" in text
     assert f"and {30 - history.MOST_READINGS} more readings: canaryd history --json" in text
-    assert len(as_json(found)["devices"][0]["timeline"]) == 40
+    assert len(as_json(found)["devices"][0]["timeline"]) == 41  # and that nothing was recorded of it for a day
     assert len(as_json(found)["devices"][0]["readings"]) == 30
 
 
@@ -202,6 +206,7 @@ def test_counters_that_did_not_rise_are_only_counted(store):
 def test_a_store_that_knows_nothing(store):
     """An unknown device, and a device without any evidence, are said to be just that."""
     assert "nothing is known of such a device" in as_text(look(store, "cuda:9"), 80)
+    assert as_text(look(store, None), 80).startswith("nothing was recorded yet: start the daemon (canaryd run), or run")
     store.see_device(GPU, NOW)
     text = as_text(look(store, None), 80)
     assert "UNKNOWN" in text
@@ -269,11 +274,100 @@ def test_summaries_of_days_reach_back_beyond_the_runs(store):
         days.append(trend.summary(GPU.uuid, 20_440 + n, [run(n, at + HOUR, speed(4e12), stack=f"2.{n // 30}")], []))
     (one,) = look(store, span=90 * DAY, days={GPU.uuid: days}).devices
     assert sorted(len(t.points) for t in one.trends) == [30, 30]
-    (item,) = one.items
+    pause, item = one.items
+    assert pause.text == "nothing was recorded for 12 hours" + NO_DAEMON
     assert "torch 2.0 → 2.1" in item.text
     text = as_text(look(store, span=90 * DAY, days={GPU.uuid: days}), 80)
     assert text.count("speed_float32") == 2
-    assert text.count("on stack") == 2
+    assert text.count("speed_float32 [TFLOP/s] on torch 2.0\n") == 1
+    assert text.count("speed_float32 [TFLOP/s] on torch 2.1\n") == 1
+    assert "on stack" not in text
+
+
+def paused(store, *starts, span=30 * DAY, days=(), limit=None):
+    """Return (from, to) in hours before now of each time that is told in which nothing was recorded."""
+    store.see_device(GPU, NOW)
+    for n, hours in enumerate(starts):
+        store.add_run(run(n, NOW - hours * HOUR))
+    config = Config() if limit is None else Config(judge=replace(Config().judge, stale_after=limit))
+    (one,) = gather(store, config, None, NOW - span, NOW, {GPU.uuid: days}).devices
+    found = [i for i in one.items if i.kind == "pause"]
+    assert all(i.text.endswith(NO_DAEMON) for i in found)
+    return [(round((NOW - i.first) / HOUR, 1), round((NOW - i.at) / HOUR, 1)) for i in found]
+
+
+def test_times_without_a_record_are_told(store):
+    """When no daemon ran, up to now too; nothing is missed before the first record, nor within the usual pause."""
+    assert paused(store, 30, 29, 28, 27, 22, 21, 19.5, 18) == [(18, 0), (27, 22)]
+
+
+def test_no_pause_is_told_where_something_was_recorded(store):
+    """Runs or polls at least every two hours, or as the operator sets it; of pruned runs the days are left."""
+    assert paused(store, *range(0, 40, 2)) == []
+    store.add_poll(run(900, NOW - 44 * HOUR, probe="telemetry"), {})
+    assert paused(store) == [(44, 38)]
+    assert paused(store, limit=7 * HOUR) == []
+    day = trend.summary(GPU.uuid, 20_490, [run(901, 20_490 * DAY + HOUR, speed(1.0))], [])
+    assert paused(store, days=[day]) == [(44, 38), (9.5 * 24, 44)]
+
+
+def test_a_pause_is_told_no_further_back_than_all_was_read(store, monkeypatch):
+    """Where only the newest runs were read, what lies before them may have been recorded."""
+    monkeypatch.setattr(history, "RUNS", 3)
+    monkeypatch.setattr(history, "LEAST_READ", 3)
+    assert paused(store, 50, 40, 30, 20, 10) == [(10, 0), (20, 10), (30, 20)]
+
+
+def test_many_pauses_are_one_line(store):
+    """Where somebody checks once a day, the pauses are the habit."""
+    assert paused(store, *range(0, 24 * 8, 24)) == [(24 * 7, 0)]
+    (one,) = look(store).devices
+    assert [i.count for i in one.items] == [7]
+
+
+def test_the_end_of_an_acknowledgement_is_no_new_one(store):
+    """It is said who ended it; one that merely ran out later is told as it was given."""
+    store.see_device(GPU, NOW)
+    for at, until, by in ((NOW - 90, NOW + DAY, "jo"), (NOW - 60, NOW - 60, "jo"), (NOW - 30, NOW - 30, "")):
+        store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=at, reason="ticket 7", until=until, by=by))
+    (one,) = look(store).devices
+    assert [(i.label, i.text) for i in one.items] == [
+        ("acknowledgement ended", "an operator ended the acknowledgement: ticket 7"),
+        ("acknowledgement ended", "jo ended the acknowledgement: ticket 7"),
+        ("acknowledged", f"acknowledged until {moment(NOW + DAY)} by jo: ticket 7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([{"torch": "2.9"}, {"torch": "2.10"}], ["on torch 2.9", "on torch 2.10"]),
+        ([{"instruction_set": "avx2"}, {"instruction_set": "avx512"}], ["on avx2", "on avx512"]),
+        ([{"driver": "570"}, {}], ["on driver 570", "on driver none"]),
+        ([{"torch": "2", "blas": "x" * 60}, {"torch": "3", "blas": "y"}], ["on torch 2", "on torch 3"]),
+        ([{"blas": "x", "a": "1"}, {"blas": "y", "a": "2"}], ["on a 1, blas x", "on a 2, blas y"]),
+    ],
+)
+def test_what_differs_between_stacks_is_named(store, parts, told):
+    """And not their digests; the digests only where what differs is long."""
+    store.see_device(GPU, NOW)
+    for n, stack in enumerate(parts):
+        store.add_run(run(n, NOW - 2 * HOUR + n, speed(4e12), parts={"host": "a"} | stack))
+    text = as_text(look(store), 80)
+    assert [f"speed_float32 [TFLOP/s] {words}\n" in text for words in told] == [True, True]
+
+
+def test_a_long_difference_is_a_digest_and_a_version_is_named(store):
+    """A line has to fit; version and level of the probe are told like the stack."""
+    store.see_device(GPU, NOW)
+    store.add_run(run(1, NOW - 9, speed(4e12), parts={"build": "a" * 60}))
+    store.add_run(run(2, NOW - 8, speed(4e12), parts={"build": "b" * 60}))
+    assert as_text(look(store), 80).count("speed_float32 [TFLOP/s] on stack ") == 2
+    store.add_run(run(3, NOW - 7, Reading(name="speed_bfloat16", value=1.0), level="quick"))
+    store.add_run(run(4, NOW - 6, Reading(name="speed_bfloat16", value=1.0), level="deep", probe_version=2))
+    text = as_text(look(store), 80)
+    assert "speed_bfloat16 on version 1, quick\n" in text
+    assert "speed_bfloat16 on version 2, deep\n" in text
 
 
 def drawn(values, span, changes=(), room=40):

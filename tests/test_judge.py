@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from canaryd import judge
 from canaryd.config import JudgePolicy, TelemetryConfig
-from canaryd.judge import decide, exit_code, fault_rate_bound, worst
+from canaryd.judge import decide, exit_code, fault_rate_bound, node, worst
 from canaryd.model import (
     Ack,
     Cause,
@@ -59,12 +59,12 @@ def evidence(first=FIRST, bits=("7", "3"), lines=None, **changes):
 
 def right(seed=1, trials=1, case="bfloat16/wide", **changes):
     fields = {"case": case, "shape": "M=32", "seed": seed, "exactness": Exactness.UNIVERSAL, "place": "device"}
-    return Comparison(**{**fields, "trials": trials, **changes})
+    return Comparison(**{**fields, "trials": trials, "uploads": trials, **changes})
 
 
 def wrong(seed=1, trials=1, wrong_trials=1, first=FIRST, bits=("7", "3"), lines=None, **changes):
     seen = evidence(first, bits, lines)
-    return right(seed, trials, **{"wrong_trials": wrong_trials, "evidence": seen, **changes})
+    return right(seed, trials, **{"wrong_trials": wrong_trials, "evidence": seen, "uploads": 1, **changes})
 
 
 def host(place="cores 0 and 3", **changes):
@@ -94,8 +94,11 @@ def fresh(of=GPU, **changes):
 def ask(*runs, of=GPU, peers=(), **changes):
     """Judge `of` by its runs; `peers` are (device, runs) pairs."""
     given = {"wanted": WANTED, "policy": POLICY, "now": NOW, "previous": None}
-    given |= {"siblings": {d.uuid: r for d, r in peers}, "sibling_devices": {d.uuid: d for d, _ in peers}}
-    return decide(of, runs, **{**given, **changes})
+    given |= changes
+    devices = {**{d.uuid: d for d, _ in peers}, of.uuid: of}
+    evidence = {**{d.uuid: r for d, r in peers}, of.uuid: runs}
+    among = node(devices, evidence, given["now"], drill=given.get("drill", False))
+    return decide(of, among, **given)
 
 
 def rules(verdict):
@@ -295,7 +298,7 @@ SCENARIOS = {
             run(HOUR, wrong()),
             peers=[(TWIN, [run(HOUR, wrong(), of=TWIN)]), (THIRD, [run(HOUR, right(), of=THIRD)])],
         ),
-        SUSPECT, H, {"exact-mismatch"},
+        SUSPECT, U, {"exact-mismatch"},
     ),
     "wrong alike on one golden: a sibling's record elsewhere proves nothing": lambda: (
         ask(
@@ -566,6 +569,16 @@ SCENARIOS = {
         ),
         SUSPECT, H, {"exact-mismatch"},
     ),
+    "results alone do not outlast a fault that strikes uploads": lambda: (
+        ask(
+            run(31 * DAY, wrong(trials=3, wrong_trials=3)), run(HOUR, right(trials=1000, uploads=1)), fresh(),
+        ),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
+    "nor do uploads alone one that strikes results": lambda: (
+        ask(run(31 * DAY, wrong(trials=1000)), run(HOUR, right(trials=1000, uploads=1000)), fresh()),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
     "clean siblings that are too short together": lambda: (
         ask(
             run(HOUR, wrong(seed=7), right(2, trials=98)), fresh(),
@@ -584,6 +597,10 @@ SCENARIOS = {
     "a suspicion that is newer than the word": lambda: (
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", 3 * HOUR)]),
         SUSPECT, U, {"exact-mismatch", "acknowledged"},
+    ),
+    "a suspicion of another kind than the one that is known": lambda: (
+        ask(fresh(), recorded=[DEPARTED], said=[said("acknowledged", HOUR)]),
+        SUSPECT, H, {"recording-departed", "acknowledged"},
     ),
     "an acknowledgement that has run out": lambda: (
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), said=[said("acknowledged", HOUR, until=NOW)]),
@@ -633,7 +650,8 @@ SCENARIOS = {
 
 
 def said(kind, ago, until=NOW + DAY):
-    return Ack(device="GPU-a", kind=kind, at=NOW - ago, until=until, reason="seen, ticket 4711")
+    rules = ("exact-mismatch",) * (kind == "acknowledged")
+    return Ack(device="GPU-a", kind=kind, at=NOW - ago, until=until, reason="seen, ticket 4711", rules=rules)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -673,10 +691,10 @@ def test_a_sibling_that_is_right_rejects_every_rival():
     """It shares kernel, golden and host with the accused, and is right."""
     sibling = (TWIN, [run(HOUR, right(), of=TWIN)])
     found = rivals(ask(run(HOUR, wrong()), fresh(), peers=[sibling]))
-    assert found == {(S, "a wrong kernel"): True, (Cause.HARNESS, "a wrong golden"): True, (H, HOST): True}
+    assert found == {(S, "a wrong kernel"): True, (Cause.HARNESS, "a wrong golden"): True, (H, NEAR): True}
 
 
-HOST = "the host's memory, CPU or PCIe"
+HOST, NEAR = "the host's memory, CPU or PCIe", "the host's memory or CPU"
 
 
 def test_nothing_is_rejected_without_evidence():
@@ -690,7 +708,7 @@ def test_a_host_that_computes_right_is_rejected_as_a_rival():
     for ago, known in ((HOUR, True), (3 * DAY, False)):
         host = (CPU, [run(ago, right(), of=CPU)])
         found = rivals(ask(run(HOUR, wrong()), fresh(), peers=[host]))
-        assert ((H, "the host's memory or CPU") in found) is known
+        assert ((H, NEAR) in found) is known
 
 
 def test_a_golden_that_was_met_before_is_rejected_as_a_rival():
@@ -723,7 +741,7 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
         "12 of 4096 elements wrong: 12 elements, row 17; 2 of 3 fresh uploads wrong",
         "run the same command on another host with the same stack: canaryd check …",
         "Next: 3 confirmation runs in new processes",
-        "Watched until 30 days and 3 clean trials have passed without another",
+        "Watched until 30 days, 3 clean uploads and 3 clean results have passed without another",
     ):
         assert part in text
     assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), "canaryd check …")

@@ -1,34 +1,40 @@
-"""The exposition and its HTTP server."""
+"""What is exported, as the scraper reads it: the golden page, the documentation, the bounds."""
 
-import contextlib
 import dataclasses
-import http.client
-import logging
 import math
-import os
 import re
-import resource
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd import metrics
-from canaryd.metrics import CONTENT_TYPE, FAMILIES, DeviceView, Limits, PollView, Server, Snapshot, render
+from canaryd.exposition import Exposition, Page, unit_of
+from canaryd.metrics import FAMILIES, DeviceView, PollView, Snapshot
 from canaryd.model import Cause, Device, Finding, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS
 from canaryd.recorded import Drift
+from tests.full_node import PROBES, node
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "data" / "metrics.txt"
 DOCS = HERE.parent / "docs" / "metrics.md"
 NOW = 1_790_000_000.0
-UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
 STACK = {"torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "kernel": "6.1.0", "python": "3.11.9"}
+
+
+def render(snapshot):
+    """Return the page in the text format."""
+    return metrics.render(snapshot).text.body
+
+
+def live(accept=""):
+    """Return what follows the page in a scrape."""
+    return metrics.answer(Exposition(Page({})), {"accept": accept}).body
 
 
 def gpu(index=0, **changes):
@@ -77,6 +83,8 @@ def example():
                 "exact_matmul": matmul,
                 "fp8_matmul": run(good, "fp8_matmul", outcome=Outcome.SKIPPED, stack={}),
             },
+            stacks={stack_id: STACK},
+            periods={"exact_matmul": 600.0},
             last_success={"exact_matmul": NOW - 60},
             fault_rate={"exact_matmul": 2.5e-05},
             fingerprints={("exact_matmul", stack_id): 123_456_789},
@@ -91,7 +99,7 @@ def example():
                 ),
                 Drift(probe="endpoint_canary", reading="chat", status={"known": 0, "unknown": 0, "learning": 2}),
             ],
-            polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2)},
+            polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
             readings=[
                 Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))
                 for i, (name, kind) in enumerate(READINGS.items())
@@ -104,8 +112,10 @@ def example():
                 findings=2 * (Finding(rule="gpu-lost", state=State.FAULTY, cause=Cause.HARDWARE, message="lost"),),
             ),
             last_runs={"exact_matmul": run(bad, "exact_matmul")},
+            mismatches={"exact_matmul": run(bad, "exact_matmul", id="019a-0", started=NOW - 600)},
+            acknowledged=True,
         ),
-        view(dataclasses.replace(fresh, weak_identity=True, detail={}), probes=["exact_matmul"]),
+        view(dataclasses.replace(fresh, weak_identity=True, detail={}), periods={"exact_matmul": 600.0}),
         view(gone, present=False, verdict=verdict(gone), last_runs={"exact_matmul": run(gone, "exact_matmul")}),
         counters={
             **counter("probe_runs", 12, device=good.uuid, probe="exact_matmul", outcome="completed"),
@@ -164,7 +174,7 @@ def test_golden_shows_every_metric():
     assert declared == set(FAMILIES)
 
 
-@pytest.mark.parametrize("page", [render(example()), render(snapshot()), metrics.process_metrics()])
+@pytest.mark.parametrize("page", [render(example()), render(snapshot()), live(), render(node(2, 7))])
 def test_promtool_has_nothing_to_say(page):
     """Prometheus's own linter accepts names, types and help texts."""
     assert promtool(page) == ""
@@ -178,16 +188,15 @@ def test_documentation():
     documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, _, text in rows}
     ours = {name: row for name, row in documented.items() if name.startswith("canaryd_")}
     assert ours == {name: tuple(family) for name, family in FAMILIES.items()}
-    process = dict(re.findall(r"^# TYPE (\S+) (\S+)", metrics.process_metrics().decode(), re.MULTILINE))
+    process = dict(re.findall(r"^# TYPE (\S+) (\S+)", live().decode(), re.MULTILINE))
     assert {name: row[0] for name, row in documented.items() if name.startswith("process_")} == process
     for name, _, _, unit, _ in rows:
-        base = name.removesuffix("_total").rpartition("_")[2]
-        assert (base if base in UNITS else "1") == unit, name
+        assert (unit_of(name) or "1") == unit, name
 
 
 def test_process_metrics_are_those_of_this_process():
     """The daemon's own memory and descriptors can be read beside the prepared page."""
-    page = metrics.process_metrics()
+    page = live()
     assert select(page, "process_resident_memory_bytes")[0] > 1e6
     assert select(page, "process_open_fds")[0] > 2
 
@@ -228,6 +237,7 @@ def test_telemetry_probes_have_no_mismatches():
         "canaryd_probe_runs_total",
         "canaryd_probe_duration_seconds",
         "canaryd_probe_last_success_timestamp_seconds",
+        "canaryd_probe_period_seconds",
         "canaryd_readings_absent",
     }
 
@@ -255,7 +265,7 @@ def test_no_verdict_is_unknown():
 
 def test_counters_start_at_zero():
     """A planned probe shows all its counters as 0 before its first run, so that increase() sees a first mismatch."""
-    page = render(snapshot(view(gpu(), probes=["exact_matmul"])))
+    page = render(snapshot(view(gpu(), periods={"exact_matmul": 600.0})))
     assert select(page, "canaryd_probe_runs_total", probe="exact_matmul") == [0.0] * len(Outcome)
     for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
         assert select(page, f"canaryd_{name}_total", probe="exact_matmul") == [0.0]
@@ -266,8 +276,9 @@ def test_vanished_device():
     """A vanished device keeps its presence, 0, its identity and the verdict, so that no alarm ends with the part."""
     page = render(example())
     left = {name for name, labels in samples(page) if ("device", "GPU-0003") in labels}
-    verdict = {"canaryd_device_state", "canaryd_device_cause", "canaryd_device_verdict_timestamp_seconds"}
-    assert left == {"canaryd_device_present", "canaryd_device_info", *verdict}
+    verdict = {"canaryd_device_state", "canaryd_device_cause", "canaryd_device_acknowledged"}
+    times = {f"canaryd_device_{name}_timestamp_seconds" for name in ("verdict", "state_since")}
+    assert left == {"canaryd_device_present", "canaryd_device_info", *verdict, *times}
     assert select(page, "canaryd_device_present", device="GPU-0003") == [0.0]
 
 
@@ -299,6 +310,8 @@ def test_a_drill_cannot_pass_for_evidence():
         view(device, last_runs={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
     with pytest.raises(ValueError, match="drill among"):
         view(device, verdict=verdict(device, drill=True))
+    with pytest.raises(ValueError, match="drill among"):
+        view(device, mismatches={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
 
 
 @pytest.mark.parametrize("value", [0, 1, 123_456, 1_234_567, 10**15, 10**15 + 1, 2**52 + 1, 2**53 - 2, 2**53 - 1])
@@ -332,353 +345,132 @@ def test_lone_surrogates():
     assert b'model="a?b"' in render(snapshot(view(gpu(model="a\ud800b"))))
 
 
-def test_a_full_node_renders_fast():
-    """16 devices with 10 probes each: every series is there; rendering is far from seconds."""
-    probes = [f"probe_{i}" for i in range(10)]
-    views, counters = [], {}
-    for device in map(gpu, range(16)):
-        runs = {p: run(device, p) for p in probes}
-        marks = {(p, runs[p].stack_id): 10**15 + i for i, p in enumerate(probes)}
-        rates = dict.fromkeys(probes, 1e-6)
-        times = dict.fromkeys(probes, NOW)
-        views.append(view(device, last_runs=runs, last_success=times, fault_rate=rates, fingerprints=marks))
-        for p in probes:
-            counters |= counter("probe_runs", 3, device=device.uuid, probe=p, outcome="completed")
-    full = snapshot(*views, counters=counters)
-    started = time.perf_counter()
-    page = render(full)
-    seconds = time.perf_counter() - started
-    assert len(select(page, "canaryd_probe_runs_total")) == 16 * 10 * len(Outcome)
-    happened = len(metrics.XIDS) + 2
-    assert len(samples(page)) == 16 * (2 + len(State) + len(Cause) + 1 + happened + 10 * (len(Outcome) + 4 + 4)) + 9
-    assert seconds < 1.0
+def series(page):
+    """Return the lines of a page that are series."""
+    return [line for line in page.decode().splitlines() if not line.startswith("#")]
 
 
-# --- server -------------------------------------------------------------------------------------------------------
-
-BODY = b"canaryd_build_info 1\n" * 100
-BIG = b"x" * 32_000_000
+SIZES = {"16 GPUs": node(16), "2 GPUs of 7 instances": node(2, 7)}
 
 
-def broken(accept):
-    raise RuntimeError("secret of the house")
+def sizes():
+    """Return the rows of docs/metrics.md on what the largest page holds."""
+    for name, full in SIZES.items():
+        page = metrics.render(full)
+        count, devices = len(series(page.text.body)), len(full.devices)
+        size = len(page.text.body) / 1e6
+        yield f"| {name}, everything wrong at once | {devices} | {count:,} | {count / devices:,.0f} | {size:.2f} MB |"
 
 
-ROUTES = {
-    "/metrics": lambda accept: (200, CONTENT_TYPE, BODY),
-    "/accept": lambda accept: (503, "text/plain", accept.encode()),
-    "/big": lambda accept: (200, "text/plain", BIG),
-    "/broken": broken,
-}
-
-
-@contextlib.contextmanager
-def serving(host="127.0.0.1", **limits):
-    server = Server(host, 0, ROUTES, Limits(**limits))
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving() as running:
-        yield running
-
-
-def connect(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
-
-
-def get(server, path="/metrics", method="GET", host="127.0.0.1", **headers):
-    """Return (response, body, seconds) of one request on a connection of its own."""
-    started = time.perf_counter()
-    connection = http.client.HTTPConnection(host, server.port, timeout=5)
-    with contextlib.closing(connection):
-        connection.request(method, path, headers=headers)
-        response = connection.getresponse()
-        return response, response.read(), time.perf_counter() - started
-
-
-def say(server, data):
-    """Send bytes, and return all that comes back until the server closes."""
-    with connect(server) as client:
-        client.sendall(data)
-        return b"".join(iter(lambda: client.recv(65536), b""))
-
-
-def closed(client):
-    """Tell whether the server hung up, waiting for at most the client's timeout."""
-    try:
-        return client.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def test_get(server):
-    """A scrape gets the prepared bytes, their type and length, and no word about the software behind."""
-    response, body, _ = get(server, "/metrics?name=x")
-    assert (response.status, body) == (200, BODY)
-    assert response.headers["Content-Type"] == CONTENT_TYPE
-    assert response.headers["Content-Length"] == str(len(BODY))
-    assert response.headers["Server"] is None
-
-
-def test_head(server):
-    """HEAD answers with the headers of GET and no body, and the connection stays usable."""
-    answer = say(server, b"HEAD /metrics HTTP/1.1\r\n\r\nGET /metrics HTTP/1.0\r\n\r\n")
-    first, _, rest = answer.partition(b"\r\n\r\n")
-    assert f"Content-Length: {len(BODY)}".encode() in first
-    assert rest.startswith(b"HTTP/1.1 200 OK")
-    assert rest.endswith(BODY)
-
-
-def test_route_sees_accept_and_chooses_the_status(server):
-    """A route is handed the Accept header, whatever its spelling, and its status is sent on."""
-    response, body, _ = get(server, "/accept", ACCEPT="text/plain;version=0.0.4;q=0.5,*/*")
-    assert (response.status, body) == (503, b"text/plain;version=0.0.4;q=0.5,*/*")
-
-
-def test_unknown_path(server):
-    """An unknown path answers 404 and says what there is."""
-    response, body, _ = get(server, "/nothing")
-    assert response.status == 404
-    assert body == b"not found: there is /accept, /big, /broken, /metrics\n"
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
-def test_other_methods(server, method):
-    """Everything but GET and HEAD is refused, with what is allowed."""
-    response, body, _ = get(server, method=method)
-    assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
-    assert body == b"method not allowed: use GET or HEAD\n"
-
-
-def test_a_body_ends_the_connection(server):
-    """An unread body is never taken for the next request, and the answer arrives all the same."""
-    smuggled = b"GET /big HTTP/1.1\r\n\r\n"
-    head = b"POST /metrics HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (len(smuggled) + 8_000_000)
-    answer = say(server, head + smuggled + b"x" * 8_000_000)
-    assert answer.startswith(b"HTTP/1.1 405 ")
-    assert answer.count(b"HTTP/1.1") == 1
-    assert b"Connection: close" in answer
-
-
-@pytest.mark.parametrize(
-    ("request_", "reason"),
-    [
-        (b"GET /metrics\r\n\r\n", "malformed request line"),
-        (b"GET /metrics HTTP/2.0\r\n\r\n", "malformed request line"),
-        (b"GET  /metrics HTTP/1.1\r\n\r\n", "malformed request line"),
-        (b"GET /met\xffrics HTTP/1.1\r\n\r\n", "malformed request line"),
-        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", "malformed request line"),
-        (b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", "malformed header"),
-        (b"GET /metrics HTTP/1.1\r\nName : value\r\n\r\n", "malformed header"),
-        (b"GET /" + b"a" * 8192 + b" HTTP/1.1\r\n\r\n", "request line longer than 8192 bytes"),
-        (b"a" * 100_000, "request line longer than 8192 bytes"),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, "headers longer than 32768 bytes"),
-    ],
-)
-def test_bad_requests(server, request_, reason):
-    """Nonsense is answered with 400 and the reason, in plain text, and the connection is closed."""
-    head, _, body = say(server, request_).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert b"Content-Type: text/plain" in head
-    assert body.startswith(f"bad request: {reason}".encode())
-
-
-def test_request_line_of_8_kib(server):
-    """A request line of exactly 8 KiB is read."""
-    line = b"GET /" + b"a" * (8192 - len("GET / HTTP/1.0")) + b" HTTP/1.0"
-    assert len(line) == 8192
-    assert say(server, line + b"\r\n\r\n").startswith(b"HTTP/1.1 404 ")
-
-
-def test_a_failing_route_tells_the_log_and_not_the_client(server, caplog):
-    """A route that raises costs one answer, which does not say why; the log does."""
-    with caplog.at_level(logging.ERROR):
-        response, body, _ = get(server, "/broken")
-    assert (response.status, body) == (500, b"internal error: see the log of canaryd\n")
-    assert "secret of the house" in caplog.text
-    assert get(server)[0].status == 200
-
-
-def test_keep_alive(server):
-    """HTTP/1.1 keeps the connection for further requests; HTTP/1.0 and "Connection: close" end it."""
-    with connect(server) as client:
-        for _ in range(3):
-            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-            answer = b""
-            while not answer.endswith(BODY):
-                answer += client.recv(65536)
-            assert b"Connection: keep-alive" in answer
-        client.sendall(b"GET /accept HTTP/1.1\r\nConnection: close\r\n\r\n")
-        assert b"Connection: close" in client.recv(65536)
-        assert closed(client)
-    assert b"Connection: close" in say(server, b"GET /metrics HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-
-
-def test_two_hundred_scrapes(server):
-    """200 scrapes in a row, each on a fresh connection, get the same bytes without delay."""
-    seconds = []
-    for _ in range(200):
-        _, body, took = get(server)
-        assert body == BODY
-        seconds.append(took)
-    assert sorted(seconds)[100] < 0.02
-
-
-def test_silent_connections_do_not_keep_a_scraper_out():
-    """With a hundred connections that say nothing, a scrape is answered at once; the oldest lost their places."""
-    with serving() as server, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(server)) for _ in range(100)]
-        for _ in range(5):
-            response, body, seconds = get(server)
-            assert (response.status, body) == (200, BODY)
-            assert seconds < 1.0
-        assert closed(idle[0])
-        idle[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
-        assert server.refused == 0
-
-
-def test_kept_connections_do_not_keep_a_scraper_out():
-    """Connections kept alive between requests give way, the longest idle first."""
-    with serving(connections=2) as server, connect(server) as older, connect(server) as newer:
-        for client in (older, newer):
-            client.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
-            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
-        assert get(server)[0].status == 200
-        assert closed(older)
-        newer.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
-        assert newer.recv(65536).startswith(b"HTTP/1.1 200 OK")
-
-
-def test_slow_loris():
-    """A client that dribbles its headers is cut off at the deadline, however regularly it sends; others do not wait."""
-    with serving(head=0.5) as server, connect(server) as client:
-        client.settimeout(0.05)
+def test_a_full_node_is_bounded():
+    """16 GPUs, every probe, reading and counter: a few hundred series a device, no series twice, made quickly."""
+    for full in SIZES.values():
         started = time.perf_counter()
-        cut = False
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            client.sendall(b"GET /metrics HTTP/1.1\r\n")
-            while not cut and time.perf_counter() - started < 5:
-                client.sendall(b"a")
-                assert get(server)[2] < 1.0
-                with contextlib.suppress(TimeoutError):
-                    cut = client.recv(1) == b""
-        assert 0.4 < time.perf_counter() - started < 2
+        page = metrics.render(full)
+        assert time.perf_counter() - started < 1.0
+        lines = series(page.text.body)
+        names = [line.rpartition(" ")[0] for line in lines]
+        assert len(names) == len(set(names))
+        assert len(lines) / len(full.devices) < 700
+        assert {v.device.uuid for v in full.devices} <= {
+            d for line in names for d in re.findall(r'device="(.*?)"', line)
+        }
+        shown = {re.match(r"\w+", name)[0] for name in names}
+        assert set(FAMILIES) - shown <= {
+            name for name in FAMILIES if name.removeprefix("canaryd_") in READINGS
+        }  # what GPUs never give
 
 
-def test_idle_connections_end():
-    """A connection that stays silent is closed: after the head's deadline at first, after the idle time later on."""
-    with serving(head=0.2, idle=0.6) as server, connect(server) as silent, connect(server) as kept:
-        kept.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
-        assert kept.recv(65536)
-        started = time.perf_counter()
-        assert closed(silent)
-        assert time.perf_counter() - started < 0.5
-        assert closed(kept)
-        assert 0.5 < time.perf_counter() - started < 2
+def test_documented_sizes():
+    """docs/metrics.md says how large the largest page is."""
+    text = DOCS.read_text()
+    assert [row for row in sizes() if row not in text] == []
+    for full in SIZES.values():
+        page = metrics.render(full).openmetrics
+        assert len(page.gzip(b"")) < len(page.body) / 15
 
 
-def test_a_client_that_does_not_read_is_cut_off():
-    """An answer that is not taken in time ends its connection; others are served meanwhile."""
-    with serving(write=0.5, patience=0.2) as server, connect(server) as stuck:
-        stuck.sendall(b"GET /big HTTP/1.1\r\n\r\n")
-        assert get(server)[2] < 0.4
-        time.sleep(0.8)
-        received = 0
-        with contextlib.suppress(ConnectionResetError):
-            while chunk := stuck.recv(1 << 20):
-                received += len(chunk)
-        assert 0 < received < len(BIG)
+def test_what_people_and_programs_write_is_no_label():
+    """Messages, details, commands and made-up readings appear nowhere: no series is new for them."""
+    for index in range(3):
+        page = render(node(1, text=f"words of moment {index}"))
+        assert b"words of moment" not in page
+        assert series(page) == series(render(node(1)))
 
 
-def test_full_house():
-    """While every place is being answered a newcomer is closed at once and counted; a slow reader loses its place."""
-    with serving(connections=2, patience=1.0) as server, connect(server) as one, connect(server) as two:
-        for client in (one, two):
-            client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
-            assert client.recv(8) == b"HTTP/1.1"
-        with connect(server) as newcomer:
-            assert closed(newcomer)
-        assert server.refused == 1
-        time.sleep(1.1)
-        assert get(server)[0].status == 200
-        assert server.refused == 1
+def test_a_device_joins_with_other_exporters_by_its_uuid():
+    """The label `device` is the uuid as NVML writes it, on every series of a device; no other label repeats it."""
+    uuid = gpu().uuid
+    page = render(example())
+    of = [dict(labels) for _, labels in samples(page) if uuid in dict(labels).values()]
+    assert of
+    assert all(labels["device"] == uuid for labels in of)
 
 
-def test_out_of_file_descriptors():
-    """When no connection can be accepted the server waits calmly, and serves it once there is room again."""
-    with serving() as server, socket.socket() as client:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()), hard))
-        try:
-            fillers = []
-            with contextlib.suppress(OSError):
-                while True:
-                    fillers.append(os.dup(0))
-            before = time.process_time()
-            client.settimeout(5)
-            client.connect(("127.0.0.1", server.port))
-            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            time.sleep(0.5)
-            assert time.process_time() - before < 0.25
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for filler in fillers:
-                os.close(filler)
-        assert client.recv(15) == b"HTTP/1.1 200 OK"
+# --- OpenMetrics --------------------------------------------------------------------------------------------------
 
 
-def test_ipv6():
-    """The server listens on IPv6 addresses too."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"this machine has no IPv6 loopback: {error}")
-    with serving(host="::1") as server:
-        assert get(server, host="::1")[1] == BODY
+def parsed(snapshot):
+    """Return the families of the OpenMetrics page, read by the client library's strict parser."""
+    body = metrics.render(snapshot).openmetrics.body + live("application/openmetrics-text;version=1.0.0")
+    assert body.endswith(b"# EOF\n")
+    return {family.name: family for family in openmetrics_families(body.decode())}
 
 
-def test_port_taken(server):
-    """A port that is taken is an OSError that names the address and says what to do."""
-    with pytest.raises(
-        OSError, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: .* in use; .*choose another port"
-    ):
-        Server("127.0.0.1", server.port, ROUTES)
+@pytest.mark.parametrize("full", [example(), snapshot(), node(2, 7)], ids=["example", "empty", "full"])
+def test_openmetrics_holds_the_same_series(full):
+    """Both formats have the same series with the same values; families are named, typed and described alike."""
+    families = parsed(full)
+    ours = {n: f for n, f in families.items() if n.startswith("canaryd_")}
+    text = render(full)
+    assert {(s.name, frozenset(s.labels.items())): s.value for f in ours.values() for s in f.samples} == samples(text)
+    for name, family in FAMILIES.items():
+        bare = name.removesuffix("_total") if family.type == "counter" else name
+        if bare in ours:
+            found = ours[bare]
+            assert (found.type, found.documentation, found.unit) == (family.type, family.help, unit_of(name))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
-def test_foreign_address(host):
-    """An address that this machine does not have, or a name that is none, is named in the error."""
-    with pytest.raises(OSError, match=re.escape(host)):
-        Server(host, 0, ROUTES)
+def test_exemplars_name_the_run():
+    """The mismatch counter carries the newest run with a wrong bit; the runs' counter the newest run."""
+    families = parsed(example())
+    bad = [s for s in families["canaryd_probe_mismatches"].samples if s.labels["device"] == "GPU-0001"]
+    assert [(s.exemplar.labels, s.exemplar.value, float(s.exemplar.timestamp)) for s in bad] == [
+        ({"run_id": "019a-0"}, 1.0, NOW - 600)
+    ]
+    with_one = {
+        (s.labels["device"], s.labels["probe"], s.labels["outcome"])
+        for s in families["canaryd_probe_runs"].samples
+        if s.exemplar
+    }
+    assert with_one == {
+        ("GPU-0000", "exact_matmul", "completed"),
+        ("GPU-0000", "fp8_matmul", "skipped"),
+        ("GPU-0001", "exact_matmul", "completed"),
+    }
+    assert all(f.type == "counter" for f in families.values() if any(s.exemplar for s in f.samples))
+    assert b"run_id" not in render(example())
 
 
-def test_close():
-    """After close nobody is connected and the port is free; a server that was never started closes too."""
-    with serving() as server, connect(server) as client:
-        port = server.port
-        server.close()
-        assert closed(client)
-    again = Server("127.0.0.1", port, ROUTES)
-    again.close()
+def test_a_full_node_names_every_mismatch():
+    """Each of the counters of a node in trouble has its own exemplar."""
+    found = [s.exemplar for s in parsed(node(2))["canaryd_probe_mismatches"].samples]
+    assert len(found) == 2 * len(PROBES)
+    assert all(found)
 
 
 def table():
     """Return the rows of docs/metrics.md for our own metrics."""
     for name, (kind, labels, text) in FAMILIES.items():
-        base = name.removesuffix("_total").rpartition("_")[2]
         shown = " ".join(f"`{label}`" for label in labels) or "\N{EN DASH}"
-        yield f"| `{name}` | {kind} | {shown} | {base if base in UNITS else 1} | {text} |"
+        yield f"| `{name}` | {kind} | {shown} | {unit_of(name) or 1} | {text} |"
 
 
 if __name__ == "__main__":
     GOLDEN.write_bytes(render(example()))
     text = DOCS.read_text()
     begin, end = text.index("| `canaryd_"), text.index("| `process_")
-    DOCS.write_text(text[:begin] + "\n".join(table()) + "\n" + text[end:])
+    text = text[:begin] + "\n".join(table()) + "\n" + text[end:]
+    begin = text.index("| 16 GPUs")
+    end = text.index("\n\n", begin)
+    DOCS.write_text(text[:begin] + "\n".join(sizes()) + text[end:])

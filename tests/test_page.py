@@ -18,9 +18,9 @@ import pytest
 
 from canaryd import page, status
 from canaryd.config import Config
-from canaryd.metrics import Server
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verdict, printable
 from canaryd.report import status_json
+from canaryd.serve import Answer, Server
 from canaryd.store import Store
 from canaryd.watch import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.wording import moment
@@ -264,6 +264,20 @@ def test_the_page_of_a_large_machine_is_made_at_once(store):
     assert body.count(b"<article") == 64
 
 
+def test_notes_are_fainter_than_findings(store):
+    """What asks for nothing stands after what does, in a list of its own."""
+    store.see_device(SOUND, NOW)
+    said = {State.HEALTHY: "baselines are being learnt", State.DEGRADED: "a link lost lanes"}
+    findings = tuple(Finding(rule="a-rule", state=s, cause=Cause.NONE, message=m) for s, m in said.items())
+    store.set_verdict(
+        Verdict(device=SOUND.uuid, state=State.DEGRADED, cause=Cause.NONE, findings=findings, decided=NOW, since=NOW)
+    )
+    document = page.render(gathered(store), NOW).decode()
+    lists = re.findall(r'<ul class="(findings[^"]*)">(.*?)</ul>', document)
+    assert [kind for kind, _ in lists] == ["findings", "findings notes"]
+    assert [text in items for text, (_, items) in zip(reversed(said.values()), lists, strict=True)] == [True, True]
+
+
 # --- How it is served ------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +285,7 @@ def test_every_answer_forbids_scripts(store):
     """The headers that keep a browser from running or fetching anything, on the page and on everything else."""
     condemn(store)
     found = gathered(store)
-    server = Server("127.0.0.1", 0, {"/": lambda _: (200, page.CONTENT_TYPE, page.render(found, NOW))})
+    server = Server("127.0.0.1", 0, {"/": lambda _: Answer(200, page.CONTENT_TYPE, page.render(found, NOW))})
     server.start()
     try:
         for path, code in (("/", 200), ("/elsewhere", 404)):
@@ -376,6 +390,29 @@ def test_the_page_follows_the_daemon(served):
     eventually(lambda: "released until" in daemon.get("/")[1])
     assert canaryd("release", "--end", *options).code == 0
     eventually(lambda: "released until" not in daemon.get("/")[1])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_devices_use_the_width(store, tmp_path, count):
+    """At 1,100 pixels the cards of one or two healthy devices leave nothing of the page empty."""
+    for device in (SOUND, GPU)[:count]:
+        store.see_device(device, NOW)
+        store.set_verdict(
+            Verdict(device=device.uuid, state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 60, since=NOW)
+        )
+    (tmp_path / "page.html").write_bytes(page.render(gathered(store), NOW))
+    (tmp_path / "frame.html").write_text(
+        """<body><iframe id=f src=page.html style="width:1100px;height:900px;border:0"></iframe><script>
+        document.getElementById("f").onload = e => {
+          const cards = [...e.target.contentDocument.querySelectorAll("article")];
+          const edges = cards.map(card => card.getBoundingClientRect().right);
+          document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(edges) + "</pre>");
+        }</script>"""
+    )
+    dom = browse(f"file://{tmp_path}/frame.html", tmp_path / "profile", "--allow-file-access-from-files", "--dump-dom")
+    edges = json.loads(re.search(r"<pre>(\[.*?\])</pre>", dom)[1])
+    assert len(edges) == count
+    assert max(edges) > 1050
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (360, "light"), (2560, "dark")])

@@ -65,8 +65,12 @@ class History:
         return made
 
     def learn(self, ago=9 * DAY, *vectors, times=LEARN):
-        vectors = vectors or (GOOD,)
-        self.add(ago, *itertools.islice(itertools.cycle(vectors), times), baselining=True)
+        """Learn from one run, as of a server; of a device each recording is of a process of its own."""
+        listed = list(itertools.islice(itertools.cycle(vectors or (GOOD,)), times))
+        if self.of.is_endpoint:
+            self.add(ago, *listed, baselining=True)
+        for number, vector in enumerate([] if self.of.is_endpoint else listed):
+            self.add(ago - number, vector, baselining=True)
         return self
 
     def confirm(self, first, *vectors):
@@ -517,9 +521,78 @@ def test_kernels_that_do_not_repeat_do_not_vote():
 def test_a_baseline_from_another_host_is_a_witness_and_a_vote():
     """Taken in with `canaryd baseline import`, it stands in for the sibling that this host lacks."""
     bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    imported = tuple(far.baselines.values())
+    imported = tuple(dataclasses.replace(b, imported="cuda H100") for b in far.baselines.values())
     assert voted(bad, good, imported=imported) == OUTVOTED
     assert voted(good, imported=imported) == {}
+
+
+def test_what_is_imported_of_another_model_does_not_vote():
+    """The stack of a processor says nothing of its model."""
+    bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
+    imported = tuple(dataclasses.replace(b, imported="cuda A100") for b in far.baselines.values())
+    assert voted(bad, good, imported=imported) == DISPUTED
+
+
+def test_instances_of_one_gpu_have_one_vote_and_are_no_witnesses_for_each_other():
+    """One bad part, divided in three, must not outvote a healthy one."""
+    parts = [twin(name, STRANGE, parent="GPU-bad") for name in "abc"]
+    good = twin("d", GOOD, parent="GPU-good")
+    assert voted(good, *parts) == DISPUTED
+    assert voted(parts[0], *parts[1:]) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
+
+
+def test_a_suspect_has_no_vote():
+    """What it gives is nobody's standard."""
+    mine, others = twin("a", GOOD), [twin("b", STRANGE), twin("c", STRANGE)]
+    peers = {h.of.name: Peer(device=h.of, trusted=False, runs=tuple(h.runs), baselines=h.baselines) for h in others}
+    assert voted(mine, peers=peers) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
+
+
+def test_what_went_bad_while_it_was_learnt_is_disputed():
+    """It shares a vector with its siblings, and gives another one now that none of them knows."""
+    made = [dataclasses.replace(v, chain=KERNEL, case="gemm/prefill") for v in [GOOD] * 10 + [STRANGE] * 20]
+    turned = History(of=dataclasses.replace(GPU, uuid="GPU-t", index=9)).learn(9 * DAY, *made)
+    turned.add(HOUR, made[-1])
+    siblings = [twin(name, GOOD) for name in "abc"]
+    assert voted(turned, *siblings) == DISPUTED
+    turned.add(HOUR / 2, made[0])
+    assert "recording-disputed" not in voted(turned, *siblings)
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"), [(2, {"baseline-unwitnessed"}), (3, {"baseline-unwitnessed", "recording-outvoted"})]
+)
+def test_a_vote_takes_several_processes(processes, expected):
+    """What one process gives may stick to it."""
+    devices = []
+    for name, vector in (("a", STRANGE), ("b", GOOD), ("c", GOOD)):
+        history = History(of=dataclasses.replace(GPU, uuid=f"GPU-{name}", index=ord(name)))
+        made = dataclasses.replace(vector, chain=KERNEL, case="gemm/prefill")
+        history.add(9 * DAY, *[made] * LEARN, baselining=True)
+        for number in range(processes):
+            history.add(HOUR - number, made)
+        devices.append(history)
+    assert set(voted(*devices)) == expected
+
+
+def test_a_link_that_is_not_known_any_more_is_no_change_to_be_believed():
+    """A profiler that is barred from the day on which the bits change explains nothing."""
+    history = twin("a", GOOD)
+    blind = dataclasses.replace(STRANGE, chain={"dtype": "bfloat16"}, case="gemm/prefill")
+    history.add(HOUR / 2, blind)
+    assert history.found()["chain-changed"].state is State.UNKNOWN
+    history = twin("a", GOOD)
+    history.add(HOUR / 2, dataclasses.replace(blind, chain=KERNEL | {"kernel": "another"}))
+    assert history.found()["chain-changed"].state is State.HEALTHY
+
+
+def test_operands_that_this_host_made_otherwise_speak_against_it():
+    """They come from one seed, and nothing else has changed."""
+    chain = KERNEL | {"prompt": "1111"}
+    history = twin("a", GOOD, chain=chain)
+    history.add(HOUR / 2, dataclasses.replace(STRANGE, chain=chain | {"prompt": "2222"}, case="gemm/prefill"))
+    found = history.found()["chain-changed"]
+    assert (found.state, found.cause) == (State.UNKNOWN, Cause.HARDWARE)
 
 
 def test_a_reference_is_a_witness():

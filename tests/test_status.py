@@ -11,11 +11,26 @@ import pytest
 from canaryd import status
 from canaryd.cli import parser
 from canaryd.config import Config, ProbeSettings
-from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
+from canaryd.model import (
+    Ack,
+    Cause,
+    Comparison,
+    Device,
+    Event,
+    Evidence,
+    Exactness,
+    Finding,
+    Outcome,
+    Rival,
+    Run,
+    State,
+    Verdict,
+)
 from canaryd.report import status_json, status_text
 from canaryd.store import Store
-from canaryd.watch import DAEMON_LOCK, RELEASE_NOTE
+from canaryd.watch import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.wording import moment
+from canaryd.wording import spoken as duration
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
 
 NOW = 1_790_000_000.0
@@ -271,14 +286,15 @@ def test_the_rivals_of_a_finding_are_told(store):
 def test_the_word_of_an_operator_is_told_while_it_holds(store):
     """Who, until when and why; one that has run out is told no more, a repair for good."""
     store.see_device(GPU, NOW)
-    store.set_verdict(verdict(State.FAULTY, H, "wrong bits"))
+    known = Finding(rule="a-rule", state=State.UNKNOWN, cause=H, message="known: wrong bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, H), findings=(known,)))
     store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
     store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=NOW - 60, until=NOW + 600, reason="RMA 7", by="anna"))
     found = ask(store)
     text = spoken(status_text(found))
     assert f"! acknowledged until {moment(NOW + 600)} by anna on {moment(NOW - 60)}: RMA 7" in text
     assert f"! repaired on {moment(NOW - 9e5)}: new riser" in text
-    assert "so this is no news. Still: distrust what cuda:3 computed" in text
+    assert "so this is no news. Still: send cuda:3 no new work" in text
     told = status_json(found)["devices"][0]["acks"]
     assert [(a["kind"], a["until"], a["by"]) for a in told] == [
         ("repaired", None, ""),
@@ -287,6 +303,216 @@ def test_the_word_of_an_operator_is_told_while_it_holds(store):
     later = ask(store, now=NOW + 601)
     assert [a.kind for a in later.devices[0].acks] == ["repaired"]
     assert "no news" not in status_text(later)
+
+
+def suspect(*extra, decided=NOW - 60):
+    """Return a verdict that is suspect by one mismatch, with other findings beside it."""
+    found = Finding(rule="exact-mismatch", state=State.SUSPECT, cause=U, message="wrong bits", runs=("r1",))
+    return replace(verdict(State.SUSPECT, U, decided=decided), findings=(found, *extra))
+
+
+def acknowledge(store, at=NOW - 10, until=NOW + 600, rules=("exact-mismatch",), **more):
+    given = {"device": GPU.uuid, "kind": "acknowledged", "at": at, "reason": "RMA 7", "by": "anna"}
+    store.add_ack(Ack(**given | {"until": until, "rules": rules} | more))
+
+
+def mismatch(number, **more):
+    """Return a run that was wrong, stored when it started."""
+    bits = Evidence(wrong=1, total=9, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one")
+    seen = Comparison(case="bf16", shape="M=1", seed=1, exactness=Exactness.UNIVERSAL, wrong_trials=1, evidence=bits)
+    return run(number, comparisons=(seen,), **more)
+
+
+@pytest.mark.parametrize("state", [State.HEALTHY, State.SUSPECT, State.FAULTY])
+def test_a_repair_that_nobody_has_judged_makes_the_device_unknown(store, state):
+    """Whatever it was: no daemon may have run since, and what it did before is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(state, H, "wrong bits"))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 61, reason="new riser"))
+    assert ask(store).state is state
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 50, reason="new riser"))
+    found = ask(store)
+    (only,) = found.devices[0].verdict.findings
+    assert (found.state, only.rule) == (State.UNKNOWN, "unjudged")
+    assert f"after it was judged last (it was {state.value}/hardware): what it did before is history" in only.message
+    assert "nothing is known until every probe has run on it again" in only.message
+    assert (found.devices[0].verdict.decided, found.devices[0].verdict.since) == (NOW - 60, NOW - 50)
+    assert "NOT KNOWN" in status.answer(found)
+    assert status.as_of(found, NOW + 9e4).devices[0].verdict.findings == (only,)
+
+
+def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
+    """Its record stands while it is found; a processor has no name of its own and begins anew."""
+    for device in (GPU, replace(CPU, weak_identity=True)):
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+        store.add_ack(Ack(device=device.uuid, kind="replaced", at=NOW - 50, reason="swapped"))
+    assert {d.device.name: d.verdict.state for d in ask(store).devices} == {
+        "cuda:3": State.FAULTY,
+        "cpu:0": State.UNKNOWN,
+    }
+
+
+def test_evidence_from_before_a_repair_is_history(store):
+    """It is not told as the newest evidence of a device that has none yet, whoever gathered it."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.UNKNOWN, U, "no evidence yet"))
+    store.add_run(run(1))
+    store.add_run(run(2, probe="later", started=NOW - 5))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 100, reason="new riser"))
+    assert ask(store).devices[0].evidence == {"exact": None, "later": NOW - 5}
+    given = {GPU.uuid: {"exact": NOW - 101, "never": None, "later": NOW - 99}}
+    found = status.gather(store, Config(), NOW, daemon=True, evidence=given)
+    assert found.devices[0].evidence == {"exact": None, "never": None, "later": NOW - 99}
+
+
+def test_a_word_that_nobody_has_judged_covers_what_was_suspect(store):
+    """As the judge would: unknown, not healthy, and known. What is faulty, or of another rule, stays."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store)
+    found = ask(store)
+    (one,) = found.devices
+    assert (one.verdict.state, one.verdict.cause, one.known) == (State.UNKNOWN, U, True)
+    assert [(f.rule, f.state, f.acknowledged) for f in one.verdict.findings] == [
+        ("exact-mismatch", State.UNKNOWN, True),
+        ("acknowledged", State.HEALTHY, False),
+    ]
+    assert "so unknown and not healthy: wrong bits" in one.verdict.findings[0].message
+    assert "so this is no news. Still: send cuda:3 no new work, and hold back what it computed." in status.advice(found)
+    assert status_text(found).count("RMA 7") == 1
+    store.set_verdict(suspect(Finding(rule="confirmed", state=State.FAULTY, cause=H, message="thrice")))
+    assert ask(store).state is State.FAULTY
+    store.set_verdict(suspect(Finding(rule="other", state=State.SUSPECT, cause=H, message="slow link")))
+    found = ask(store)
+    assert (found.state, found.devices[0].verdict.cause) == (State.SUSPECT, H)
+    assert "no news" not in status.advice(found)
+
+
+def test_a_word_that_ended_leaves_the_suspicion(store):
+    """Ended by the operator or by time: what it covered is suspect until it is judged again."""
+    store.see_device(GPU, NOW)
+    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    acknowledge(store, at=NOW - 90)
+    assert ask(store).state is State.UNKNOWN
+    assert ask(store, now=NOW + 601).state is State.SUSPECT
+    acknowledge(store, until=NOW - 10)
+    found = ask(store)
+    assert found.state is State.SUSPECT
+    assert "the acknowledgement has ended" in status_text(found)
+    assert "no news" not in status_text(found)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        verdict(State.HEALTHY, Cause.NONE),
+        verdict(State.FAULTY, H, "confirmed"),
+        verdict(State.UNKNOWN, U, "never ran"),
+        None,
+    ],
+)
+def test_news_is_news(store, found):
+    """An acknowledgement does not make known what it does not cover: health, a fault, what was never judged."""
+    store.see_device(GPU, NOW)
+    if found is not None:
+        store.set_verdict(found)
+    acknowledge(store, at=NOW - 90)
+    assert "no news" not in status.advice(ask(store))
+
+
+@pytest.mark.parametrize(("state", "cause"), [(State.HEALTHY, Cause.NONE), (State.DEGRADED, H)])
+def test_a_wrong_run_that_nobody_has_judged_leaves_no_trust(store, state, cause):
+    """A check of a part stores no verdict, and a daemon may be killed before it judges."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(state, cause, decided=NOW - 1))
+    for each in (mismatch(1, drill="flip"), run(2, outcome=Outcome.TIMED_OUT), mismatch(3, device="GPU-2")):
+        store.add_run(each)
+    assert ask(store).state is state
+    store.add_run(mismatch(4))
+    found = ask(store)
+    assert found.state is State.UNKNOWN
+    (said,) = (f for f in found.devices[0].verdict.findings if f.rule == "unjudged")
+    assert "a run after this verdict was wrong and has not been judged: exact on" in said.message
+    assert "wrong in bf16" in said.message
+    assert said.runs == (mismatch(4).id,)
+    store.set_verdict(replace(verdict(State.SUSPECT, U, "wrong bits"), decided=NOW))
+    assert [f.rule for f in ask(store).devices[0].verdict.findings] == ["a-rule"]
+
+
+def test_a_wrong_run_after_a_word_is_news(store):
+    """The operator cannot have known of it; one from before a repair is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store, at=NOW - 59)
+    assert "no news" in status.advice(ask(store))
+    store.add_run(run(4, unknown=("prefill/1",)))
+    found = ask(store)
+    assert "no news" not in status.advice(found)
+    assert "beyond what is known in prefill/1" in spoken(status_text(found))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 70, reason="new riser"))
+    assert "no news" in status.advice(ask(store))
+
+
+def test_a_log_that_is_not_read_is_a_problem_of_a_daemon_that_runs(store):
+    """One that was stopped in good order reads nothing, and that is as it should be."""
+    for why in ("stopped: canaryd is shutting down", "no permission"):
+        store.set_note(LOG_PROBLEM_NOTE, why)
+        assert ask(store).problems == ()
+        told = status.gather(store, Config(), NOW, daemon=True).problems
+        assert told == (() if why.startswith("stopped") else ("the kernel log is not read: no permission",))
+
+
+def test_lost_records_are_told_until_somebody_has_heard(tmp_path):
+    """On every call, with or without a device; not for longer than a suspect is watched."""
+    with Store.open(tmp_path, now=lambda: NOW - 60) as store:
+        store.see_device(GPU, NOW)
+    (tmp_path / "canaryd.db").write_bytes(b"rubbish" * 999)
+    for _ in range(3):
+        with Store.open(tmp_path, now=lambda: NOW) as store:
+            (told,) = ask(store).problems
+            assert "damaged" in told
+            assert "corrupt" in told
+            assert "told below" in status.advice(ask(store))
+    with Store.open(tmp_path, now=lambda: NOW) as store:
+        assert ask(store, now=NOW + Config().judge.watch).problems == ()
+        acknowledge(store, at=NOW - 1)
+        assert len(ask(store).problems) == 1
+        acknowledge(store, at=NOW + 1)
+        assert ask(store).problems == ()
+
+
+def test_what_the_log_repeats_is_said_once(store):
+    """Equal lines of a log are one, with how often; one that a finding quotes is not quoted again; JSON has all."""
+    store.see_device(GPU, NOW)
+    line = "Out of memory: Killed process total-vm:132kB"
+    quoting = Finding(rule="kernel-oom", state=State.HEALTHY, cause=E, message=f"killed for memory, now: {line}. Over")
+    store.set_verdict(replace(verdict(State.HEALTHY, Cause.NONE), findings=(quoting,)))
+    hours = [Event(device=GPU.uuid, kind="oom", name="system", first=t, last=t, count=2, detail=f"{line}{end}")
+             for t, end in ((NOW - 9000, "9"), (NOW - 5000, "5"), (NOW - 60, ""))]  # fmt: skip
+    flips = [Event(device=GPU.uuid, kind="change", name="driver", first=t, last=t, before=str(t), after="570")
+             for t in (NOW - 9000.0, NOW - 99.0)]  # fmt: skip
+    store.add_events([*hours, *flips])
+    found = ask(store)
+    text = spoken(status_text(found))
+    assert text.count("Out of memory") == 1
+    assert f"* {moment(NOW - 60)} oom system, 6 times: told above" in text
+    assert text.count("→ 570") == 2
+    assert len(status_json(found)["devices"][0]["events"]) == 5
+    store.set_verdict(verdict(State.DEGRADED, H, "slow"))
+    text = spoken(status_text(ask(store)))
+    assert text.count("Out of memory") == 1
+    assert f"* {moment(NOW - 60)} oom system (6 times): {line}" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 seconds"), (1, "1 second"), (1.4, "1 second"), (2, "2 seconds"), (120, "2 minutes")],
+)
+def test_a_duration_is_said_as_people_do(seconds, words):
+    """One second is no plural; from two of a unit on it is that unit."""
+    assert duration(seconds) == words
 
 
 def test_a_part_that_was_replaced_is_not_told_of(store):

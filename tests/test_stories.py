@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from canaryd import blame, judge, recorded
 from tests import story
+from tests.command import ROOT
 from tests.story import STORIES, Story
 
 FILES = sorted(STORIES.glob("*.yaml"))
@@ -51,6 +54,7 @@ BLAMED = (
     "core-makes-goldens",
     "one-core-host",
     "bad-host-ram",
+    "some-of-a-model",
     "stuck-bit",
     "whole-model",
     "one-sm",
@@ -100,6 +104,15 @@ def test_without_its_last_row_the_decision_table_has_no_answer(monkeypatch):
     monkeypatch.setattr(blame, "TABLE", blame.TABLE[:-1])
     with pytest.raises(RuntimeError, match="StopIteration"):
         story.play(named(BLAMED[-1]))
+
+
+def test_a_story_that_expects_nothing_is_refused(tmp_path):
+    """It could not fail."""
+    told = yaml.safe_load(FILES[0].read_text()) | {"expect": []}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(told))
+    with pytest.raises(ValueError, match="expect: holds nothing"):
+        story.load(tmp_path / "x.yaml")
+    assert subprocess.run([ROOT / "scripts/story"], capture_output=True, check=False).returncode == 64
 
 
 def test_every_rule_of_the_table_exists():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from canaryd import baseline, judge, recorded, schedule, telemetry, trend, triage
-from canaryd.chance import RULE_OF_THREE, rate_bound, tail
+from canaryd.chance import EPOCH, RULE_OF_THREE, rate_bound, tail
 from canaryd.config import JudgePolicy, TelemetryConfig
 from canaryd.model import INTENSITIES, Reading, State
 from tests import test_baseline, test_judge, test_recorded, test_schedule, test_telemetry, test_trend, test_triage
@@ -426,7 +426,7 @@ CROSSINGS: Mapping[str, Crossing] = {
     # telemetry
     "telemetry.pcie_errors: link not known": Crossing(lambda n: replays(n, None, None), 310, False, 311, True),
     "telemetry.replay_limit": Crossing(lambda n: replays(n, 9, 16), 310, False, 311, True),
-    "telemetry.EPOCH": Crossing(dated, telemetry.EPOCH, False, telemetry.EPOCH - 1, True),
+    "chance.EPOCH": Crossing(dated, EPOCH, False, EPOCH - 1, True),
     "telemetry.AHEAD": Crossing(
         lambda s: told(completed=test_telemetry.poll(-s)), telemetry.AHEAD, False, telemetry.AHEAD + 1, True
     ),

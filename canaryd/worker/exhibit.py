@@ -68,7 +68,7 @@ WHY = {
 }
 SCRIPT = Template('''"""Repeat a computation that came out wrong. It needs torch and the files beside it, nothing else.
 
-    python reproduce.py DEVICE [RUNS] [--core N]        for example: python reproduce.py $device 1000
+    python reproduce.py DEVICE [RUNS] [--core N]        for example: python reproduce.py $device 1000$option
 
 What: $what.
 Why golden.npy is right: $why.
@@ -79,6 +79,7 @@ import argparse
 import ast
 import os
 import sys
+import warnings
 from pathlib import Path
 
 # The libraries read these when they start: what would change numbers goes, and the kernels are the same.
@@ -86,9 +87,15 @@ for name in $unset:
     os.environ.pop(name, None)
 os.environ.update($environment)
 
-import torch
-import torch.nn.attention
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
+try:
+    import torch
+    import torch.nn.attention
+except (ImportError, OSError) as error:
+    print(f"not run: torch cannot be loaded in {sys.executable}: {error}", file=sys.stderr)
+    sys.exit(2)
 
+CORE = "$core"  # the processor's core that was wrong; any: none is known
 HERE = Path(__file__).resolve().parent
 
 
@@ -116,11 +123,17 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("device", help="as torch calls it: cpu, cuda:0, xpu:0, …")
     parser.add_argument("runs", nargs="?", type=int, default=$runs)
-    parser.add_argument("--core", type=int, help="CPU: run on this core alone")
+    parser.add_argument("--core", default=CORE, help="CPU: run on this core alone; default: $core")
     options = parser.parse_args()
-    if options.core is not None:
-        os.sched_setaffinity(0, {options.core})
+    where = options.device
+    if options.runs < 1:
+        parser.error(f"RUNS is {options.runs}: wanted 1 or more")
+    if options.core != "any":
+        if options.core not in map(str, os.sched_getaffinity(0)):
+            parser.error(f"core {options.core} is not usable here: --core N names another, --core any pins to none")
+        os.sched_setaffinity(0, {int(options.core)})
         torch.set_num_threads(1)
+        where += f", core {options.core}"
 $switches
     golden = bits(load("golden.npy", torch.$golden_dtype))
     host = [$loads]
@@ -130,15 +143,15 @@ $switches
         if run % 100 == 0:  # fresh copies on the device
             operands = [t.clone(memory_format=torch.preserve_format).to(options.device) for t in host]
         result = bits(compute(*operands).cpu())
-        where = (result != golden).nonzero()
-        wrong += len(where) > 0
-        for at in where[:10].tolist():
+        bad = (result != golden).nonzero()
+        wrong += len(bad) > 0
+        for at in bad[:10].tolist():
             want, have = (int(t[tuple(at)]) % 2**width for t in (golden, result))
             flipped = [bit for bit in range(width) if (want ^ have) >> bit & 1]
             print(f"run {run}: element {at}: expected {want:#x}, got {have:#x}, flipped bits {flipped}")
-        if len(where) > 10:
-            print(f"run {run}: {len(where)} of {golden.numel()} elements are wrong")
-    print(f"{wrong} of {options.runs} runs were wrong on {options.device}")
+        if len(bad) > 10:
+            print(f"run {run}: {len(bad)} of {golden.numel()} elements are wrong")
+    print(f"{wrong} of {options.runs} runs were wrong on {where}")
     return 1 if wrong else 0
 
 
@@ -245,9 +258,18 @@ def npy(tensor: Any) -> bytes:
 
 
 def script(
-    made: Exhibit, what: str, device: str, environment: Mapping[str, str], unset: Sequence[str], runs: int
+    made: Exhibit,
+    what: str,
+    device: str,
+    environment: Mapping[str, str],
+    unset: Sequence[str],
+    runs: int,
+    core: int | None = None,
 ) -> str:
-    """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go."""
+    """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go.
+
+    The script pins itself to `core` unless it is told another one.
+    """
     loads = []
     for name, tensor in zip(made.names, made.problem.operands, strict=False):
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -257,6 +279,8 @@ def script(
         what=what,
         why=WHY[made.problem.exactness],
         device=device,
+        core="any" if core is None else core,
+        option="" if core is None else f" --core {core}",
         environment=repr(dict(sorted(environment.items()))),
         unset="(" + "".join(f"\n    {name!r}," for name in unset) + "\n)" if unset else "()",
         names=", ".join(made.names),
@@ -287,7 +311,8 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
     Arguments: device (a `Device` as JSON, the one that failed), probe, case, shape, seed, expected (pairs of index and
     bits as hex, from the evidence), out (an existing directory), on (how torch calls the device), environment and
-    unset (for the script), runs (the script's default number), core (a host core that makes no tensor, or None).
+    unset (for the script), runs (the script's default number), core (the host core that was
+    wrong: the script runs on it, and no tensor is made there; None: not known).
     Raises `Skip` for a case that cannot be made again as it was.
     """
     need_torch()
@@ -314,6 +339,6 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         names.append(f"{name}.npy")
     what = f"{arguments['probe']} {case}, {problem.shape}, seed {arguments['seed']}"
     environment, unset = arguments["environment"], arguments["unset"]
-    text = script(made, what, arguments["on"], environment, unset, int(arguments["runs"]))
+    text = script(made, what, arguments["on"], environment, unset, int(arguments["runs"]), suspect)
     (out / "reproduce.py").write_text(text, encoding="utf-8")
     return {"files": [*names, "reproduce.py"], "bytes": size, "exactness": problem.exactness.value}

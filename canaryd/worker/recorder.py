@@ -15,7 +15,7 @@ from typing import Any
 from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject, reading_key
 from canaryd.probe import Absent, Fact
 from canaryd.worker import bounds, evidence, exact
-from canaryd.worker.integers import derive
+from canaryd.worker.integers import combine, derive
 from canaryd.worker.kernels import MAKER, Kernel
 from canaryd.worker.tensors import can_pin, host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
 
@@ -113,6 +113,7 @@ class Recorder:
         yield from self._skipped()
         if self._unnamed:
             yield Absent(name="kernels", reason=self._unnamed)
+        yield self._fingerprint()
         yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
         kinds = {k.kind: None for k in [*(m.kernel for m in self._made.values()), *(k for k, _ in self._why.values())]}
         for kind in kinds:
@@ -216,6 +217,24 @@ class Recorder:
             characterised=exact.accumulator(device, "float32").characterised,
         )
 
+    def _fingerprint(self) -> Reading | Absent:
+        """Return one integer over the bits of every case that this device can run, or why there is none.
+
+        Equal devices on equal chains are voted on by it. A case whose bits vary within one run is no witness, and left
+        out of some runs alone it would make them differ: so there is no fingerprint then.
+        """
+        late = [k.name for k, reason in self._why.values() if reason.startswith(LATE)]
+        varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
+        why = ""
+        if self.session.ctx.cases or late or not self._made:
+            why = "not all cases that this device can run were run: others would have another fingerprint"
+        elif varied:
+            why = f"bits vary: {varied[0]} gave more than one result, as did {len(varied)} cases in all"
+        if why:
+            return Absent(name="golden_fingerprint", reason=why)
+        digests = [(name, digest) for name, made in self._made.items() for digest in made.digests]
+        return Reading(name="golden_fingerprint", value=combine(digests), unit="1")
+
     def _skipped(self) -> Iterator[Skipped]:
         """Yield what was not run; a format or an attention kernel of which nothing was, as one."""
         groups: dict[tuple[str, str], list[str]] = {}
@@ -235,13 +254,15 @@ class Recorder:
         mine = [m for m in self._made.values() if m.kernel.kind == kind]
         ratios = [ratio for m in mine for ratio in m.ratios]
         finite = [ratio for ratio in ratios if ratio is not None]
-        if finite and len(finite) == len(ratios):
+        late = [k.name for k, reason in self._why.values() if k.kind == kind and reason.startswith(LATE)]
+        partly = late or not mine or self.session.ctx.cases
+        if finite and len(finite) == len(ratios) and not partly:
             yield Reading(name="recorded_error_ratio", value=max(finite), unit="1", labels=labels)
         else:
             why = "a result is not finite" if ratios else "no case of this kind with a float32 result was run"
+            why = "not all cases of this kind were run: the largest would be of others than before" if partly else why
             yield Absent(name=reading_key("recorded_error_ratio", labels), reason=why)
-        late = [k.name for k, reason in self._why.values() if k.kind == kind and reason.startswith(LATE)]
-        if late or not mine or self.session.ctx.cases:
+        if partly:
             why = "not all cases of this kind were run: their mean would be of others than before"
             yield Absent(name=reading_key("kernel_seconds", labels), reason=why)
         else:

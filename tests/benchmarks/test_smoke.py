@@ -89,3 +89,18 @@ def test_check_time(bench, one_probe):
     data = bench("check_time", "--config", one_probe, "--runs", 1, result="check_time-quick")
     assert len(data["seconds"]) == 1
     assert data["verdicts"] == ["healthy"]
+
+
+def test_healthy_days(bench):
+    """Hosts without a fault live through changes, and no device is accused."""
+    data = bench("healthy_days", "--device-days", 9, "--days", 1, "--hours", 6, "--processes", 1, result="healthy_days")
+    assert (data["hardware_accusations"], data["device_rounds"]) == ([], 36)
+
+
+def test_scrape_is_measured_in_every_format(tmp_path):
+    """Of one device: what it says of the target is not asserted here."""
+    words = ("--blocks", 1, "--scrapes", 1, "--devices", 1, "--out", tmp_path)
+    argv = [sys.executable, "-m", "benchmarks.scrape", *map(str, words)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert (tmp_path / "scrape.md").read_text().startswith("# ")

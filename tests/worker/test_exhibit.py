@@ -45,7 +45,7 @@ def laid_out(out: Path, probe: str, case: str, **changed):
 
 def reproduce(out: Path, *more: str):
     """Run the script as its reader would: another process, another directory, no canaryd on its path."""
-    argv = [sys.executable, "-I", "-W", "ignore", str(out / "reproduce.py"), "cpu", *more]
+    argv = [sys.executable, "-I", str(out / "reproduce.py"), "cpu", *more]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(argv, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -74,12 +74,13 @@ def test_the_script_names_the_wrong_element_and_its_bit(tmp_path):
     """One bit of the golden is flipped: exactly that element and bit are reported, in every run, with status 1."""
     laid_out(tmp_path, "exact_matmul", PRODUCT)
     flip(tmp_path / "golden.npy", 5 * 64 + 9, 13, 2)
-    done = reproduce(tmp_path, "3", "--core", str(min(os.sched_getaffinity(0))))
+    core = min(os.sched_getaffinity(0))
+    done = reproduce(tmp_path, "3", "--core", str(core))
     assert done.returncode == 1, done.stderr
     found = re.findall(r"run (\d): element \[5, 9\]: expected (0x\w+), got (0x\w+), flipped bits \[13\]", done.stdout)
     assert [run for run, _, _ in found] == ["0", "1", "2"]
     assert {int(want, 16) ^ int(have, 16) for _, want, have in found} == {1 << 13}
-    assert done.stdout.splitlines()[-1] == "3 of 3 runs were wrong on cpu"
+    assert done.stdout.splitlines()[-1] == f"3 of 3 runs were wrong on cpu, core {core}"
     assert len(done.stdout.splitlines()) == 4
 
 
@@ -96,10 +97,61 @@ def test_many_wrong_elements_are_counted(tmp_path):
 def test_what_cannot_be_run_is_no_verdict(tmp_path):
     """A device that is not there ends with status 2, not with 0 or 1."""
     laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
-    argv = [sys.executable, "-I", "-W", "ignore", str(tmp_path / "reproduce.py"), "cuda:99"]
+    argv = [sys.executable, "-I", str(tmp_path / "reproduce.py"), "cuda:99"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("not run: ")
+
+
+def without(module: str, out: Path):
+    """Run the script in an interpreter that lacks a module."""
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['reproduce.py', 'cpu', '1']\n"
+    code += f"runpy.run_path({str(out / 'reproduce.py')!r}, run_name='__main__')"
+    argv = [sys.executable, "-I", "-c", code]
+    return subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_missing_torch_is_no_wrong_result(tmp_path):
+    """Status 2 and one sentence: 1 would say that the device is wrong."""
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
+    done = without("torch", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"not run: torch cannot be loaded in \S+: .*torch.*\n", done.stderr)
+
+
+def test_a_missing_numpy_is_not_worth_a_word(tmp_path):
+    """The script does without, so it passes on no warning of torch that it is missing."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    done = without("numpy", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 of 1 runs were wrong on cpu\n", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("0",), "RUNS is 0: wanted 1 or more"),
+        (("-1",), "RUNS is -1: wanted 1 or more"),
+        (("1", "--core", "99999"), "core 99999 is not usable here"),
+        (("1", "--core", "x"), "core x is not usable here"),
+    ],
+)
+def test_what_shows_nothing_is_a_usage_error(tmp_path, more, why):
+    """No run at all must not end with 0, nor a run on another core than was asked for."""
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
+    done = reproduce(tmp_path, *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+
+
+def test_the_script_runs_on_the_core_that_failed(tmp_path):
+    """By itself; its usage line names the core, and --core changes it."""
+    core = max(os.sched_getaffinity(0))
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024", core=core)
+    assert f"python reproduce.py cpu 1000 --core {core}\n" in (tmp_path / "reproduce.py").read_text()
+    assert reproduce(tmp_path).stdout == f"0 of 2 runs were wrong on cpu, core {core}\n"
+    assert reproduce(tmp_path, "--core", "any").stdout == "0 of 2 runs were wrong on cpu\n"
+    other = min(os.sched_getaffinity(0))
+    assert reproduce(tmp_path, "--core", str(other)).stdout == f"0 of 2 runs were wrong on cpu, core {other}\n"
 
 
 def test_the_surroundings_are_those_of_the_probe(tmp_path):
@@ -107,7 +159,7 @@ def test_the_surroundings_are_those_of_the_probe(tmp_path):
     asked = {"environment": {"ATEN_CPU_CAPABILITY": "default"}, "unset": ["ONEDNN_DEFAULT_FPMATH_MODE"]}
     laid_out(tmp_path, "exact_matmul", PRODUCT, **asked)
     text = (tmp_path / "reproduce.py").read_text()
-    head = text[: text.index("import torch\n")] + "print(sorted(os.environ))"
+    head = text[: text.index("try:\n    import torch")] + "print(sorted(os.environ))"
     surroundings = {**os.environ, "ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
     argv = [sys.executable, "-c", head]
     done = subprocess.run(argv, env=surroundings, capture_output=True, text=True, timeout=60, check=True)
@@ -124,7 +176,7 @@ def test_the_script_is_short_and_needs_torch_alone(tmp_path):
     tree = ast.parse(text)
     imports = {a.name.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imports |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imports == {"argparse", "ast", "os", "sys", "pathlib", "torch"}
+    assert imports == {"argparse", "ast", "os", "sys", "warnings", "pathlib", "torch"}
     assert len(text.splitlines()) <= 100
 
 

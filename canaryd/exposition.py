@@ -1,0 +1,185 @@
+"""The two exposition formats of Prometheus: families and series go in, prepared bytes come out.
+
+Written by hand: a node with 8 GPUs has thousands of series, and the client library's writer, which takes every label of
+every one of them apart again, would be a third of all that the daemon does. Its choice of a format raises on an Accept
+header such as "application/openmetrics-text;version=x".
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from prometheus_client.utils import floatToGoString
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of the classic text format."""
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+"""Media type of OpenMetrics 1.0: the same series; exemplars, and units in words, beside them."""
+UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
+"""Units that a metric's name may end in, before `_total`."""
+LEVEL = 1
+"""Of gzip: a page that repeats itself as much as this one shrinks to a twentieth, and the scraper waits meanwhile."""
+
+
+class Family(NamedTuple):
+    """One metric: its Prometheus type, its labels in the order that `Page.add` takes them, and its HELP text."""
+
+    type: str
+    labels: tuple[str, ...]
+    help: str
+
+
+class Exemplar(NamedTuple):
+    """The run that a counter's newest step rests on."""
+
+    run: str
+    """Its id: with the label's name far below the 128 characters that OpenMetrics allows."""
+    at: float
+    """Seconds since the epoch."""
+
+
+def unit_of(name: str) -> str:
+    """Return the unit that a metric's name declares, "" for a plain number."""
+    last = name.removesuffix("_total").rpartition("_")[2]
+    return last if last in UNITS else ""
+
+
+class Page:
+    """The series of one exposition, gathered by family."""
+
+    def __init__(self, families: Mapping[str, Family]) -> None:
+        self._families = families
+        self._lines: dict[str, list[str]] = {name: [] for name in families}
+        self._templates = {name: _template(name, family.labels) for name, family in families.items()}
+        self._exemplars: dict[str, dict[int, Exemplar]] = {}
+        """Family → which of its lines → exemplar."""
+
+    def add(self, name: str, value: float, *labels: str, exemplar: Exemplar | None = None) -> None:
+        """Add one series; an exemplar shows in OpenMetrics alone."""
+        lines = self._lines[name]
+        if exemplar:
+            self._exemplars.setdefault(name, {})[len(lines)] = exemplar
+        lines.append(self._templates[name] % (*map(_escaped, labels), _number(value)))
+
+    def add_set(self, name: str, chosen: enum.Enum, *labels: str) -> None:
+        """Add one series for each member of the enumeration of `chosen`: 1 for `chosen`, 0 for the others."""
+        for member in type(chosen):
+            self.add(name, member is chosen, *labels, member.value)
+
+    def text(self) -> bytes:
+        """Return the families that have series, in their order, each behind its HELP and TYPE."""
+        return "".join(
+            f"# HELP {name} {self._families[name].help}\n# TYPE {name} {self._families[name].type}\n{''.join(lines)}"
+            for name, lines in self._lines.items()
+            if lines
+        ).encode()
+
+    def openmetrics(self) -> bytes:
+        """Return the same as OpenMetrics without the line that ends it, for more may follow."""
+        return "".join(self._openmetrics(name, lines) for name, lines in self._lines.items() if lines).encode()
+
+    def _openmetrics(self, name: str, lines: list[str]) -> str:
+        family = self._families[name]
+        bare = name.removesuffix("_total") if family.type == "counter" else name
+        unit = f"# UNIT {bare} {unit_of(name)}\n" if unit_of(name) else ""
+        if name in self._exemplars:
+            lines = [*lines]
+            for number, (run, at) in self._exemplars[name].items():
+                lines[number] = f'{lines[number][:-1]} # {{run_id="{_escaped(run)}"}} 1.0 {at:.3f}\n'
+        return f"# TYPE {bare} {family.type}\n{unit}# HELP {bare} {family.help}\n{''.join(lines)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(name: str, labels: tuple[str, ...]) -> str:
+    return name + ("{" + ",".join(f'{label}="%s"' for label in labels) + "}" if labels else "") + " %s\n"
+
+
+@functools.lru_cache(maxsize=4096)
+def _escaped(label: str) -> str:
+    """Return a label's value as the formats want it, without lone surrogates: one of them would cost the whole page."""
+    clean = label.encode("utf-8", "replace").decode()
+    return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
+
+
+class Prepared:
+    """The beginning of a body that is the same for every request until the evidence changes."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self._making = threading.Lock()
+        self._deflated = b""
+
+    def gzip(self, rest: bytes) -> bytes:
+        """Return `body` and `rest` as one gzip member (RFC 1952).
+
+        The body is compressed once, when the first scraper that takes gzip asks: a daemon that nobody asks so does not
+        pay for it. A full flush ends it, after which a new compressor may go on (RFC 1951 leaves no reference back).
+        """
+        with self._making:
+            if not self._deflated:
+                packer = zlib.compressobj(LEVEL, wbits=-zlib.MAX_WBITS)
+                self._deflated = packer.compress(self.body) + packer.flush(zlib.Z_FULL_FLUSH)
+        packer = zlib.compressobj(LEVEL, wbits=-zlib.MAX_WBITS)
+        end = packer.compress(rest) + packer.flush()
+        check = zlib.crc32(rest, self._check)
+        return _GZIP_HEAD + self._deflated + end + struct.pack("<II", check, (len(self.body) + len(rest)) % 2**32)
+
+    @functools.cached_property
+    def _check(self) -> int:
+        return zlib.crc32(self.body)
+
+
+_GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+"""Deflate, no name, no time, system unknown."""
+
+
+class Exposition:
+    """One page in both formats."""
+
+    def __init__(self, page: Page) -> None:
+        self.text = Prepared(page.text())
+        self.openmetrics = Prepared(page.openmetrics())
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Return whether an Accept header asks for OpenMetrics 1.0 at least as much as for the text format."""
+    wanted = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for media, settings in _choices(accept):
+        known = media == "text/plain" or settings.get("version") == "1.0.0"
+        if media in wanted and known:
+            wanted[media] = max(wanted[media], _weight(settings))
+    return 0.0 < wanted["application/openmetrics-text"] >= wanted["text/plain"]
+
+
+def takes_gzip(accept_encoding: str) -> bool:
+    """Return whether an Accept-Encoding header allows gzip by its name."""
+    return any(coding == "gzip" and _weight(settings) > 0.0 for coding, settings in _choices(accept_encoding))
+
+
+def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
+    """Take a header such as "text/plain;version=0.0.4;q=0.5, */*" apart: values in lower case, with their settings."""
+    found = []
+    for choice in header.lower().split(","):
+        value, *settings = (part.strip() for part in choice.split(";"))
+        pairs = (setting.partition("=") for setting in settings)
+        found.append((value, {name.strip(): text.strip().strip('"') for name, _, text in pairs}))
+    return found
+
+
+def _weight(settings: Mapping[str, str]) -> float:
+    """Return the weight of a choice, 0 for one that is no number of RFC 9110."""
+    weight = settings.get("q", "1")
+    return float(weight) if re.fullmatch(r"[01](\.[0-9]{0,3})?", weight) else 0.0

@@ -1,0 +1,302 @@
+"""A small HTTP server that hands out what was prepared: every client has a thread and deadlines of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+log = logging.getLogger(__name__)
+
+PLAIN_TEXT = "text/plain; charset=utf-8"
+"""Media type of the server's own short answers."""
+
+SECURITY = (
+    "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    "X-Content-Type-Options: nosniff",
+)
+"""Headers of every answer: whatever a device calls itself, a browser runs and fetches nothing."""
+
+
+class Answer(NamedTuple):
+    """What a route says."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: tuple[str, ...] = ()
+    """Further header lines, e.g. "Content-Encoding: gzip"."""
+
+
+Route = Callable[[Mapping[str, str]], Answer]
+"""Takes the request's headers by their names in lower case; returns the answer. It must not wait for anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one client may cost the others. Times in seconds."""
+
+    connections: int = 64
+    head: float = 5.0
+    """From a request's first byte to its blank line; also the silence allowed after connecting."""
+    idle: float = 30.0
+    """Silence allowed between two requests of one connection."""
+    write: float = 10.0
+    """For a whole answer."""
+    patience: float = 1.0
+    """An answer that takes longer than this loses its connection when another client needs the place."""
+
+
+_LIMITS = Limits()
+_MAX_REQUEST_LINE = 8 * 1024
+_MAX_HEAD = 32 * 1024
+
+
+class Server:
+    """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
+
+    Each connection has a thread and deadlines of its own, so that a slow or silent client holds up nobody else. When
+    all places are taken, a newcomer gets that of the client that has kept us waiting longest.
+    """
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits = _LIMITS) -> None:
+        """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
+
+        Raises `OSError` that says which address cannot be had and what to do.
+        """
+        self._listener = _Listener(host, port, routes, limits)
+        self._thread = threading.Thread(target=self._listener.serve_forever, name="canaryd-http", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port that is bound."""
+        port: int = self._listener.socket.getsockname()[1]
+        return port
+
+    @property
+    def refused(self) -> int:
+        """Connections closed unanswered so far because every place was taken."""
+        return self._listener.refused
+
+    def start(self) -> None:
+        """Begin to answer, in threads of our own."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and hang up on every client; takes up to half a second."""
+        if self._thread.is_alive():
+            self._listener.shutdown()
+            self._thread.join()
+        self._listener.server_close()
+        self._listener.hang_up()
+
+
+_ADVICE = {
+    errno.EADDRINUSE: "another process, perhaps another canaryd, listens there: stop it or choose another port",
+    errno.EADDRNOTAVAIL: "this machine does not have that address: choose one of its own",
+    errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher port",
+}
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    # ThreadingHTTPServer, minus its look-up of the host's full name, which may wait for a name server.
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits) -> None:
+        self.routes = routes
+        self.limits = limits
+        self.refused = 0
+        self._lock = threading.Lock()
+        # Connection → (is it being answered?, since when), the longest unchanged first.
+        self._places: dict[socket.socket, tuple[bool, float]] = {}
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family, _, _, _, address = found[0]
+            super().__init__((str(address[0]), port), _Connection)
+        except OSError as error:
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            advice = _ADVICE.get(error.errno or 0, "choose another address")
+            raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}; {advice}") from error
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)  # out of file descriptors, the pending connection would otherwise wake us in a busy loop
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            admitted = len(self._places) < self.limits.connections or self._evict()
+            if admitted:
+                self._places[request] = (False, time.monotonic())
+            else:
+                self.refused += 1
+        if admitted:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def _evict(self) -> bool:
+        now = time.monotonic()
+        for request, (answering, since) in self._places.items():
+            if not answering or now - since > self.limits.patience:
+                del self._places[request]
+                _hang_up(request)
+                return True
+        return False
+
+    def turn(self, request: socket.socket, *, answering: bool) -> bool:
+        """Note that a connection is now being answered, or waited for; False when it has lost its place."""
+        with self._lock:
+            if self._places.pop(request, None) is None:
+                return False
+            self._places[request] = (answering, time.monotonic())
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # forgotten before it is closed: _evict must never meet a reused descriptor
+            self._places.pop(request, None)
+        super().shutdown_request(request)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            for request in self._places:
+                _hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (socketserver's signature)
+        log.error("answering %s failed", client_address, exc_info=True)  # noqa: LOG014  (called while handling)
+
+
+def _hang_up(request: socket.socket) -> None:
+    """Make the thread that reads from or writes to `request` give up at once."""
+    with contextlib.suppress(OSError):  # the client was faster
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _BadRequestError(Exception):
+    """The message is the answer to the client."""
+
+
+class _Request(NamedTuple):
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    keep_alive: bool
+
+
+def _parse(head: bytes) -> _Request:
+    first, *lines = re.split("\r?\n", head.decode("latin-1"))
+    if len(first) > _MAX_REQUEST_LINE:
+        raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
+    match = re.fullmatch(r"([!-~]+) ([!-~]+) HTTP/1\.([0-9])", first)
+    if not match:
+        raise _BadRequestError('malformed request line; wanted "GET /metrics HTTP/1.1"')
+    headers: dict[str, str] = {}
+    for line in lines:
+        field = re.fullmatch(r"([!-9;-~]+):[ \t]*(.*?)[ \t]*", line)
+        if not field:
+            raise _BadRequestError('malformed header; wanted "Name: value"')
+        name = field[1].lower()
+        headers[name] = f"{headers[name]}, {field[2]}" if name in headers else field[2]
+    # A body is never read, so what follows it could not be told from the next request.
+    body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    keep_alive = match[3] != "0" and "close" not in headers.get("connection", "").lower() and not body
+    return _Request(match[1], match[2].partition("?")[0], headers, keep_alive)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    """One client, in a thread of its own: all that waits for the client happens from `handle` on, never earlier."""
+
+    server: _Listener
+    request: socket.socket
+
+    def handle(self) -> None:
+        self._received = b""
+        patience = self.server.limits.head
+        with contextlib.suppress(OSError):  # gone, too slow, or evicted: there is nobody to tell
+            while self._exchange(patience) and self.server.turn(self.request, answering=False):
+                patience = self.server.limits.idle
+            self._linger()
+
+    def _exchange(self, patience: float) -> bool:
+        """Answer one request, waiting `patience` for it to begin; True if another may follow."""
+        request = None
+        try:
+            head = self._read_head(patience)
+            if head is None or not self.server.turn(self.request, answering=True):
+                return False
+            request = _parse(head)
+        except _BadRequestError as error:
+            answer = Answer(400, PLAIN_TEXT, f"bad request: {error}\n".encode())
+        else:
+            answer = self._answer(request)
+        keep_alive = request is not None and request.keep_alive
+        lines = [
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
+            f"Date: {formatdate(usegmt=True)}",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.body)}",
+            *SECURITY,
+            *answer.headers,
+            f"Connection: {'keep-alive' if keep_alive else 'close'}",
+        ]
+        body = b"" if request is not None and request.method == "HEAD" else answer.body
+        self.request.settimeout(self.server.limits.write)  # sendall takes it for the whole, not for each part
+        self.request.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        return keep_alive
+
+    def _answer(self, request: _Request) -> Answer:
+        if request.method not in ("GET", "HEAD"):
+            return Answer(405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n", ("Allow: GET, HEAD",))
+        route = self.server.routes.get(request.path)
+        if route is None:
+            return Answer(404, PLAIN_TEXT, f"not found: there is {', '.join(sorted(self.server.routes))}\n".encode())
+        try:
+            return route(request.headers)
+        except Exception:
+            log.exception("%s failed", request.path)
+            return Answer(500, PLAIN_TEXT, b"internal error: see the log of canaryd\n")
+
+    def _read_head(self, patience: float) -> bytes | None:
+        """Return the next request up to its blank line; None when the client has nothing (more) to say in time."""
+        limits = self.server.limits
+        deadline = time.monotonic() + (limits.head if self._received else patience)
+        while not (end := re.search(b"\r?\n\r?\n", self._received)):
+            if len(self._received) > _MAX_REQUEST_LINE and b"\n" not in self._received:
+                raise _BadRequestError(f"request line longer than {_MAX_REQUEST_LINE} bytes")
+            if len(self._received) > _MAX_HEAD:
+                raise _BadRequestError(f"headers longer than {_MAX_HEAD} bytes")
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            self.request.settimeout(remaining)
+            chunk = self.request.recv(8192)
+            if not chunk:
+                return None
+            if not self._received:
+                deadline = time.monotonic() + limits.head
+            self._received = (self._received + chunk).lstrip(b"\r\n")
+        head, self._received = self._received[: end.start()], self._received[end.end() :]
+        return head
+
+    def _linger(self) -> None:
+        """Say that we are done and read on for a moment: closing over unread bytes would tear up the answer."""
+        self.request.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + self.server.limits.patience
+        while (remaining := deadline - time.monotonic()) > 0:
+            self.request.settimeout(remaining)
+            if not self.request.recv(65536):
+                return

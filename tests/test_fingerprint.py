@@ -1,0 +1,128 @@
+"""What the fleet votes on: equal labels promise equal values; another kernel, or bits that vary, are no vote."""
+
+from dataclasses import replace
+
+import pytest
+
+from canaryd.daemon import STEADY, _fingerprints, _newest_readings
+from canaryd.model import Device, Outcome, Reading, Recording, Run
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", instruction_sets=("native", "avx2"))
+STACK = {"torch": "2.13", "driver": "580"}
+CHAIN = {"dtype": "float32", "kernel": "sm90_gemm"}
+
+
+def recordings(*, chain=CHAIN, **digests):
+    return tuple(
+        Recording(case=f"gemm/{case}", digest=digest, chain=chain, values=(1.0,))
+        for case, each in digests.items()
+        for digest in each.split()
+    )
+
+
+def run(number, fingerprint, recorded=(), **changes):
+    readings = () if fingerprint is None else (Reading(name="golden_fingerprint", value=fingerprint),)
+    fields = {"device": CPU.uuid, "probe": "recorded_kernels", "probe_version": 1, "seconds": 1.0, "stack": STACK}
+    return Run(
+        id=f"r{number:03d}",
+        started=float(number),
+        readings=readings,
+        recordings=recorded,
+        **{**fields, "outcome": Outcome.COMPLETED, **changes},
+    )
+
+
+def label(found):
+    """Return the label of the only fingerprint."""
+    ((_, name),) = found
+    return name
+
+
+def test_exact_probes_are_labelled_by_the_stack():
+    """The newest value counts at once, however often it changed; the label joins with canaryd_stack_info."""
+    runs = [run(0, 1, probe="exact_matmul"), run(1, 2, probe="exact_matmul")]
+    assert _fingerprints(runs) == {("exact_matmul", runs[0].stack_id): 2}
+
+
+def test_equal_chains_are_equal_labels():
+    """On any device, whatever the results were; the label is not that of the stack alone."""
+    one = _fingerprints([run(0, 1, recordings(a="aa", b="bb"))])
+    other = _fingerprints([run(9, 2, recordings(b="cc", a="dd"), device="GPU-2")])
+    assert label(one) == label(other) != run(0, 1).stack_id
+    assert [*one.values(), *other.values()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        run(0, 1, recordings(a="aa", b="bb", chain={**CHAIN, "kernel": "sm90_gemm_splitk"})),
+        run(0, 1, recordings(a="aa", b="bb"), stack={**STACK, "driver": "590"}),
+        run(0, 1, recordings(a="aa")),
+        run(0, 1, recordings(a="aa", c="bb")),
+    ],
+    ids=["kernel", "driver", "a case less", "another case"],
+)
+def test_what_may_change_the_bits_changes_the_label(changed):
+    """Another kernel, another driver, other cases: no vote between the two."""
+    assert label(_fingerprints([changed])) != label(_fingerprints([run(0, 1, recordings(a="aa", b="bb"))]))
+
+
+def test_recorded_bits_that_changed_are_withheld_until_they_are_steady():
+    """One run with another value is no vote; when the newest runs agree on it, it is."""
+    runs = [run(0, 1, recordings(a="aa"))] + [run(n, 2, recordings(a="bb")) for n in range(1, STEADY)]
+    assert _fingerprints(runs) == {}
+    runs.append(run(STEADY, 2, recordings(a="bb")))
+    assert [*_fingerprints(runs).values()] == [2]
+
+
+def test_recorded_bits_that_vary_within_a_run_are_withheld():
+    """The run has no fingerprint, and one that shows one again is not enough."""
+    varied = run(1, None, recordings(a="aa bb"))
+    assert [*_fingerprints([run(0, 1, recordings(a="aa"))]).values()] == [1]
+    assert _fingerprints([run(0, 1, recordings(a="aa")), varied]) == {}
+    assert _fingerprints([varied, run(2, 1, recordings(a="aa"))]) == {}
+
+
+def test_a_run_that_had_no_time_for_all_changes_nothing():
+    """The newest value of the same stack stays; nothing of an earlier stack does."""
+    whole = run(0, 1, recordings(a="aa", b="bb"))
+    assert [*_fingerprints([whole, run(1, None, recordings(a="aa"))]).values()] == [1]
+    assert _fingerprints([whole, run(1, None, recordings(a="aa"), stack={"torch": "2.14"})]) == {}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"outcome": Outcome.CRASHED}, {"cases": ("gemm/a",)}, {"confirms": "r0"}, {"intensity": "steady"}]
+)
+def test_only_whole_completed_runs_vote(changes):
+    """Runs of a few cases, retests and crashes have no fingerprint."""
+    assert _fingerprints([run(0, 1, recordings(a="aa"), **changes)]) == {}
+
+
+@pytest.mark.parametrize("value", [-1, 2**53, 1.0, True, "12"])
+def test_what_a_float_cannot_hold_is_no_fingerprint(value):
+    """Anybody's probe may yield anything under that name."""
+    assert _fingerprints([run(0, value)]) == {}
+
+
+def test_each_instruction_set_votes_by_itself():
+    """Their bits differ for good reasons: two lanes, two labels, whichever ran last."""
+    sets = [
+        (run(n, n, recordings(a="aa"), instruction_set=s, stack={**STACK, "instruction_set": s}))
+        for n, s in enumerate(("native", "avx2"))
+    ]
+    assert sorted(_fingerprints(sets).values()) == [0, 1]
+    assert _fingerprints(sets) == _fingerprints(sets[::-1])
+
+
+def test_readings_do_not_jump_between_instruction_sets():
+    """The processor's own set is shown, whichever ran last; another device has none, and shows its newest run."""
+
+    def timed(number, value, instruction_set):
+        reading = Reading(name="kernel_seconds", value=value, labels={"kind": "gemm"})
+        return replace(run(number, None), instruction_set=instruction_set, readings=(reading,))
+
+    runs = [timed(0, 1.0, "native"), timed(1, 9.0, "avx2")]
+    assert [r.value for r in _newest_readings(CPU, runs)] == [1.0]
+    assert [r.value for r in _newest_readings(CPU, [*runs, timed(2, 1.5, "native")])] == [1.5]
+    gpu = Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
+    assert [r.value for r in _newest_readings(gpu, [timed(0, 1.0, ""), timed(1, 2.0, "")])] == [2.0]
