@@ -237,7 +237,14 @@ def expected(run: Run) -> None:
     found = fleet.gather(fleet.Prometheus(run.url, patience=300.0))
     accused = {(o.instance, o.scope) for o in found.accused}
     wanted = {("node00005:19469", "device"), ("node00017:19469", "node")}
-    if accused != wanted or len(found.doubted) != 1 or found.disputed or found.nodes != run.nodes or found.problems:
+    if (
+        accused != wanted
+        or len(found.doubted) != 1
+        or found.disputed
+        or found.silent
+        or found.nodes != run.nodes
+        or found.problems
+    ):
         sys.exit(f"{run.nodes} nodes: the vote is wrong: {fleet.as_text(found, 120)}")
 
 

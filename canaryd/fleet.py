@@ -374,10 +374,9 @@ def gather(prometheus: Prometheus) -> Fleet:
     odd = asker.ask("the vote's outliers", "canaryd:fleet_outlier")
     votes = asker.ask("the votes", "canaryd:fleet_voters")
     decided = asker.ask("the majorities", "count(canaryd:fleet_majority)")
-    marks = asker.ask("the fingerprints", "count(canaryd_golden_fingerprint)")
     voiceless = asker.ask("who has no vote", 'canaryd:fleet_voiceless{why="known"}')
     twice = asker.ask("who is seen twice", 'count(count by (device) (canaryd:fleet_voiceless{why="duplicate"}))')
-    if marks and not votes:
+    if not votes and (marks := asker.ask("the fingerprints", "count(canaryd_golden_fingerprint)")):
         asker.problems.append(
             f"the vote: {marks[0].value:.0f} fingerprints and no votes: does Prometheus evaluate the rules of {RULES}, "
             "and is every device seen by one target alone?"
@@ -436,7 +435,9 @@ def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
     """Targets that are asked in vain, and nodes that were heard an hour or a day ago and are not asked any more."""
     ever = "(canaryd_build_info or canaryd_build_info offset 1h or canaryd_build_info offset 1d)"
     down = asker.ask("silent nodes", f"(up == 0) and on (job) (group by (job) {ever})")
-    gone = asker.ask("nodes that are gone", f"group by (job, instance) {ever} unless on (job, instance) up")
+    gone = asker.ask(
+        "nodes that are gone", f"group by (job, instance) {ever} unless on (job, instance) (up or canaryd_build_info)"
+    )
     return tuple(
         sorted(
             (

@@ -109,10 +109,10 @@ def exporting(nodes):
 
 
 @contextlib.contextmanager
-def prometheus(directory, nodes, *, rules=True, extra=()):
+def prometheus(directory, nodes, *, rules=True, extra=(), **job):
     """Run a real Prometheus on these nodes, with the shipped rules at test speed; yield its address."""
     program = needs("prometheus")
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True, parents=True)
     text = RULES.read_text().replace("interval: 1m", "interval: 1s")
     (directory / "rules.yml").write_text(re.sub(r"for: \d+m", "for: 2s", text))
     with exporting(nodes) as exporter, contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def prometheus(directory, nodes, *, rules=True, extra=()):
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "rule_files": ["rules.yml"] if rules else [],
-            "scrape_configs": [{"job_name": "canaryd", "static_configs": targets}],
+            "scrape_configs": [{"job_name": "canaryd", "static_configs": targets, **job}],
         }
         (directory / "prometheus.yml").write_text(json.dumps(config))
         port = free_port()
@@ -322,6 +322,30 @@ def test_a_healthy_fleet_exits_with_0_and_silence_with_3(tmp_path):
         del nodes["c"]
         assert settled(url, lambda f: f.silent).state is State.UNKNOWN
         assert canaryd("fleet", "--prometheus", url).code == 3
+
+
+def test_a_node_that_is_no_target_any_more_is_gone_and_not_forgotten(tmp_path):
+    """It answered an hour ago; that a target was taken out looks the same as a node that died."""
+    promtool = needs("promtool")
+    past = time.time() - 3600
+    samples = [f'canaryd_build_info{{job="canaryd",instance="left"}} 1 {past + 30 * k:.0f}' for k in range(-10, 10)]
+    (tmp_path / "past.om").write_text("\n".join(["# TYPE canaryd_build_info gauge", *samples, "# EOF", ""]))
+    data = tmp_path / "p/data"
+    data.mkdir(parents=True)
+    making = [promtool, "tsdb", "create-blocks-from", "openmetrics", tmp_path / "past.om", data]
+    subprocess.run(making, check=True, capture_output=True)
+    with prometheus(tmp_path / "p", healthy()) as url:
+        found = settled(url, lambda f: f.decided == 1 and f.nodes == 4)
+        assert [(s.instance, s.why) for s in found.silent] == [("left", "gone")]
+        assert found.state is State.UNKNOWN
+
+
+def test_nodes_behind_one_target_are_not_gone(tmp_path):
+    """Where labels are honoured, as by federation, no node has an `up` of its own."""
+    node = Node("a").device("M-a", "M", p=1)
+    node.series["canaryd_build_info"] = ['canaryd_build_info{job="canaryd",instance="far",version="0.1.0"} 1\n']
+    with prometheus(tmp_path / "p", {"a": node}, honor_labels=True) as url:
+        assert settled(url, lambda f: f.nodes == 1 and f.states).silent == ()
 
 
 def test_fingerprints_without_votes_are_a_problem(tmp_path):
