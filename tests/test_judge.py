@@ -671,7 +671,9 @@ def failing():
 
 
 @pytest.mark.parametrize(
-    ("table", "part"), [(t, p) for t in ("RULES", "GROUNDS") for p in getattr(judge, t)], ids=lambda p: getattr(p, "__name__", p)
+    ("table", "part"),
+    [(t, p) for t in ("RULES", "GROUNDS") for p in getattr(judge, t)],
+    ids=lambda p: getattr(p, "__name__", p),
 )
 def test_no_rule_is_idle(monkeypatch, table, part):
     """Switching off any one rule, or any one ground of confirmation, makes a scenario fail."""
