@@ -218,7 +218,7 @@ def test_an_unwritable_state_directory_costs_the_record_only(tmp_path):
     config = configure(tmp_path, "passes")
     answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "file/state")
     assert answer.code == 0
-    assert "problem: unrecorded: " in answer.out
+    assert "problem: unrecorded:" in answer.out
     document = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "file/state").document
     assert any(problem.startswith("unrecorded: ") for problem in valid(document)["problems"])
 

@@ -228,6 +228,7 @@ def test_a_real_daemon_shows_periods_words_and_runs(tmp_path):
             assert answer.headers["Content-Type"] == OPENMETRICS
             families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
         (sample,) = families["canaryd_probe_mismatches"].samples
+        eventually(lambda: daemon.value("canaryd_device_state", state="faulty") == 1.0)  # a fault after it is news
         with Store.open(state) as store:
             found = {run.id for run in store.runs(probe="mismatches") if run.wrong}
             now = time.time()

@@ -198,7 +198,12 @@ def test_retests_find_what_confirmations_do_not():
 
     def state():
         verdict = judge.decide(
-            device, runs, siblings={}, sibling_devices={}, wanted={}, policy=policy, now=now, previous=None
+            device,
+            judge.node({device.uuid: device}, {device.uuid: runs}, now),
+            wanted={},
+            policy=policy,
+            now=now,
+            previous=None,
         )
         return max((f.state for f in verdict.findings if f.probe == spec.name), key=lambda s: s.severity)
 
