@@ -155,6 +155,8 @@ class Engine:
     _evidence: dict[str, list[Run]] = field(default_factory=dict)
     _mismatched: frozenset[str] = frozenset()
     """Devices with a mismatch on record."""
+    _doubted: frozenset[str] = frozenset()
+    """Devices against which something spoke when the verdicts were read last: they witness nothing."""
     _baselines: dict[str, dict[Key, Baseline]] = field(default_factory=dict)
     _imported: tuple[Baseline, ...] = ()
     """Baselines of devices that are not of this host."""
@@ -644,6 +646,7 @@ class Engine:
                     if baseline.first > self._cut(baseline.device) or baseline.pinned:
                         self._baselines[baseline.device][baseline.key] = baseline
                 self._imported = tuple(b for b in known if b.imported)
+                self._doubt(self.store.verdicts())
                 self._recorded.clear()
                 if said != self._said:  # days before a repair are history
                     self._said = said
@@ -768,10 +771,18 @@ class Engine:
             cut = self._cut(uuid) if uuid in self.devices else 0.0
             return tuple(run for run in runs if run.started > cut and not _expired(run, now))
 
+    def _look(self) -> dict[str, Verdict]:
+        """Read again what others may have written, and return the verdicts as they stand."""
+        self._refresh()
+        self._doubt(verdicts := self.store.verdicts())
+        return verdicts
+
+    def _doubt(self, verdicts: Mapping[str, Verdict]) -> None:
+        self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
+
     def decide(self) -> dict[str, Verdict]:
         """Judge every known device from the evidence at hand, store what changed, and return the verdicts."""
-        self._refresh()
-        previous = self.store.verdicts()
+        previous = self._look()
         with self._mutex:
             nodes = {served: self._node(served=served) for served in (False, True)}
             return {u: self._decide(u, nodes[d.is_endpoint], previous.get(u)) for u, d in self.devices.items()}
@@ -784,12 +795,12 @@ class Engine:
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now."""
-        self._refresh()
-        return self._decide(uuid, self._node(served=self.devices[uuid].is_endpoint), self.store.verdicts().get(uuid))
+        previous = self._look().get(uuid)
+        return self._decide(uuid, self._node(served=self.devices[uuid].is_endpoint), previous)
 
     def drill_verdict(self, uuid: str, since: float = 0.0) -> Verdict:
         """Judge a device's drills since `since` by the same rules; never stored, never mixed with the other verdict."""
-        self._refresh()
+        self._look()
         served = self.devices[uuid].is_endpoint
         return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
@@ -815,7 +826,6 @@ class Engine:
         if not drill and device.uuid in self._recorded and 0 <= now - self._recorded[device.uuid][0] < REJUDGED:
             return self._recorded[device.uuid][1]
         of = {u: tuple(r for r in self.evidence(u) if r.recordings or r.readings) for u in self.devices}
-        verdicts = self.store.verdicts()
         record = recorded.Record(
             device=device,
             runs=tuple(r for r in of[device.uuid] if bool(r.drill) == drill),
@@ -826,7 +836,7 @@ class Engine:
             peers={
                 d.name: recorded.Peer(
                     device=d,
-                    trusted=u not in verdicts or not verdicts[u].doubted,
+                    trusted=u not in self._doubted,
                     runs=tuple(r for r in of[u] if not r.drill),
                     baselines=self._baselines.get(u, {}),
                 )
@@ -856,7 +866,7 @@ class Engine:
         today = int(self._reached() // DAY)  # a clock that ran ahead must not close days that have not come
         first_seen = {r.device.uuid: r.first_seen for r in self.store.devices()}
         for uuid in list(self.devices):
-            have = {d.day for d in self.store.days(uuid, (today - BACK) * DAY)}
+            have = self.store.summed(uuid, (today - BACK) * DAY)
             for day in range(max(today - BACK, int(first_seen.get(uuid, 0.0) // DAY)), today):
                 if day in have:
                     continue

@@ -399,6 +399,11 @@ class Store:
         newest = dict((*stored, *waiting))
         return self._unpack(trend.Day, [(f"{device} {day}", body) for day, body in sorted(newest.items())])
 
+    def summed(self, device: str, since: float) -> set[int]:
+        """Return which of a device's days (since the epoch) that ended at `since` or later have a summary."""
+        stored, waiting = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
+        return {day for (day,) in (*stored, *waiting)}
+
     # Telemetry
 
     def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
