@@ -7,8 +7,10 @@ what was acknowledged is said to be known, and is not healthy for that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from canaryd.model import Ack, Device
+from canaryd.model import Ack, Cause, Device, Finding, State
+from canaryd.wording import moment
 
 AHEAD = 3600.0
 """Seconds by which a word may lie in the future: the clock has been set back since, and by it nothing after the word
@@ -39,3 +41,22 @@ def standing(acks: Sequence[Ack], now: float) -> Ack | None:
     """Return the acknowledgement that has not run out; a newer one takes the place of an older one."""
     newest = next((a for a in reversed(acks) if a.kind == "acknowledged"), None)
     return newest if newest is not None and newest.until > now else None
+
+
+def covers(ack: Ack | None, finding: Finding) -> bool:
+    """Whether an acknowledgement speaks of a finding: a suspicion by a rule that spoke when it was said."""
+    return ack is not None and finding.state is State.SUSPECT and finding.rule in ack.rules
+
+
+def covered(ack: Ack, finding: Finding) -> Finding:
+    """Return a finding as it stands while it is acknowledged: a suspicion that is known is no news, and no health."""
+    until = moment(ack.until, seconds=False)
+    message = f"known to the operator until {until}, so unknown and not healthy: {finding.message}"
+    return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
+
+
+def note(ack: Ack) -> Finding:
+    """Return what is said of an acknowledgement that stands; it makes nothing healthy."""
+    by = f" by {ack.by}" if ack.by else ""
+    text = f"acknowledged{by} until {moment(ack.until, seconds=False)}: {ack.reason}"
+    return Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)

@@ -68,8 +68,7 @@ def chosen(store: Store, selection: Selection) -> list[Listed]:
 
 
 def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baseline]]) -> str:
-    of, part = (device.backend, device.model), device.parent or device.uuid
-    others = [(d, b) for d, b in same if (d.parent or d.uuid) != part and b.complete and (d.backend, d.model) == of]
+    others = [(d, b) for d, b in same if d.part != device.part and b.complete and d.kind == device.kind]
     return witnesses(one, [(d.uuid if b.imported else d.name, b) for d, b in others]) or "nobody"
 
 

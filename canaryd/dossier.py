@@ -309,7 +309,7 @@ def gather(
 
 
 def _alike(other: Device, device: Device) -> bool:
-    return (other.backend, other.model, bool(other.parent)) == (device.backend, device.model, bool(device.parent))
+    return (other.kind, bool(other.parent)) == (device.kind, bool(device.parent))
 
 
 def _judged(
@@ -1169,7 +1169,7 @@ def _vendor_tools(
     if device.backend != "cuda":
         absent.append(("nvidia-smi-q.txt", "this is no NVIDIA device"))
         return
-    uuid = device.parent or device.uuid
+    uuid = device.part
     tool = shutil.which("nvidia-smi")
     if tool is None:
         absent.append(("nvidia-smi-q.txt", "nvidia-smi is not installed here"))

@@ -726,7 +726,7 @@ class Engine:
     def _kin(self, uuid: str) -> frozenset[str]:
         """Return a device and its siblings: those of the same backend and model."""
         of = self.devices.get(uuid)
-        same = (d for d in self.devices.values() if of and (d.backend, d.model) == (of.backend, of.model))
+        same = (d for d in self.devices.values() if of and d.kind == of.kind)
         return frozenset({uuid, *(d.uuid for d in same)})
 
     def _remembered(self, uuid: str, runs: Sequence[Run]) -> list[Run]:

@@ -16,7 +16,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd import acks, blame, telemetry
@@ -25,6 +24,7 @@ from canaryd.chance import EPOCH, RULE_OF_THREE, Count, rate_bound
 from canaryd.config import JudgePolicy
 from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Subject, Verdict
 from canaryd.telemetry import Signs
+from canaryd.wording import moment
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
@@ -309,8 +309,7 @@ def scene(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
     siblings = {
         device.name: theirs
         for uuid, device in sorted(docket.devices.items())
-        if (device.backend, device.model) == (docket.device.backend, docket.device.model)
-        and (theirs := blame.results(docket.peers[uuid], run))
+        if device.kind == docket.device.kind and (theirs := blame.results(docket.peers[uuid], run))
     }
     data = {h.bytes for h in hits}
     right, alike, unlike = blame.same_bytes(own, siblings, data)
@@ -661,8 +660,9 @@ def history_lost(docket: Docket) -> Iterator[Finding]:
     at, aside = docket.lost
     if docket.now - at < docket.policy.watch and not any(a.at >= at for a in docket.said):
         text = (
-            f"the records of this machine were damaged and begun anew on {_date(at)}, so what was found of this device "
-            f"before is not known; what is left of them is {aside}. Ends after {_spoken(docket.policy.watch)}, or with "
+            f"the records of this machine were damaged and begun anew on {moment(at, seconds=False)}, so what was "
+            f"found of this device before is not known; what is left of them is {aside}. Ends after "
+            f"{_spoken(docket.policy.watch)}, or with "
             f'canaryd ack {docket.device.name} --reason "…"'
         )
         yield Finding(rule="history-lost", state=State.UNKNOWN, cause=Cause.HARNESS, message=text)
@@ -680,33 +680,26 @@ def clock_set_back(docket: Docket) -> Iterator[Finding]:
 def acknowledged(docket: Docket) -> Iterator[Finding]:
     """An operator knows of it: said, and for how long. It makes nothing healthy."""
     if ack := acks.standing(docket.said, docket.now):
-        text = f"acknowledged{f' by {ack.by}' if ack.by else ''} until {_date(ack.until)}: {ack.reason}"
-        yield Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)
+        yield acks.note(ack)
     if docket.gone_since is None and not docket.device.weak_identity:
         for ack in (a for a in docket.said if a.kind == "replaced"):
-            text = f"it was said to be replaced on {_date(ack.at)}, and it is still found: its record stands"
+            on = moment(ack.at, seconds=False)
+            text = f"it was said to be replaced on {on}, and it is still found: its record stands"
             yield Finding(rule="replaced-is-here", state=State.HEALTHY, cause=Cause.NONE, message=text)
 
 
 def _heeding(docket: Docket, finding: Finding) -> Finding:
-    """Return a finding as it stands beside an acknowledgement: a suspicion that is known is no news, and no health.
+    """Return a finding as it stands beside an acknowledgement.
 
     Only rules that spoke when the word was given, of what had been seen by then, are covered; what is faulty stays so.
     """
     ack = acks.standing(docket.said, docket.now)
-    if ack is None or finding.state is not State.SUSPECT or finding.rule not in ack.rules:
+    if ack is None or not acks.covers(ack, finding):
         return finding
     times = [docket.node.at.get(run, docket.now) for run in finding.runs]
     if not times and docket.signs is not None:  # what the device says of itself
         times = [e.last for e in docket.signs.events]
-    if max(times, default=0.0) > ack.at:
-        return finding
-    message = f"known to the operator until {_date(ack.until)}, so unknown and not healthy: {finding.message}"
-    return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
-
-
-def _date(at: float) -> str:
-    return f"{datetime.fromtimestamp(at, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M}"
+    return finding if max(times, default=0.0) > ack.at else acks.covered(ack, finding)
 
 
 Rule = Callable[[Docket], Iterator[Finding]]

@@ -116,6 +116,16 @@ class Device:
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
 
     @property
+    def kind(self) -> tuple[str, str]:
+        """What siblings share: backend and model."""
+        return self.backend, self.model
+
+    @property
+    def part(self) -> str:
+        """The uuid of the physical part: instances of one divided device share it."""
+        return self.parent or self.uuid
+
+    @property
     def is_endpoint(self) -> bool:
         """Whether it is a server and no part of this host."""
         return self.backend == ENDPOINT

@@ -153,14 +153,13 @@ class Record:
         """
         if self.served:
             return []
-        of, mine = (self.device.backend, self.device.model), _part(self.device)
         by_part: dict[str, tuple[str, Baseline]] = {}
         for name, peer in sorted(self.peers.items()):
-            same = (peer.device.backend, peer.device.model) == of and _part(peer.device) != mine and peer.trusted
-            if same and (b := peer.baselines.get(own.key)) is not None:
-                by_part.setdefault(_part(peer.device), (name, b))
+            same = peer.device.kind == self.device.kind and peer.device.part != self.device.part
+            if same and peer.trusted and (b := peer.baselines.get(own.key)) is not None:
+                by_part.setdefault(peer.device.part, (name, b))
         for b in self.imported:
-            if b.key == own.key and b.imported == " ".join(of) and b.device != self.device.uuid:
+            if b.key == own.key and b.imported == " ".join(self.device.kind) and b.device != self.device.uuid:
                 by_part.setdefault(b.device, (f"{b.device} (imported)", b))
         return [(name, b) for name, b in by_part.values() if b.complete]
 
@@ -169,11 +168,6 @@ class Record:
         """The complete baselines that the newest recordings belong to, with the digest that was given last."""
         newest = {key_of(run, recording): recording.digest for run, recording in self.newest.values()}
         return [(b, d) for key, d in newest.items() if (b := self.baselines.get(key)) is not None and b.complete]
-
-
-def _part(device: Device) -> str:
-    """Return what tells physical parts apart."""
-    return device.parent or device.uuid
 
 
 def _lane(run: Run, recording: Recording) -> Lane:

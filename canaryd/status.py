@@ -455,21 +455,8 @@ def _heeding(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
         return _with(replace(verdict, findings=_without_words(verdict)), note, now)
     if ack.at <= verdict.decided:
         return verdict
-    until = moment(ack.until, seconds=False)
-    findings = [
-        replace(
-            f,
-            state=State.UNKNOWN,
-            message=f"known to the operator until {until}, so unknown and not healthy: {f.message}",
-            acknowledged=True,
-        )
-        if f.state is State.SUSPECT and f.rule in ack.rules
-        else f
-        for f in _without_words(verdict)
-    ]
-    text = f"acknowledged{f' by {ack.by}' if ack.by else ''} until {until}: {ack.reason}"
-    said = Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)
-    return _with(replace(verdict, findings=tuple(findings)), said, ack.at)
+    findings = [acks.covered(ack, f) if acks.covers(ack, f) else f for f in _without_words(verdict)]
+    return _with(replace(verdict, findings=tuple(findings)), acks.note(ack), ack.at)
 
 
 def _without_words(verdict: Verdict) -> tuple[Finding, ...]:
