@@ -569,10 +569,11 @@ def _known(ack: Ack | None, verdict: Verdict | None) -> bool:
 def _fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
     """Return (probe, label) → the newest fingerprint of each instruction set, on the stack of its newest run.
 
-    Equal labels promise equal values on healthy devices of one model. The label is the stack's id; where recordings
-    made the fingerprint it stands for the chain of each of them too, since another kernel may round otherwise. Bits
-    that nobody prescribed may also vary on a healthy device: where the newest `STEADY` runs with a label do not all
-    agree, or in one of them a case gave two results, there is none.
+    Equal labels promise equal values on healthy devices of one model. The label is the stack's id and the probe's
+    version, since another version may have other cases; where recordings made the fingerprint it stands for the chain
+    of each of them too, since another kernel may round otherwise. Bits that nobody prescribed may also vary on a
+    healthy device: where the newest `STEADY` runs with a label do not all agree, or in one of them a case gave two
+    results, there is none.
     """
     stacks: dict[tuple[str, str], str] = {}
     newest: dict[tuple[str, str], tuple[str, str]] = {}
@@ -581,13 +582,13 @@ def _fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
         if not run.whole or run.outcome is not Outcome.COMPLETED:
             continue
         lane, value, chains = (run.probe, run.instruction_set), _fingerprint(run), {}
-        stacks[lane] = label = run.stack_id
+        stacks[lane] = stack = label = f"{run.stack_id}-v{run.probe_version}"
         if run.recordings:
             chains = {r.case: r.chain_id for r in run.recordings}
-            label = stack_id({"stack": label} | chains)
+            label = f"{stack_id({'stack': run.stack_id} | chains)}-v{run.probe_version}"
         varied = len({(r.case, r.digest) for r in run.recordings}) > len(chains)
         if value is not None or varied:
-            newest[lane] = run.stack_id, label
+            newest[lane] = stack, label
             before = given.get((run.probe, label), []) if chains else []
             given[run.probe, label] = [*before, None if varied else value][-STEADY:]
     found = {}

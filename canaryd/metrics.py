@@ -78,8 +78,8 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_golden_fingerprint": Family(
         "gauge",
         (*_PROBE, "stack"),
-        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; of recorded "
-        "results stack stands for the chain as well.",
+        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; stack stands "
+        "for the probe's version too, and of recorded results for the chain.",
     ),
     "canaryd_recordings": Family(
         "gauge",

@@ -39,9 +39,16 @@ def label(found):
 
 
 def test_exact_probes_are_labelled_by_the_stack():
-    """The newest value counts at once, however often it changed; the label joins with canaryd_stack_info."""
+    """The newest value counts at once, however often it changed; the label names stack and version of the probe."""
     runs = [run(0, 1, probe="exact_matmul"), run(1, 2, probe="exact_matmul")]
-    assert _fingerprints(runs) == {("exact_matmul", runs[0].stack_id): 2}
+    assert _fingerprints(runs) == {("exact_matmul", f"{runs[0].stack_id}-v1"): 2}
+
+
+def test_another_version_of_a_probe_is_no_rival():
+    """While a fleet is upgraded, node by node, the new version's cases are not wrong bits of the old one's."""
+    old, new = run(0, 1, probe="exact_matmul"), run(1, 2, probe="exact_matmul", probe_version=2)
+    assert _fingerprints([old, new]) == {("exact_matmul", f"{new.stack_id}-v2"): 2}
+    assert _fingerprints([old, replace(new, readings=())]) == {}  # the old version's value is of the past
 
 
 def test_equal_chains_are_equal_labels():
@@ -59,8 +66,9 @@ def test_equal_chains_are_equal_labels():
         run(0, 1, recordings(a="aa", b="bb"), stack={**STACK, "driver": "590"}),
         run(0, 1, recordings(a="aa")),
         run(0, 1, recordings(a="aa", c="bb")),
+        run(0, 1, recordings(a="aa", b="bb"), probe_version=2),
     ],
-    ids=["kernel", "driver", "a case less", "another case"],
+    ids=["kernel", "driver", "a case less", "another case", "version"],
 )
 def test_what_may_change_the_bits_changes_the_label(changed):
     """Another kernel, another driver, other cases: no vote between the two."""
