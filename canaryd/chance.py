@@ -12,6 +12,8 @@ EPOCH = 1_577_836_800.0
 """2020-01-01: what is dated before it was dated by a clock that had not been set (ours). False alarms: none, it moves
 what happened."""
 TINY = 1e-12
+CONFIDENCE = 0.95
+"""Of the intervals that are printed (the field's custom)."""
 
 
 def rate_bound(trials: int) -> float:
@@ -60,5 +62,46 @@ def tail(times: int, trials: int, rate: float) -> float:
         part = math.exp(ways + k * math.log(rate) + (trials - k) * math.log1p(-rate))
         total += part
         if k > trials * rate and part < TINY * max(total, TINY):
+            break
+    return min(1.0, total)
+
+
+def interval(wrong: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % interval of a rate after `wrong` of `trials` (C. J. Clopper, E. S. Pearson, Biometrika 26, 1934).
+
+    It covers the true rate at least 95 % of the time whatever that is, if the trials are independent.
+    """
+    if not trials:
+        return 0.0, 1.0
+    tail = (1 - CONFIDENCE) / 2
+    low = 0.0 if wrong == 0 else 1 - _solve(trials - wrong, trials, tail)
+    high = 1.0 if wrong == trials else _solve(wrong, trials, tail)
+    return low, high
+
+
+def _solve(k: int, n: int, tail: float) -> float:
+    """Return the rate p at which at most k of n happen with probability `tail`; by bisection, for k < n."""
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _at_most(k, n, middle) > tail else (low, middle)
+    return (low + high) / 2
+
+
+def _at_most(k: int, n: int, p: float) -> float:
+    """Return the probability of at most k of n, each with probability p."""
+    if k < 0 or p >= 1:
+        return 0.0
+    if k >= n or p <= 0:
+        return 1.0
+    if k > n * p:  # the other tail has fewer terms and loses no digits
+        return 1.0 - _at_most(n - k - 1, n, 1 - p)
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    log = ways + k * math.log(p) + (n - k) * math.log1p(-p)
+    term = total = math.exp(log)
+    for i in range(k, 0, -1):
+        term *= i / (n - i + 1) * (1 - p) / p
+        total += term
+        if term < total * 1e-17:
             break
     return min(1.0, total)

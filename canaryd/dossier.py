@@ -11,7 +11,6 @@ import contextlib
 import csv
 import gzip
 import hashlib
-import hmac
 import io
 import itertools
 import json
@@ -19,7 +18,6 @@ import math
 import os
 import platform
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -34,17 +32,18 @@ from pathlib import Path
 from typing import Any
 
 from canaryd import __version__, dossier_page, judge, ocp, xids
+from canaryd.chance import interval
 from canaryd.check import NEVER_CHECKED
 from canaryd.config import Config
 from canaryd.engine import Engine
-from canaryd.model import Cause, Comparison, Device, Event, Outcome, Run, State, Subject, Verdict, printable, to_json
+from canaryd.model import Cause, Comparison, Device, Event, Outcome, Run, State, Subject, Verdict, to_json
+from canaryd.redact import Redactor, clean, cleaned, without_processes
 from canaryd.status import UNTENDED
 from canaryd.store import Busy, DeviceRecord, Store
 from canaryd.supervise import INSTRUCTION_SETS, SCRUBBED, STRICT
 from canaryd.wording import moment, spoken
 
 SCHEMA = "canaryd.dossier/1"
-CONFIDENCE = 0.95
 FAILURES = 50
 """Failing cases described; a broken part fails everywhere and fills no more than this."""
 EXHIBITS = 3
@@ -57,8 +56,6 @@ NEARBY = 120.0
 """Seconds within which a poll tells the conditions of a run (ours: eight default periods)."""
 BINS = 32
 """Cells of a map along one axis at most."""
-NAMED = 500
-"""Newest runs and polls of each device in which names of hosts are looked for."""
 PEER_RUNS = 2000
 """Newest runs of one probe that are read of a peer."""
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
@@ -107,48 +104,7 @@ class DossierError(RuntimeError):
     """The dossier could not be written; the message says where, why and what to do."""
 
 
-# --- Statistics and words --------------------------------------------------------------------------------------------
-
-
-def interval(wrong: int, trials: int) -> tuple[float, float]:
-    """Return the 95 % interval of a rate after `wrong` of `trials` (C. J. Clopper, E. S. Pearson, Biometrika 26, 1934).
-
-    It covers the true rate at least 95 % of the time whatever that is, if the trials are independent.
-    """
-    if not trials:
-        return 0.0, 1.0
-    tail = (1 - CONFIDENCE) / 2
-    low = 0.0 if wrong == 0 else 1 - _solve(trials - wrong, trials, tail)
-    high = 1.0 if wrong == trials else _solve(wrong, trials, tail)
-    return low, high
-
-
-def _solve(k: int, n: int, tail: float) -> float:
-    """Return the rate p at which at most k of n happen with probability `tail`; by bisection, for k < n."""
-    low, high = 0.0, 1.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _at_most(k, n, middle) > tail else (low, middle)
-    return (low + high) / 2
-
-
-def _at_most(k: int, n: int, p: float) -> float:
-    """Return the probability of at most k of n, each with probability p."""
-    if k < 0 or p >= 1:
-        return 0.0
-    if k >= n or p <= 0:
-        return 1.0
-    if k > n * p:  # the other tail has fewer terms and loses no digits
-        return 1.0 - _at_most(n - k - 1, n, 1 - p)
-    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    log = ways + k * math.log(p) + (n - k) * math.log1p(-p)
-    term = total = math.exp(log)
-    for i in range(k, 0, -1):
-        term *= i / (n - i + 1) * (1 - p) / p
-        total += term
-        if term < total * 1e-17:
-            break
-    return min(1.0, total)
+# --- Words --------------------------------------------------------------------------------------------
 
 
 def rate(wrong: int, total: int) -> dict[str, Any]:
@@ -178,37 +134,6 @@ def result_format(probe: str, case: str, digits: int) -> str:
     if probe == "exact_integer" and case.startswith("int64/embedding/"):
         form = "int32"
     return form if form in WIDTH else f"{digits * 4} bits" if digits else "not known"
-
-
-def clean(text: str) -> str:
-    """Return a text of a device, a log or a tool that may go to strangers: printable, no secrets, no user's name."""
-    lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
-    return _SECRET.sub(r"\1[left out]", _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", "\n".join(lines))))
-
-
-_KEYS = r"[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]*"
-_SECRET = re.compile(
-    rf"(?i)((?:\b(?:{_KEYS}|authorization)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
-    r"['\"]?[^\s'\",;]{4,}"
-)
-_HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")
-_PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+")
-
-
-def without_processes(text: str) -> str:
-    """Return the output of `nvidia-smi -q` without its sections of processes."""
-    kept, depth = [], -1
-    for line in text.split("\n"):
-        indent = len(line) - len(line.lstrip())
-        if depth >= 0 and line.strip() and indent <= depth:
-            depth = -1
-        if depth < 0 and re.match(r"\s*(?:Accounting Mode Buffer|Processes|Accounted Processes)\b", line):
-            depth = indent if re.match(r"\s*(?:Accounted )?Processes", line) else -1
-            kept.append(f"{line.rstrip().partition(':')[0].rstrip()}: left out by canaryd" if depth >= 0 else line)
-            continue
-        if depth < 0:
-            kept.append(line)
-    return "\n".join(kept)
 
 
 # --- Facts -----------------------------------------------------------------------------------------------------------
@@ -852,124 +777,6 @@ def _not_checked(facts: _Facts) -> list[str]:
 
 # --- Redaction -------------------------------------------------------------------------------------------------------
 
-_HEX = "[0-9a-f]"
-PATTERNS = (
-    ("url", re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'\"<>]+")),
-    (
-        "uuid",
-        re.compile(
-            rf"(?i)(?:\b(?:GPU|MIG|CPU|MPS|XPU|NPU)-(?:GPU-)?)?\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b"
-        ),
-    ),
-    (
-        "bus",
-        re.compile(
-            rf"(?i)\b(?:{_HEX}{{4,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.[0-7]\b|\b{_HEX}{{4}}(?:{_HEX}{{4}})?:{_HEX}{{2}}:{_HEX}{{2}}\b"
-        ),
-    ),
-    ("ip", re.compile(r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\d.])")),
-    ("ip", re.compile(rf"(?i)(?<![\w:])(?:{_HEX}{{1,4}}:){{3,7}}{_HEX}{{1,4}}(?![\w:])")),
-    (
-        "ip",
-        re.compile(rf"(?i)(?<![\w:])(?:{_HEX}{{1,4}}(?::{_HEX}{{1,4}})*)?::{_HEX}{{1,4}}(?::{_HEX}{{1,4}})*(?![\w:])"),
-    ),
-    ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
-)
-"""What names a machine, a part or a place by its look. URLs first: they hold hosts and paths."""
-HOST_FIELDS = ("host", "hostname")
-"""Fields that hold the name of a host and nothing else: replaced however short it is."""
-OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
-"""Fields whose values are words of canaryd's own: a host called "device" or "healthy" must not change them."""
-NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hostname")
-"""Identity that is known by where it stands and not by its look; the part number stays, for it names a model."""
-
-
-class Redactor:
-    """Replaces what names a machine or a part by pseudonyms: the same thing by the same one within one dossier."""
-
-    def __init__(self, store: Store, document: Mapping[str, Any], salt: bytes | None = None) -> None:
-        self._salt = secrets.token_bytes(16) if salt is None else salt
-        self.known: dict[str, str] = {}
-        """What is looked for → its kind."""
-        for record in store.devices():
-            device = record.device
-            self._know(device.uuid, "uuid")
-            self._know(device.parent, "uuid")
-            for name in NAMING:
-                if name != "board_part_number":
-                    self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
-        self._know(document["identity"]["host"], "host")
-        self._know(platform.node(), "host")
-        for record in store.devices():
-            uuid = record.device.uuid
-            for run in (*store.runs(uuid, drill=None, limit=NAMED), *store.polls(uuid, limit=NAMED)):
-                self._know(run.environment.get("hostname", ""), "host")
-        names = sorted(self.known, key=len, reverse=True)
-        joined = "|".join(re.escape(n) for n in names)
-        self._names = re.compile(rf"(?i)(?<![\w-])(?:{joined})(?![\w-])") if names else None
-
-    def _know(self, value: str, kind: str) -> None:
-        # A short number ("0", "1") as module or board id would turn every such number into a pseudonym, and a host
-        # called "vm" every such word. Where a field holds the host, `value` replaces it anyway.
-        if len(value) >= 3 and not (value.isdigit() and len(value) < 6):
-            self.known.setdefault(value, kind)
-            if kind == "host" and "." in value:
-                self.known.setdefault(value.partition(".")[0], kind)
-
-    def _alias(self, kind: str, value: str) -> str:
-        plain = value.lower()
-        if kind == "uuid":
-            plain = re.sub(r"^(?:[a-z]{3}-)+", "", plain)
-        if kind == "bus":
-            plain = re.sub(r"^0{4}(?=[0-9a-f]{4}:)", "", plain)
-            plain = plain if re.match(r"[0-9a-f]{4}:", plain) else f"0000:{plain}"
-            plain = plain if "." in plain else f"{plain}.0"
-        digest = hmac.new(self._salt, f"{kind} {plain}".encode(), hashlib.sha256).hexdigest()
-        return f"[{kind} {digest[:8]}]"
-
-    def text(self, text: str) -> str:
-        """Return a text with every name replaced."""
-        aliases: list[str] = []
-
-        def put(alias: str) -> str:
-            # Held apart until the end, so that no later pattern bites into a pseudonym.
-            aliases.append(alias)
-            return f"\0{len(aliases) - 1}\0"
-
-        lower = {n.lower(): k for n, k in self.known.items()}
-        url, *others = PATTERNS
-        text = url[1].sub(lambda m: put(self._alias("url", m[0])), text)
-        if self._names is not None:
-            text = self._names.sub(lambda m: put(self._alias(lower[m[0].lower()], m[0])), text)
-        for kind, pattern in others:
-            text = pattern.sub(lambda m: put(self._alias(kind, m[0])), text)  # noqa: B023  used at once
-        return re.sub(r"\0(\d+)\0", lambda m: aliases[int(m[1])], text)
-
-    def value(self, value: Any) -> Any:
-        """Return JSON data with every text in it redacted, keys included unless they are names of fields."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, Mapping):
-            return {k if k.isidentifier() else self.text(k): self._field(k, v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.value(v) for v in value]
-        return value
-
-    def _field(self, name: str, value: Any) -> Any:
-        if name in OWN_WORDS and isinstance(value, str):
-            return value
-        return self._alias("host", value) if name in HOST_FIELDS and value else self.value(value)
-
-
-def _cleaned(value: Any) -> Any:
-    """Return JSON data whose every text is fit for strangers."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, Mapping):
-        return {clean(k): _cleaned(v) for k, v in value.items()}
-    return [_cleaned(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
@@ -1043,7 +850,7 @@ def _fill(
     document["contents"] = [{"file": f, "what": what} for f, what in contents]
     document["absent"] = [{"file": f, "why": why} for f, why in absent]
     document["redacted"] = redact
-    fitted = _cleaned(document)
+    fitted = cleaned(document)
     if redactor:
         fitted = redactor.value(fitted)
     text = json.dumps(fitted, indent=1, ensure_ascii=False, allow_nan=False)

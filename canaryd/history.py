@@ -16,7 +16,7 @@ from typing import Any
 from canaryd import status, trend
 from canaryd.config import Config
 from canaryd.drawing import Line, Mark, plot
-from canaryd.model import Device, Event, Finding, Run, State, Verdict, printable, to_json
+from canaryd.model import Device, Event, Finding, Run, State, Verdict, finding_json, printable, to_json
 from canaryd.status import told_of_ack, told_of_event
 from canaryd.store import Store
 from canaryd.trend import Change, Key, Point
@@ -532,19 +532,7 @@ def as_json(history: History) -> dict[str, Any]:
                 "state": one.verdict.state.value,
                 "cause": one.verdict.cause.value,
                 "state_since": one.verdict.since,
-                "findings": [
-                    {
-                        "rule": f.rule,
-                        "probe": f.probe,
-                        "cause": f.cause.value,
-                        "severity": f.state.value,
-                        "message": f.message,
-                        "repro": f.repro,
-                        "runs": list(f.runs),
-                        "rivals": to_json(f.rivals),
-                    }
-                    for f in one.verdict.findings
-                ],
+                "findings": [finding_json(f) for f in one.verdict.findings],
                 "timeline": [to_json(item) for item in one.items],
                 "readings": [_reading(t) for t in one.trends],
             }

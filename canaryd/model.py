@@ -499,6 +499,12 @@ def to_json(value: Any) -> Any:
     return value
 
 
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as `check --json` and `history --json` print it: a state is a severity there."""
+    shown = ("rule", "probe", "cause", "message", "repro", "runs", "rivals")
+    return {"severity": finding.state.value} | {name: to_json(getattr(finding, name)) for name in shown}
+
+
 def from_json(kind: type[T], data: Any) -> T:
     """Rebuild a model object of type `kind`; the inverse of `to_json`.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from canaryd import judge
 from canaryd.check import Result
-from canaryd.model import Device, Outcome, Run, State, Verdict, printable, to_json
+from canaryd.model import Device, Outcome, Run, State, Verdict, finding_json, printable, to_json
 from canaryd.status import DeviceStatus, Status, advice, answer, newest_of, told_of_ack, told_of_events
 from canaryd.wording import moment, spoken, wrapped
 
@@ -43,7 +43,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "state": verdict.state.value,
         "cause": verdict.cause.value,
         "since": verdict.since,
-        "findings": _findings(verdict),
+        "findings": [finding_json(f) for f in verdict.findings],
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
             {"probe": probe, "case": skipped.case, "reason": skipped.reason}
@@ -63,22 +63,6 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         },
         "events": [to_json(event) for event in result.events.get(device.uuid, ())],
     }
-
-
-def _findings(verdict: Verdict) -> list[dict[str, Any]]:
-    return [
-        {
-            "rule": f.rule,
-            "probe": f.probe,
-            "cause": f.cause.value,
-            "severity": f.state.value,
-            "message": f.message,
-            "repro": f.repro,
-            "runs": list(f.runs),
-            "rivals": to_json(f.rivals),
-        }
-        for f in verdict.findings
-    ]
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -192,7 +176,7 @@ def status_json(status: Status) -> dict[str, Any]:
                 "cause": d.verdict.cause.value,
                 "since": d.verdict.since,
                 "decided": d.verdict.decided,
-                "findings": _findings(d.verdict),
+                "findings": [finding_json(f) for f in d.verdict.findings],
                 "acks": [
                     {"kind": a.kind, "at": a.at, "until": a.until or None, "reason": a.reason, "by": a.by}
                     for a in d.acks

@@ -23,6 +23,7 @@ from canaryd.config import TelemetryConfig
 from canaryd.events import HARMFUL, fields_of, has, numbers, taken_apart, within, xid_code
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Reading, Run, State
 from canaryd.readings import READINGS
+from canaryd.wording import spoken
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 WATCH = 30 * DAY
@@ -233,13 +234,6 @@ def stale_after(period: float) -> float:
     return max(120.0, 5 * period)
 
 
-def _spoken(seconds: float) -> str:
-    for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds // size:g} {unit}"
-    return f"{max(0.0, seconds):.0f} seconds"
-
-
 # --- Rules: is there fresh telemetry at all? --------------------------------------------------------------------------
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str]] = {
@@ -265,7 +259,7 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             cause, why = OUTCOMES[poll.newest.outcome]
             why = ": ".join(filter(None, (why, reason_of(poll.newest))))
-        since = "since the clock was set back" if seen is None else f"for {_spoken(signs.now - seen)}"
+        since = "since the clock was set back" if seen is None else f"for {spoken(signs.now - seen)}"
         text = f"{probe}: no poll has completed {since} ({poll.failures} failed in a row): {why}"
         yield _finding("telemetry-stale", State.UNKNOWN, cause, text, probe)
 
@@ -407,7 +401,7 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
         text += f"our limits are {most} (telemetry.corrected_per_day), or {TIMES_MEAN} times as many. "
         text += (
             "NVIDIA's RMA policy leaves corrected errors out. Exact goldens tell whether the numbers hold. "
-            f"Over after a day below it and {_spoken(signs.policy.settle)}"
+            f"Over after a day below it and {spoken(signs.policy.settle)}"
         )
         yield _finding("corrected-errors-rising", State.DEGRADED, Cause.HARDWARE, text)
 
@@ -567,8 +561,8 @@ def throttled(signs: Signs) -> Iterator[Finding]:
     reason, longest = max(seconds.items(), key=lambda item: item[1])
     if longest >= signs.policy.throttle:
         text = (
-            f"held down by {reason} for {_spoken(longest)} within {_spoken(settle)}; the limit is "
-            f"{_spoken(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
+            f"held down by {reason} for {spoken(longest)} within {spoken(settle)}; the limit is "
+            f"{spoken(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
         )
         yield _finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
     told = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
@@ -577,7 +571,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
     times = max(signs.most(events, settle) for events in told)
     if times >= CPU_THROTTLES:
         text = (
-            f"processors slowed down for heat {times:.3g} times within {_spoken(settle)}; our limit is {CPU_THROTTLES}"
+            f"processors slowed down for heat {times:.3g} times within {spoken(settle)}; our limit is {CPU_THROTTLES}"
         )
         yield _finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
 
@@ -606,7 +600,7 @@ def conditions(signs: Signs) -> Iterator[Finding]:
         events = signs.seen("condition", signs.policy.settle + STRETCH, name)
         if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
-            over = f"Over {_spoken(signs.policy.settle)} after it last held for a minute of ten"
+            over = f"Over {spoken(signs.policy.settle)} after it last held for a minute of ten"
             text = f"{newest.detail}, last {signs.moment(newest.last)}. {advice}. {over}"
             yield _finding(rule, State.DEGRADED, Cause.ENVIRONMENT, text)
 
@@ -883,7 +877,7 @@ def reason_of(run: Run) -> str:
 
 
 def _over(signs: Signs) -> str:
-    return f"Over {_spoken(signs.policy.settle)} after the last"
+    return f"Over {spoken(signs.policy.settle)} after the last"
 
 
 def _returns(times: Iterable[float], resets: Sequence[float]) -> int:
@@ -903,9 +897,9 @@ def _since(signs: Signs, incident: Incident) -> str:
     """Say what exact goldens have shown since an Xid: what tells a broken device from a broken application."""
     at = incident.last
     if signs.last_mismatch is not None and signs.last_mismatch > at:
-        return f"An exact golden was missed {_spoken(signs.last_mismatch - at)} after it: look at the device first"
+        return f"An exact golden was missed {spoken(signs.last_mismatch - at)} after it: look at the device first"
     if signs.last_pass is not None and signs.last_pass > at:
-        return f"Exact goldens ran clean {_spoken(signs.last_pass - at)} after it: look at the application first"
+        return f"Exact goldens ran clean {spoken(signs.last_pass - at)} after it: look at the application first"
     if signs.device.torch_index is None and signs.device.backend != "cpu":
         return (
             "No exact golden can tell a broken device from a broken application here: torch does not reach the device"

@@ -509,19 +509,16 @@ class Trends:
 
 def slower_than_before(trends: Trends) -> Iterator[Finding]:
     """Kernels take longer than they did on this device and stack; the numbers are still right."""
-    slow = {k: c for k, c in trends.changed("slower").items() if _times(k, c.worst, c.after) >= SLOWER}
-    if not slow:
+    worst = _worst(trends, "slower", SLOWER)
+    if worst is None:
         return
-    key, seen = max(slow.items(), key=lambda item: _times(item[0], item[1].worst, item[1].after))
-    times = _times(key, seen.worst, seen.after)
-    by_peers = [_times(key, *moved) for peer in trends.peers.values() if (moved := _moved(peer, key, seen))]
-    alike, rivals = _shared(by_peers, times)
+    key, seen, times, more, alike, rivals = worst
     was, is_ = ({name: trends.context(trends.own, name, days) for name in CONTEXT} for days in (seen.early, seen.late))
-    explained, more = _settings(was, is_)
-    rivals += [Rival(cause=Cause.SOFTWARE, why="the stack is the same before and after", rejected=True), *more]
+    explained, settings = _settings(was, is_)
+    rivals += [Rival(cause=Cause.SOFTWARE, why="the stack is the same before and after", rejected=True), *settings]
     rivals.append(Rival(cause=Cause.HARDWARE, why="a part wears out or repeats work; clocks tell", rejected=False))
     text = (
-        f"{_told(key, trends.own[key].unit, seen)}: {number(times)} times as slow on the same stack{_more(slow)}. "
+        f"{_told(key, trends.own[key].unit, seen)}: {number(times)} times as slow on the same stack{more}. "
         f"{RIGHT}. Look at clocks, heat, power limit and other work on the device{_ended(alike, explained)}{ODDS}"
     )
     yield _finding("slower-than-before", Cause.ENVIRONMENT, text, key.probe, rivals, note=bool(alike or explained))
@@ -577,17 +574,14 @@ def slower_than_peers(trends: Trends) -> Iterator[Finding]:
 
 def error_growing(trends: Trends) -> Iterator[Finding]:
     """Results are farther from the truth than they were, within what is allowed."""
-    grown = {k: c for k, c in trends.changed("error").items() if _times(k, c.worst, c.after) >= ERROR_GREW}
-    if not grown:
+    worst = _worst(trends, "error", ERROR_GREW)
+    if worst is None:
         return
-    key, seen = max(grown.items(), key=lambda item: _times(item[0], item[1].worst, item[1].after))
-    times = _times(key, seen.worst, seen.after)
-    by_peers = [_times(key, *moved) for peer in trends.peers.values() if (moved := _moved(peer, key, seen))]
-    alike, rivals = _shared(by_peers, times)
+    key, seen, times, more, alike, rivals = worst
     rivals.append(Rival(cause=Cause.SOFTWARE, why="the stack is the same before and after", rejected=True))
     size = f"{number(times)} times as large" if times < NO_END else "there was none before"
     text = (
-        f"{_told(key, trends.own[key].unit, seen)}: {size} on the same stack{_more(grown)}. It is within what is "
+        f"{_told(key, trends.own[key].unit, seen)}: {size} on the same stack{more}. It is within what is "
         f"allowed. Exact goldens tell whether the device computes right{_ended(alike, '')}{ODDS}"
     )
     yield _finding("error-growing", Cause.HARDWARE, text, key.probe, rivals, note=bool(alike))
@@ -674,6 +668,35 @@ def _warmed(peer: Courses, key: Key, seen: Change) -> float | None:
     alike = [k for k in peer if followed(k.reading) is HEAT and k.reading.partition(",")[2] == sensor]
     rises = [after - before for k in alike if (moved := _moved(peer, k, seen)) for before, after in [moved]]
     return statistics.median(rises) if rises else None
+
+
+class _Worst(NamedTuple):
+    """What became worst by a factor, and what the peers say of it."""
+
+    key: Key
+    seen: Change
+    times: float
+    more: str
+    """How many others became worse, in words."""
+    alike: str
+    """That the peers changed as much, in words; "" where they did not."""
+    rivals: list[Rival]
+
+
+def _worst(trends: Trends, rule: str, least: float) -> _Worst | None:
+    """Return what of a rule's series is most times as large as it was, from `least` times on; None where nothing is."""
+
+    def grown(item: tuple[Key, Change]) -> float:
+        key, seen = item
+        return _times(key, seen.worst, seen.after)
+
+    found = {key: seen for key, seen in trends.changed(rule).items() if grown((key, seen)) >= least}
+    if not found:
+        return None
+    key, seen = max(found.items(), key=grown)
+    times = grown((key, seen))
+    by_peers = [_times(key, *moved) for peer in trends.peers.values() if (moved := _moved(peer, key, seen))]
+    return _Worst(key, seen, times, _more(found), *_shared(by_peers, times))
 
 
 def _shared(by_peers: Sequence[float], times: float) -> tuple[str, list[Rival]]:

@@ -262,7 +262,7 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
 def test_two_checks_never_use_a_device_at_once(tmp_path):
     """The second waits for the first, says for whom, and then runs."""
     log = tmp_path / "log"
-    slow = {"records": {"settings": {"log": str(log), "seconds": 1.0}}}
+    slow = {"records": {"settings": {"log": str(log), "seconds": 4.0}}}
     options = ("--config", configure(tmp_path, "records", each=slow), "--state-dir", tmp_path / "state")
     with running(Process("check", *options)) as first:
         eventually(lambda: log.exists() and log.read_text())

@@ -18,7 +18,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from canaryd import config, dossier, dossier_page, ocp
+from canaryd import chance, config, dossier, dossier_page, ocp, redact
 from canaryd.dossier_page import ranges
 from canaryd.engine import Engine
 from canaryd.model import (
@@ -365,13 +365,13 @@ def test_an_open_question_without_a_wrong_result_names_no_script(store, tmp_path
 )
 def test_the_interval_is_that_of_clopper_and_pearson(wrong, total, low, high):
     """Against closed forms and tabled values."""
-    assert dossier.interval(wrong, total) == pytest.approx((low, high), abs=2e-6)
+    assert chance.interval(wrong, total) == pytest.approx((low, high), abs=2e-6)
 
 
 @pytest.mark.parametrize(("wrong", "total"), [(1, 4), (3, 7), (30, 1000), (999, 1000), (7, 10**6)])
 def test_the_interval_leaves_two_and_a_half_percent_on_either_side(wrong, total):
     """By its definition, with the binomial summed term by term."""
-    low, high = dossier.interval(wrong, total)
+    low, high = chance.interval(wrong, total)
 
     def at_most(k: int, p: float) -> float:
         return math.fsum(math.comb(total, i) * p**i * (1 - p) ** (total - i) for i in range(k + 1))
@@ -379,7 +379,7 @@ def test_the_interval_leaves_two_and_a_half_percent_on_either_side(wrong, total)
     if wrong < 100:
         assert at_most(wrong, high) == pytest.approx(0.025, rel=1e-6)
         assert 1 - at_most(wrong - 1, low) == pytest.approx(0.025, rel=1e-6)
-    mirrored = dossier.interval(total - wrong, total)
+    mirrored = chance.interval(total - wrong, total)
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
 
 
@@ -390,7 +390,7 @@ def test_three_results_of_one_upload_are_one_trial(tmp_path):
         one.add_run(run(1, wrong=3, trials=3))
         made, document, page = written(one, tmp_path)
     (failure,) = document["failures"]
-    low, high = dossier.interval(1, 4)  # three fresh uploads were clean
+    low, high = chance.interval(1, 4)  # three fresh uploads were clean
     for counted in (failure, failure["places"][0], document["places"][0], document["probes"][0]):
         assert counted["results"] == {"wrong": 3, "total": 3}
         assert counted["uploads"] == {"wrong": 1, "total": 4, "low": low, "high": high}
@@ -523,14 +523,14 @@ def test_nothing_private_leaves(store, tmp_path):
 )
 def test_texts_are_cleaned(given, wanted):
     """Secrets, home directories, process names and control characters."""
-    assert dossier.clean(given) == wanted
+    assert redact.clean(given) == wanted
 
 
 def test_processes_are_cut_out_of_nvidia_smi():
     """The section goes, with everything indented below it; the next one stays."""
     text = "GPU 00000000:65:00.0\n    Clocks\n        SM : 1980 MHz\n    Processes\n        Process ID : 12\n"
     text += "            Name : python\n    Fabric\n        State : Completed\n"
-    cut = dossier.without_processes(text)
+    cut = redact.without_processes(text)
     assert "python" not in cut
     assert "Process ID" not in cut
     assert "Processes: left out by canaryd" in cut
@@ -670,7 +670,7 @@ def test_equal_names_stay_equal_inside_and_differ_outside(store, tmp_path):
 )
 def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
     """Domain, function, prefix and case do not make another thing."""
-    redactor = dossier.Redactor(store, dossier.gather(store, config.Config(), GPU, now=NOW), salt=b"salt")
+    redactor = redact.Redactor(store, dossier.gather(store, config.Config(), GPU, now=NOW), salt=b"salt")
     one, other = re.search(r"\[\w+ \w+\]", redactor.text(a)), re.search(r"\[\w+ \w+\]", redactor.text(b))
     assert one
     assert other
@@ -690,7 +690,7 @@ def test_a_thing_has_one_pseudonym_however_it_is_written(store, a, b, equal):
 )
 def test_what_names_nothing_is_left_alone(store, text):
     """Versions, times and prose are no addresses."""
-    redactor = dossier.Redactor(store, dossier.gather(store, config.Config(), GPU, now=NOW), salt=b"salt")
+    redactor = redact.Redactor(store, dossier.gather(store, config.Config(), GPU, now=NOW), salt=b"salt")
     assert redactor.text(text) == text
 
 

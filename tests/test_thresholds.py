@@ -35,6 +35,7 @@ SECTIONS = {"judge": JudgePolicy, "telemetry": TelemetryConfig}
 NOT_THRESHOLDS = {
     "judge.RUNS_NAMED": "length of a list in a message",
     "recorded.RUNS_NAMED": "length of a list in a message",
+    "chance.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "chance.TINY": "where a sum is cut off: its error is far below what is shown of it",
     "telemetry.MINUTE": "a unit of time",
     "telemetry.HOUR": "a unit of time",
@@ -709,9 +710,11 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "baseline.changed": {2},  # a place in a tuple
     "trend.tracks": {2},  # polls that are remembered
     "trend._ways": {4096},  # a cache
+    "chance._at_most": {1e-17},  # where a sum is cut off
+    "chance._solve": {2, 100},  # halvings of an interval
+    "chance.interval": {2},  # tails
     "trend._warmed": {2},  # places in a key
     "trend.chance": {4},  # above it 1 is returned without counting: far from every threshold
-    "telemetry._spoken": {2},  # words
     "telemetry.xid_repeated": {13, 31},  # Xids with a workflow of NVIDIA's
     "telemetry.xid_noted": {92},  # an Xid
     "telemetry._repeated": {45},  # an Xid
