@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from canaryd.acks import AHEAD
 from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
-from canaryd.model import Device, from_json, to_json
+from canaryd.model import Device, from_json, printable, to_json
 from canaryd.recorded import witnesses
 from canaryd.store import Store
 from canaryd.wording import moment
@@ -128,7 +128,7 @@ def imported(store: Store, text: str) -> tuple[int, int]:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
         raise ValueError(f'no baselines: wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
@@ -149,13 +149,15 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     try:
         one = from_json(Baseline, {k: v for k, v in data.items() if k in fields})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}; export it again with this canaryd") from error
+        said = printable(str(error))[:300]
+        raise ValueError(f"{where}: {said}; export it again with this canaryd") from error
     counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
     times = [one.first, one.last, one.used, one.strange_at]
     values = [v for k in one.known for v in k.recording.values if v is not None]
     whole = bool(one.known) and all(0 <= n <= MOST for n in counts)
     if not (whole and all(map(math.isfinite, [*times, *values])) and max(times) <= time.time() + AHEAD):
-        raise ValueError(f"{where}: {one.probe} {one.case}: no vector, or counts and times that cannot be")
+        named = printable(f"{one.probe} {one.case}")[:300]
+        raise ValueError(f"{where}: {named}: no vector, or counts and times that cannot be")
     if one.device in mine:
         return replace(one, imported="")
     of = f"{data.get('backend', '')} {data.get('model', '')}".strip()
@@ -175,7 +177,8 @@ def table(found: Sequence[Listed]) -> str:
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
         rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, witness, moment(b.last)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(map(printable, lines))
 
 
 def described(found: Sequence[Listed]) -> str:
@@ -199,7 +202,7 @@ def described(found: Sequence[Listed]) -> str:
         lines += [f"  accepted by hand: {b.accepted}"] if b.accepted else []
         lines += [f"  pinned: {b.pinned}"] if b.pinned else []
         lines += [""]
-    return "\n".join(lines).rstrip() or table(())
+    return "\n".join(map(printable, lines)).rstrip() or table(())
 
 
 def document(found: Sequence[Listed]) -> dict[str, Any]:

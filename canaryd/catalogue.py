@@ -6,13 +6,13 @@ What a file says of itself (its `SPEC`) only a worker can tell, because only a w
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from canaryd import trust
 from canaryd.probe import ProbeSpec
 
 GROUP = "canaryd.probes"
@@ -113,28 +113,35 @@ def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]
     except OSError as error:
         yield Problem(where=str(directory), message=f"cannot be listed: {error.strerror}")
         return
-    for path in paths:
-        if path.suffix != ".py" or path.name.startswith(("_", ".")):
-            continue
+    probes = [path for path in paths if path.suffix == ".py" and not path.name.startswith(("_", "."))]
+    if source == "directory" and (problems := _beside(directory, probes)):
+        yield from problems
+        return
+    for path in probes:
         if source == "directory" and (problem := _untrusted(path)):
             yield problem
         elif path.is_file():
             yield ProbeFile(name=path.stem, path=path, source=source)
 
 
+def _beside(directory: Path, probes: Collection[Path]) -> list[Problem]:
+    """Return what is wrong with files that are no probes: any probe may read them, so none of them is safe."""
+    message = "every probe beside it may read it, so none in {} is used: {}"
+    others = [Path(folder, name) for folder, below, names in os.walk(directory) for name in (*below, *names)]
+    return [
+        Problem(where=problem.where, message=message.format(directory, problem.message))
+        for path in sorted(others)
+        if path not in probes and path.exists() and (problem := _untrusted(path))
+    ]
+
+
 def _untrusted(path: Path) -> Problem | None:
     """Return a problem where somebody other than root and the daemon's user could have written what is at `path`."""
     try:
-        status = path.stat()
+        doubt = trust.doubt(path)
     except OSError as error:
-        return Problem(where=str(path), message=f"cannot be read: {error.strerror}")
-    if status.st_uid not in (0, os.geteuid()):
-        message = f"belongs to user {status.st_uid}; wanted root or user {os.geteuid()}: chown it, if you trust it"
-        return Problem(where=str(path), message=message)
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.filemode(status.st_mode)
-        return Problem(where=str(path), message=f"is writable by others ({mode}); chmod go-w it, if you trust it")
-    return None
+        doubt = f"cannot be read: {error.strerror}"
+    return Problem(where=str(path), message=doubt) if doubt else None
 
 
 def _at(point: EntryPoint) -> ProbeFile | Problem:

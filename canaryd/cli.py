@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import getpass
 import io
 import json
@@ -27,15 +28,19 @@ from canaryd import (
     comparison,
     config,
     dossier,
+    gate,
     history,
     judge,
+    notify,
+    privileges,
     report,
     scores,
     status,
+    web_config,
 )
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress, choose
-from canaryd.model import INTENSITIES, Ack, Device, Outcome, State, to_json
+from canaryd.model import INTENSITIES, Ack, Cause, Device, Outcome, State, to_json
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Retention, Store, StoreTooNew
 from canaryd.supervise import INSTRUCTION_SETS
@@ -57,6 +62,7 @@ LONGEST_ACK = 400 * 86_400.0
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/inject.py says what each does."""
 COMPARED = "exit status: 0 compared, no fault; 2 a fault; 3 not comparable, or it could not be done; 64 usage error"
+GATED = "exit status where enforcement acts: 0 pass, 2 fail, 3 unknown; where it only logs: 0; 64 usage error"
 EPILOG = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
 
 
@@ -107,6 +113,31 @@ def parser() -> argparse.ArgumentParser:
     settings.add_argument("what", choices=("check", "example", "schema"))
 
     one = commands.add_parser("status", parents=[common], epilog=EPILOG, help="what the store knows; touches no device")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+    one = commands.add_parser(
+        "gate", parents=[common], epilog=GATED, help="may this node take work? For drains, taints and prologs"
+    )
+    one.add_argument(
+        "--on",
+        action="append",
+        choices=[s.value for s in gate.ACTS_ON],
+        metavar="STATE",
+        help="fail on this state and worse: degraded, suspect, faulty (default); unknown fails only if named",
+    )
+    one.add_argument(
+        "--cause",
+        action="append",
+        choices=[c.value for c in Cause if c is not Cause.NONE],
+        metavar="CAUSE",
+        help="fail for this cause; repeatable (default: hardware, environment, undetermined)",
+    )
+    one.add_argument(
+        "--device", action="append", default=[], metavar="DEV", help="only these: uuid, cuda:3, a backend, or 0,1"
+    )
+    one.add_argument(
+        "--max-age", type=_duration, default=0.0, metavar="2h", help="a device whose newest test is older is unknown"
+    )
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
     one = commands.add_parser(
@@ -228,13 +259,15 @@ def _listen(text: str) -> tuple[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    privileges.withdraw()
     options = parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale without "…" must cost no more than that character
     try:
         outcome = _command(options)
-        sys.stdout.flush()  # here, where a reader that went away is expected
+        if sys.stdout is not None:  # a daemon may be started without it
+            sys.stdout.flush()  # here, where a reader that went away is expected
     except ConfigError as error:
         _complain(*error.problems)
         return USAGE
@@ -260,6 +293,7 @@ def _command(options: argparse.Namespace) -> int:
         "drill": _check,
         "run": _run,
         "status": _status,
+        "gate": _gate,
         "release": _release,
         "capture": _capture,
         "compare": _compare,
@@ -307,6 +341,8 @@ def _config(options: argparse.Namespace) -> int:
         print(json.dumps(config.json_schema(), indent=2))
     else:
         loaded = config.load(options.config)
+        if loaded.web_config:
+            web_config.WebConfig(loaded.web_config)
         print(f"{loaded.file or 'no configuration file: defaults'}: ok")
     return 0
 
@@ -450,12 +486,15 @@ def _stop_on_signals(engine: Engine) -> None:
 def _run(options: argparse.Namespace, settings: Config) -> int:
     from canaryd.daemon import Daemon  # noqa: PLC0415  a check need not pay for the scheduler and the exposition
 
+    manager = notify.take(os.environ)
+    if sys.stderr is not None:  # a daemon may be started without it
+        faulthandler.enable()  # a watchdog ends a daemon that hangs by SIGABRT: its log then says where each thread was
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     store = _open(settings)
     for problem in store.problems:
         logging.getLogger("canaryd").warning("%s", problem)
     try:
-        return Daemon(settings, options.config, store, _overrides(options)).run()
+        return Daemon(settings, options.config, store, _overrides(options), manager=manager).run()
     except OSError as error:
         _complain(error.strerror or str(error))
         return USAGE
@@ -473,6 +512,25 @@ def _status(options: argparse.Namespace, settings: Config) -> int:
         found = status.gather(store, settings)
     print(json.dumps(report.status_json(found), indent=2) if options.json else report.status_text(found))
     return judge.exit_code(found.state)
+
+
+def _gate(options: argparse.Namespace, settings: Config) -> int:
+    words = tuple(word for given in options.device for word in given.split(",") if word)
+    if options.device and not words:
+        _complain("--device: names none; leave it out to ask about every device")
+        return USAGE
+    question = gate.Question(
+        on=tuple(State(s) for s in options.on or [State.FAULTY.value]),
+        causes=tuple(Cause(c) for c in options.cause or [c.value for c in gate.CAUSES]),
+        devices=words,
+        max_age=options.max_age,
+    )
+    answer, silence = gate.ask(settings, question), gate.silenced(settings, os.environ)
+    if options.json:
+        print(json.dumps(gate.as_json(answer, question, silence), indent=2))
+    else:
+        print(gate.as_text(answer, question, silence))
+    return gate.exit_code(answer, silence)
 
 
 def _release(options: argparse.Namespace, settings: Config) -> int:

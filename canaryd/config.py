@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from canaryd import trust
 from canaryd.probe import LEVELS
 from canaryd.schema import (
     Each,
@@ -170,6 +171,27 @@ def _half(text: str) -> float:
     return number
 
 
+def _between(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not low <= (number := read_number(text)) <= high:
+            raise ValueError(f"{text} is out of range; write a number from {low:g} to {high:g}")
+        return number
+
+    return parse
+
+
+def parse_hours(text: str) -> tuple[int, int]:
+    """Return the minutes of the day at which "22:00-06:00" begins and ends, or raise `ValueError` saying what to write.
+
+    An end before the beginning is of the next day; "00:00-24:00" is the whole day.
+    """
+    match = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", text)
+    begin, end = (60 * int(match[i]) + int(match[i + 1]) for i in (1, 3)) if match else (0, 0)
+    if not match or max(int(match[2]), int(match[4])) > 59 or begin >= 1440 or end > 1440 or begin == end:
+        raise ValueError(f'{quoted(text)} is not a time of day; write e.g. "08:00-20:00" or "22:00-06:00"')
+    return begin, end
+
+
 def _filled(text: str) -> str:
     if not text:
         raise ValueError('"" is empty; write a value or remove it')
@@ -211,11 +233,37 @@ _LEVEL = _choice("a level", LEVELS, _SPELLED)
 _GRADE = _choice("a grade", GRADES, _SPELLED)
 _BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 _FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
+_SHARE = Scalar("a number", _between(0.0001, 1), {"type": "number", "minimum": 0.0001, "maximum": 1}, ("int", "float"))
+_DEGREES = Scalar("a number", _between(0, 100), {"type": "number", "minimum": 0, "maximum": 100}, ("int", "float"))
+_MEMORY = Scalar(
+    'a size, e.g. "1GiB"', parse_size, {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}, _SPELLED
+)
+_HOURS = Scalar(
+    'hours of the day, e.g. "08:00-20:00"',
+    parse_hours,
+    {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]-[0-2][0-9]:[0-5][0-9]$"},
+    ("str",),
+)
 _PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
 _PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "string", "pattern": "^(/.*|[^/]+)$"})
-_TEXT = Scalar("text (in quotes)", str, {"type": "string"})
+
+
+class _Unsaid(Scalar):
+    """A text that may be a secret: a mistake does not repeat it."""
+
+    def read(self, node: Any, where: str, notes: Notes) -> Any:
+        noted = len(notes.problems)
+        value = super().read(node, where, notes)
+        if notes.problems[noted:]:
+            del notes.problems[noted:]
+            notes.add(node, where, f"not text; wanted {self.wanted}")
+        return value
+
+
+_VARIABLE = _Unsaid("text (in quotes)", str, {"type": "string"})
 _URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
 _APIS = ("completions", "chat")
+_ENFORCEMENT = _choice("a way to enforce", ("log", "act"), ("str",))
 _API = _choice("an API", _APIS, ("str",))
 _DIALECT = _choice("a dialect", DIALECTS, ("str",))
 _FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1})
@@ -257,7 +305,7 @@ class WorkerConfig:
         sample='["docker", "exec", "-i", "vllm", "python3"]',
     )
     env: Mapping[str, str] = setting(
-        Variables(_TEXT),
+        Variables(_VARIABLE),
         "{}",
         "Variables to set for workers, on top of canaryd's own environment. Default: none.",
         sample='{LD_LIBRARY_PATH: "/opt/cuda/lib64"}',
@@ -386,6 +434,47 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """What canaryd run may take of a device that serves; docs/budget.md has the reasons of each number."""
+
+    share: float = setting(
+        _SHARE, "0.005", "Largest part of an hour that rounds may take of a device's time, or of a CPU's cores."
+    )
+    burst: float = setting(_DURATION, '"0.05s"', "A run pauses whenever it has worked for this long.")
+    memory: int = setting(
+        _MEMORY, '"1GiB"', "Memory that a worker may take; on an accelerator beside the driver's own context."
+    )
+    free: int = setting(_MEMORY, '"512MiB"', "Memory that must be left free for the server in any case.")
+    busy: float = setting(
+        _SHARE, "0.9", "A round waits while the device is in use for this part of the time or more; 1 is never."
+    )
+    power: float | None = setting(
+        _SHARE,
+        "null",
+        "A round waits while the device draws this part of its power limit or more. Default: it does not wait.",
+        sample="0.95",
+    )
+    headroom: float = setting(
+        _DEGREES,
+        "5",
+        "A round waits while fewer degrees Celsius are left until the device slows itself down; 0 is never.",
+    )
+    quiet_hours: tuple[tuple[int, int], ...] = setting(
+        ListOf(_HOURS),
+        "[]",
+        "Hours of the day, in local time, in which rounds wait. Default: none.",
+        sample='["08:00-20:00"]',
+    )
+    evidence: float | None = setting(
+        _DURATION,
+        "null",
+        "A round that waits for load, heat, hours or its share runs all the same when evidence is this old."
+        " Default: three quarters of what judge.stale_after allows.",
+        sample='"90m"',
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class JudgePolicy:
     """The judge's numbers; durations are in seconds. docs/thresholds.md: source and false-alarm chance of each."""
 
@@ -483,6 +572,12 @@ class Config:
         '"127.0.0.1:19469"',
         'Address and port that serve metrics; ":19469" is every interface, and port 0 any free port.',
     )
+    web_config: Path | None = setting(
+        _PATH,
+        "null",
+        "TLS and passwords for that address: a file in Prometheus's web.config.yml format. Default: neither.",
+        sample='"/etc/canaryd/web.yml"',
+    )
     state_dir: Path = setting(
         _PATH,
         "null",
@@ -490,10 +585,16 @@ class Config:
         sample='"/var/lib/canaryd"',
         factory=lambda: default_state_dir(os.geteuid(), os.environ),
     )
+    enforcement: str = setting(
+        _ENFORCEMENT,
+        "log",
+        "What canaryd gate does about a faulty device: log says what it would do, act fails (docs/enforcement.md).",
+    )
     worker: WorkerConfig = section(WorkerConfig, "Workers: the processes that touch the hardware.")
     probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each by name.")
     endpoints: EndpointsConfig = section(EndpointsConfig, "Endpoints: servers that are asked canary prompts.")
     schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how hard they look.")
+    budget: BudgetConfig = section(BudgetConfig, "Budget: what canaryd run may take of devices that serve.")
     judge: JudgePolicy = section(JudgePolicy, "Judge: how mismatches become verdicts.")
     telemetry: TelemetryConfig = section(TelemetryConfig, "Telemetry: what is made of what devices say of themselves.")
     store: StoreConfig = section(StoreConfig, "Store: how long runs are kept.")
@@ -519,6 +620,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
         "failures would be forgotten while they still count; make store.keep_failures as long as judge's windows",
     ),
     (
+        ("budget.evidence", "judge.stale_after"),
+        lambda c: c.budget.evidence is not None and c.budget.evidence >= c.judge.stale_after,
+        "evidence would be unknown before a run is forced; make budget.evidence shorter than judge.stale_after",
+    ),
+    (
         ("judge.repeat_gap", "judge.repeat_window"),
         lambda c: c.judge.repeat_gap >= c.judge.repeat_window,
         "no two mismatches could ever count; make judge.repeat_gap shorter than judge.repeat_window",
@@ -538,29 +644,52 @@ def load(path: Path | None, *, system_file: Path = SYSTEM_FILE) -> Config:
     named = os.environ.get("CANARYD_CONFIG", "")
     file = path or (Path(named) if named else system_file)
     by = "" if path or not named else " (named by $CANARYD_CONFIG)"
+    if not path and not named:
+        try:
+            file.stat()
+        except FileNotFoundError:
+            return Config()
+        except OSError:
+            pass  # told below, as of any other file
+    data = read_bytes(file, by)
+    notes = Notes()
+    node = document(data, notes)
+    config = (Section(Config).read(node, "", notes) if node else None) or Config()
+    _check_rules(config, notes)
+    raise_problems(file, notes)
+    return dataclasses.replace(config, file=file)
+
+
+def read_bytes(file: Path, by: str = "") -> bytes:
+    """Return what a configuration file holds; `by` says who named it.
+
+    Raises `ConfigError` where it cannot be read, is no configuration by its size, or where others than root and this
+    user could have written it: it names programs to run, or decides who may read the evidence.
+    """
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
+        doubt = trust.doubt(file)
     except FileNotFoundError:
-        if path or named:
-            raise ConfigError([f"{file}: no such file{by}; name an existing one, or none for the defaults"]) from None
-        return Config()
+        raise ConfigError([f"{file}: no such file{by}; name an existing one, or none for the defaults"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{file}: a directory{by}; name a YAML file"]) from None
     except OSError as error:
         raise ConfigError(
             [f"{file}: cannot be read{by}: {error.strerror}; make it readable or name another"]
         ) from error
+    if doubt:
+        raise ConfigError([f"{file}{by}: {doubt}"])
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError([f"{file}: larger than 1 MiB{by}; this cannot be a configuration of canaryd"])
-    notes = Notes()
-    node = document(data, notes)
-    config = (Section(Config).read(node, "", notes) if node else None) or Config()
-    _check_rules(config, notes)
+    return data
+
+
+def raise_problems(file: Path, notes: Notes) -> None:
+    """Raise `ConfigError` with all that was noted about a file, in its order; do nothing where nothing was."""
     if notes.problems:
         in_order = sorted(notes.problems, key=lambda problem: problem[0])
         raise ConfigError([f"{file}:{line}: {f'{where}: ' if where else ''}{text}" for line, where, text in in_order])
-    return dataclasses.replace(config, file=file)
 
 
 def _check_rules(config: Config, notes: Notes) -> None:

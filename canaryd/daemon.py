@@ -8,17 +8,20 @@ rendered when evidence changes; a scrape copies bytes.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import operator
 import os
 import queue
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,8 +29,25 @@ from typing import Any
 
 from apscheduler.executors.pool import ThreadPoolExecutor as JobPool
 from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.interval import IntervalTrigger
 
-from canaryd import __version__, acks, config, judge, metrics, page, schedule, serve, status, supervise
+from canaryd import (
+    __version__,
+    acks,
+    budget,
+    cgroup,
+    config,
+    judge,
+    metrics,
+    notify,
+    page,
+    schedule,
+    serve,
+    status,
+    supervise,
+    trust,
+    web_config,
+)
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
 from canaryd.exposition import Exposition, Page
@@ -63,6 +83,16 @@ STEADY = 5
 """Newest runs whose recorded fingerprints must agree to be shown: as many as are remembered with their recordings."""
 SWITCH = 0.001
 """Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
+HEED = 1.0
+"""Seconds between two looks at what `canaryd release` asks for."""
+STARVED = 600.0
+"""Seconds without one ended look at the record (`REFRESH`) after which the daemon is taken to hang (ours). Legitimate
+waits are shorter: a statement waits 5 s for a lock, and every thread that is in line before it as long."""
+SILENT = 120.0
+"""Seconds without one ended look at the record after which nothing that was prepared is served any more (ours): what
+does not age must not be believed."""
+ANSWER = 10.0
+"""Seconds that the HTTP server may take to hang up on a client that hung up (ours)."""
 CLOCK_JUMP = 5.0
 """Seconds by which wall and monotonic clock may part before the jobs are set anew."""
 
@@ -76,6 +106,17 @@ class Health:
     reasons: tuple[str, ...] = ("no evidence yet",)
 
 
+class _Period(IntervalTrigger):  # type: ignore[misc]  # APScheduler has no types
+    """Every so many seconds, and never a list of all that was missed.
+
+    APScheduler's own makes one entry for each, in memory: after a clock that was set a year ahead, tens of millions.
+    """
+
+    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
+        following: datetime = super().get_next_fire_time(previous_fire_time, now)
+        return now + self.interval if previous_fire_time is not None and following <= now else following
+
+
 @dataclass
 class Daemon:
     """One running daemon."""
@@ -85,6 +126,8 @@ class Daemon:
     store: Store
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the command line gave: they win over every reloaded file too."""
+    manager: notify.Manager = field(default_factory=notify.Manager)
+    """Who started this process and wants to hear of it."""
     engine: Engine = field(init=False)
     _page: Exposition = field(default_factory=lambda: Exposition(Page({})))
     _status: status.Status = field(init=False)
@@ -99,6 +142,12 @@ class Daemon:
     """Device → when it was last tested out of turn, by the monotonic clock, and how long not again."""
     _log: threading.Thread | None = None
     _sweep_period: float = 0.0
+    _summary: str = ""
+    """What the manager's status line says."""
+    _looked: float = field(default_factory=time.monotonic)
+    """When the last look at the record ended, by the monotonic clock."""
+    _pulsed: float = 0.0
+    """When all that the daemon is for was last seen to work, by the monotonic clock."""
     _judged: float = -REFRESH
     """When a sweep last judged and rendered, by the monotonic clock."""
     _quit: threading.Event = field(default_factory=threading.Event)
@@ -112,15 +161,22 @@ class Daemon:
     """Device → the verdict that was logged last."""
     _reload_ok: bool = True
     _reloaded: float = 0.0
+    _problem: str = ""
+    """Of the store, when the log was told of one last."""
+    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """The lock of a running daemon."""
     _jobs: BackgroundScheduler = field(init=False)
+    _server: serve.Server = field(init=False)
+    _gate: web_config.WebConfig | None = None
 
     def __post_init__(self) -> None:
         """Prepare everything that cannot fail on hardware."""
-        self.engine = Engine(self.config, self.store, listener=self._progress, on_change=self._render)
+        self.engine = Engine(self.config, self.store, listener=self._progress, on_change=self._render, beside=True)
         self._reloaded = time.time()
         self._jobs = BackgroundScheduler(
             timezone=timezone.utc,
-            executors={"default": JobPool(4), "devices": JobPool(32)},
+            # More threads than there are jobs in "default": none waits for another, however long that one takes.
+            executors={"default": JobPool(8), "devices": JobPool(32)},
             # However long the process slept, a job runs once and at once; a running one is not started again.
             job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
         )
@@ -129,21 +185,37 @@ class Daemon:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; return the exit status. Raises `OSError` when the address cannot be bound."""
+        """Serve until SIGTERM or SIGINT; return the exit status.
+
+        Raises `OSError` when the address cannot be bound, `ConfigError` when the web configuration cannot be used.
+        """
         host, port = self.config.listen
         sys.setswitchinterval(SWITCH)
-        server = serve.Server(host, port, self._routes())
+        self._gate = web_config.WebConfig(self.config.web_config) if self.config.web_config else None
+        self._server = server = serve.Server(host, port, self._routes(), gate=self._gate)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        self._divide()
         self.engine.recall()
         self.engine.watch.runs(running=True)
         self._render()
         server.start()
         log.info(
-            "canaryd %s serves http://%s:%d/metrics; state in %s", __version__, host, server.port, self.config.state_dir
+            "canaryd %s serves %s://%s:%d/metrics; state in %s",
+            __version__,
+            "https" if self._gate and self._gate.tls else "http",
+            host,
+            server.port,
+            self.config.state_dir,
         )
+        self._warn(self._exposed())
+        self.manager.tell("READY=1", f"STATUS={self._summary}")
         self._every(REDISCOVER, self._discover, "discover", now=True)
         self._every(REFRESH, self._refresh, "refresh")
+        self._every(HEED, self._heed_release, "release")
+        if self.manager.watchdog:
+            address = _within_reach(host, server.port)
+            self._every(self.manager.watchdog / 4, lambda: self._pulse(address), "pulse", now=True)
         self._every(PRUNE, lambda: self.store.prune(time.time()), "prune")
         self._every(SUM_UP, self.engine.sum_up, "days")
         with self._alone():
@@ -151,23 +223,57 @@ class Daemon:
             self._jobs.start()
             self._watch()
         log.info("stopping")
+        self.manager.tell("STOPPING=1", "STATUS=stopping")
         self._stop(server)
         return 0
+
+    def _exposed(self) -> Iterator[str]:
+        """Say what strangers may read: the address, the keys of endpoints, the evidence."""
+        gate, (host, port) = self._gate, self.config.listen
+        where = f"listening on {host or 'every interface'}, port {self._server.port or port}"
+        if not self._server.local and not (gate and (gate.tls or gate.authenticates)):
+            yield f"{where}, without TLS and without passwords: who reaches it reads everything; see web_config"
+        elif not self._server.local and gate and gate.passwords and not gate.tls:
+            yield f"{where}, with passwords but without TLS: they can be read on their way; see tls_server_config"
+        for endpoint in self.config.endpoints.each.values():
+            if endpoint.key_file and (text := trust.exposure(endpoint.key_file)):
+                yield f"{endpoint.key_file}: {text}"
+        if text := trust.exposure(self.config.state_dir):
+            yield f"{self.config.state_dir}: {text}"
 
     def _on_signal(self, number: int, frame: Any) -> None:  # noqa: ARG002  the signature is Python's
         self._signals.put(number)
 
+    def _divide(self) -> None:
+        """Put workers into a control group of their own, where the daemon was given one to divide."""
+        try:
+            group = cgroup.divide()
+        except cgroup.Undivided as reason:
+            log.info("workers share the limits of the daemon: %s", reason)
+        else:
+            supervise.place_workers(group)
+            log.info("workers are in the control group %s", group)
+
     def _watch(self) -> None:
+        """Follow signals and the clock, and tell the manager of it. Nothing but a reload touches the store here."""
         offset = time.time() - time.monotonic()
+        fed, said = 0.0, self._summary
         while True:
             with contextlib.suppress(queue.Empty):
-                if self._signals.get(timeout=1.0) != signal.SIGHUP:
+                signals = {self._signals.get(timeout=1.0)}
+                while not self._signals.empty():  # however many SIGHUPs came: one reload, and no stop waits for them
+                    signals.add(self._signals.get_nowait())
+                if signals != {signal.SIGHUP}:
                     return
+                self.manager.tell(*notify.reloading())
                 self._reload()
-            try:
-                self._heed_release()
-            except Exception:
-                log.exception("heeding a release failed; the daemon goes on")
+                self.manager.tell("READY=1")
+            if self._pulsed > fed:
+                fed = self._pulsed
+                self.manager.tell("WATCHDOG=1")
+            if self._summary != said:
+                said = self._summary
+                self.manager.tell(f"STATUS={said}")
             drift = time.time() - time.monotonic() - offset
             if abs(drift) > CLOCK_JUMP:
                 # The scheduler reckons in wall time: after a jump back it would sleep until the old hour returns.
@@ -176,15 +282,31 @@ class Daemon:
                 for job in self._jobs.get_jobs():
                     job.modify(next_run_time=datetime.now(timezone.utc))
 
+    def _pulse(self, address: tuple[str, int] | None) -> None:
+        """Note that the daemon works: the scheduler runs this, the record is looked at, and HTTP clients are served.
+
+        docs/systemd.md tells what may hang without an end of the pulse, and why.
+        """
+        since = time.monotonic() - self._looked
+        if since > STARVED:
+            log.error("no look at the record has ended for %.0f s: the watchdog is not fed", since)
+        elif address is not None and not _served(address):
+            log.error("the HTTP server did not answer within %.0f s: the watchdog is not fed", ANSWER)
+        else:
+            self._pulsed = time.monotonic()
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the lock that tells `canaryd release` that a daemon runs; a second daemon is warned about."""
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(self.store.lock(DAEMON_LOCK))
-            except Busy as busy:
-                log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
+        with self._held:
+            self._claim()
             yield
+
+    def _claim(self) -> None:
+        try:
+            self._held.enter_context(self.store.lock(DAEMON_LOCK))
+        except Busy as busy:
+            log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
 
     def _heed_release(self) -> None:
         """Let go of every device, or take them back, as `canaryd release` has asked for; answer when it is done."""
@@ -234,7 +356,8 @@ class Daemon:
                 log.exception("%s failed; the daemon goes on", name)
 
         extra = {"next_run_time": datetime.now(timezone.utc)} if now else {}
-        self._jobs.add_job(safely, "interval", seconds=seconds, id=name, replace_existing=True, executor=pool, **extra)
+        trigger = _Period(seconds=seconds, timezone=timezone.utc)
+        self._jobs.add_job(safely, trigger, id=name, replace_existing=True, executor=pool, **extra)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -246,14 +369,16 @@ class Daemon:
         for uuid in self.engine.devices:
             name = f"device {uuid}"
             if self._jobs.get_job(name) is None:
+                self._recall_spent(uuid)
                 self._every(TICK, lambda uuid=uuid: self._tick(uuid), name, now=True, pool="devices")  # type: ignore[misc]
         periods = self.engine.telemetry_periods().values()
         if periods and min(periods) != self._sweep_period:
             self._sweep_period = min(periods)
             self._every(max(SWEEP, self._sweep_period), self._sweep, "telemetry", now=True, pool="devices")
         if self._log is None and self.engine.devices:  # a line is told of a device: not before any is known
-            self._log = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
-            self._log.start()
+            follower = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
+            follower.start()  # where there may be no further thread, the next inventory tries again
+            self._log = follower
         found = bool(self.engine.present and self.engine.entries)
         self._every(REDISCOVER if found else RETRY, self._discover, "discover")
         self._refresh()
@@ -288,10 +413,8 @@ class Daemon:
         if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
             return
         try:
-            for plan in engine.owed(uuid):
-                engine.carry_out(plan)
-            for plan in engine.retests(uuid):
-                engine.carry_out(plan)
+            self._carry_out(device, engine.owed(uuid), budget.DOUBT)
+            self._carry_out(device, engine.retests(uuid), budget.RETEST)
         except Busy as busy:
             log.info("%s: confirmations and retests wait: %s", device.name, busy)
             return
@@ -302,10 +425,14 @@ class Daemon:
             for name in periods:
                 last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
         names = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
-        trigger = self._trigger(uuid)
+        hindered = uuid in engine.watch.triggers and self._waits(device, budget.DOUBT)
+        trigger = "" if hindered else self._trigger(uuid)
+        purpose = budget.DOUBT
         if trigger:
             log.info("%s: tested out of turn: %s", device.name, trigger)
             names = [name for name in periods if engine.entries[name].spec.numeric]
+        else:
+            names, purpose = self._within_budget(device, names, periods)
         if not names:
             return
         group = (uuid, *names)
@@ -319,19 +446,103 @@ class Daemon:
             trigger=trigger,
             sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
         )
-        started = time.time()
+        started, before = time.time(), engine.account.spent(uuid)
         try:
             for plan in plans:
-                engine.carry_out(plan)
+                engine.carry_out(plan, purpose=purpose)
         except Busy as busy:
             log.info("%s: %s; trying again in %.0f s", device.name, busy, TICK)
             return
         finally:
             self._render()
+        if any(plan.numeric for plan in plans):
+            engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(uuid) - before))
+            self._tell_withheld()
         self._turns[group] = turn + 1
         self._luck[uuid] = random.random()
         for name in names:
             self._last[uuid, name] = started
+
+    # -- the budget ---------------------------------------------------------------------------------------------------
+
+    def _within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
+        """Return which of the probes that are due may run now, and what their time is booked on.
+
+        All that load the device wait together, and run together once the evidence of one would grow too old.
+        """
+        engine, policy = self.engine, self.config.budget
+        loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
+        if not loading:
+            return names, budget.ROUND
+        old = any(
+            self._answered(device.uuid, n) >= budget.oldest(policy, judge.freshness(self.config.judge, periods[n]))
+            for n in loading
+        )
+        expected = engine.account.cost(device.uuid, tuple(names))
+        if budget.wait(policy, self._facts(device, expected), budget.ROUND) is None:
+            return names, budget.ROUND
+        purpose = budget.FORCED if old else budget.ROUND
+        if self._waits(device, purpose, expected):
+            return [n for n in names if n not in loading], budget.ROUND
+        return names, purpose
+
+    def _answered(self, uuid: str, probe: str) -> float:
+        """Return the seconds since a probe last gave evidence, or said that it does not apply; infinite for never."""
+        answers = (
+            r.started
+            for r in self.engine.evidence(uuid)
+            if r.probe == probe
+            and not r.drill
+            and (
+                (r.outcome is Outcome.COMPLETED and r.whole)
+                or (r.outcome is Outcome.SKIPPED and not r.detail.startswith(budget.SKIPPED))
+            )
+        )
+        return time.time() - max(answers, default=-math.inf)
+
+    def _facts(self, device: Device, expected: float = 0.0) -> budget.Facts:
+        engine, now = self.engine, time.time()
+        return budget.facts(
+            device,
+            engine.watch.readings(device.uuid, now),
+            engine.watch.readings(device.parent, now) if device.parent else (),
+            now=now,
+            spent=engine.account.spent(device.uuid),
+            expected=expected,
+        )
+
+    def _waits(self, device: Device, purpose: str, expected: float = 0.0) -> bool:
+        """Whether something that is due has to wait; that and why is logged, counted and told."""
+        found = budget.wait(self.config.budget, self._facts(device, expected), purpose)
+        if found and self.engine.account.withhold(device.uuid, found, time.time()):
+            log.info("%s: put off: %s", device.name, found.text)
+            self._tell_withheld()
+            self._render()
+        return found is not None
+
+    def _carry_out(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
+        if plans and not self._waits(device, purpose):
+            for plan in plans:
+                self.engine.carry_out(plan, purpose=purpose)
+            self.engine.account.release(device.uuid)
+            self._tell_withheld()
+
+    def _tell_withheld(self) -> None:
+        """Leave word for `canaryd status` of what waits, where that has changed."""
+        held = {u: self.engine.account.withheld(u) for u in self.engine.devices}
+        told = {u: {"since": h.since, "text": h.wait.text} for u, h in held.items() if h is not None}
+        text = json.dumps(told) if told else ""
+        if self.store.note(status.BUDGET_NOTE) != text:
+            self.store.set_note(status.BUDGET_NOTE, text)
+
+    def _recall_spent(self, uuid: str) -> None:
+        """Count what the last hour's runs took before this process: a restart is no way around the budget."""
+        now = time.time()
+        for run in self.engine.evidence(uuid):
+            age, entry = now - run.started, self.engine.entries.get(run.probe)
+            of_round = not (run.drill or run.confirms or run.intensity)
+            if 0 <= age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
+                self.engine.account.recall(uuid, budget.worked(run.seconds), age)
 
     def _trigger(self, uuid: str) -> str:
         """Return why a device should be tested now, once, and not again too soon; "" where nothing calls for it."""
@@ -358,6 +569,12 @@ class Daemon:
 
     def _refresh(self) -> None:
         """Take what other canaryd processes stored; judge again (evidence ages) and render, unless a sweep just did."""
+        try:
+            self._look()
+        finally:
+            self._looked = time.monotonic()  # one that fails is logged, and hangs nowhere
+
+    def _look(self) -> None:
         mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
         # A second look at the recent past: what is being written now may become visible after this.
         since, self._refreshed = self._refreshed - REFRESH, time.time()
@@ -367,10 +584,25 @@ class Daemon:
         elsewhere = self.store.changed_elsewhere()
         if elsewhere:
             self.engine.watch.recall(time.time())
+            if self.engine.devices and not self.store.problem and not self.store.devices():
+                self._begin_anew()
         self._warn(self.store.problems)
+        problem, self._problem = self._problem, self.store.problem
+        if self._problem and not problem:
+            log.warning("nothing can be stored, what is found waits in memory: %s", self._problem)
+        elif problem and not self._problem:
+            log.info("the store works again, and has what waited in memory")
         if elsewhere or time.monotonic() - self._judged > REFRESH:
             self.engine.decide()
             self._render()
+
+    def _begin_anew(self) -> None:
+        """Make this daemon's record and its locks again: they were removed while it ran, or set aside as damaged."""
+        log.warning("%s knows no device any more: devices are looked for anew", self.store.path)
+        self._held.close()
+        self._claim()
+        self.engine.watch.disown()
+        self._every(REDISCOVER, self._discover, "discover", now=True)
 
     def _warn(self, problems: Iterable[str]) -> None:
         """Log each problem once."""
@@ -382,6 +614,9 @@ class Daemon:
     def _reload(self) -> None:
         try:
             new = replace(config.load(self.config_path), **self.overrides)
+            if new.web_config != self.config.web_config:
+                self._gate = web_config.WebConfig(new.web_config) if new.web_config else None
+                self._server.guard(self._gate)
         except ConfigError as error:
             self._reload_ok = False
             for problem in [*error.problems, "the new configuration is bad; the old one stays in force"]:
@@ -393,6 +628,7 @@ class Daemon:
             self.config = self.engine.config = new
             self._reload_ok, self._reloaded = True, time.time()
             log.info("configuration reloaded")
+            self._warn(self._exposed())
             self._every(REDISCOVER, self._discover, "discover", now=True)
         self._render()
 
@@ -408,12 +644,25 @@ class Daemon:
             text = b"ready\n" if self._health.ready else b"waiting for a first run on every device\n"
             return serve.Answer(200 if self._health.ready else 503, serve.PLAIN_TEXT, text)
 
-        return {
+        routes: dict[str, serve.Route] = {
             "/": lambda _: serve.Answer(200, page.CONTENT_TYPE, page.render(self._status, time.time())),
             "/metrics": lambda headers: metrics.answer(self._page, headers),
             "/healthz": health,
             "/readyz": ready,
         }
+        return {path: self._while_it_looks(route) for path, route in routes.items()}
+
+    def _while_it_looks(self, route: serve.Route) -> serve.Route:
+        """Return a route that answers 503 while the daemon hangs: what was prepared before is no news of a device."""
+
+        def guarded(headers: Mapping[str, str]) -> serve.Answer:
+            since = time.monotonic() - self._looked
+            if since <= SILENT:
+                return route(headers)
+            text = f"canaryd hangs: its last look at the record ended {since:.0f} s ago; see its log and restart it\n"
+            return serve.Answer(503, serve.PLAIN_TEXT, text.encode())
+
+        return guarded
 
     def _render(self) -> None:
         with self._rendering:
@@ -422,8 +671,11 @@ class Daemon:
     def _render_alone(self) -> None:
         engine = self.engine
         now = time.time()
+        if self._gate:
+            self._gate.refresh()  # a bad certificate shows in the metrics before somebody needs the good one
         verdicts, said = self.store.verdicts(), acks.heeded(self.store.acks(), now)
         self._tell(verdicts)
+        self._summary = self._sum_up(verdicts)
         polled = engine.telemetry_periods()
         views, reasons = [], []
         for uuid, device in sorted(engine.devices.items()):
@@ -432,6 +684,7 @@ class Daemon:
             present = uuid in engine.present
             polls = engine.watch.polls(uuid)
             lanes = {(r.probe, r.instruction_set): r for r in plain}.values()
+            ack = acks.standing([a for a in said if a.device == uuid], now)
             views.append(
                 metrics.DeviceView(
                     device=device,
@@ -449,10 +702,12 @@ class Daemon:
                     periods=engine.periods(device),
                     stacks={r.stack_id: r.stack for r in lanes if r.stack},
                     mismatches={r.probe: r for r in plain if r.wrong},
-                    acknowledged=_known(acks.standing([a for a in said if a.device == uuid], now), verdicts.get(uuid)),
+                    acknowledged=_known(ack, verdicts.get(uuid)),
+                    acknowledged_at=ack.at if ack else None,
                     polls=_poll_views(polls, polled),
                     readings=(*engine.watch.readings(uuid, now), *_newest_readings(device, plain)),
                     drifts=engine.drifts(uuid),
+                    budget=None if device.is_endpoint else _budget_view(engine.account, uuid),
                 )
             )
             if present:
@@ -472,18 +727,27 @@ class Daemon:
                 counters=_sum(self.store.counters(), engine.watch.uncounted()),
                 store_problem=self.store.problem,
                 abandoned_workers=supervise.abandoned(),
-                config_reload_ok=self._reload_ok,
+                config_reload_ok=self._reload_ok and not (self._gate and self._gate.problems),
                 config_reloaded=self._reloaded,
                 expected_devices=self.config.devices.expected,
                 log_readable=not engine.watch.log_problem,
                 log_lost=engine.watch.log_lost["lost"],
                 handles_held=engine.watch.holding,
                 released=bool(engine.released),
+                share=self.config.budget.share,
             )
         )
         self._status = status.gather(
             self.store, self.config, now, daemon=True, evidence={uuid: self._newest(uuid) for uuid in engine.devices}
         )
+
+    def _sum_up(self, verdicts: Mapping[str, Verdict]) -> str:
+        """Return the state of all devices in place as one line, e.g. "8 devices: 7 healthy, 1 suspect"."""
+        found = [verdicts[u].state if u in verdicts else State.UNKNOWN for u in sorted(self.engine.in_place)]
+        counts = ", ".join(f"{found.count(state)} {state.value}" for state in State if state in found)
+        what = f"{len(found)} device{'s' * (len(found) != 1)}: {counts}" if found else "no device was found yet"
+        problems = () if self._reload_ok else ("the new configuration is bad, the old one is in force",)
+        return "; ".join(filter(None, [what, self.engine.released, self.store.problem, *problems]))
 
     def _newest(self, uuid: str) -> dict[str, float | None]:
         """Return when each probe of a device last gave evidence, as `status.gather` takes it."""
@@ -525,6 +789,35 @@ class Daemon:
                     f"{device.name} {probe}: newest evidence is {now - max(done):.0f} s old, wanted {limit:.0f} s"
                 )
         return reasons
+
+
+def _within_reach(host: str, port: int) -> tuple[str, int] | None:
+    """Return where this process itself can reach its own server; None where a firewall may stand between.
+
+    An address of the network may be closed to ourselves by IPAddressAllow=, and that is no reason to restart.
+    """
+    if host in ("", "0.0.0.0", "localhost") or host.startswith("127."):  # noqa: S104  compared, not bound
+        return host if host.startswith("127.") else "127.0.0.1", port
+    return ("::1", port) if host in ("::", "::1") else None
+
+
+def _served(address: tuple[str, int]) -> bool:
+    """Whether the server takes a client that says nothing, and lets it go: with TLS and passwords too."""
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=ANSWER) as client:
+        client.settimeout(ANSWER)
+        client.shutdown(socket.SHUT_WR)
+        try:
+            while client.recv(4096):
+                pass
+        except TimeoutError:
+            return False
+    return True
+
+
+def _budget_view(account: budget.Account, uuid: str) -> metrics.BudgetView:
+    spent, skipped = account.totals(uuid)
+    held = account.withheld(uuid)
+    return metrics.BudgetView(spent=spent, skipped=skipped, withheld=held.wait.reason if held else "")
 
 
 def _poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[str, metrics.PollView]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from canaryd import acks, catalogue, endpoints, inventory, judge, recorded, schedule, supervise, trend
+from canaryd import acks, budget, catalogue, endpoints, inventory, judge, recorded, schedule, supervise, trend
 from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, EndpointConfig, ProbeSettings
@@ -142,6 +142,9 @@ class Engine:
     """Cases that it asked for, likewise."""
     intensity: str = ""
     """How hard it asked, likewise."""
+    beside: bool = False
+    """Whether the devices serve meanwhile, so that runs keep to the budget; a check has them to itself."""
+    account: budget.Account = field(default_factory=budget.Account)
     problems: list[str] = field(default_factory=list)
     """What is wrong with the catalogue or the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
@@ -298,6 +301,7 @@ class Engine:
         numeric: bool = True,
         device: Device | None = None,
         touches: bool = True,
+        nice: int = 0,
     ) -> Series:
         settings = self.config.worker
         spec = WorkerSpec()
@@ -305,7 +309,7 @@ class Engine:
             # An instance of a divided GPU has to be named before CUDA starts, or the process sees another one.
             only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
             python = settings.python or sys.executable
-            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env})
+            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env}, nice=nice)
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._workers:
             self._series[series] = touches
@@ -426,21 +430,29 @@ class Engine:
 
     # -- carrying out -------------------------------------------------------------------------------------------------
 
-    def carry_out(self, plan: Plan, *, wait: float = 0.0, on_wait: Callable[[str], None] = lambda _: None) -> list[Run]:
+    def carry_out(
+        self,
+        plan: Plan,
+        *,
+        wait: float = 0.0,
+        on_wait: Callable[[str], None] = lambda _: None,
+        purpose: str = budget.ROUND,
+    ) -> list[Run]:
         """Run a series and the confirmations that its mismatches ask for; return all runs.
 
+        `purpose` is what its time is booked on; its confirmations are booked as such.
         Raises `Busy` when the device stays locked by another process for `wait` seconds, or until `stop`. Runs are
         stored as they end, and the device is judged after each.
         """
         with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.halted)):
-            runs = self._series_of(plan)
+            runs = self._series_of(plan, purpose)
         for run in list(runs):
             for again in self._confirmations(run):
                 if self.halted:
                     return runs
                 try:
                     with self.store.lock(again.device.uuid, max(wait, 60.0), on_wait, lambda: bool(self.halted)):
-                        runs += self._series_of(again)
+                        runs += self._series_of(again, budget.DOUBT)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
         for _ in range(LEARNING if plan.device.is_endpoint else 0):
@@ -448,7 +460,7 @@ class Engine:
             if not steps or self.halted:
                 break
             with self.store.lock(plan.device.uuid, wait, on_wait, lambda: bool(self.halted)):
-                runs += self._series_of(replace(plan, steps=steps))
+                runs += self._series_of(replace(plan, steps=steps), purpose)
         return runs
 
     def _to_learn(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
@@ -518,7 +530,7 @@ class Engine:
         device, count = self.devices[run.device], self.config.judge.confirm_runs
         return schedule.confirmations(run, self.entries[run.probe], device, self._siblings(device), count)
 
-    def _series_of(self, plan: Plan) -> list[Run]:
+    def _series_of(self, plan: Plan, purpose: str) -> list[Run]:
         runs: list[Run] = []
         step_now: list[Step] = []
 
@@ -534,7 +546,9 @@ class Engine:
                 )
             )
 
-        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric, device=plan.device)
+        spares = self.beside and plan.numeric and not plan.device.is_endpoint
+        nice = budget.NICE if spares else 0
+        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric, device=plan.device, nice=nice)
         try:
             for step in plan.steps:
                 if self.halted:
@@ -561,8 +575,10 @@ class Engine:
                     memory=str(self.config.state_dir / "memory"),
                     baselining=learns,
                     budget=spec.budget[level],
+                    beside=budget.allowance(self.config.budget) if spares else {},
                 )
-                run = series.run(request, self.timeout(spec, level))
+                pauses = budget.REST * spec.budget[level] if spares else 0.0
+                run = series.run(request, self.timeout(spec, level) + pauses)
                 # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
                 if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
                     break
@@ -571,6 +587,9 @@ class Engine:
                 tell(1.0, run.outcome.value, run)
         finally:
             self._end(series)
+            if spares:
+                took = budget.device_seconds(plan.device, series.wall_seconds, series.processor_seconds)
+                self.account.spend(plan.device.uuid, took, purpose)
         return runs
 
     def _told(self, probe: str, device: Device) -> Mapping[str, object]:

@@ -42,6 +42,17 @@ STALE = 3.0
 GROUP = ("model", "probe", "stack")
 """What makes devices and their software equal."""
 NODE = ("job", "instance")
+STANDING = "(canaryd_device_state == 1) or on (job, instance, device, state) device:canaryd_device_state:held"
+"""The state of every device; of a node that has fallen silent what stands of it, as for the alarms."""
+DOUBTED = (
+    '(canaryd_device_state{state=~"suspect|faulty"} == 1) or on (job, instance, device, state) '
+    'device:canaryd_device_state:held{state=~"suspect|faulty"}'
+)
+KNOWN = (
+    'canaryd:fleet_voiceless{why="accused"} or '
+    '(canaryd:fleet_voiceless{why="acknowledged"} > ignoring (why) canaryd:fleet_odd_since)'
+)
+"""Suspect or faulty by their own canaryd, or acknowledged after the vote found them odd."""
 
 Labels = Mapping[str, str]
 
@@ -78,10 +89,10 @@ class Prometheus:
     ) -> None:
         """Raise ValueError where the address, the token's file or the CA file is of no use. `patience`: seconds."""
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{printable(url)!r} is no address of a Prometheus; wanted one like http://HOST:9090")
         if parts.username or parts.password:
             raise ValueError("a password in an address is seen by everybody on this machine; use --token-file")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{printable(url)!r} is no address of a Prometheus; wanted one like http://HOST:9090")
         self.url = url.rstrip("/")
         self._authorization = _authorization(token_file) if token_file else ""
         if self._authorization and ca_file and parts.scheme == "http":
@@ -370,11 +381,11 @@ def gather(prometheus: Prometheus) -> Fleet:
     silent = _silent(asker)
     if not heard and not silent:
         raise FleetError("knows no canaryd: no target has served canaryd_build_info in the last day")
-    states = asker.ask("the states of devices", "count by (state) (canaryd_device_state == 1)")
+    states = asker.ask("the states of devices", f"count by (state) ({STANDING})")
     odd = asker.ask("the vote's outliers", "canaryd:fleet_outlier")
     votes = asker.ask("the votes", "canaryd:fleet_voters")
     decided = asker.ask("the majorities", "count(canaryd:fleet_majority)")
-    voiceless = asker.ask("who has no vote", 'canaryd:fleet_voiceless{why="known"}')
+    known = asker.ask("who is known already", KNOWN)
     twice = asker.ask("who is seen twice", 'count(count by (device) (canaryd:fleet_voiceless{why="duplicate"}))')
     if not votes and (marks := asker.ask("the fingerprints", "count(canaryd_golden_fingerprint)")):
         asker.problems.append(
@@ -393,7 +404,7 @@ def gather(prometheus: Prometheus) -> Fleet:
         groups=len(votes),
         decided=_only(decided),
         duplicates=_only(twice),
-        odd=_odd(odd, voiceless, split, whole),
+        odd=_odd(odd, known, split, whole),
         doubted=_doubted(asker),
         disputed=_disputed(asker, split),
         silent=silent,
@@ -451,9 +462,9 @@ def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
 
 
 def _odd(
-    odd: Sequence[Sample], voiceless: Sequence[Sample], split: Sequence[Sample], whole: Sequence[Sample]
+    odd: Sequence[Sample], known: Sequence[Sample], split: Sequence[Sample], whole: Sequence[Sample]
 ) -> tuple[Odd, ...]:
-    known = {_pick(s.labels, ("instance", "device")) for s in voiceless}
+    told = {_pick(s.labels, ("instance", "device")) for s in known}
     shared = {_pick(s.labels, (*GROUP, "fingerprint")) for s in split}
     nodes = {_pick(s.labels, (*NODE, *GROUP)) for s in whole}
     devices = defaultdict(list)
@@ -474,14 +485,14 @@ def _odd(
                     for x in sorted(labels, key=lambda x: _pick(x, GROUP))
                 ),
                 scope="shared" if not alone else "node" if len(wide) == len(alone) else "device",
-                known=(instance, device) in known,
+                known=(instance, device) in told,
             )
         )
     return tuple(found)
 
 
 def _doubted(asker: _Gatherer) -> tuple[Doubted, ...]:
-    states = asker.ask("suspect and faulty devices", 'canaryd_device_state{state=~"suspect|faulty"} == 1')
+    states = asker.ask("suspect and faulty devices", DOUBTED)
     why = defaultdict(list)
     for sample in asker.ask("findings", 'canaryd_finding{state=~"suspect|faulty"}'):
         why[_pick(sample.labels, (*NODE, "device"))].append(

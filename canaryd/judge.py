@@ -660,8 +660,8 @@ def history_lost(docket: Docket) -> Iterator[Finding]:
     at, aside = docket.lost
     if docket.now - at < docket.policy.watch and not any(a.at >= at for a in docket.said):
         text = (
-            f"the records of this machine were damaged and begun anew on {moment(at, seconds=False)}, so what was "
-            f"found of this device before is not known; what is left of them is {aside}. Ends after "
+            f"the records of this machine were damaged or removed, and begun anew on {moment(at, seconds=False)}, so "
+            f"what was found of this device before is not known; what is left of them is {aside}. Ends after "
             f"{_spoken(docket.policy.watch)}, or with "
             f'canaryd ack {docket.device.name} --reason "…"'
         )

@@ -56,6 +56,9 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_device_acknowledged": Family(
         "gauge", _DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
     ),
+    "canaryd_device_acknowledged_timestamp_seconds": Family(
+        "gauge", _DEVICE, "When the acknowledgement that stands was given, since the epoch; absent where none stands."
+    ),
     "canaryd_stack_info": Family(
         "gauge",
         (*_DEVICE, "stack", *STACK_KEYS),
@@ -100,6 +103,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "canaryd_fault_rate_upper_bound": Family(
         "gauge", _PROBE, "Wrong results per compared result that the evidence does not rule out."
+    ),
+    "canaryd_budget_share_ratio": Family(
+        "gauge", (), "Largest part of an hour that rounds may take of a device's time: budget.share."
+    ),
+    "canaryd_budget_spent_seconds_total": Family(
+        "counter",
+        (*_DEVICE, "purpose"),
+        "Device time that workers took since the daemon started, of a CPU over all cores; purpose is round, forced "
+        "(for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
+    ),
+    "canaryd_budget_skipped_total": Family(
+        "counter",
+        (*_DEVICE, "reason"),
+        "Times since the daemon started that what was due had to wait, each reason once.",
+    ),
+    "canaryd_budget_withheld": Family(
+        "gauge", (*_DEVICE, "reason"), "Always 1; the reason why what is due on the device waits now."
     ),
     "canaryd_drill_device_state": Family(
         "gauge", (*_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
@@ -167,6 +187,18 @@ class PollView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetView:
+    """What is shown of a device's budget."""
+
+    spent: Mapping[str, float]
+    """Purpose → seconds."""
+    skipped: Mapping[str, int]
+    """Reason → how often."""
+    withheld: str
+    """Why what is due waits now; "" where nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceView:
     """All that is shown of one device."""
 
@@ -191,11 +223,15 @@ class DeviceView:
     mismatches: Mapping[str, Run] = field(default_factory=dict)
     """Probe → its newest run with a wrong bit: the exemplar of its counter."""
     acknowledged: bool = False
-    """Whether an operator's acknowledgement stands."""
+    """Whether an operator's acknowledgement stands for what the device is now."""
+    acknowledged_at: float | None = None
+    """When the acknowledgement that stands was given; None where none stands."""
     polls: Mapping[str, PollView] = field(default_factory=dict)
     """By telemetry probe."""
     drifts: Sequence[Drift] = ()
     """How far the newest recordings are from what is known."""
+    budget: BudgetView | None = None
+    """None where none is kept: for an endpoint."""
     readings: Sequence[Reading] = ()
     """What fresh polls and the newest runs say; of a name that is no metric, or with other labels, nothing is shown."""
 
@@ -231,6 +267,8 @@ class Snapshot:
     log_lost: int = 0
     handles_held: bool = False
     released: bool = False
+    share: float | None = None
+    """Part of an hour that rounds may take; None where nobody keeps a budget."""
 
 
 def render(snapshot: Snapshot) -> Exposition:
@@ -249,6 +287,8 @@ def render(snapshot: Snapshot) -> Exposition:
     page.add("canaryd_kernel_log_lost_records_total", snapshot.log_lost)
     page.add("canaryd_device_handles_held", snapshot.handles_held)
     page.add("canaryd_released", snapshot.released)
+    if snapshot.share is not None:
+        page.add("canaryd_budget_share_ratio", snapshot.share)
     if snapshot.expected_devices is not None:
         page.add("canaryd_devices_expected", snapshot.expected_devices)
     counted: dict[str, set[str]] = {}
@@ -279,6 +319,8 @@ def render(snapshot: Snapshot) -> Exposition:
         if view.present:
             _add_tallies(page, device, tallies.get(device.uuid, []), labels)
             _add_telemetry(page, view, snapshot.counters, labels)
+            if view.budget is not None:
+                _add_budget(page, view.budget, labels)
             probes = counted.get(device.uuid, set()).union(
                 view.periods, view.last_runs, view.last_success, view.fault_rate
             )
@@ -296,6 +338,8 @@ def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> 
         page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
         page.add("canaryd_device_state_since_timestamp_seconds", verdict.since, *labels)
     page.add("canaryd_device_acknowledged", view.acknowledged, *labels)
+    if view.acknowledged_at is not None:
+        page.add("canaryd_device_acknowledged_timestamp_seconds", view.acknowledged_at, *labels)
 
 
 def _add_tallies(
@@ -343,6 +387,15 @@ def _add_telemetry(
             page.add(
                 metric(reading.name), float(reading.value), *labels, *(reading.labels[label] for label in kind.labels)
             )
+
+
+def _add_budget(page: Page, budget: BudgetView, labels: tuple[str, str, str]) -> None:
+    for purpose, seconds in budget.spent.items():
+        page.add("canaryd_budget_spent_seconds_total", seconds, *labels, purpose)
+    for reason, count in budget.skipped.items():
+        page.add("canaryd_budget_skipped_total", count, *labels, reason)
+    if budget.withheld:
+        page.add("canaryd_budget_withheld", 1, *labels, budget.withheld)
 
 
 def _add_outcomes(

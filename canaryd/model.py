@@ -471,6 +471,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def whole(value: Any, depth: int = 100) -> Any:
+    """Return JSON data whose texts can be stored: JSON can spell half a surrogate pair, and UTF-8 cannot write it.
+
+    Raises `ValueError` for what is nested deeper than `depth`: whoever walks through it later would fail.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, (dict, list)) and not depth:
+        raise ValueError("nested too deeply")
+    if isinstance(value, dict):
+        return {whole(k): whole(v, depth - 1) for k, v in value.items()}
+    return [whole(v, depth - 1) for v in value] if isinstance(value, list) else value
+
+
 def reading_key(name: str, labels: Mapping[str, str]) -> str:
     """Return what tells a reading from every other, e.g. "temperature_celsius{sensor=core}"."""
     inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
@@ -559,7 +573,10 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         except ValueError:
             raise ValueError(f"{where}: {data!r} is not one of {[m.value for m in kind]}") from None
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise ValueError(f"{where}: a whole number beyond all measure") from None
     if kind is type(None) and data is None:
         return None
     if isinstance(kind, type) and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):

@@ -17,7 +17,7 @@ NAMED = 500
 """Newest runs and polls of each device in which names of hosts are looked for."""
 _HEX = "[0-9a-f]"
 PATTERNS = (
-    ("url", re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'\"<>]+")),
+    ("url", re.compile(r"[a-zA-Z0-9+.-]{1,32}://[^\s'\"<>]+")),
     (
         "uuid",
         re.compile(
@@ -50,14 +50,17 @@ NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hos
 def clean(text: str) -> str:
     """Return a text of a device, a log or a tool that may go to strangers: printable, no secrets, no user's name."""
     lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
-    return _SECRET.sub(r"\1[left out]", _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", "\n".join(lines))))
+    plain = _LOGIN.sub(r"\1[left out]@", "\n".join(lines))
+    return _SECRET.sub(r"\1[left out]", _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain)))
 
 
-_KEYS = r"[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]*"
+# Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
+_KEYS = r"(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]{0,64}"
 _SECRET = re.compile(
-    rf"(?i)((?:\b(?:{_KEYS}|authorization)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
-    r"['\"]?[^\s'\",;]{4,}"
+    rf"(?i)((?:(?:{_KEYS}|\bauthorization)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--[\w-]{{0,32}}{_KEYS}\s+"
+    r"|\bbearer\s+(?=\S*\d)))['\"]?[^\s'\",;]{4,}"
 )
+_LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s@]{1,200}@")
 _HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")
 _PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+")
 

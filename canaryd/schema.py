@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import yaml
 
+from canaryd.model import printable
+
 MAX_DEPTH = 32
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -37,9 +39,10 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         problem = ""
         if isinstance(event, yaml.AliasEvent):
-            problem = f"the alias *{event.anchor} is not supported; write the value out"
+            # Not repeated, here and below: a password that lacks its quotes may look like one.
+            problem = "an alias (*…) is not supported; put the text in quotes, or write the value out"
         elif event.tag is not None:
-            problem = f"the tag {event.tag} is not supported; write a plain value"
+            problem = "a tag (!…) is not supported; put the text in quotes, or write a plain value"
         elif self.depth > MAX_DEPTH:
             problem = f"nested deeper than {MAX_DEPTH} levels"
         elif isinstance(event, yaml.ScalarEvent) and re.search(r"[\0\ud800-\udfff]", event.value):
@@ -360,7 +363,7 @@ def read_number(text: str) -> float:
 
 def quoted(text: str) -> str:
     """Return a text in quotes, escaped and shortened, for a message of one line."""
-    return json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False)
+    return printable(json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False))
 
 
 def example_lines(cls: type[Any], indent: str) -> Iterator[str]:

@@ -24,6 +24,8 @@ from typing import Any
 
 import yaml
 
+from canaryd.model import printable
+
 ALPHA = 0.05
 """Chance of at least one false "significant" in a whole comparison."""
 POWER = 0.8
@@ -32,6 +34,10 @@ EXACT_UP_TO = 16
 """Unequal pairs up to which all 2^n sign flips are counted instead of drawn."""
 FLIPS = 9_999
 """Sign flips that are drawn above that: the smallest p that they can give is 1/10,000."""
+LONGEST = 1000
+"""Characters of a message: names and settings in a file may be of any length."""
+LARGEST = 1e100
+"""A score beyond it is none: its square is no number any more."""
 SEED = 20_240_229
 """Of the drawn sign flips: the same files always give the same p."""
 
@@ -42,6 +48,9 @@ _CSV_HEADER = ["dataset", "version", "metric", "mode"]
 
 class ScoreError(ValueError):
     """What is wrong with a result file, in one line for the user."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(printable(said)[:LONGEST])
 
 
 @dataclass(frozen=True)
@@ -152,9 +161,19 @@ def load(path: Path, samples: Sequence[Path] = ()) -> Scores:
     `samples`: per-question files of lm-eval that do not lie beside the results. Raises `ScoreError` with one line that
     says what was looked for.
     """
+    try:
+        return _loaded(path, samples)
+    except ScoreError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ScoreError(f"{path}: not of the shape that its tool writes ({said:.200}); copy it again") from error
+
+
+def _loaded(path: Path, samples: Sequence[Path]) -> Scores:
     if path.is_dir():
         files = _files_in(path)
-        parts = [load(file, samples) for file in files]
+        parts = [_loaded(file, samples) for file in files]
         return replace(parts[0], path=str(path), scores=tuple(s for part in parts for s in part.scores))
     if path.suffix == ".csv":
         return _opencompass_summary(path)
@@ -221,7 +240,11 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     """Return a finite number, or None: the tools write "N/A", null and NaN."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return float(value) if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 def _word(value: Any) -> str:
@@ -313,8 +336,8 @@ def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scor
                     metric=key,
                     value=value,
                     share=bool(_PROPORTION.search(metric)) and 0 <= value <= 1,
-                    n=n if isinstance(n, int) else None,
-                    stderr=_number(metrics.get(f"{metric}_stderr{suffix}")),
+                    n=_count(n),
+                    stderr=max(0.0, _number(metrics.get(f"{metric}_stderr{suffix}")) or 0.0) or None,
                     settings={k: _word(v) for k, v in settings.items()},
                 )
                 yield _with_samples(score, samples_of(task, metric, name))
@@ -358,7 +381,7 @@ def _evalscope(path: Path, report: Mapping[str, Any]) -> Scores:
                 metric=name,
                 value=value,
                 share=bool(_PROPORTION.search(name.lower())) and 0 <= value <= 1,
-                n=metric.get("num") or None,
+                n=_count(metric.get("num")),
                 settings={k: _word(v) for k, v in settings.items()},
             )
             values = [(s, row, row.get("sample_score", {}).get("score", {}).get("value") or {}) for s, row in rows]
@@ -631,7 +654,8 @@ def compare(a: Scores, b: Scores) -> ScoreResult:
     differences = tuple(
         Difference(setting=s, a=left, b=right, tasks=tuple(tasks)) for (s, left, right), tasks in differing.items()
     )
-    return ScoreResult(a=a.path, b=b.path, rows=final, differences=differences, sentence=_sentence(final, differences))
+    sentence = printable(_sentence(final, differences))
+    return ScoreResult(a=a.path, b=b.path, rows=final, differences=differences, sentence=sentence)
 
 
 def _settings(x: Score, y: Score, common: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -677,7 +701,7 @@ def _sentence(rows: Sequence[Row], differences: Sequence[Difference]) -> str:
     if tested and untested:
         said += f" {untested} of {len(rows)} scores could not be tested."
     if differences:
-        which = "; ".join(f"{d.setting} ({d.a} in A, {d.b} in B)" for d in differences)
+        which = "; ".join(f"{d.setting} ({_short(d.a)} in A, {_short(d.b)} in B)" for d in differences)
         return f"Not comparable, settings differ: {which}. As the numbers stand: {said}"
     return said
 
@@ -697,6 +721,10 @@ def _seen(row: Row) -> str:
     if row.smallest is None:
         return ""
     return "100 points" if row.share and row.smallest >= 1 else _amount(row, row.smallest)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _p(p: float | None) -> str:
@@ -728,7 +756,8 @@ def text(result: ScoreResult) -> str:
     methods = sorted({row.test + (f"; interval: {row.interval_method}" if row.interval else "") for row in result.rows})
     warnings = [f"  {d.setting}: {d.a} in A, {d.b} in B ({', '.join(d.tasks[:5])})" for d in result.differences]
     return "\n".join(
-        [
+        printable(line)
+        for line in [
             result.sentence,
             "",
             f"A: {result.a}",

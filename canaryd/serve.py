@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import re
 import socket
@@ -14,17 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
 
 PLAIN_TEXT = "text/plain; charset=utf-8"
 """Media type of the server's own short answers."""
 
-SECURITY = (
-    "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; img-src data:",
-    "X-Content-Type-Options: nosniff",
-)
+SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    "X-Content-Type-Options": "nosniff",
+}
 """Headers of every answer: whatever a device calls itself, a browser runs and fetches nothing."""
 
 
@@ -40,6 +41,25 @@ class Answer(NamedTuple):
 
 Route = Callable[[Mapping[str, str]], Answer]
 """Takes the request's headers by their names in lower case; returns the answer. It must not wait for anything."""
+
+
+class Gate(Protocol):
+    """Who may come in, asked anew for every connection and every request; `canaryd.web_config` is one."""
+
+    def enter(self, request: socket.socket, patience: float) -> tuple[socket.socket, object]:
+        """Return (what to read from and write to, a pass), after a TLS handshake of at most `patience` seconds.
+
+        Called in the connection's own thread. Raises `OSError` where the client is not let in.
+        """
+
+    def holds(self, admitted: object) -> bool:
+        """Whether a pass still holds: a connection from before a change of keys or rules is not served any more."""
+
+    def refusal(self, headers: Mapping[str, str], client: str) -> Answer | None:
+        """Return the answer to a request that is not let in, None for one that is; may wait for its turn."""
+
+    def headers(self) -> Mapping[str, str]:
+        """Return headers of every answer, by their names: they replace those of `SECURITY`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +89,16 @@ class Server:
     all places are taken, a newcomer gets that of the client that has kept us waiting longest.
     """
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits = _LIMITS) -> None:
+    def __init__(
+        self, host: str, port: int, routes: Mapping[str, Route], limits: Limits = _LIMITS, *, gate: Gate | None = None
+    ) -> None:
         """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
 
-        Raises `OSError` that says which address cannot be had and what to do.
+        Without a gate everybody who reaches the address is answered, in plain text. Raises `OSError` that says which
+        address cannot be had and what to do.
         """
         self._listener = _Listener(host, port, routes, limits)
+        self._listener.gate = gate
         self._thread = threading.Thread(target=self._listener.serve_forever, name="canaryd-http", daemon=True)
 
     @property
@@ -82,6 +106,16 @@ class Server:
         """The port that is bound."""
         port: int = self._listener.socket.getsockname()[1]
         return port
+
+    @property
+    def local(self) -> bool:
+        """Whether this machine alone can reach it."""
+        address: str = self._listener.socket.getsockname()[0]
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+    def guard(self, gate: Gate | None) -> None:
+        """Put another gate in the place of the present one; connections that it did not let in are given up."""
+        self._listener.gate = gate
 
     @property
     def refused(self) -> int:
@@ -113,6 +147,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
+    gate: Gate | None = None
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route], limits: Limits) -> None:
         self.routes = routes
@@ -122,13 +157,21 @@ class _Listener(socketserver.ThreadingTCPServer):
         # Connection → (is it being answered?, since when), the longest unchanged first.
         self._places: dict[socket.socket, tuple[bool, float]] = {}
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            # No host is every interface, of both families where there are two: glibc does not look up an empty name.
+            self._both = not host and socket.has_dualstack_ipv6()
+            name = "::" if self._both else host or None
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = found[0]
             super().__init__((str(address[0]), port), _Connection)
         except OSError as error:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             advice = _ADVICE.get(error.errno or 0, "choose another address")
             raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}; {advice}") from error
+
+    def server_bind(self) -> None:
+        if self._both:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -225,38 +268,66 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         self._received = b""
+        self._stream = self.request
+        self._gate = self.server.gate
         patience = self.server.limits.head
-        with contextlib.suppress(OSError):  # gone, too slow, or evicted: there is nobody to tell
-            while self._exchange(patience) and self.server.turn(self.request, answering=False):
-                patience = self.server.limits.idle
-            self._linger()
+        with contextlib.suppress(OSError):  # gone, too slow, evicted, or not let in: there is nobody to tell
+            # TLS writes in records: the last one would wait 40 ms for a delayed acknowledgement of those before it.
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._gate is not None:
+                self._stream, self._pass = self._gate.enter(self.request, patience)
+            try:
+                while self._exchange(patience) and self.server.turn(self.request, answering=False):
+                    patience = self.server.limits.idle
+                self._linger()
+            finally:
+                if self._stream is not self.request:
+                    self._stream.close()
 
     def _exchange(self, patience: float) -> bool:
         """Answer one request, waiting `patience` for it to begin; True if another may follow."""
         request = None
+        extra: Mapping[str, str] = {}
         try:
             head = self._read_head(patience)
-            if head is None or not self.server.turn(self.request, answering=True):
+            if head is None or not self._admitted() or not self.server.turn(self.request, answering=True):
                 return False
+            if self._gate is not None:
+                extra = self._gate.headers()
             request = _parse(head)
         except _BadRequestError as error:
             answer = Answer(400, PLAIN_TEXT, f"bad request: {error}\n".encode())
         else:
-            answer = self._answer(request)
+            refusal = self._gate.refusal(request.headers, self.client_address[0]) if self._gate is not None else None
+            answer = refusal or self._answer(request)
         keep_alive = request is not None and request.keep_alive
         lines = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
             f"Date: {formatdate(usegmt=True)}",
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(answer.body)}",
-            *SECURITY,
+            *(f"{name}: {value}" for name, value in {**SECURITY, **extra}.items()),
             *answer.headers,
             f"Connection: {'keep-alive' if keep_alive else 'close'}",
         ]
         body = b"" if request is not None and request.method == "HEAD" else answer.body
-        self.request.settimeout(self.server.limits.write)  # sendall takes it for the whole, not for each part
-        self.request.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self._send("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         return keep_alive
+
+    def _admitted(self) -> bool:
+        """Whether what let this connection in still holds; a client that is hung up on comes again, and is asked."""
+        gate = self.server.gate
+        return gate is self._gate and (gate is None or gate.holds(self._pass))
+
+    def _send(self, data: bytes) -> None:
+        """Send all of it within one deadline, which TLS would otherwise begin anew with each of its records."""
+        deadline = time.monotonic() + self.server.limits.write
+        rest = memoryview(data)
+        while rest:
+            if (remaining := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._stream.settimeout(remaining)
+            rest = rest[self._stream.send(rest) :]
 
     def _answer(self, request: _Request) -> Answer:
         if request.method not in ("GET", "HEAD"):
@@ -282,8 +353,8 @@ class _Connection(socketserver.BaseRequestHandler):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
-            self.request.settimeout(remaining)
-            chunk = self.request.recv(8192)
+            self._stream.settimeout(remaining)
+            chunk = self._stream.recv(8192)
             if not chunk:
                 return None
             if not self._received:
@@ -294,6 +365,10 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def _linger(self) -> None:
         """Say that we are done and read on for a moment: closing over unread bytes would tear up the answer."""
+        if self._stream is not self.request:  # TLS says so by itself, before the connection does
+            self._stream.settimeout(self.server.limits.patience)
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.unwrap()  # type: ignore[attr-defined]
         self.request.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + self.server.limits.patience
         while (remaining := deadline - time.monotonic()) > 0:

@@ -6,6 +6,7 @@ what to do now.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,10 @@ UNTENDED = 1800.0
 """Seconds after which a verdict that nobody has renewed is no verdict: a running daemon renews it every ten minutes."""
 UNTENDED_RULE = "untended"
 """Name of the finding that says so; it is this module's, not the judge's."""
+WITHHELD_RULE = "budget-withheld"
+"""Name of the note that says what waits for the budget; this module's too."""
+BUDGET_NOTE = "budget"
+"""Note in the store: device → since when something waits, and why, as JSON; it holds while the daemon runs."""
 UNJUDGED_RULE = "unjudged"
 """Name of the finding that says what came after the verdict; this module's too."""
 SUMMED = frozenset({"counter", "flag", "condition", "reset", "boot", "change"})
@@ -135,20 +140,24 @@ def gather(
         events[event.device].append(event)
     for ack in said:
         words[ack.device].append(ack)
+    daemon = daemon_runs(store) if daemon is None else daemon
+    waiting = _waiting(store) if daemon else {}
     if evidence is None:
         evidence = _stored_evidence(store, config, {r.device.uuid for r in shown})
     found = [
         DeviceStatus(
             device=record.device,
             present=record.present,
-            verdict=_since_then(store, verdicts.get(record.device.uuid), record.device, words[record.device.uuid], now),
+            verdict=_beside(
+                _since_then(store, verdicts.get(record.device.uuid), record.device, words[record.device.uuid], now),
+                waiting.get(record.device.uuid),
+            ),
             events=tuple(events[record.device.uuid]),
             acks=_in_force(words[record.device.uuid], now),
             evidence=_of_now(evidence.get(record.device.uuid, {}), acks.cut(record.device, words[record.device.uuid])),
         )
         for record in shown
     ]
-    daemon = daemon_runs(store) if daemon is None else daemon
     return Status(
         now=now,
         daemon=daemon,
@@ -167,13 +176,30 @@ def _problems(store: Store, config: Config, said: Iterable[Ack], now: float, *, 
         ended = now - at >= config.judge.watch or any(a.at >= at for a in said)
         if not ended and not any(aside in text for text in store.problems):
             yield (
-                f"the records of this machine were damaged and begun anew on {moment(at, seconds=False)}, so what was "
-                f"found before is not known; what is left of them is {aside}. Told until canaryd ack, and for "
-                f"{spoken(config.judge.watch)} at most"
+                f"the records of this machine were damaged or removed, and begun anew on {moment(at, seconds=False)}, "
+                f"so what was found before is not known; what is left of them is {aside}. Told until canaryd ack, and "
+                f"for {spoken(config.judge.watch)} at most"
             )
     unread = store.note(LOG_PROBLEM_NOTE)
     if daemon and unread and not unread.startswith(STOPPED):
         yield f"the kernel log is not read: {unread}"
+
+
+def _waiting(store: Store) -> Mapping[str, Finding]:
+    """Return device → a note of what waits on it, as the daemon left word."""
+    return {
+        uuid: Finding(
+            rule=WITHHELD_RULE,
+            state=State.HEALTHY,
+            cause=Cause.NONE,
+            message=f"the budget puts a test off since {moment(float(held['since']))}: {held['text']}",
+        )
+        for uuid, held in json.loads(store.note(BUDGET_NOTE) or "{}").items()
+    }
+
+
+def _beside(verdict: Verdict, note: Finding | None) -> Verdict:
+    return verdict if note is None else replace(verdict, findings=(*verdict.findings, note))
 
 
 def _of_now(evidence: Newest, cut: float) -> Newest:

@@ -9,6 +9,7 @@ damaged file costs durability for a while, says so in `Store.problem`, and nothi
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
@@ -31,7 +32,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 from canaryd import trend
 from canaryd.baseline import Baseline
 from canaryd.chance import EPOCH
-from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, from_json, to_json
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, from_json, printable, to_json, whole
 
 DATABASE = "canaryd.db"
 """Name of the database in the state directory."""
@@ -778,10 +779,12 @@ class Store:
         found = []
         for name, body in rows:
             try:
-                found.append(from_json(kind, json.loads(zlib.decompress(body))))
-            except (ValueError, TypeError, zlib.error) as error:
-                self._notes["damaged"] = (
-                    f"{self.path}: {kind.__name__} {name} is passed over, it is unreadable: {error}"
+                text = zlib.decompress(body)
+                data = json.loads(text, parse_constant=_refused)
+                found.append(from_json(kind, whole(data) if b"\\ud" in text else data))
+            except (ValueError, TypeError, RecursionError, zlib.error) as error:
+                self._notes["damaged"] = printable(
+                    f"{self.path}: {kind.__name__} {name} is passed over, it is unreadable: {error!s:.300}"
                 )
         return found
 
@@ -812,14 +815,24 @@ class Store:
         if self._disk is not None:
             return self._disk
         try:
-            self.state_dir.mkdir(parents=True, exist_ok=True)
-            disk = self._open_to_write() if self._may_write() else self._open_to_read("mode=ro")
+            self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            disk = self._open_as_allowed()
             (newest,) = disk.execute("SELECT max(stored) FROM runs").fetchone()
         except REFUSED:
             self._disconnect()
             raise
         self._newest = max(self._newest, newest or 0)
         return disk
+
+    def _open_as_allowed(self) -> sqlite3.Connection:
+        if self._may_write():
+            try:
+                return self._open_to_write()
+            except OSError as error:
+                # After an error of its own ext4 refuses every write, while access(2) still promises them.
+                if error.errno != errno.EROFS:
+                    raise
+        return self._open_to_read("mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
         with _flock(self._open_lock, OPEN_TIMEOUT):
@@ -842,6 +855,9 @@ class Store:
 
     def _open_and_migrate(self) -> sqlite3.Connection:
         if not self.path.exists():
+            if self._identity is not None and not self._lost:
+                self._lost = f"{self._now()!r} nothing: {self.path} was removed while it was in use"
+                self._notes["gone"] = f"{self.path}: was removed while it was in use; a fresh one was begun"
             self._create()
         elif self.path.stat().st_size == 0:
             self._open("mode=rw", read_only=False)
@@ -973,6 +989,10 @@ def _compact(db: sqlite3.Connection) -> None:
 
 def _baseline_key(baseline: Baseline) -> str:
     return json.dumps(baseline.key, separators=(",", ":"))
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
 
 
 def _pack(value: Run | Device | Verdict | Baseline | Ack | trend.Day) -> bytes:

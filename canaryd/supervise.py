@@ -11,6 +11,8 @@ import base64
 import contextlib
 import functools
 import json
+import logging
+import math
 import os
 import secrets
 import selectors
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from canaryd import privileges
 from canaryd.model import (
     Comparison,
     Device,
@@ -38,8 +41,11 @@ from canaryd.model import (
     Skipped,
     from_json,
     to_json,
+    whole,
 )
 from canaryd.probe import Absent, ProbeSpec
+
+log = logging.getLogger(__name__)
 
 CHATTER = 65_536
 """Bytes kept of what a worker prints."""
@@ -47,6 +53,8 @@ MAX_LINE = 16 * 1024 * 1024
 """Bytes in one line of the protocol beyond which it is garbled."""
 MAX_RUN = 64 * 1024 * 1024
 """Bytes of protocol in one run beyond which it is garbled."""
+LONGEST_INTEGER = 40
+"""Characters; what is longer is no number of a device, and none that every reader of JSON can hold."""
 MAX_SHIPPED = 64 * 1024 * 1024
 """Bytes of one probe directory that are sent through `worker.command`."""
 DETAIL = 4096
@@ -55,6 +63,11 @@ TICK = 0.1
 """Longest sleep, in seconds, between two looks at the worker's process."""
 PING = 5.0
 """Seconds that a worker has to answer between two runs before a fresh one takes its place."""
+AWAY = 2.0
+"""Seconds between two looks at a worker from which this process was stopped, or its machine asleep: the worker is not
+charged for them (ours)."""
+STARVED = 4.0
+"""How many times its timeout a worker that has stepped back may wait for a core in addition: that is no hang (ours)."""
 AFTERLIFE = 1.0
 """Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
 
@@ -72,6 +85,10 @@ STRICT = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment of every worker: libraries read these only when they start, so a probe cannot set them."""
+BELOW_NORMAL = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
+"""Environment of a worker that steps back: its kernels wait for the server's where both are clients of MPS (NVIDIA
+Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest priority anyway, and priorities
+of streams count within one process only."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
@@ -127,6 +144,8 @@ class WorkerSpec:
     """Instead of `python`: a command that ends in an interpreter elsewhere, e.g. docker exec -i vllm python3."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Set last, above everything that canaryd sets or removes."""
+    nice: int = 0
+    """Nice level at which it runs beside a server, where it also goes first when memory runs out; 0 for neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +169,8 @@ class RunRequest:
     """How a retest asks harder: one of `canaryd.model.INTENSITIES`; "" for a run as usual."""
     budget: float | None = None
     """Seconds of work to aim at; None for what the probe's spec says of the level."""
+    beside: Mapping[str, float] = field(default_factory=dict)
+    """What the run may take beside a server (`canaryd.budget.allowance`); empty where it has the device to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +240,33 @@ class _Abandoned:
 _abandoned = _Abandoned()
 
 
+def place_workers(group: Path) -> None:
+    """Put every worker that is started from now on into a control group (a directory of cgroup version 2)."""
+    _place.group = group
+
+
+@dataclass
+class _Place:
+    """Where workers are put."""
+
+    group: Path | None = None
+
+    def put(self, pid: int) -> None:
+        """Move a process that has just been started, before it had time to use anything."""
+        if self.group is None:
+            return
+        try:
+            (self.group / "cgroup.procs").write_text(f"{pid}\n", encoding="ascii")
+        except ProcessLookupError:
+            pass  # it has ended already, and that tells the story
+        except OSError as error:
+            log.warning("workers share the limits of the daemon from now on: %s: %s", self.group, error.strerror)
+            self.group = None
+
+
+_place = _Place()
+
+
 class _LostError(Exception):
     """The worker is of no more use; says which outcome that is, and why."""
 
@@ -243,12 +291,23 @@ class _Worker:
         self._outgoing = bytearray()
         self._shipped: dict[Path, str] = {}
         self._protocol_ended: float | None = None
+        self._looked = time.monotonic()
+        self._away = 0.0  # seconds in which nobody looked
         self._reaped = False
         self._lock = threading.RLock()  # a signal handler may call kill() in the very thread that holds it
         self._oom_kills = _oom_kills()
-        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **spec.env}
+        self._selector = selectors.DefaultSelector()  # before the process: where this fails there is nobody to leave
+        self.processor_seconds: float | None = None
+        """Processor time that it has used, children included; known once it has ended, None where it cannot be."""
+        self._lenience = self._waited_before = 0.0
+        stepping_back = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
+        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **stepping_back, **spec.env}
         if self._remote:
-            self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
+            try:
+                self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
+            except OSError:
+                self._selector.close()
+                raise
             protocol, chatter = _pipe(self._process.stdout), _pipe(self._process.stderr)
             head = {"set": setting, "unset": SCRUBBED, "entry": ENTRY, "nonce": self._nonce, "files": _own_files()}
             packed = json.dumps(head).encode()
@@ -261,6 +320,7 @@ class _Worker:
             try:
                 self._process = _spawn(argv, stderr=subprocess.STDOUT, env=env, pass_fds=(theirs,))
             except OSError:
+                self._selector.close()
                 protocol.close()
                 raise
             finally:
@@ -269,7 +329,6 @@ class _Worker:
         self._stdin = _pipe(self._process.stdin)
         os.set_blocking(self._stdin.fileno(), False)
         self._pipes = (self._stdin, protocol, chatter)
-        self._selector = selectors.DefaultSelector()
         self._selector.register(protocol, selectors.EVENT_READ, self._read_protocol)
         self._selector.register(chatter, selectors.EVENT_READ, self._read_chatter)
         self._write_later()
@@ -278,6 +337,7 @@ class _Worker:
         """Forget what was printed and received so far: a new run starts."""
         self.chatter.clear()
         self._received = 0
+        self._looked, self._away = time.monotonic(), 0.0
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue one request; it is written while waiting for the answer."""
@@ -299,12 +359,19 @@ class _Worker:
         return f"{self._shipped[path.parent]}/{path.name}"
 
     def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
-        """Return the next message; raise `_LostError` when there will be none, or none before `deadline`."""
+        """Return the next message; raise `_LostError` when there will be none, or none before `deadline`.
+
+        The deadline moves by the time for which this process itself did not run.
+        """
         while not self._messages:
             if reason := stopped():
                 raise _LostError(Outcome.ERRORED, f"stopped: {reason}")
             now = time.monotonic()
-            if now >= deadline:
+            if now - self._looked > AWAY:
+                self._away += now - self._looked
+                self._pump(0.0)  # what it answered meanwhile is waiting
+                continue
+            if now >= deadline + self._away and now >= deadline + self._away + self._starved():
                 raise _LostError(Outcome.TIMED_OUT, "the worker did not answer before its deadline and was killed")
             if self.exited():
                 self._drain()
@@ -313,8 +380,16 @@ class _Worker:
             elif self._protocol_ended is not None and now > self._protocol_ended + AFTERLIFE:
                 raise _LostError(Outcome.GARBLED, "the worker closed its end of the protocol without an answer")
             else:
-                self._pump(min(TICK if self._protocol_ended is None else 0.01, deadline - now))
+                pause, left = TICK if self._protocol_ended is None else 0.01, deadline + self._away - now
+                self._pump(min(pause, left) if left > 0 else pause)
         return self._messages.popleft()
+
+    def be_lenient(self, seconds: float) -> None:
+        """From now on move the deadline by the time for which others had its core, by `seconds` at most."""
+        self._lenience, self._waited_before = seconds, _waited(self._process.pid)
+
+    def _starved(self) -> float:
+        return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
         """Tell whether the process has ended, without reaping it: until then its process group's id stays its own."""
@@ -345,6 +420,7 @@ class _Worker:
         with self._lock:
             if gone:
                 self.signal(signal.SIGKILL)  # children that were born meanwhile
+                self._weigh()
                 self._process.wait()
             else:
                 _abandoned.add(self._process)
@@ -359,6 +435,11 @@ class _Worker:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._stdin)
         self._stdin.close()
+
+    def _weigh(self) -> None:
+        """Note what it has cost, while the kernel still knows: it forgets with the process."""
+        if not (self._remote or self._reaped):
+            self.processor_seconds = _processor_seconds(self._process.pid)
 
     def _await_exit(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -380,6 +461,7 @@ class _Worker:
 
     def _pump(self, timeout: float) -> bool:
         """Read and write what is ready within `timeout` seconds; return whether anything was."""
+        self._looked = time.monotonic()
         ready = self._selector.select(timeout)
         for key, _ in ready:
             key.data()
@@ -444,7 +526,8 @@ class _Worker:
             self._keep(line + b"\n")  # what the command itself prints
             return
         try:
-            message = json.loads(body)
+            message = json.loads(body, parse_float=_finite, parse_int=_integer, parse_constant=_finite)
+            message = whole(message) if b"\\ud" in body.lower() else message
         except (ValueError, RecursionError) as error:
             raise _LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}: {error}") from error
         if not isinstance(message, dict):
@@ -454,9 +537,12 @@ class _Worker:
     def _death(self) -> _LostError:
         with self._lock:
             self.signal(signal.SIGKILL)  # its children first, while the group's id cannot have passed to strangers
+            self._weigh()
             code = self._process.wait()
             self._reaped = True
         number = -code if code < 0 else code - 128 if self._remote and code > 128 else 0
+        if self._away and code == 1:  # stopped with us, it found its time over when it went on
+            return _LostError(Outcome.ERRORED, f"stopped: canaryd itself did not run for {self._away:.0f} s meanwhile")
         try:
             how = f"was killed by {signal.Signals(number).name}"
         except ValueError:
@@ -490,6 +576,11 @@ class Series:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
         self.workers_started = 0
+        self.wall_seconds = 0.0
+        """Time from the start of its workers to their ends, less what their runs have paused."""
+        self.processor_seconds: float | None = 0.0
+        """Processor time of its workers that have ended; None where that of one is not known."""
+        self._began = 0.0
         self._spec = spec
         self._instruction_set = instruction_set
         self._grace = grace
@@ -523,15 +614,16 @@ class Series:
                         if message["kind"] == "described":
                             return Description(
                                 python=python,
-                                torch=message["torch"],
-                                torch_reason=message["torch_reason"] or "",
+                                torch=None if message["torch"] is None else _text(message["torch"]),
+                                torch_reason=_text(message["torch_reason"] or ""),
                                 devices=from_json(tuple[Device, ...], message["devices"]),
-                                stack=message["stack"],
+                                stack=from_json(dict[str, str], message["stack"]),
                                 probes=probes,
                             )
                         if message["kind"] == "probe":
                             error = message["error"]
-                            probes[waiting.pop(0)] = error or from_json(ProbeSpec, message["spec"])
+                            probes[waiting[0]] = _text(error) if error else from_json(ProbeSpec, message["spec"])
+                            del waiting[0]
             except _LostError as lost:
                 _, reason = self._discard(lost)
                 if waiting and python and not self._stopped:
@@ -561,15 +653,18 @@ class Series:
                     with _decoding(message):
                         if message["kind"] != "inventoried":
                             continue
-                        name = waiting.pop(0)
+                        name = waiting[0]
                         if message["unavailable"]:
                             unavailable[name] = str(message["unavailable"])
                             if message["here"]:
                                 failing[name] = unavailable[name]
                         else:
-                            devices[name] = from_json(tuple[Device, ...], message["devices"])
-                            facts |= {str(k): str(v) for k, v in message["facts"].items()}
-                            problems += map(str, message["problems"])
+                            found = from_json(tuple[Device, ...], message["devices"])
+                            told = from_json(dict[str, str], message["facts"])
+                            problems += from_json(tuple[str, ...], message["problems"])
+                            facts |= told
+                            devices[name] = found
+                        del waiting[0]
             except _LostError as lost:
                 _, reason = self._discard(lost)
                 name = waiting.pop(0)
@@ -595,7 +690,8 @@ class Series:
         """
         records: list[LogRecord] = []
         try:
-            worker = self._ready(time.monotonic() + silence)
+            with privileges.reading_kernel_log():
+                worker = self._ready(time.monotonic() + silence)
             worker.begin()
             worker.send(
                 {
@@ -637,6 +733,8 @@ class Series:
         try:
             worker = self._ready(deadline)
             begun = time.monotonic()
+            lenience = STARVED * timeout if self._spec.nice else 0.0
+            worker.be_lenient(lenience)
             worker.send(
                 {
                     "op": "run",
@@ -652,8 +750,9 @@ class Series:
                     "baselining": request.baselining,
                     "memory": "" if self._spec.command else request.memory,
                     "intensity": request.intensity,
+                    "beside": request.beside,
                     "instruction_set": self._instruction_set,
-                    "timeout": deadline - begun + self._grace,
+                    "timeout": deadline - begun + lenience + self._grace,
                 }
             )
             while answer is None:
@@ -670,9 +769,13 @@ class Series:
                             fact = _fact(item)
                             facts[type(fact).__name__].append(fact)
                     elif kind == "fact":
-                        facts[message["type"]].append(from_json(FACTS[message["type"]], message["value"]))
+                        fact = from_json(FACTS[message["type"]], message["value"])
+                        if isinstance(fact, Comparison) and not 0 <= fact.wrong_trials <= fact.trials:
+                            raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials")
+                        facts[message["type"]].append(fact)
                     elif kind == "result":
                         answer = from_json(_Answer, message)
+                        self.wall_seconds -= answer.paused
                     else:
                         raise ValueError(f"unknown kind {kind!r}")
                 if progress is not None and self._on_progress is not None:
@@ -729,7 +832,7 @@ class Series:
                     if message["id"] != run:
                         continue
                     if message["kind"] == "answered":
-                        return Outcome(message["outcome"]), dict(message["value"]), str(message["detail"])
+                        return Outcome(message["outcome"]), dict(whole(message["value"])), str(message["detail"])
                     progress = (float(message["fraction"]), str(message["text"]))
                 if self._on_progress is not None:
                     self._on_progress(*progress)
@@ -742,6 +845,7 @@ class Series:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end(ask=worker.hang_up, grace=self._grace)
+            self._account(worker)
 
     def kill(self, reason: str = "canaryd is shutting down") -> None:
         """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
@@ -761,6 +865,7 @@ class Series:
         if self._worker is not None:
             return self._worker
         where = "worker.command" if self._spec.command else f"worker.python ({self._spec.python})"
+        self._began = time.monotonic()
         try:
             self._worker = _Worker(self._spec, self._instruction_set)
         except OSError as error:
@@ -797,8 +902,14 @@ class Series:
         if not worker.end(ask=ask, grace=self._grace):
             outcome = Outcome.UNKILLABLE
             reason += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
+        self._account(worker)
         printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
         return outcome, f"{reason}\nlast output:\n{printed}" if printed else reason
+
+    def _account(self, worker: _Worker) -> None:
+        self.wall_seconds += time.monotonic() - self._began
+        known = self.processor_seconds is not None and worker.processor_seconds is not None
+        self.processor_seconds = (self.processor_seconds or 0.0) + (worker.processor_seconds or 0.0) if known else None
 
     def _repro(self, request: RunRequest) -> str:
         words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
@@ -816,10 +927,35 @@ class Series:
 class _Answer:
     outcome: Outcome
     seconds: float
+    paused: float = 0.0
+    """Seconds of these that the run paused beside a server."""
     detail: str = ""
     stack: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0:
+            raise ValueError(f"a run of {self.seconds} seconds")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no number that a fact may hold")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100} is no text")
+    return value
 
 
 def _fact(item: Any) -> Reading | Absent:
@@ -842,7 +978,7 @@ def _fact(item: Any) -> Reading | Absent:
 def _decoding(message: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         said = f"{type(error).__name__}: {error} in {str(message)[:200]}"
         raise _LostError(Outcome.GARBLED, f"the worker sent what is not the protocol: {said}") from error
 
@@ -850,7 +986,7 @@ def _decoding(message: Mapping[str, Any]) -> Iterator[None]:
 def _spawn(
     argv: Sequence[str], *, stderr: int, env: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -860,6 +996,8 @@ def _spawn(
         env=env,
         pass_fds=pass_fds,
     )
+    _place.put(process.pid)
+    return process
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
@@ -893,3 +1031,21 @@ def _oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def _waited(pid: int) -> float:
+    """Return the seconds for which a process's first thread was ready to run and others ran; 0.0 where unknown.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat": the second field, in nanoseconds.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Return the processor time of a process and its children that have ended: fields 14 to 17 of proc_pid_stat(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return None

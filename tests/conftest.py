@@ -1,12 +1,14 @@
 """What every test may rely on, and skips said aloud."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+os.umask(0o022)  # a configuration that a group may write is refused
 sys.path.insert(0, str(ROOT))  # `python -m canaryd` of a checkout that is not installed, and `benchmarks`
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from canaryd.metrics import COMPONENTS, XIDS, DeviceView, PollView, Snapshot
+from canaryd import budget
+from canaryd.metrics import COMPONENTS, XIDS, BudgetView, DeviceView, PollView, Snapshot
 from canaryd.model import Cause, Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS
 from canaryd.recorded import Drift
@@ -137,11 +138,15 @@ def view(part: Device, text: str = "") -> tuple[DeviceView, dict]:
         stacks={stack_id: stack},
         mismatches=runs,
         acknowledged=True,
+        acknowledged_at=NOW - 86_400.0,
         drifts=[
             Drift(probe=probe, reading=kind, status=status, ratio=math.inf, agreement=0.25, first=10)
             for probe, kind in kinds
         ],
         polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
+        budget=BudgetView(
+            spent=dict.fromkeys(budget.PURPOSES, 12345.678), skipped=dict.fromkeys(budget.REASONS, 7), withheld="heat"
+        ),
         readings=[*readings(), Reading(name="made_up", value=text)],
     )
     counters: dict = {}
@@ -175,4 +180,5 @@ def node(gpus: int = 16, instances: int = 0, text: str = "") -> Snapshot:
         config_reload_ok=True,
         config_reloaded=NOW,
         expected_devices=gpus,
+        share=0.005,
     )

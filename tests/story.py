@@ -435,8 +435,9 @@ class Watcher(Engine):
         numeric: bool = True,
         device: Device | None = None,
         touches: bool = True,
+        nice: int = 0,
     ) -> Series:
-        del on_progress, numeric, device, touches
+        del on_progress, numeric, device, touches, nice
         return Simulated(self.host, instruction_set)
 
     def decide(self) -> dict[str, Verdict]:

@@ -175,7 +175,7 @@ def test_every_variable_of_a_workers_environment_is_described():
     section = ARCHITECTURE.partition("## Environment of workers")[2].partition("\n## ")[0]
     assert written | set(supervise.SCRUBBED) <= set(spans(section))
     assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
-        {*sets, *supervise.STRICT, *supervise.SCRUBBED}
+        {*sets, *supervise.STRICT, *supervise.SCRUBBED, *supervise.BELOW_NORMAL, "CANARYD_NICE"}
     )
 
 

@@ -514,6 +514,7 @@ def test_nothing_private_leaves(store, tmp_path):
         ("pid=77, name=trainer, Ch 8", "pid=77, name=[left out], Ch 8"),
         ("serve --hf-token hf_12345678 -p 80", "serve --hf-token [left out] -p 80"),
         ("bearer x1y2z3w4", "bearer [left out]"),
+        ("GET https://me:pw@h:8000/v1 failed", "GET https://[left out]@h:8000/v1 failed"),
         (
             "3 tokens generated were other ones, at token 5: reef",
             "3 tokens generated were other ones, at token 5: reef",

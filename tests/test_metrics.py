@@ -100,6 +100,7 @@ def example():
                 Drift(probe="endpoint_canary", reading="chat", status={"known": 0, "unknown": 0, "learning": 2}),
             ],
             polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
+            budget=metrics.BudgetView(spent={"round": 16.5}, skipped={"load": 2, "share": 0}, withheld="load"),
             readings=[
                 Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))
                 for i, (name, kind) in enumerate(READINGS.items())
@@ -114,6 +115,7 @@ def example():
             last_runs={"exact_matmul": run(bad, "exact_matmul")},
             mismatches={"exact_matmul": run(bad, "exact_matmul", id="019a-0", started=NOW - 600)},
             acknowledged=True,
+            acknowledged_at=NOW - 86_400.0,
         ),
         view(dataclasses.replace(fresh, weak_identity=True, detail={}), periods={"exact_matmul": 600.0}),
         view(gone, present=False, verdict=verdict(gone), last_runs={"exact_matmul": run(gone, "exact_matmul")}),
@@ -136,6 +138,7 @@ def example():
         store_problem="/var/lib/canaryd: no space left on device",
         abandoned_workers=1,
         expected_devices=4,
+        share=0.005,
     )
 
 

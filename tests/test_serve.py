@@ -304,6 +304,22 @@ def test_ipv6():
         assert get(server, host="::1")[1] == BODY
 
 
+def test_every_interface():
+    """No host means all of them, of both families where the machine has two."""
+    with serving(host="") as server:
+        assert get(server)[1] == BODY
+        assert not server.local
+        if socket.has_dualstack_ipv6():
+            assert get(server, host="::1")[1] == BODY
+
+
+@pytest.mark.parametrize(("host", "local"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
+def test_local(host, local):
+    """Whether others can reach it is read of the socket, not of the name."""
+    with serving(host=host) as server:
+        assert server.local is local
+
+
 def test_port_taken(server):
     """A port that is taken is an OSError that names the address and says what to do."""
     with pytest.raises(

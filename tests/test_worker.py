@@ -50,6 +50,7 @@ class Worker:
             "baselining": False,
             "memory": "",
             "intensity": "",
+            "beside": {},
         }
         wanted = {"id": "r1", "device": DEVICE, "instruction_set": "", "timeout": 20.0} | common | fields
         self.send(op="run", probe=str(path), **wanted)

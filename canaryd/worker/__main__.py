@@ -8,6 +8,7 @@ are read by hand: telemetry starts a worker every 15 s, and argparse would be an
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -17,6 +18,9 @@ from types import ModuleType
 
 OPEN = ("canaryd.model", "canaryd.probe", "canaryd.worker")
 """What a probe may import of canaryd; of the last one, everything below it too."""
+OOM_SCORE = 500
+"""What a worker adds to its share of memory, in thousandths, when the kernel looks for a process to kill (proc(5)): it
+goes before the server that it shares the machine with. Ours."""
 
 
 class Fence:
@@ -31,8 +35,17 @@ class Fence:
             )
 
 
+def go_first() -> None:
+    """Give up the daemon's protection from the kernel's out-of-memory killer, before anything large is loaded."""
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):  # another system, or one that does not let us
+        if int(score.read_text(encoding="ascii")) < OOM_SCORE:
+            score.write_text(str(OOM_SCORE), encoding="ascii")
+
+
 def main() -> None:
     """Prepare the interpreter and serve requests until standard input ends."""
+    go_first()
     if sys.version_info < (3, 10):  # noqa: UP036 - somebody else's interpreter decides, not our own metadata
         sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
     if len(sys.argv) != 5 or sys.argv[1:4:2] != ["--fd", "--nonce"] or not sys.argv[2].isdigit():

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Device, Reading
+from canaryd.model import Device, Reading, printable
 from canaryd.probe import Absent
 from canaryd.worker.command import NotInstalled, command_setting, output
 from canaryd.worker.sysfs import Unreadable, aer, attempt, path_setting, pcie
@@ -63,7 +63,8 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
             "die_id": _pairs(_quiet(smi, "board", chip.npu, chip.chip)).get("vdieid"),
         }
         detail = {"npu": chip.npu, "chip": chip.chip}
-        detail |= {key: text for key, text in known.items() if text and text.upper() not in ("NA", "N/A", "-")}
+        given = {key: printable(text)[:200] for key, text in known.items() if text}
+        detail |= {key: text for key, text in given.items() if text.upper() not in ("NA", "N/A", "-")}
         if chip.bus_id:
             detail["bus_id"] = chip.bus_id
         several = sum(other.npu == chip.npu for other in chips) > 1
@@ -74,7 +75,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
                 uuid=f"NPU-{serial if 'serial' in detail else place}",
                 backend="npu",
                 index=index,
-                model=f"Ascend {chip.name.removeprefix('Ascend')}",
+                model=printable(f"Ascend {chip.name.removeprefix('Ascend')}")[:200],
                 weak_identity="serial" not in detail,
                 detail=detail,
             )

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from canaryd.model import printable
 from canaryd.worker.command import output
 from canaryd.worker.sysfs import Unreadable
 from canaryd.worker.tensors import torch
@@ -375,6 +376,9 @@ class Decoder:
 class BadFile(ValueError):
     """A file that is not what it should be; the text says where and how."""
 
+    def __init__(self, said: str) -> None:
+        super().__init__(printable(said)[:1000])
+
 
 def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a safetensors file that holds host tensors and texts."""
@@ -454,7 +458,7 @@ def load(data: bytes) -> Canary:
     weights, metadata = read_safetensors(data)
     try:
         shape = Shape(**{name: int(text) for name, text in metadata.items()})
-        wanted = shape.tensors()
+        wanted = shape.tensors() if shape.layers <= len(weights) else {}
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise BadFile(f"__metadata__ does not give the sizes of a model: {error}") from error
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}

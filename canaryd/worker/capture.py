@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd import __version__
-from canaryd.model import Device, from_json, to_json
+from canaryd.model import Device, from_json, printable, to_json
 from canaryd.probe import Skip
 from canaryd.worker import canary, devices, hf_model
 from canaryd.worker.canary import BadFile, read_safetensors, write_safetensors
@@ -363,6 +363,13 @@ def _umask() -> int:
 def read(path: Path) -> Capture:
     """Return a capture from its file; raise `ValueError` with one clear line for anything else."""
     try:
+        return _read(path)
+    except ValueError as error:  # what stands in a stranger's file stands in the message
+        raise ValueError(printable(str(error))[:1000]) from error
+
+
+def _read(path: Path) -> Capture:
+    try:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
@@ -377,11 +384,16 @@ def read(path: Path) -> Capture:
         raise ValueError(f"{path} is no capture of canaryd: {said if schema != SCHEMA else f'without {missing[0]}'}")
     try:
         from_json(Device, json.loads(about["device"]))
-        held = {name: tensors[name] for name in json.loads(about["order"])}
-        named = {name: held[name] for p in json.loads(about["prompts"]) for name in (f"{p}/input", f"{p}/tokens")}
-        dict(json.loads(about["environment"]))
-    except (ValueError, KeyError, TypeError) as error:
+        order, prompts = (from_json(tuple[str, ...], json.loads(about[name])) for name in ("order", "prompts"))
+        from_json(dict[str, str], json.loads(about["environment"]))
+        held = {name: tensors[name] for name in order}
+        named = {name: held[name] for prompt in prompts for name in (f"{prompt}/input", f"{prompt}/tokens")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no capture of canaryd: its texts and tensors disagree: {error}") from error
     if any(tensor.dtype != torch.int64 or tensor.dim() != 2 for tensor in named.values()):
         raise ValueError(f"{path} is no capture of canaryd: its tokens are no rows of integers")
+    if about["model"] == BUILT_IN:
+        most = built_in()[0].model.shape.vocabulary
+        if any(bool(((tensor < 0) | (tensor >= most)).any()) for tensor in named.values()):
+            raise ValueError(f"{path} is no capture of canaryd: its tokens are none of the built-in model's")
     return Capture(held, about)

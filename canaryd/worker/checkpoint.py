@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from canaryd.model import printable
+
 Progress = Callable[[float, str], None]
 """Told how far the reading is (0…1), and of which file."""
 
@@ -54,6 +56,9 @@ _GGUF_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 class BadCheckpoint(ValueError):
     """A path that holds no whole checkpoint; one line that says where, what is there and what was wanted."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(printable(said)[:1000])
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def links(
         found = tensors(path)
         chain = {
             "checkpoint": _hash(sorted(_contents(found, thorough=thorough, progress=progress))),
-            **(_of_directory(path, found) if path.is_dir() else _of_gguf(found)),
+            **(_of_directory(path, found) if path.is_dir() else _of_gguf(_gguf_shards(path)[0], found)),
         }
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or path}: cannot be read: {error.strerror}") from error
@@ -127,6 +132,8 @@ def tensors(path: Path) -> list[Tensor]:
     for name, shard in wanted.items():
         if read is _safetensors and (name not in found or found[name].file.name != shard):
             raise BadCheckpoint(f"{path / shard}: tensor {name} is not in it, though the index says so")
+    if not found:
+        raise BadCheckpoint(f"{path}: holds no tensor; wanted the weights of a model")
     return list(found.values())
 
 
@@ -169,7 +176,7 @@ def _contents(found: Iterable[Tensor], *, thorough: bool, progress: Progress) ->
     for file, group in files.items():
         with file.open("rb") as stream:
             known = _stamp(file, stream)
-            if thorough or known not in _READ:
+            if thorough or _READ.get(known, {}).keys() != {tensor.name for tensor in group}:
                 digests = {}
                 for tensor in sorted(group, key=lambda t: t.begin):
                     digest = hashlib.sha256()
@@ -314,12 +321,10 @@ def _safetensors(file: Path) -> list[Tensor]:
 # GGUF: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
 
-def _of_gguf(found: Iterable[Tensor]) -> dict[str, str]:
-    """Take the keys of the first shard: it alone has all of them."""
-    tensors_ = list(found)
-    keys = _Gguf(tensors_[0].file).keys if tensors_ else {}
-    groups: dict[str, dict[str, str]] = {"config": {}, "dtype": {t.name: t.dtype for t in tensors_}}
-    for key, value in keys.items():
+def _of_gguf(first: Path, found: Iterable[Tensor]) -> dict[str, str]:
+    """Take the keys of the first shard: it alone has all of them, and may have no tensor."""
+    groups: dict[str, dict[str, str]] = {"config": {}, "dtype": {t.name: t.dtype for t in found}}
+    for key, value in _Gguf(first).keys.items():
         if key.startswith("split."):
             continue
         link = "config"
@@ -361,7 +366,7 @@ class _Gguf:
             body = math.ceil(self._stream.tell() / alignment) * alignment
         # Where a tensor ends follows from its type; up to the next one's beginning only padding is added to that.
         begins = sorted({body + offset for *_, offset in infos})
-        ends = dict(zip(begins, [*begins[1:], self.size], strict=True))
+        ends = dict(zip(begins, [*begins[1:], self.size], strict=False))  # a first shard may have keys alone
         self.tensors = [
             Tensor(name, kind, shape, file, body + offset, ends[body + offset]) for name, shape, kind, offset in infos
         ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from canaryd.model import printable
 from canaryd.probe import Skip
 from canaryd.worker.http import Reply, first_choice
 
@@ -26,6 +27,8 @@ TOP = 5
 SEED = 1
 """Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
 
+MOST_REQUESTS = 10**9
+"""Requests being served at once: what is beyond is no number of them."""
 READS = 4
 """Times that a configuration is read until two reads in a row agree."""
 VOLATILE = frozenset(
@@ -283,7 +286,8 @@ def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
 def listed(data: Any) -> list[Mapping[str, Any]]:
     """Return the entries of /v1/models; none where the server gives no such list."""
     entries = data.get("data") if isinstance(data, dict) else None
-    return [entry for entry in entries or () if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    known = entries if isinstance(entries, list) else []
+    return [entry for entry in known if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
 def _text(data: Any, key: str) -> str:
@@ -294,18 +298,19 @@ def _text(data: Any, key: str) -> str:
 def _sum(exposition: str, names: tuple[str, ...]) -> int | None:
     """Return the sum of a Prometheus page's samples of these names; None where it has none of them."""
     samples = _samples(exposition, names)
-    return int(sum(samples)) if samples else None
+    return int(min(sum(samples), MOST_REQUESTS)) if samples else None
 
 
 def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
-    found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +([0-9.e+]+)", exposition, re.MULTILINE)
-    return [float(sample) for sample in found]
+    number = r"[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?"
+    found = re.findall(rf"^(?:{'|'.join(names)})(?:\{{.*\}})? +({number})(?![^\s])", exposition, re.MULTILINE)
+    return [value for value in map(float, found) if math.isfinite(value)]
 
 
 def _labels(exposition: str, name: str) -> list[list[list[str]]]:
     """Return the lasting labels of each sample of a Prometheus page's metric, all in order of the alphabet."""
     samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)
-    pairs = [re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', sample) for sample in samples]
+    pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample) for sample in samples]
     return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)
 
 
@@ -424,8 +429,9 @@ def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             fingerprint=_text(data, "system_fingerprint"),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration):
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
+        keys = printable(keys)[:200]
         raise Skip(f"the answer of this {dialect.name} server has a shape that is not known; it holds {keys}") from None
 
 

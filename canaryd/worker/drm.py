@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from canaryd.worker.sysfs import Unreadable, entries, read_int, read_text
+from canaryd.model import printable
+from canaryd.worker.sysfs import Unreadable, entries, read_count, read_int, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def cards(root: Path, vendor: int) -> list[Card]:
                 bus_id=event.get("PCI_SLOT_NAME", "").lower(),
                 driver=event.get("DRIVER", ""),
                 pci_class=read_int(path / "device/class"),
-                product=read_int(path / "device/device"),
+                product=read_count(path / "device/device"),
             )
             ours = read_int(path / "device/vendor") == vendor
         except Unreadable:
@@ -70,7 +71,7 @@ def texts(directory: Path, names: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for key, name in names.items():
         try:
-            found[key] = " ".join(read_text(directory / name).split())[:200]
+            found[key] = printable(" ".join(read_text(directory / name).split()))[:200]
         except Unreadable:
             continue
     return found

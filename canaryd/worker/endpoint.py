@@ -59,17 +59,17 @@ class Settings:
             if not isinstance(value, str):
                 problems.append(f"{name}: got {type(value).__name__}, wanted a text")
             elif name in _FILES and value and not value.startswith("/"):
-                problems.append(f"{name}: got {value!r}, wanted an absolute path")
+                problems.append(f"{name}: got {value!r:.200}, wanted an absolute path")
         if not texts["url"]:
             problems.append('url: not given, wanted e.g. "http://127.0.0.1:8000/v1"')
         if isinstance(texts["dialect"], str) and texts["dialect"] and texts["dialect"] not in DIALECTS:
-            problems.append(f"dialect: got {texts['dialect']!r}, wanted one of {', '.join(DIALECTS)}")
+            problems.append(f"dialect: got {texts['dialect']!r:.200}, wanted one of {', '.join(DIALECTS)}")
         apis = given.get("apis") or APIS
         if not isinstance(apis, (list, tuple)) or not set(map(str, apis)) <= set(APIS):
-            problems.append(f"apis: got {apis!r}, wanted a list out of {', '.join(APIS)}")
+            problems.append(f"apis: got {apis!r:.200}, wanted a list out of {', '.join(APIS)}")
         timeout = given.get("timeout") or 60.0
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 86400:
-            problems.append(f"timeout: got {timeout!r}, wanted seconds from above 0 to 86400")
+            problems.append(f"timeout: got {timeout!r:.200}, wanted seconds from above 0 to 86400")
         if problems:
             raise Skip("; ".join(problems))
         return cls(

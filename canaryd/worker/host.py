@@ -6,6 +6,7 @@ series is per core, so that a large machine costs few of them.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import stat
@@ -44,6 +45,8 @@ MOST_SENSORS = 128
 """Temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
 MOST_CLOCKS = 16
 """Processors asked for their clock: before Linux 5.18 each answer may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
+MOST_PROCESSORS = 1 << 17
+"""Processors of one machine; the kernel itself is built for 8,192 at most."""
 UNWATCHED = "no EDAC driver watches the memory: errors are not known"
 RASDAEMON_TABLES = (
     *("mc_event", "mce_record", "aer_event", "extlog_event", "non_standard_event", "arm_event", "devlink_event"),
@@ -277,7 +280,13 @@ def memory(proc: Path) -> Iterator[Fact]:
     yield attempt("memory_total_bytes", lambda: kib("MemTotal") * 1024, "bytes")
     yield attempt("memory_available_bytes", lambda: kib("MemAvailable") * 1024, "bytes")
     yield attempt("swap_total_bytes", lambda: kib("SwapTotal") * 1024, "bytes")
-    yield attempt("swap_used_bytes", lambda: (kib("SwapTotal") - kib("SwapFree")) * 1024, "bytes")
+    yield attempt("swap_used_bytes", lambda: _less(kib("SwapTotal"), kib("SwapFree"), proc / "meminfo") * 1024, "bytes")
+
+
+def _less(total: int, free: int, path: Path) -> int:
+    if free > total:
+        raise Unreadable(f"{path} gives more swap that is free than there is")
+    return total - free
 
 
 def pressure(proc: Path) -> Iterator[Fact]:
@@ -313,8 +322,10 @@ def _ids(path: Path) -> set[int]:
     text = read_text(path)
     if not re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*", text):
         raise Unreadable(f"{path} holds {text[:40]!r}, not a list of processors")
-    spans = [part.partition("-") for part in text.split(",")]
-    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
+    spans = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
+    if sum(last - first + 1 for first, last in spans if last >= first) > MOST_PROCESSORS:
+        raise Unreadable(f"{path} lists more than {MOST_PROCESSORS} processors: {text[:40]!r}…")
+    return {number for first, last in spans for number in range(first, last + 1)}
 
 
 def clock_source(sysfs: Path) -> Iterator[Fact]:
@@ -348,7 +359,7 @@ def rasdaemon(where: Roots) -> Iterator[Fact]:
         yield Absent(name="ras_events_total", reason=str(error))
     instance = "instances/rasdaemon/buffer_percent"
     paths = [where.sysfs / "kernel/tracing" / instance, where.sysfs / "kernel/debug/tracing" / instance]
-    path = next((path for path in paths if path.exists()), paths[0])
+    path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # tracefs is for root alone
     yield attempt("rasdaemon_wakeup_ratio", lambda: read_count(path) / 100, "1")
 
 

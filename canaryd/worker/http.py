@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.model import printable
+from canaryd.model import printable, whole
 from canaryd.probe import Skip
 
 CONNECT = 10.0
@@ -192,7 +192,7 @@ class Client:
             key = "the key of key_file" if self.key else "a request without a key; set key_file"
             raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
         if 300 <= status < 400:
-            target = printable(urlsplit(location)._replace(query="", fragment="").geturl())[:SAID]
+            target = self._hidden(printable(_bare(location)))[:SAID]
             raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
         return Reply(where=where, status=status, server=server, data=data, text=text, said=said)
 
@@ -201,10 +201,11 @@ class Client:
         said = _message(data)
         if not said and data is None and text.lstrip()[:1] != "<":
             said = text
-        said = printable(" ".join(said.split()))[:1000]
-        if self.key:
-            said = said.replace(self.key, "…")
+        said = self._hidden(printable(" ".join(said.split())))[:1000]
         return _without(said, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
+
+    def _hidden(self, said: str) -> str:
+        return said.replace(self.key, "…") if self.key else said
 
 
 class _Answer:
@@ -253,8 +254,8 @@ class _Answer:
                 raise Skip(f"{self._where}: the answer is longer than {MAX_BYTES >> 20} MiB; this cannot be meant")
             yield part
         wanted = self.header("Content-Length")
-        if wanted.isdecimal() and self._size < int(wanted):
-            raise Skip(f"{self._where}: the answer broke off after {self._size} of {wanted} bytes")
+        if wanted.isdecimal() and self._size < int(wanted[:20]):
+            raise Skip(f"{self._where}: the answer broke off after {self._size} of {wanted[:20]} bytes")
 
     def _connect(self, wait: float) -> None:
         try:
@@ -305,9 +306,18 @@ def _broken(error: Exception, size: int) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return whole(json.loads(text))
     except (ValueError, RecursionError):
         return None
+
+
+def _bare(location: str) -> str:
+    """Return an address without what may be a password; "" for what is none."""
+    try:
+        parts = urlsplit(location)
+    except ValueError:
+        return ""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _unreachable(error: OSError) -> str:
@@ -336,7 +346,8 @@ def _message(data: Any) -> str:
             data = next((data[key] for key in ("error", "message", "detail", "msg") if data.get(key)), None)
     if isinstance(data, list):
         entries = [item for item in data if isinstance(item, dict)]
-        return "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))}: {e.get('msg', '')}" for e in entries)
+        places = [e["loc"] if isinstance(e.get("loc"), list) else () for e in entries]
+        return "; ".join(f"{'.'.join(map(str, at))}: {e.get('msg', '')}" for at, e in zip(places, entries, strict=True))
     return data if isinstance(data, str) else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from canaryd.worker.sysfs import Unreadable, entries, read_int
+from canaryd.worker.sysfs import Unreadable, entries, read_count, read_int
 
 ACCELERATORS = {
     0x10DE: ("NVIDIA", (0x0300, 0x0302)),
@@ -55,7 +55,7 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
             vendor, classes = ACCELERATORS.get(number, ("", ()))
             if read_int(function / "class") >> 8 not in classes or (number, function.name) == INTEGRATED:
                 continue
-            device_id = f"{read_int(function / 'device'):04x}"
+            device_id = f"{read_count(function / 'device'):04x}"
         except Unreadable:
             continue  # it left the bus while we looked, or it is not a function
         driver = function / "driver"
@@ -74,7 +74,7 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
 
 def _subsystem(function: Path) -> str:
     try:
-        vendor, device = read_int(function / "subsystem_vendor"), read_int(function / "subsystem_device")
+        vendor, device = read_count(function / "subsystem_vendor"), read_count(function / "subsystem_device")
     except Unreadable:
         return ""
     return f"{vendor:04x}:{device:04x}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from canaryd.model import printable
 from canaryd.probe import Skip
 from canaryd.worker.sysfs import Unreadable, read_bytes
 
@@ -77,7 +78,8 @@ def load(path: Path) -> tuple[Prompt, ...]:
 def _mistakes(entry: Any) -> list[str]:
     if not isinstance(entry, dict):
         return [f": got {type(entry).__name__}, wanted an object with name, text and tokens"]
-    found = [f".{key[:40]}: unknown, wanted name, text and tokens only" for key in entry if key not in FIELDS]
+    unknown = [printable(key[:40]) for key in entry if key not in FIELDS]
+    found = [f".{key}: unknown, wanted name, text and tokens only" for key in unknown]
     name, text, tokens = entry.get("name"), entry.get("text"), entry.get("tokens", DEFAULT)
     if not isinstance(name, str) or not NAME.fullmatch(name):
         found.append(f".name: got {_shown(name)}, wanted 1 to 32 of a-z, 0-9, _ and -, a letter first")
@@ -96,7 +98,10 @@ def _shown(value: Any) -> str:
     """Return a value short enough for a message; of a text never more than its beginning."""
     if value is None:
         return "nothing"
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "something nested too deeply"
     return text if len(text) <= 40 else text[:39] + "…"
 
 

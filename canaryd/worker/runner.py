@@ -31,6 +31,7 @@ from typing import Any
 
 from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Recording, Skipped, from_json, to_json
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
+from canaryd.worker import beside
 
 GRACE = 5.0
 """Seconds past the supervisor's own deadline after which a worker ends itself, whatever holds the interpreter lock."""
@@ -49,6 +50,7 @@ MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "
 def serve(protocol: int, nonce: str) -> None:
     """Answer requests on standard input, one after the other, until it ends."""
     # Only this file talks to the supervisor: a probe's input() and its children get neither of the pipes.
+    beside.step_back()
     requests = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path to compute with
         os.dup2(nothing.fileno(), 0)
@@ -171,6 +173,7 @@ class Runner:
         run = request["id"]
         device = from_json(Device, request["device"])
         seconds, numeric, detail = 0.0, False, ""
+        budget, capped, bursts = request["beside"], False, None
         readings: list[list[Any]] = []
         facts: Callable[[], list[Any]] = list
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
@@ -179,6 +182,9 @@ class Runner:
             numeric = probe.SPEC.numeric
             retest = bool(numeric and request["intensity"])
             pace = importlib.import_module("canaryd.worker.pace") if retest else None  # before the budget starts
+            if budget and numeric:
+                beside.make_room(device, budget)
+                capped = device.backend != "cpu"
             context = Context(
                 device=device,
                 level=request["level"],
@@ -194,6 +200,8 @@ class Runner:
             )
             if pace is not None:
                 facts = pace.install(context)
+            if budget and numeric:
+                bursts = beside.install(context, budget)
             begun = time.monotonic()
             try:
                 for fact in probe.run(context):
@@ -204,6 +212,8 @@ class Runner:
                     self._send_readings(run, readings)
                     if not isinstance(fact, (Reading, Absent)):
                         self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
+                    if bursts is not None:
+                        bursts.pause()  # a probe that knows nothing of bursts pauses where it yields
             finally:
                 seconds = time.monotonic() - begun
                 self._send_readings(run, [*readings, *map(_compact, facts())])
@@ -214,9 +224,14 @@ class Runner:
             outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
             traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
             detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
+            if excuse := beside.excuse(error, capped=capped) if numeric else "":
+                outcome, detail = Outcome.SKIPPED, excuse
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
-        self._send(kind="result", id=run, outcome=outcome.value, seconds=seconds, detail=detail, **surroundings)
+        paused = bursts.paused if bursts is not None else 0.0
+        self._send(
+            kind="result", id=run, outcome=outcome.value, seconds=seconds, paused=paused, detail=detail, **surroundings
+        )
 
     def answer(self, request: dict[str, Any]) -> None:
         """Let one of the worker's own modules answer a question that is no probe; send progress, then the answer."""

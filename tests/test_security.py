@@ -1,0 +1,582 @@
+"""Who may come in, whose files are believed, and what is never told: tried on the real daemon."""
+
+# ruff: noqa: N815  `do_POST` is the standard library's name
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tarfile
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from canaryd import catalogue, config, trust
+from canaryd.config import ConfigError
+from tests.command import Daemon, canaryd, configure, environment, eventually, marked, running
+from tests.pki import Authority
+from tests.prometheus import prometheus
+
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away: owners were not tried")
+
+
+@pytest.fixture
+def state(tmp_path):
+    return tmp_path / "state"
+
+
+# --- Whose files are believed ----------------------------------------------------------------------------------------
+
+
+def place(directory: Path, *names: str) -> Path:
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_text("raise SystemExit\n")
+        (directory / name).chmod(0o644)
+    return directory
+
+
+def found(directory: Path, tmp_path: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the probes that are used, and what is said of the others."""
+    files, problems = catalogue.find([directory], builtin=place(tmp_path / "builtin"))
+    return [file.name for file in files], [str(problem) for problem in problems]
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+def test_a_directory_on_the_way_that_others_can_write(tmp_path, mode):
+    """They could put a directory of theirs in its place; the sticky bit keeps them from that, above the directory."""
+    probes = place(tmp_path / "above" / "probes.d", "mine.py")
+    (tmp_path / "above").chmod(mode)
+    names, problems = found(probes, tmp_path)
+    if mode & 0o1000:
+        assert (names, problems) == (["mine"], [])
+    else:
+        assert names == []
+        assert problems[0].startswith(f"{probes}: its directory {tmp_path}/above is writable by others (drwx")
+    probes.chmod(0o1777)
+    assert found(probes, tmp_path)[0] == []
+
+
+@needs_root
+def test_owners_on_the_way(tmp_path):
+    """The owner of a directory above can rename what is in it, and the owner of a link lead it elsewhere."""
+    probes = place(tmp_path / "above" / "probes.d", "mine.py")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "above")
+    assert found(link / "probes.d", tmp_path) == (["mine"], [])
+    os.chown(link, STRANGER, -1, follow_symlinks=False)
+    names, (problem,) = found(link / "probes.d", tmp_path)
+    assert names == []
+    assert f"the link {link} on the way to it belongs to user {STRANGER}; wanted root" in problem
+    os.chown(tmp_path / "above", STRANGER, -1)
+    names, (problem,) = found(probes, tmp_path)
+    assert names == []
+    assert f"its directory {tmp_path}/above belongs to user {STRANGER}; wanted root" in problem
+
+
+@needs_root
+def test_a_link_is_as_good_as_every_directory_that_it_leads_through(tmp_path):
+    """A probe that is a link into a stranger's directory, by any detour, is refused; its neighbours stay."""
+    probes = place(tmp_path / "probes.d", "good.py")
+    home = place(tmp_path / "home" / "stranger", "target.py")
+    (probes / "linked.py").symlink_to(Path("..") / "home" / "stranger" / ".." / "stranger" / "target.py")
+    assert found(probes, tmp_path) == (["good", "linked"], [])
+    os.chown(home, STRANGER, -1)
+    names, (problem,) = found(probes, tmp_path)
+    assert names == ["good"]
+    assert problem.startswith(f"{probes}/linked.py: its directory {home} belongs to user {STRANGER}")
+
+
+@pytest.mark.parametrize("name", ["_shared.py", "data.json", ".hidden", "data/operands.bin"])
+def test_what_lies_beside_probes_counts_too(tmp_path, name):
+    """A probe may read it, so a file of anybody's makes the directory unusable; a link to nowhere does not."""
+    probes = place(tmp_path / "probes.d", "good.py")
+    (probes / ".#good.py").symlink_to("editor@host.1234")
+    place((probes / name).parent, Path(name).name)
+    assert found(probes, tmp_path) == (["good"], [])
+    (probes / name).chmod(0o666)
+    names, (problem,) = found(probes, tmp_path)
+    assert names == []
+    assert (
+        f"{name}: every probe beside it may read it, so none in {probes} is used: it is writable by others" in problem
+    )
+
+
+@needs_root
+def test_what_kubernetes_mounts_is_believed(tmp_path):
+    """A read-only mount of its own, of root's files, whatever its mode; a read-only part of a mount is no better."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    code = "import sys, pathlib; from canaryd import trust; [print(trust.doubt(pathlib.Path(p))) for p in sys.argv[1:]]"
+    script = """
+        mount -t tmpfs -o mode=0777 none "$1" && mkdir -m 0777 "$1/below" && echo "{}" >"$1/canaryd.yaml" || exit
+        "$0" -c "$2" "$1/canaryd.yaml"
+        mount -o remount,ro "$1"
+        "$0" -c "$2" "$1/canaryd.yaml" "$1" "$1/below"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, sys.executable, str(mounted), code],
+        capture_output=True, text=True, check=False, cwd=Path(config.__file__).parents[1],
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    assert done.stderr == ""
+    writable, file, directory, below = done.stdout.splitlines()
+    assert writable.startswith(f"its directory {mounted} is writable by others (drwxrwxrwx)")
+    assert (file, directory) == ("", "")
+    assert below.startswith("it is writable by others (drwxrwxrwx)")
+
+
+@needs_root
+def test_the_configuration_names_programs_and_is_believed_like_one(tmp_path, monkeypatch):
+    """Not one that others can write or own, nor one in such a directory: one line, and exit status 64."""
+    path = tmp_path / "etc" / "canaryd.yaml"
+    path.parent.mkdir()
+    path.write_text("listen: 127.0.0.1:19469\n")
+    assert config.load(path).file == path
+    path.chmod(0o664)
+    answer = canaryd("config", "check", "--config", path)
+    assert (answer.code, answer.out) == (64, "")
+    assert answer.err == (f"canaryd: {path}: it is writable by others (-rw-rw-r--); chmod go-w it, if you trust it\n")
+    path.chmod(0o644)
+    os.chown(path, STRANGER, -1)
+    monkeypatch.setenv("CANARYD_CONFIG", str(path))
+    with pytest.raises(
+        ConfigError, match=rf"named by \$CANARYD_CONFIG.*it belongs to user {STRANGER}; wanted root: chown"
+    ):
+        config.load(None)
+    os.chown(path, 0, -1)
+    os.chown(path.parent, STRANGER, -1)
+    with pytest.raises(ConfigError, match=f"its directory {path.parent} belongs to user {STRANGER}"):
+        config.load(path)
+
+
+def test_a_configuration_from_a_pipe_or_from_nowhere(tmp_path):
+    """A shell's <(…) and /dev/null are fine; a named pipe of everybody's is not."""
+    script = 'exec "$0" -m canaryd config check --config <(echo \'listen: "127.0.0.1:1"\')'
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert config.load(Path("/dev/null")).listen == ("127.0.0.1", 19469)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pipe.chmod(0o666)
+    assert trust.doubt(pipe).startswith("it is writable by others (prw-rw-rw-)")
+
+
+def test_links_without_end(tmp_path):
+    """Links that lead in a circle are an error, not a hang."""
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        trust.doubt(tmp_path / "a")
+
+
+# --- Who may come in -------------------------------------------------------------------------------------------------
+
+
+def test_it_listens_on_loopback_unless_told_otherwise(tmp_path, state):
+    """The default says so, the socket is so, and nothing is warned of; on every interface, it is."""
+    assert config.Config().listen[0] == "127.0.0.1"
+    path = configure(tmp_path, "passes")
+    state.mkdir(mode=0o750)
+    with running(Daemon(path, state)) as daemon:
+        assert daemon.address.startswith("http://127.0.0.1:")
+        assert "canaryd_build_info" in daemon.get("/metrics")[1]
+        assert not any("listening on" in line or "everybody" in line for line in daemon.lines)
+    with running(Daemon(path, state, "--listen", ":0")) as daemon:
+        line = daemon.line("listening on every interface")
+        assert "without TLS and without passwords: who reaches it reads everything; see web_config" in line
+
+
+def test_what_strangers_could_read_is_said(tmp_path, state):
+    """The state directory, a key of an endpoint, passwords that travel in the open."""
+    state.mkdir(mode=0o755)
+    key, web = tmp_path / "key", tmp_path / "web.yml"
+    key.write_text("k\n")
+    key.chmod(0o644)
+    web.write_text("basic_auth_users: {alice: $2y$04$" + "." * 53 + "}\n")
+    web.chmod(0o640)
+    path = configure(
+        tmp_path, "passes", endpoints={"main": {"url": "http://127.0.0.1:9/v1", "key_file": str(key)}},
+        web_config=str(web), listen=":0",
+    )  # fmt: skip
+    pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
+    with running(Daemon(path, state, "--listen", ":0")) as daemon:
+        daemon.line(f"{state}: everybody may read it (drwxr-xr-x): chmod o-rwx {state}")
+        daemon.line(f"{key}: everybody may read it (-rw-r--r--)")
+        daemon.line("with passwords but without TLS: they can be read on their way")
+
+
+def test_a_bad_web_configuration_is_no_open_door(tmp_path, state):
+    """At the start: exit status 64, every mistake with its line, and no socket. On reload: the old one stays."""
+    web = tmp_path / "web.yml"
+    web.write_text("tls_server_config: {cert_file: gone.crt}\nbasic_auth_user: {}\n")
+    path = configure(tmp_path, "passes", web_config=str(web))
+    answer = canaryd("run", "--config", path, "--state-dir", state, "--listen", "127.0.0.1:0")
+    assert answer.code == 64
+    assert answer.err.splitlines() == [
+        f"canaryd: {web}:1: tls_server_config: without key_file (or key) there is no TLS; name the file",
+        f'canaryd: {web}:2: basic_auth_user: unknown setting; did you mean "basic_auth_users"?',
+    ]
+    web.write_text("")
+    name = "canaryd_config_last_reload_successful"
+    with running(Daemon(path, state)) as daemon:
+        assert daemon.value(name) == 1
+        web.write_text("basic_auth_users: {alice: hunter2}\n")
+        daemon.line("basic_auth_users.alice: not a bcrypt hash")
+        eventually(lambda: daemon.value(name) == 0)
+        web.write_text("")
+        eventually(lambda: daemon.value(name) == 1)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"web_config": str(tmp_path / "other.yml")}))
+        daemon.send(signal.SIGHUP)
+        daemon.line(f"{tmp_path}/other.yml: no such file")
+        eventually(lambda: daemon.value(name) == 0)
+        (tmp_path / "other.yml").write_text("http_server_config: {headers: {X-Frame-Options: deny}}\n")
+        daemon.send(signal.SIGHUP)
+        eventually(lambda: daemon.value(name) == 1)
+        with urllib.request.urlopen(daemon.address + "/metrics", timeout=10) as answer:
+            assert answer.headers["X-Frame-Options"] == "deny"
+        assert not any("hunter2" in line or "Traceback" in line for line in daemon.lines)
+
+
+class Guarded:
+    """A daemon behind TLS, client certificates and a password, with all that its clients need."""
+
+    def __init__(self, directory: Path) -> None:
+        bcrypt = pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
+        self.ca, self.other = Authority(directory / "pki"), Authority(directory / "other", "other")
+        self.server = self.ca.issue("server")
+        self.client, self.expired = self.ca.issue("prometheus"), self.ca.issue("expired", days=-1)
+        self.stranger = self.other.issue("stranger")
+        self.password = directory / "password"
+        self.password.write_text("correct horse")
+        self.wrong = directory / "wrong"
+        self.wrong.write_text("battery staple")
+        hashed = bcrypt.hashpw(b"correct horse", bcrypt.gensalt(8)).decode()
+        web = directory / "web.yml"
+        web.write_text(
+            f"tls_server_config:\n  cert_file: {self.server.cert}\n  key_file: {self.server.key}\n"
+            f"  client_auth_type: RequireAndVerifyClientCert\n  client_ca_file: {self.ca.cert}\n"
+            f"basic_auth_users:\n  prometheus: {hashed}\n"
+        )
+        web.chmod(0o640)
+        (directory / "state").mkdir(mode=0o750)
+        self.daemon = Daemon(configure(directory, "passes", web_config=str(web)), directory / "state")
+        line = self.daemon.line("serves https://")
+        self.target = line.partition("https://")[2].partition("/")[0]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        made = Guarded(tmp_path_factory.mktemp("guarded"))
+        stack.enter_context(running(made.daemon))
+        yield made
+
+
+def test_curl(guarded):
+    """With everything: the metrics. Without the certificate, with a bad one, over plain HTTP: nothing."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed here: it was not tried")
+
+    def ask(*arguments: object, path: str = "/metrics") -> tuple[int, str, str]:
+        argv = [curl, "-sS", "-m", "20", "-w", "%{http_code}", *map(str, arguments), f"https://{guarded.target}{path}"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout[-3:], done.stdout[:-3] + done.stderr
+
+    ca, user = ("--cacert", guarded.ca.cert), ("-u", "prometheus:correct horse")
+
+    def by(pair) -> tuple[object, ...]:
+        return ("--cert", pair.cert, "--key", pair.key)
+
+    for version in ((), ("--tls-max", "1.2"), ("--tlsv1.3",), ("--http2",), ("--compressed",)):
+        code, status, text = ask(*ca, *by(guarded.client), *user, *version)
+        assert (code, status) == (0, "200")
+        assert "canaryd_build_info" in text
+    assert ask(*ca, *by(guarded.client), *user, path="/healthz")[1] in ("200", "503")
+    assert ask(*ca, *by(guarded.client))[:2] == (0, "401")
+    assert ask(*ca, *by(guarded.client), path="/healthz")[:2] == (0, "401")
+    code, status, text = ask(*ca, *by(guarded.client), "-u", "prometheus:wrong")
+    assert (code, status) == (0, "401")
+    assert "canaryd_build_info" not in text
+    for strangers in ((), by(guarded.expired), by(guarded.stranger)):
+        code, status, _ = ask(*ca, *strangers, *user)
+        assert (code != 0, status) == (True, "000")
+    assert (
+        ask("--cacert", guarded.other.cert, *by(guarded.client), *user)[0] == 60
+    )  # the server is not the one expected
+    done = subprocess.run(
+        [curl, "-sS", f"http://{guarded.target}/metrics"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "this is an HTTPS server: write https:// for http://\n"
+
+
+def test_prometheus_scrapes_through_tls_and_a_password(guarded, tmp_path):
+    """Up with everything; down with another authority, no certificate, an expired or foreign one, a wrong password."""
+
+    def job(name: str, pair=None, ca: Path | None = None, password: Path | None = None) -> dict[str, object]:
+        tls = {"ca_file": str(ca or guarded.ca.cert)}
+        tls |= {"cert_file": str(pair.cert), "key_file": str(pair.key)} if pair else {}
+        login = {"username": "prometheus", "password_file": str(password or guarded.password)}
+        return {
+            "job_name": name,
+            "scheme": "https",
+            "tls_config": tls,
+            "basic_auth": login,
+            "static_configs": [{"targets": [guarded.target]}],
+        }
+
+    jobs = [
+        job("good", guarded.client),
+        job("other authority", guarded.client, ca=guarded.other.cert),
+        job("no certificate"),
+        job("expired", guarded.expired),
+        job("stranger", guarded.stranger),
+        job("wrong password", guarded.client, password=guarded.wrong),
+    ]
+    with prometheus(tmp_path / "prometheus", {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}) as server:
+
+        def seen() -> dict[str, str]:
+            return {series["metric"]["job"]: series["value"][1] for series in server.query("up")}
+
+        wanted = {name["job_name"]: "1" if name["job_name"] == "good" else "0" for name in jobs}
+        eventually(lambda: seen() == wanted)
+        errors = {
+            target["scrapePool"]: target["lastError"] for target in server.ask("/api/v1/targets")["activeTargets"]
+        }
+        assert "401" in errors["wrong password"]
+        assert eventually(lambda: server.query('canaryd_build_info{job="good"}'))
+        assert server.query('canaryd_build_info{job!="good"}') == []
+    guarded.daemon.line("127.0.0.1 was not let in: wrong user or password")
+    assert not any("battery" in line or "correct horse" in line for line in guarded.daemon.lines)
+
+
+def test_a_rotated_certificate_reaches_the_next_scrape(guarded):
+    """The daemon is neither restarted nor signalled; the connections from before end."""
+    context = ssl.create_default_context(cafile=guarded.ca.cert)
+    context.load_cert_chain(guarded.client.cert, guarded.client.key)
+
+    def number() -> str:
+        host, port = guarded.target.split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as client,
+        ):
+            return client.getpeercert()["serialNumber"]
+
+    before = number()
+    new = guarded.ca.issue("rotated")
+    new.key.replace(guarded.server.key)
+    new.cert.replace(guarded.server.cert)
+    assert number() != before
+
+
+# --- What is never told ----------------------------------------------------------------------------------------------
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """A model server that refuses, and repeats in its refusal what it was sent."""
+
+    def do_GET(self) -> None:
+        said = json.dumps({"error": {"message": f"invalid key: {self.headers['Authorization']}"}}).encode()
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def echoing():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+SECRETS = {
+    "key": "pl4nted-endpoint-key",
+    "environment": "pl4nted-of-the-daemon",
+    "worker": "pl4nted-worker-env",
+    "setting": "pl4nted-probe-setting",
+    "password": "pl4nted-password",
+    "typed": "pl4nted-typed-in-vain",
+}
+
+
+def holds_secret(what: str, data: bytes, secrets: dict[str, str]) -> list[str]:
+    """Return which secrets stand in `data`, also as base64."""
+    return [
+        f"{name} in {what}"
+        for name, secret in secrets.items()
+        if secret.encode() in data or base64.b64encode(secret.encode())[:-4] in data
+    ]
+
+
+def members(archive: Path):
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            if member.isfile():
+                yield member.name, tar.extractfile(member).read()
+
+
+def test_planted_secrets_are_told_nowhere(tmp_path, state):
+    """Not in the log, a page, a document, a dossier, the record, or the list of processes."""
+    bcrypt = pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
+    secrets = dict(SECRETS)
+    key, web = tmp_path / "key", tmp_path / "web.yml"
+    key.write_text(secrets["key"] + "\n")
+    key.chmod(0o600)
+    secrets["hash"] = bcrypt.hashpw(secrets["password"].encode(), bcrypt.gensalt(4)).decode()
+    web.write_text(f"basic_auth_users: {{alice: '{secrets['hash']}'}}\n")
+    web.chmod(0o600)
+    listed: set[bytes] = set()
+    with echoing() as port:
+        path = configure(
+            tmp_path,
+            *("surroundings", "raises", "crashes", "mismatches", "records", "echoes"),
+            each={
+                "endpoint_canary": {"enabled": True, "period": "2s"},
+                "records": {"settings": {"api_key": secrets["setting"]}},
+            },
+            endpoints={"main": {"url": f"http://127.0.0.1:{port}/v1", "key_file": str(key)}},
+            web_config=str(web),
+        )
+        content = json.loads(path.read_text())
+        content["worker"]["env"] = {"HF_TOKEN": secrets["worker"], "PLAIN": secrets["worker"]}
+        path.write_text(json.dumps(content))
+        os.environ["PLANTED_TOKEN"] = secrets["environment"]
+        try:
+            daemon = Daemon(path, state)
+        finally:
+            del os.environ["PLANTED_TOKEN"]
+        with running(daemon):
+            done = threading.Event()
+
+            def watch() -> None:
+                while not done.wait(0.02):
+                    for pid in marked(daemon.mark):
+                        with contextlib.suppress(OSError):
+                            listed.add(Path(f"/proc/{pid}/cmdline").read_bytes())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+
+            def get(path: str, password: str = secrets["password"], user: str = "alice") -> tuple[int, bytes]:
+                login = base64.b64encode(f"{user}:{password}".encode()).decode()
+                asked = urllib.request.Request(daemon.address + path, headers={"Authorization": f"Basic {login}"})
+                try:
+                    with urllib.request.urlopen(asked, timeout=20) as answer:
+                        return answer.status, answer.read() + str(answer.headers).encode()
+                except urllib.error.HTTPError as error:
+                    with error:
+                        return error.code, error.read() + str(error.headers).encode()
+
+            assert get("/metrics", secrets["typed"])[0] == 401
+            assert get("/metrics", "x", user=secrets["typed"])[0] == 401
+            daemon.line("mismatches completed")
+            daemon.line("raises errored")
+            daemon.line("crashes crashed")
+            daemon.line("records completed")
+            daemon.line("endpoint_canary skipped")
+            eventually(lambda: b'probe="mismatches"' in get("/metrics")[1])
+            leaks = []
+            for page in ("/", "/metrics", "/healthz", "/readyz", "/nowhere?key=" + secrets["typed"]):
+                leaks += holds_secret(page, get(page)[1], secrets)
+            options = ("--config", path, "--state-dir", state)
+            for command in (("status",), ("status", "--json"), ("history",), ("history", "--json"), ("probes",)):
+                answer = canaryd(*command, *options)
+                leaks += holds_secret(" ".join(command), (answer.out + answer.err).encode(), secrets)
+            for number, more in enumerate(((), ("--redact",), ("--json",))):
+                answer = canaryd("report", "cpu:0", "-o", tmp_path / f"r{number}", *more, *options, timeout=300)
+                leaks += holds_secret("report", (answer.out + answer.err).encode(), secrets)
+                (archive,) = (tmp_path / f"r{number}").glob("*.tar*")
+                for name, data in members(archive):
+                    leaks += holds_secret(f"report: {name}", data, secrets)
+            answer = canaryd("report", "endpoint:main", "-o", tmp_path / "r9", *options, timeout=300)
+            leaks += holds_secret("report of the endpoint", (answer.out + answer.err).encode(), secrets)
+            for archive in (tmp_path / "r9").glob("*.tar*"):
+                for name, data in members(archive):
+                    leaks += holds_secret(f"report of the endpoint: {name}", data, secrets)
+            done.set()
+            watcher.join()
+            daemon.end()
+        leaks += holds_secret("log", "\n".join(daemon.lines).encode(), secrets)
+    assert any(b"worker" in line for line in listed), listed
+    for line in listed:
+        leaks += holds_secret("list of processes", line, secrets)
+    stored = [file for file in state.rglob("*") if file.is_file()]
+    assert any(file.name == "canaryd.db" for file in stored)
+    for file in stored:
+        leaks += holds_secret(f"record: {file.name}", file.read_bytes(), secrets)
+    assert leaks == []
+
+
+def test_a_worker_elsewhere_is_told_its_environment_by_no_command_line(tmp_path, state):
+    """worker.command and its bootstrap: the variables travel on standard input."""
+    path = configure(tmp_path, "surroundings", "records", each={"records": {"settings": {"seconds": 1}}})
+    content = json.loads(path.read_text())
+    content["worker"] = {"command": ["env", content["worker"]["python"]], "env": {"API_KEY": SECRETS["worker"]}}
+    path.write_text(json.dumps(content))
+    listed: set[bytes] = set()
+    with running(Daemon(path, state)) as daemon:
+
+        def seen() -> bool:
+            for pid in marked(daemon.mark):
+                with contextlib.suppress(OSError):
+                    listed.add(Path(f"/proc/{pid}/cmdline").read_bytes())
+            return any(b"-c" in line for line in listed)
+
+        eventually(seen)
+        daemon.line("surroundings completed")
+        seen()
+        log = "\n".join(daemon.lines).encode()
+    assert holds_secret("log", log, SECRETS) == []
+    assert [leak for line in listed for leak in holds_secret("list of processes", line, SECRETS)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "endpoints: {main: {url: 'http://me:pl4nted@127.0.0.1/v1'}}",
+        "endpoints: {main: {url: 'http://pl4nted@127.0.0.1/v1'}}",
+        "worker: {env: {API_KEY: 471147114711}}",
+    ],
+)
+def test_a_mistake_in_the_configuration_repeats_no_secret(tmp_path, text):
+    """An address with a password in it, a number for a text."""
+    path = tmp_path / "canaryd.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert "pl4nted" not in str(caught.value)
+    assert "471147114711" not in str(caught.value)
+
+
+def test_the_address_of_a_fleets_prometheus_is_not_repeated_with_its_password(tmp_path):
+    """It is refused: everybody on the machine would see it in the list of processes."""
+    answer = canaryd("fleet", "--prometheus", "http://me:pl4nted@127.0.0.1:9", "--state-dir", tmp_path / "state")
+    assert answer.code == 64
+    assert "use --token-file" in answer.err
+    assert "pl4nted" not in answer.out + answer.err
