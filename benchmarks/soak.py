@@ -1,0 +1,500 @@
+"""Hours of a busy daemon, and whether anything grows.
+
+Runs `canaryd run` with a state directory of its own on 8 GPUs of the tests' stand-in for NVML, and lets much happen:
+numeric probes every minute, telemetry every 15 s, a probe that hangs and one that crashes, lines in the kernel log,
+counters that rise, a GPU that falls off the bus, a scrape every 5 s, `canaryd status`, SIGHUP, drills. Every 30 s it
+looks at the daemon from outside. At the end each quantity is judged by its trend after the warm-up.
+
+Ends with 1 where something grows or went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import html
+import http.client
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import common, footprint
+from benchmarks.telemetry import Scraper
+from canaryd import drawing
+from canaryd.config import parse_duration
+from tests.nvml_stand_in import StandIn
+
+PROBES = common.ROOT / "tests/probes"
+SAMPLE, SCRAPE = 30.0, 5.0
+"""Seconds between two samples, and between two scrapes."""
+WARM_UP = 900.0
+"""Seconds at the start that are not judged; a quarter of a run that is shorter than four times that."""
+STORE = 4 << 20
+"""Bytes that `store.max_size` allows the database here."""
+GROWN_BY = 1.96
+"""Standard normal quantile of the two-sided 95 % interval of a slope."""
+LEAVE = 20.0
+"""Seconds in which a stop must have ended."""
+XID = "NVRM: Xid (PCI:0000:1{gpu:x}:00): {xid}, pid=4242, name=python3, Ch 00000008"
+XIDS = (31, 43, 13, 94)
+COUNTER = re.compile(r"^(canaryd_\w+_total(?:\{.*\})?) (\S+)$", re.MULTILINE)
+TROUBLE = re.compile(r"Traceback|the daemon goes on| CRITICAL | ERROR ")
+
+
+# --- What is judged ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """Something that must not grow."""
+
+    name: str
+    unit: str
+    growth: float
+    """Most that it may grow in an hour, in its unit (ours)."""
+    most: float = math.inf
+    """Most that it may ever be."""
+    why: str = ""
+
+
+MIB = float(1 << 20)
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity(
+        name="resident memory", unit="MiB", growth=2.0, most=footprint.MEMORY_TARGET, why="the footprint's target"
+    ),
+    Quantity(name="proportional memory", unit="MiB", growth=2.0),
+    Quantity(
+        name="anonymous memory",
+        unit="MiB",
+        growth=2.0,
+        why="50 runs a probe and way fill up 60 times as fast as at the default periods",
+    ),
+    Quantity(name="threads", unit="1", growth=0.5, most=64.0, why="36 of the pools and a few lasting ones"),
+    Quantity(name="open files", unit="1", growth=0.5, most=200.0),
+    Quantity(name="child processes", unit="1", growth=0.5, most=12.0),
+    Quantity(name="zombies that stay", unit="1", growth=0.0, most=0.0, why="seen in two samples running"),
+    Quantity(name="database", unit="MiB", growth=math.inf, most=STORE / MIB, why="store.max_size; pruned every hour"),
+    Quantity(name="write-ahead log", unit="MiB", growth=math.inf, most=8.0, why="SQLite begins anew at 4 MiB"),
+    Quantity(name="rest of the state directory", unit="MiB", growth=0.05, most=1.0),
+    Quantity(name="log", unit="MiB", growth=2.0, why="a line a run, and here a run every few seconds"),
+    Quantity(name="series", unit="1", growth=20.0, most=20_000.0, why="outcomes and events that were not seen before"),
+    Quantity(name="scrape latency", unit="ms", growth=5.0, why="the median of the scrapes since the last sample"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """Growth an hour: the median of the slopes of all pairs, and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def slope(points: Sequence[tuple[float, float]]) -> Slope:
+    """Return the trend of (seconds, value) points an hour, by Theil and Sen, with Sen's interval.
+
+    The interval takes the ranks of the pairs' slopes that Kendall's variance gives (P. K. Sen, 1968; R. O. Gilbert,
+    1987, § 16.5). It takes samples for independent: of slowly varying ones it is rather too narrow.
+    """
+    pairs = sorted(3600.0 * (b - a) / (after - before) for (before, a), (after, b) in itertools.combinations(points, 2))
+    count = len(points)
+    reach = GROWN_BY * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, math.floor((len(pairs) - reach) / 2))
+    high = min(len(pairs) - 1, math.ceil((len(pairs) + reach) / 2))
+    return Slope(median=statistics.median(pairs), low=pairs[low], high=pairs[high])
+
+
+def judged(quantity: Quantity, found: Slope, largest: float) -> str:
+    """Return "holds", "grows", "too much", or "not resolved" where the interval holds the bound."""
+    if largest > quantity.most:
+        return "too much"
+    if found.high <= quantity.growth:
+        return "holds"
+    return "grows" if found.low > quantity.growth else "not resolved"
+
+
+# --- The machine and the daemon on it ---------------------------------------------------------------------------------
+
+
+def configure(folder: Path) -> Path:
+    """Write a configuration in which much happens; JSON is YAML."""
+    probes = folder / "probes.d"
+    probes.mkdir(mode=0o755)
+    for name in ("hangs", "crashes"):
+        (probes / f"{name}.py").write_text((PROBES / f"{name}.py").read_text())
+    off = [p.stem for p in (common.ROOT / "probes").glob("[!_]*.py") if not p.stem.endswith("_telemetry")]
+    each: dict[str, Any] = {name: {"enabled": False} for name in off}
+    each |= {
+        "exact_integer": {"period": "1m"},
+        "exact_attention": {"period": "2m"},
+        "recorded_kernels": {"period": "3m"},
+        "hangs": {"period": "10m", "timeout": "5s"},
+        "crashes": {"period": "7m"},
+        "directories": [str(probes)],
+    }
+    (folder / "kmsg").touch()
+    settings = {
+        "probes": each,
+        "telemetry": {"kernel_log": str(folder / "kmsg")},
+        "store": {"max_size": f"{STORE >> 20}MiB"},
+    }
+    path = folder / "canaryd.yaml"
+    path.write_text(json.dumps(settings, indent=1))
+    return path
+
+
+@dataclass
+class Soak:
+    """The daemon, what is done to it, and what is seen of it."""
+
+    folder: Path
+    machine: StandIn
+    process: psutil.Popen
+    address: str
+    config: Path
+    samples: list[dict[str, float]] = field(default_factory=list)
+    marks: list[drawing.Mark] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """What went wrong, one sentence each."""
+    done: dict[str, int] = field(default_factory=dict)
+    """What was done → how often."""
+    scrapes: list[float] = field(default_factory=list)
+    """Milliseconds of every scrape."""
+    recent: list[float] = field(default_factory=list)
+    commands: list[tuple[str, frozenset[int], subprocess.Popen[bytes]]] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    zombies: frozenset[int] = frozenset()
+    sequence: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        """Prepare the one scraper."""
+        self.scraper = Scraper(self.address)
+
+    @property
+    def state(self) -> Path:
+        """Its state directory."""
+        return self.folder / "state"
+
+    # -- what is done to it
+
+    def scrape(self) -> None:
+        """Scrape once."""
+        try:
+            self.scraper.scrape()
+        except (OSError, http.client.HTTPException) as error:
+            self.wrong.append(f"a scrape failed: {error!r}")
+            self.scraper = Scraper(self.address)
+            return
+        self.recent.append(self.scraper.milliseconds[-1])
+
+    def command(self, *words: str, good: frozenset[int]) -> None:
+        """Start another canaryd beside the daemon; `good` are the exit statuses that are right."""
+        argv = [sys.executable, "-m", "canaryd", *words, "--config", str(self.config), "--state-dir", str(self.state)]
+        with (self.folder / "commands.log").open("ab") as log:
+            started = subprocess.Popen(argv, cwd=common.ROOT, stdout=log, stderr=log)
+        self.commands.append((words[0], good, started))
+
+    def status(self) -> None:
+        """Let an operator look."""
+        self.command("status", good=frozenset({0, 1, 2, 3}))
+
+    def drill(self) -> None:
+        """Inject a fault into the CPU's exact integers, as an operator would: it is to be found."""
+        self.mark("drill")
+        self.command("drill", "--device", "cpu:0", "--probe", "exact_integer", good=frozenset({2}))
+
+    def reload(self) -> None:
+        """Send SIGHUP."""
+        self.mark("SIGHUP")
+        self.process.send_signal(signal.SIGHUP)
+
+    def hear(self) -> None:
+        """Let the kernel report an Xid."""
+        number = next(self.sequence)
+        text = XID.format(gpu=number % len(self.machine.uuids), xid=XIDS[number % len(XIDS)])
+        with (self.folder / "kmsg").open("a") as log:
+            log.write(f"4,{number},{int(time.monotonic() * 1e6)},-;{text}\n")
+
+    def weather(self) -> None:
+        """Let temperatures vary, and now and then a corrected memory error be counted."""
+        for gpu in range(len(self.machine.uuids)):
+            self.machine.set(gpu, "temperature", random.randint(40, 80))
+
+    def lose(self) -> None:
+        """Let a GPU fall off the bus until the next `regain`."""
+        self.mark("GPU lost")
+        self.machine.lose(3)
+
+    def regain(self) -> None:
+        """Bring it back."""
+        self.machine.unset(3, "lost")
+
+    def mark(self, label: str) -> None:
+        """Remember when something was done, for the picture."""
+        self.marks.append(drawing.Mark(at=time.time(), label=label))
+
+    # -- what is seen of it
+
+    def reap(self) -> None:
+        """Take note of the commands that ended."""
+        for entry in list(self.commands):
+            name, good, process = entry
+            if (code := process.poll()) is not None:
+                self.commands.remove(entry)
+                if code not in good:
+                    self.wrong.append(f"canaryd {name} ended with {code}")
+
+    def sample(self) -> None:
+        """Look at everything once."""
+        pid, recent, self.recent = self.process.pid, self.recent, []
+        self.scrapes += recent
+        memory = footprint.memory(pid)
+        children = self.process.children()
+        zombies = frozenset(c.pid for c in children if _status(c) == psutil.STATUS_ZOMBIE)
+        size = {path.name: _size(path) for path in self.state.rglob("*")}
+        database, log = size.pop("canaryd.db", 0.0), size.pop("canaryd.db-wal", 0.0)
+        self._count()
+        self.samples.append(
+            {
+                "at": time.time(),
+                "resident memory": memory["resident"],
+                "proportional memory": memory["proportional"],
+                "anonymous memory": memory["anonymous"],
+                "threads": float(self.process.num_threads()),
+                "open files": float(self.process.num_fds()),
+                "child processes": float(len(children)),
+                "zombies that stay": float(len(zombies & self.zombies)),
+                "database": database / MIB,
+                "write-ahead log": log / MIB,
+                "rest of the state directory": sum(size.values()) / MIB,
+                "log": _size(self.folder / "log") / MIB,
+                "series": float(self.scraper.series),
+                "scrape latency": statistics.median(recent) if recent else math.nan,
+            }
+        )
+        self.zombies = zombies
+
+    def _count(self) -> None:
+        """Hold the counters of the newest page against those of the last look: none may fall or vanish."""
+        now = {name: float(value) for name, value in COUNTER.findall(self.scraper.page)}
+        for name, before in self.counters.items():
+            if now.get(name, -1.0) < before:
+                self.wrong.append(f"{name} was {before:g} and is {now.get(name, 'gone')}")
+        self.counters = now
+
+    def finish(self) -> None:
+        """Stop the daemon, and hold its log against what must not stand in it."""
+        for _, _, command in self.commands:
+            command.kill()
+            command.wait()
+        begun = time.monotonic()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.terminate()
+        try:
+            code = self.process.wait(LEAVE)
+            if code != 0:
+                self.wrong.append(f"the daemon ended with {code}")
+        except psutil.TimeoutExpired:
+            self.wrong.append(f"the daemon did not end within {LEAVE:g} s")
+            self.process.kill()
+            self.process.wait()
+        self.done["seconds of the stop"] = math.ceil(time.monotonic() - begun)
+        lines = [
+            line for line in (self.folder / "log").read_text(errors="replace").splitlines() if TROUBLE.search(line)
+        ]
+        self.wrong += [f"in the log: {line}" for line in lines]
+
+
+def _size(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return float(path.stat().st_size)
+    return 0.0
+
+
+def _status(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(process.status())
+    return ""
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[Soak]:
+    """Start the daemon, wait until it answers, and stop it at the end."""
+    machine = StandIn(folder)
+    os.environ.update(machine.environment)
+    config = configure(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["run", "--config", str(config), "--state-dir", str(folder / "state"), "--listen", address]
+    with (folder / "log").open("wb") as log:
+        process = psutil.Popen([sys.executable, "-m", "canaryd", *words], cwd=common.ROOT, stdout=log, stderr=log)
+    soak = Soak(folder, machine, process, f"http://{address}/metrics", config)
+    try:
+        for _ in range(300):
+            if process.poll() is not None:
+                sys.exit(f"canaryd run ended at once:\n{(folder / 'log').read_text()[-2000:]}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                soak.scraper = Scraper(soak.address)
+                soak.scraper.scrape()
+                break
+            time.sleep(0.1)
+        yield soak
+    finally:
+        soak.finish()
+
+
+def watch(soak: Soak, duration: float) -> None:
+    """Do to the daemon what is to be done, and sample it, for `duration` seconds."""
+    acts: list[tuple[str, float, float, Callable[[], None]]] = [
+        # name, first after, then every: seconds
+        ("scrapes", 0.0, SCRAPE, soak.scrape),
+        ("samples", SAMPLE, SAMPLE, soak.sample),
+        ("changes of temperature", 10.0, 10.0, soak.weather),
+        ("lines of the kernel log", 20.0, 60.0, soak.hear),
+        ("canaryd status", 60.0, 180.0, soak.status),
+        ("SIGHUP", 300.0, 600.0, soak.reload),
+        ("drills", 90.0, 900.0, soak.drill),
+        ("GPUs lost", 240.0, 1200.0, soak.lose),
+        ("GPUs back", 320.0, 1200.0, soak.regain),
+    ]
+    begun = time.monotonic()
+    due = {name: begun + first for name, first, _, _ in acts}
+    soak.done |= dict.fromkeys(due, 0)
+    while time.monotonic() < begun + duration:
+        if soak.process.poll() is not None:
+            soak.wrong.append(f"the daemon ended by itself with {soak.process.returncode}")
+            return
+        for name, _, period, act in acts:
+            if time.monotonic() >= due[name]:
+                act()
+                soak.done[name] += 1
+                due[name] = max(due[name] + period, time.monotonic())
+        soak.reap()
+        time.sleep(max(0.0, min(due.values()) - time.monotonic()))
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]:
+    """Return the report, its data, the picture and whether all is well."""
+    warm_up = min(WARM_UP, duration / 4)
+    first = soak.samples[0]["at"]
+    judged_from = first + warm_up
+    rows, data, good = [], {}, not soak.wrong
+    for quantity in QUANTITIES:
+        points = [(s["at"], s[quantity.name]) for s in soak.samples if s["at"] >= judged_from]
+        points = [(at, value) for at, value in points if math.isfinite(value)]
+        values = [value for _, value in points]
+        found = slope(points)
+        verdict = judged(quantity, found, max(values))
+        good = good and verdict in ("holds", "not resolved")
+        unit = "" if quantity.unit == "1" else f" {quantity.unit}"
+        bound = "" if math.isinf(quantity.growth) else f"≤ {quantity.growth:g}{unit} an hour"
+        limit = "" if math.isinf(quantity.most) else f"≤ {quantity.most:g}{unit}"
+        rows.append(
+            [
+                quantity.name,
+                f"{values[0]:.4g} → {values[-1]:.4g}{unit}",
+                f"{max(values):.4g}{unit}",
+                f"{found.median:+.3g} ({found.low:+.3g} to {found.high:+.3g})",
+                ", ".join(filter(None, (bound, limit))) + (f": {quantity.why}" if quantity.why else ""),
+                verdict if verdict == "holds" else f"**{verdict}**",
+            ]
+        )
+        data[quantity.name] = {**dataclasses.asdict(found), "largest": max(values), "verdict": verdict}
+    scrapes = sorted(soak.scrapes)
+    p99 = scrapes[math.ceil(0.99 * len(scrapes)) - 1]
+    runs = sum(v for name, v in soak.counters.items() if name.startswith("canaryd_probe_runs_total"))
+    lost = sum(
+        v
+        for n, v in soak.counters.items()
+        if n.startswith("canaryd_probe_runs_total") and 'outcome="completed"' not in n
+    )
+    acts = ", ".join(f"{count:,} {name}" for name, count in soak.done.items())
+    body = (
+        f"{duration / 3600:.2f} h, of which the first {warm_up / 60:.0f} min are not judged. Done to it: {acts}.\n"
+        f"It counted {runs:,.0f} runs and polls, {lost:,.0f} of which did not complete, as wanted of those that hang, "
+        f"crash or\nfind a GPU lost. Scrapes: median {statistics.median(scrapes):.1f} ms, "
+        f"99th percentile {p99:.1f} ms, longest {scrapes[-1]:.1f} ms.\n\n"
+        + common.table(["quantity", "first → last", "largest", "growth an hour (95 %)", "bound", "verdict"], rows)
+        + "\nGrowth is the Theil-Sen slope with Sen's interval. A quantity holds when the whole interval is within its "
+        "bound,\nand grows when none of it is.\n\n"
+        + ("Went wrong: nothing.\n" if not soak.wrong else "Went wrong:\n\n")
+        + "".join(f"- {sentence}\n" for sentence in soak.wrong)
+        + "\n![What was seen](soak.svg)\n"
+    )
+    kept = {"warm_up": warm_up, "quantities": data, "done": soak.done, "wrong": soak.wrong, "p99_ms": p99}
+    return body, {**kept, "samples": soak.samples}, picture(soak, judged_from), good
+
+
+def picture(soak: Soak, judged_from: float) -> str:
+    """Return all courses below one another as one SVG."""
+    named = [drawing.Mark(at=judged_from, label="judged from here", role="calm"), *soak.marks]
+    parts, top = [], 0.0
+    for quantity in QUANTITIES:
+        points = [(s["at"], s[quantity.name]) for s in soak.samples]
+        figure = drawing.plot(quantity.name, quantity.unit, [drawing.Line(name=quantity.name, points=points)], named)
+        inside = re.search(r"<svg[^>]*>(.*)</svg>", figure, re.DOTALL)
+        if inside is not None:
+            unit = "" if quantity.unit == "1" else f", {quantity.unit}"
+            title = f'<text x="{drawing.LEFT}" y="14">{html.escape(quantity.name + unit)}</text>'
+            parts.append(f'<g transform="translate(0,{top + 20:g})">{title}<g transform="translate(0,14)">')
+            parts.append(f"{inside[1]}</g></g>")
+            top += drawing.H + 40
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {drawing.W} {top:g}" color="#222">'
+        f'<style>{drawing.STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def main() -> None:
+    """Start, soak, judge, write; end with 1 where something grows or went wrong."""
+    parser = common.options(__doc__)
+    parser.add_argument("--for", dest="duration", type=_duration, default=7200.0, help="e.g. 2h (default: 2h)")
+    arguments = parser.parse_args()
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        sys.exit("no C compiler here: the stand-in for NVML cannot be built; install cc")
+    facts = common.machine()
+    with tempfile.TemporaryDirectory(prefix="canaryd-soak-") as name, started(Path(name)) as soak:
+        watch(soak, arguments.duration)
+        if len(soak.samples) < 3:
+            sys.exit(f"{len(soak.samples)} samples are too few to judge; soak for longer")
+    facts["load at end"] = f"{os.getloadavg()[0]:.2f}"
+    body, data, drawn, good = report(soak, arguments.duration)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "soak.svg").write_text(drawn)
+    common.write(arguments.out, "soak", "Hours of a busy daemon", facts, body, data)
+    sys.exit(0 if good else 1)
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
