@@ -1,0 +1,372 @@
+"""The service as machines run it: a real systemd in a container installs, starts, kills, starves, reloads, upgrades it.
+
+tests/boot/make_root makes what is booted, once; without it, and without root, everything here is skipped aloud.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd import __version__
+from tests.boot.machine import CACHE, Machine, booted, copy_clone, why_not
+from tests.command import BUILTIN, PROBES
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+LIGHT = {
+    "probes": {name: {"enabled": False} for name in BUILTIN if not name.endswith("_telemetry")}
+    | {"passes": {"period": "5s"}}
+}
+"""A configuration that needs no torch: telemetry, and one light probe of tests/probes every few seconds."""
+QUICK = "[Service]\nRestartSec=1s\nWatchdogSec=5s\n"
+"""A drop-in, so that a test need not wait for the unit's own times."""
+ON_CPU = {"canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "host_telemetry", "recorded_kernels"}
+"""Probes that every processor must have evidence of."""
+BREAKS = '\nraise RuntimeError("this release does not start")\n'
+
+
+def prepare(machine: Machine) -> None:
+    """Put a configuration, a probe and the quick times where an operator would."""
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+    machine.put("/etc/canaryd/probes.d/passes.py", (PROBES / "passes.py").read_text())
+    machine.put("/etc/systemd/system/canaryd.service.d/quick.conf", QUICK)
+    shutil.copytree(CACHE / "wheels", machine.root / "srv/wheels")
+
+
+def install(machine: Machine, clone: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Install or upgrade from a clone inside the machine, by the documented command and without a network."""
+    return machine.run(f"{clone}/scripts/install", "--find-links", "/srv/wheels", *arguments, check=check)
+
+
+def serves(machine: Machine) -> bool:
+    """Whether the service is up and Prometheus would get its metrics."""
+    return machine.show("ActiveState") == "active" and machine.get("/metrics")[0] == 200
+
+
+def grown(machine: Machine, before: dict[str, str]) -> bool:
+    """Whether runs were added; none of those before may be missing."""
+    now = machine.runs()
+    assert before.items() <= now.items()
+    return len(now) > len(before)
+
+
+def recorded(machine: Machine) -> dict[str, str]:
+    """Wait for history and return it."""
+    machine.eventually(lambda: "passes" in machine.runs().values())
+    return machine.runs()
+
+
+def restarted(machine: Machine, pid: str) -> bool:
+    """Whether another process serves in place of `pid`, and no worker of the old one is left."""
+    return machine.show("MainPID") not in ("0", pid) and serves(machine)
+
+
+def verified(machine: Machine, directory: str) -> str:
+    """Return what systemd-analyze says of the installed units."""
+    units = [f"{directory}/{name}" for name in ("canaryd.service", "canaryd-check@.service")]
+    done = machine.run("systemd-analyze", "verify", *units, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A machine on which scripts/install has installed this clone; tests leave the service running."""
+    with booted(tmp_path_factory.mktemp("machine")) as one:
+        prepare(one)
+        copy_clone(one.root / "srv/canaryd")
+        done = install(one, "/srv/canaryd")
+        assert "is installed and ready" in done.stdout
+        yield one
+
+
+def test_the_installed_service_is_ready_and_scraped(machine):
+    """READY has been said, it starts with the machine, runs as its own user, and serves what promtool accepts."""
+    assert serves(machine)
+    assert machine.show("Type") == "notify"
+    assert machine.out("systemctl", "is-enabled", "canaryd") == "enabled"
+    assert machine.show("NRestarts") == "0"
+    assert machine.out("ps", "-o", "user=", "-p", machine.show("MainPID")) == "canaryd"
+    assert machine.out("stat", "-c", "%U %a", "/var/lib/canaryd") == "canaryd 750"
+    recorded(machine)
+    _, page = machine.get("/metrics")
+    assert re.search(r"^canaryd_device_state\{", page, re.MULTILINE)
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr
+    machine.eventually(lambda: machine.get("/readyz")[0] == 200)
+
+
+def test_systemd_has_nothing_to_complain_of(machine):
+    """Not one line about any installed unit, and nothing in the journal that systemd ignored."""
+    directory = "/usr/local/lib/systemd/system"
+    done = machine.run(
+        "systemd-analyze", "verify", f"{directory}/canaryd.service", f"{directory}/canaryd-check@.service"
+    )
+    assert done.stdout + done.stderr == ""
+    assert "gnoring" not in machine.out("journalctl", "--no-pager", "-o", "cat", "-t", "systemd")
+
+
+def test_a_killed_daemon_comes_back_with_its_history(machine):
+    """SIGKILL to the main process: started again, and every earlier run is still there."""
+    before, pid, count = recorded(machine), machine.show("MainPID"), int(machine.show("NRestarts"))
+    machine.run("systemctl", "kill", "--kill-who=main", "-s", "KILL", "canaryd")
+    machine.eventually(lambda: restarted(machine, pid))
+    assert int(machine.show("NRestarts")) == count + 1
+    machine.eventually(lambda: grown(machine, before))
+    told = json.loads(machine.run("/usr/local/bin/canaryd", "history", "--json", check=False).stdout)
+    assert told["devices"]
+
+
+def test_a_starved_watchdog_restarts_the_daemon(machine):
+    """A main process that stands still is killed by systemd's watchdog and replaced."""
+    before, pid = recorded(machine), machine.show("MainPID")
+    machine.run("systemctl", "kill", "--kill-who=main", "-s", "STOP", "canaryd")
+    machine.eventually(lambda: restarted(machine, pid))
+    assert "Watchdog timeout" in machine.journal()
+    machine.eventually(lambda: grown(machine, before))
+
+
+def test_a_bad_configuration_is_told_at_the_reload_and_not_taken(machine):
+    """A mistake is logged and counted, the old configuration works on; a good one is taken."""
+    pid = machine.show("MainPID")
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT | {"shedule": {}}))
+    machine.run("systemctl", "reload", "canaryd")
+    machine.eventually(lambda: "canaryd_config_last_reload_successful 0.0" in machine.get("/metrics")[1])
+    assert "shedule" in machine.journal()
+    before = machine.runs()
+    machine.eventually(lambda: grown(machine, before))
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+    machine.run("systemctl", "reload", "canaryd")
+    machine.eventually(lambda: "canaryd_config_last_reload_successful 1.0" in machine.get("/metrics")[1])
+    assert machine.show("MainPID") == pid
+
+
+def stays(machine: Machine) -> bool:
+    """Whether two workers are there for longer than a sweep takes: the reader of the kernel log, and the hung one."""
+    ages = machine.out("ps", "-u", "canaryd", "-o", "etimes=,args=").splitlines()
+    return len([line for line in ages if "/worker/" in line and int(line.split()[0]) >= 8]) >= 2
+
+
+@pytest.mark.parametrize("probe", ["hangs_ignoring_sigterm", "hangs_holding_gil"])
+def test_it_stops_within_five_seconds_beside_a_hung_worker(machine, probe):
+    """Whatever a worker does: the stop is clean and quick, and no process of the service is left behind."""
+    machine.put(f"/etc/canaryd/probes.d/{probe}.py", (PROBES / f"{probe}.py").read_text())
+    probes = LIGHT["probes"] | {probe: {"timeout": "10m"}, "passes": {"enabled": False}}
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT | {"probes": probes}))
+    machine.run("systemctl", "restart", "canaryd")
+    try:
+        machine.eventually(lambda: stays(machine))
+        begun = time.monotonic()
+        machine.run("systemctl", "stop", "canaryd")
+        assert time.monotonic() - begun < 5.0
+        assert machine.processes() == []
+        assert machine.show("Result") == "success"
+    finally:
+        (machine.root / f"etc/canaryd/probes.d/{probe}.py").unlink()
+        machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+        machine.run("systemctl", "start", "canaryd")
+
+
+@pytest.mark.slow
+def test_an_upgrade_keeps_history_and_can_be_rolled_back(machine):
+    """The same command upgrades; --rollback returns to the release before; no run is lost on the way."""
+    before = recorded(machine)
+    copy_clone(machine.root / "srv/newer", "99.1")
+    assert "canaryd 99.1 is installed and ready" in install(machine, "/srv/newer").stdout
+    assert machine.out("/usr/local/bin/canaryd", "--version") == "canaryd 99.1"
+    assert 'version="99.1"' in machine.get("/metrics")[1]
+    machine.eventually(lambda: grown(machine, before))
+    before = machine.runs()
+    machine.run("/srv/newer/scripts/install", "--rollback")
+    assert machine.out("/usr/local/bin/canaryd", "--version") != "canaryd 99.1"
+    assert serves(machine)
+    machine.eventually(lambda: grown(machine, before))
+
+
+@pytest.mark.slow
+def test_an_upgrade_that_does_not_start_is_undone(machine):
+    """Even where the new release has migrated the database first: the old one runs again and knows what it knew."""
+    before, version = recorded(machine), machine.out("/usr/local/bin/canaryd", "--version")
+    clone = copy_clone(machine.root / "srv/broken", "99.2")
+    store = clone / "canaryd/store.py"
+    text = store.read_text()
+    store.write_text(re.sub(r"^(MIGRATIONS: .*)\)$", r"\1, lambda db: None)", text, count=1, flags=re.MULTILINE))
+    assert store.read_text() != text
+    daemon = clone / "canaryd/daemon.py"
+    text = daemon.read_text()
+    daemon.write_text(text.replace("        host, port = self.config.listen\n", f"        {BREAKS.strip()}\n", 1))
+    assert daemon.read_text() != text
+    done = install(machine, "/srv/broken", check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "this release does not start" in done.stderr
+    assert "the release before is in force again" in done.stderr
+    assert machine.out("/usr/local/bin/canaryd", "--version") == version
+    machine.eventually(lambda: serves(machine))
+    machine.eventually(lambda: grown(machine, before))
+    assert list((machine.root / "var/lib/canaryd").glob("canaryd.db.version-*"))  # nothing is thrown away
+
+
+@pytest.mark.slow
+def test_an_upgrade_that_cannot_use_the_configuration_changes_nothing(machine):
+    """The running release is not even stopped."""
+    pid, version = machine.show("MainPID"), machine.out("/usr/local/bin/canaryd", "--version")
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT | {"shedule": {}}))
+    try:
+        done = install(machine, "/srv/newer", check=False)
+    finally:
+        machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+    assert done.returncode == 1
+    assert "shedule" in done.stderr
+    assert "nothing was changed" in done.stderr
+    assert machine.show("MainPID") == pid
+    assert machine.out("/usr/local/bin/canaryd", "--version") == version
+
+
+@pytest.mark.slow
+def test_removal_leaves_history_and_purge_does_not(machine):
+    """Installed again, it knows what it knew; purged, nothing of it is left but the user."""
+    before = recorded(machine)
+    machine.run("/srv/canaryd/scripts/install", "--uninstall")
+    assert machine.processes() == []
+    assert left(machine) == {"/etc/canaryd", "/var/lib/canaryd"}
+    assert before.items() <= machine.runs().items()
+    assert "is installed and ready" in install(machine, "/srv/canaryd").stdout
+    machine.eventually(lambda: grown(machine, before))
+    machine.run("/srv/canaryd/scripts/install", "--uninstall", "--purge")
+    assert machine.processes() == []
+    assert left(machine) == set()
+
+
+def left(machine: Machine) -> set[str]:
+    """Return what of canaryd is on the disk, but for an operator's drop-in and the notes of systemd and apt."""
+    found = machine.shell("find /[!psd]* -xdev -name 'canaryd*' -prune").stdout.splitlines()
+    theirs = ("/etc/systemd/system/canaryd.service.d", "/var/lib/systemd", "/var/lib/dpkg", "/var/cache/apt")
+    return {path for path in found if not path.startswith(theirs)}
+
+
+# --- The Debian package ----------------------------------------------------------------------------------------------
+
+
+def package(directory: Path) -> tuple[Path, Path]:
+    """Build the package of this clone, and the same one as another version."""
+    clone = copy_clone(directory / "clone")
+    subprocess.run(
+        [clone / "scripts/deb", "--find-links", CACHE / "wheels"],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": sys.executable, "SOURCE_DATE_EPOCH": "1700000000"},
+        check=True,
+        capture_output=True,
+    )
+    (built,) = (clone / "dist").glob("*.deb")
+    subprocess.run(["dpkg-deb", "-R", built, directory / "newer"], check=True)
+    for path, pattern in (
+        ("DEBIAN/control", r"(?m)^(Version: )(.*)$"),
+        ("opt/canaryd/lib/python3/site-packages/canaryd/__init__.py", r'(__version__ = ")([^"]*)'),
+    ):
+        text, count = re.subn(pattern, r"\g<1>99.2", (directory / "newer" / path).read_text())
+        assert count == 1
+        (directory / "newer" / path).write_text(text)
+    newer = directory / "canaryd_99.2_all.deb"
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-Zgzip", "-b", directory / "newer", newer], check=True)
+    return built, newer
+
+
+def apt(machine: Machine, *arguments: str, check: bool = True) -> str:
+    """Run apt-get as on a machine without a network."""
+    asked = {"DEBIAN_FRONTEND": "noninteractive"}
+    done = machine.run(
+        "apt-get", "-q", "-y", "-o", "Dpkg::Options::=--force-confold", *arguments, check=check, env=asked
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed: apt install dpkg")
+def test_the_debian_package_installs_upgrades_downgrades_and_goes(tmp_path):
+    """With apt and its own maintainer scripts; history outlives the package until that is purged."""
+    packages = package(tmp_path)
+    with booted(tmp_path) as machine:
+        prepare(machine)
+        for path in packages:
+            shutil.copy(path, machine.root / "srv")
+        copy_clone(machine.root / "srv/clone")
+        older, newer = (f"/srv/{path.name}" for path in packages)
+        apt(machine, "install", older)
+        assert serves(machine)
+        assert machine.out("systemctl", "is-enabled", "canaryd") == "enabled"
+        assert verified(machine, "/usr/lib/systemd/system") == ""
+        assert machine.out("canaryd", "--version") == f"canaryd {__version__}"
+        before = recorded(machine)
+
+        apt(machine, "install", newer)
+        assert serves(machine)
+        assert 'version="99.2"' in machine.get("/metrics")[1]
+        machine.eventually(lambda: grown(machine, before))
+        before = machine.runs()
+
+        machine.run("systemctl", "disable", "--now", "canaryd")  # an operator's word outlives a change of version
+        apt(machine, "install", "--allow-downgrades", older)
+        assert machine.show("ActiveState") == "inactive"
+        machine.run("systemctl", "enable", "--now", "canaryd")
+        assert serves(machine)
+        machine.eventually(lambda: grown(machine, before))
+        before = machine.runs()
+
+        refused = machine.run("/srv/clone/scripts/install", check=False)
+        assert refused.returncode == 64
+        assert "upgrade that with apt" in refused.stderr
+
+        apt(machine, "remove", "canaryd")
+        assert machine.processes() == []
+        assert not (machine.root / "opt/canaryd").exists()
+        assert before.items() <= machine.runs().items()
+        apt(machine, "install", older)
+        machine.eventually(lambda: grown(machine, before))
+        apt(machine, "purge", "canaryd")
+        assert machine.processes() == []
+        assert left(machine) == set()
+
+
+# --- With torch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not(torch=True)), reason=why_not(torch=True))
+def test_every_probe_passes_under_the_unit(tmp_path):
+    """No line of the unit keeps a probe from its work: with torch, each gives evidence, and the machine is healthy."""
+    with booted(tmp_path) as machine:
+        for name in ("wheels", "torch"):
+            shutil.copytree(CACHE / name, machine.root / "srv/wheels", dirs_exist_ok=True)
+        copy_clone(machine.root / "srv/canaryd")
+        done = machine.run(
+            *("/srv/canaryd/scripts/install", "--find-links", "/srv/wheels"),
+            env={"CANARYD_TORCH": "torch"},
+            timeout=900.0,
+        )
+        assert "is installed and ready" in done.stdout
+        patient = {name: {"timeout": "30m"} for name in BUILTIN}  # a busy machine is not what is asked about
+        file = machine.root / "etc/canaryd/canaryd.yaml"
+        content = {"worker": {"python": "/opt/canaryd-torch/bin/python3"}, "probes": patient}
+        assert content["worker"]["python"] in file.read_text()
+        machine.put("/etc/canaryd/canaryd.yaml", json.dumps(content))
+        machine.run("systemctl", "restart", "canaryd")
+        cpu = machine.eventually(lambda: evidence(machine), within=1800.0)
+        assert cpu["state"] == "healthy", json.dumps(cpu, indent=1)
+        assert machine.get("/healthz")[0] == 200
+
+
+def evidence(machine: Machine) -> dict | None:
+    """Return what is known of the processor, once every probe has given evidence."""
+    told = json.loads(machine.run("canaryd", "status", "--json", check=False).stdout)
+    cpus = [device for device in told["devices"] if device["backend"] == "cpu"]
+    found = cpus[0]["evidence"] if cpus else {}
+    return cpus[0] if found.keys() >= ON_CPU and None not in found.values() else None

@@ -1,0 +1,488 @@
+"""The units by the tools of systemd, and what they rely on: capabilities, OOM scores and control groups, all real."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from canaryd import cgroup, supervise
+from canaryd.model import Device, Outcome
+from canaryd.probe import ProbeSpec
+from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.worker.__main__ import OOM_SCORE
+from tests.command import MARK, ROOT, configure, environment, eventually, marked
+
+UNITS = ROOT / "systemd"
+SERVICE, CHECK = UNITS / "canaryd.service", UNITS / "canaryd-check@.service"
+EXPOSURE = 20
+"""Tenths that `systemd-analyze security` may give: 2.0 is its "OK"."""
+CAP_SYSLOG = 1 << 34
+NOBODY = pwd.getpwnam("nobody")
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed here")
+    return path
+
+
+def run(*argv: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, argv)), capture_output=True, text=True, check=False, timeout=120)
+
+
+def settings(unit: Path) -> list[str]:
+    """Return the assignments of a unit, in order."""
+    return [line for line in unit.read_text().splitlines() if re.match(r"[A-Z]\w+=", line)]
+
+
+def keys(unit: Path) -> set[str]:
+    return {line.partition("=")[0] for line in settings(unit)}
+
+
+# --- The units by systemd's own tools --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """A root with what the units call, and systemd's own targets."""
+    analyze = tool("systemd-analyze")
+    targets = run(analyze, "--no-pager", "unit-paths").stdout.split()
+    into = tmp_path / "root/usr/lib/systemd/system"
+    into.mkdir(parents=True)
+    for path in {found.name: found for place in targets for found in sorted(Path(place).glob("*.target"))}.values():
+        shutil.copy(path, into, follow_symlinks=False)
+    if not (into / "sysinit.target").exists():
+        pytest.skip("systemd's own units are not installed here")
+    for program in ("opt/canaryd/bin/canaryd", "bin/sh", "bin/kill"):
+        path = tmp_path / "root" / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    (tmp_path / "root/etc/systemd/system").mkdir(parents=True)
+    return tmp_path / "root"
+
+
+def verify(root: Path, *units: Path) -> str:
+    """Return all that `systemd-analyze verify` says; its status alone forgives unknown keys and bad values."""
+    names = []
+    for unit in units:
+        shutil.copy(unit, root / "etc/systemd/system")
+        names.append(f"/etc/systemd/system/{unit.name}")
+    done = run(tool("systemd-analyze"), "verify", f"--root={root}", *names)
+    return done.stdout + done.stderr
+
+
+def test_verify_prints_nothing_at_all(root):
+    """No unknown key, no bad value, nothing that cannot be found."""
+    assert verify(root, SERVICE, CHECK) == ""
+
+
+def test_verify_would_say_something(root, tmp_path):
+    """The test above can fail: a misspelt key is said."""
+    bad = tmp_path / "bad.service"
+    bad.write_text(SERVICE.read_text().replace("MemorySwapMax=", "MemorySwap="))
+    assert "MemorySwap" in verify(root, bad)
+
+
+@pytest.mark.parametrize("unit", [SERVICE, CHECK], ids=lambda path: path.name)
+def test_the_exposure_is_low(unit):
+    """2.0 or lower, by `systemd-analyze security`."""
+    done = run(tool("systemd-analyze"), "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", unit)
+    assert done.returncode == 0, done.stdout[-400:]
+    assert "Overall exposure level" in done.stdout
+
+
+def test_every_line_says_why():
+    """A comment stands before each assignment."""
+    lines = SERVICE.read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        assert not re.match(r"[A-Z]\w+=", line) or before.startswith("# "), line
+
+
+def test_the_gates_lines_are_the_daemons():
+    """A line without a comment of its own stands in the daemon's unit as well, where it has one."""
+    lines = CHECK.read_text().splitlines()
+    known = set(settings(SERVICE))
+    for before, line in itertools.pairwise(lines):
+        assert not re.match(r"[A-Z]\w+=", line) or before.startswith("# ") or line in known, line
+
+
+def test_the_gate_is_as_hardened_as_the_daemon():
+    """Nothing that confines the daemon is forgotten; what is left out is about a daemon, its groups or its priority."""
+    left_out = {line.partition("=")[0] for line in set(settings(SERVICE)) - set(settings(CHECK))}
+    assert left_out == {
+        *("Description", "StartLimitIntervalSec", "StartLimitBurst", "Type", "NotifyAccess", "ExecStart", "ExecReload"),
+        *("ExecStopPost", "TimeoutStartSec", "WatchdogSec", "Restart", "RestartPreventExitStatus", "RestartSec"),
+        *("RuntimeDirectory", "RuntimeDirectoryMode", "CPUWeight", "IOWeight", "Nice", "OOMScoreAdjust", "Delegate"),
+        *("ReadWritePaths", "WantedBy"),
+    }
+
+
+def test_the_document_names_every_setting():
+    """Who looks for a line of the unit finds it in docs/systemd.md."""
+    text = (ROOT / "docs/systemd.md").read_text()
+    assert {key for key in keys(SERVICE) | keys(CHECK) if f"{key}=" not in text} == set()
+
+
+def test_users_and_directories(tmp_path):
+    """The tools of systemd make the user, its groups and the directories, twice without a word."""
+    sysusers, tmpfiles = tool("systemd-sysusers"), tool("systemd-tmpfiles")
+    if os.geteuid() != 0:
+        pytest.skip("only root can give directories to other users")
+    (tmp_path / "etc").mkdir()
+    assert run(sysusers, f"--root={tmp_path}", UNITS / "canaryd.sysusers").returncode == 0
+    passwd = dict(line.split(":", 1) for line in (tmp_path / "etc/passwd").read_text().splitlines())
+    assert passwd["canaryd"].endswith(":/var/lib/canaryd:/usr/sbin/nologin")
+    uid, groups = int(passwd["canaryd"].split(":")[1]), (tmp_path / "etc/group").read_text()
+    assert {"canaryd", "render"} <= {line.partition(":")[0] for line in groups.splitlines()}
+    for _ in range(2):
+        made = run(tmpfiles, f"--root={tmp_path}", "--create", UNITS / "canaryd.tmpfiles")
+        again = run(sysusers, f"--root={tmp_path}", UNITS / "canaryd.sysusers")
+        assert (made.returncode, made.stderr, again.returncode, again.stderr) == (0, "", 0, "")
+    found = {
+        str(path.relative_to(tmp_path)): (path.stat().st_uid, oct(path.stat().st_mode & 0o7777))
+        for path in tmp_path.rglob("*canaryd*/**/")
+        if path.is_dir()
+    }
+    assert {name.rstrip("/"): value for name, value in found.items()} == {
+        "var/lib/canaryd": (uid, "0o750"),
+        "var/lib/canaryd/locks": (uid, "0o750"),
+        "var/cache/canaryd": (uid, "0o750"),
+        "etc/canaryd": (0, "0o755"),
+        "etc/canaryd/probes.d": (0, "0o755"),
+    }
+
+
+# --- Out of memory: workers go first ---------------------------------------------------------------------------------
+
+
+def score(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+SAYS_ITS_SCORE = """
+import sys
+from pathlib import Path
+from canaryd.probe import ProbeSpec, Reading
+SPEC = ProbeSpec(name="scored", summary="says its OOM score", version=1)
+AT_IMPORT, TORCH = int(Path("/proc/self/oom_score_adj").read_text()), "torch" in sys.modules
+def run(ctx):
+    yield Reading(name="score", value=AT_IMPORT, unit="1")
+    yield Reading(name="torch", value=int(TORCH), unit="1")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has an OOM score")
+def test_a_worker_gives_up_the_daemons_protection_before_torch(tmp_path):
+    """When a probe's file is loaded, the score is set, and torch is not there yet."""
+    path = tmp_path / "scored.py"
+    path.write_text(SAYS_ITS_SCORE)
+    spec = ProbeSpec(name="scored", summary="says its OOM score", version=1)
+    device = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
+    before = score()
+    with Series(WorkerSpec()) as series:
+        request = RunRequest(probe_path=path, spec=spec, device=device, level="quick", seed=1)
+        done = series.run(request, 60.0)
+    assert done.outcome is Outcome.COMPLETED, done.detail
+    said = {reading.name: reading.value for reading in done.readings}
+    assert said == {"score": max(before, OOM_SCORE), "torch": 0}
+    assert score() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has an OOM score")
+def test_a_worker_that_goes_earlier_anyway_stays_there():
+    """A container that was given a higher score keeps it."""
+    code = """
+        from pathlib import Path
+        from canaryd.worker.__main__ import go_first
+        mine = Path("/proc/self/oom_score_adj")
+        mine.write_text("900")
+        go_first()
+        print(mine.read_text())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == 900
+
+
+# --- Capabilities: one process reads the kernel log ------------------------------------------------------------------
+
+
+def as_a_service() -> tuple[list[str], dict[str, str]]:
+    """Return (what starts Python as systemd would: nobody's, with CAP_SYSLOG as an ambient capability, environment).
+
+    The interpreter of the tests, or the system's of the same version with the tests' packages, if that one is in a
+    home that nobody may enter.
+    """
+    setpriv = tool("setpriv")
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process as another user")
+    ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups", "--no-new-privs"]
+    caps = [f"--{name}=-all,+syslog" for name in ("inh-caps", "ambient-caps", "bounding-set")]
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    again = (
+        "import subprocess, sys, yaml, apscheduler; sys.exit(subprocess.call([sys.executable, '-c', 'import canaryd']))"
+    )
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for python, extra in (
+        (sys.executable, {}),
+        (shutil.which(version, path="/usr/bin") or "", {"PYTHONPATH": packages}),
+    ):
+        argv = [setpriv, *ids, *caps, python]
+        trial = subprocess.run(
+            [*argv, "-c", again], cwd=ROOT, env=environment(**extra), capture_output=True, text=True, check=False
+        )
+        if trial.returncode == 0:
+            return argv, environment(**extra)
+    pytest.skip(f"nobody cannot start an interpreter here with CAP_SYSLOG: {trial.stderr.strip()[-200:]}")
+
+
+def held(pid: int | str) -> dict[str, int]:
+    """Return a process's capability sets as bits."""
+    found = re.findall(r"^Cap(\w+):\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return {name: int(value, 16) for name, value in found}
+
+
+LENDS = """
+import json, subprocess, sys, threading
+from canaryd import privileges
+
+def child():
+    code = "print([l.split()[1] for l in open('/proc/self/status') if l.startswith(('CapAmb', 'CapEff'))])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+def elsewhere():
+    thread = threading.Thread(target=lambda: said.append(child()))
+    thread.start()
+    thread.join()
+
+said = [child()]
+waiting, over = threading.Event(), threading.Event()
+privileges.withdraw()
+said.append(child())
+def other():
+    waiting.wait()
+    said.append(child())
+    over.set()
+thread = threading.Thread(target=other)
+thread.start()
+with privileges.reading_kernel_log():
+    said.append(child())
+    waiting.set()
+    over.wait()
+thread.join()
+said.append(child())
+print(json.dumps(said))
+"""
+
+
+def test_the_capability_is_lent_to_one_thread_and_taken_back():
+    """Kept by children before; by none after; by those of the lending thread meanwhile, not by those of another."""
+    argv, environ = as_a_service()
+    done = subprocess.run([*argv, "-c", LENDS], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    yes, no = (f"['{bits:016x}', '{bits:016x}']" for bits in (CAP_SYSLOG, 0))
+    assert json.loads(done.stdout) == [yes, no, yes, no, no]
+
+
+def test_without_a_capability_nothing_is_changed():
+    """As root or as anybody: no ambient set, nothing to lend, no error."""
+    code = "from canaryd import privileges as p; p.withdraw()\nwith p.reading_kernel_log(): print(p._held('CapAmb'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+@contextlib.contextmanager
+def nobodys_directory() -> Iterator[Path]:
+    """A directory that nobody can reach and write: tests' own are root's alone."""
+    path = Path(tempfile.mkdtemp(prefix="canaryd-nobody-"))
+    try:
+        path.chmod(0o755)
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def test_only_the_reader_of_the_kernel_log_keeps_the_capability():
+    """A daemon with CAP_SYSLOG, real workers: the one that holds /dev/kmsg has it, and no other has any at all."""
+    argv, environ = as_a_service()
+    if not os.access("/dev/kmsg", os.R_OK):
+        pytest.skip("there is no /dev/kmsg here")
+    with nobodys_directory() as directory:
+        each = {"records": {"period": "1s", "settings": {"log": str(directory / "log"), "seconds": 2.0}}}
+        config = configure(
+            directory, "records", each=each, telemetry={"kernel_log": "/dev/kmsg"}, worker={"python": argv[-1]}
+        )
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+        argv += ["-m", "canaryd", "run", "--config", str(config)]
+        argv += ["--state-dir", str(directory / "state"), "--listen", "127.0.0.1:0"]
+        mark = f"caps-{os.getpid()}"
+        with (
+            (directory / "stderr").open("wb") as stderr,
+            subprocess.Popen(argv, cwd=ROOT, env={**environ, MARK: mark}, stderr=stderr) as process,
+        ):
+            try:
+                readers, others = {}, {}
+
+                def look() -> bool:
+                    assert process.poll() is None, (directory / "stderr").read_text()
+                    for pid in marked(mark):
+                        with contextlib.suppress(OSError):
+                            opened = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+                            worker = b"worker/__main__" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                            if worker:
+                                (readers if "/dev/kmsg" in opened else others)[pid] = (held(pid), score(pid))
+                    return bool(readers) and len(others) >= 3
+
+                eventually(look)
+                others = {pid: found for pid, found in others.items() if pid not in readers}
+                assert len(readers) == 1
+                ((caps, adjusted),) = readers.values()
+                assert (caps["Eff"], caps["Prm"], caps["Amb"]) == (CAP_SYSLOG,) * 3
+                assert adjusted >= OOM_SCORE
+                assert {tuple(caps[name] for name in ("Eff", "Prm", "Amb")) for caps, _ in others.values()} == {
+                    (0, 0, 0)
+                }
+                assert held(process.pid)["Amb"] == 0
+                assert {
+                    held(f"{process.pid}/task/{task.name}")["Amb"]
+                    for task in Path(f"/proc/{process.pid}/task").iterdir()
+                } == {0}
+            finally:
+                process.kill()
+                for pid in marked(mark):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+# --- Control groups --------------------------------------------------------------------------------------------------
+
+
+def belongs_to(path: str) -> str:
+    return f"12:cpu:/\n0::{path}\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "reason"),
+    [
+        (None, "no control group of version 2"),
+        ("1:name=systemd:/\n", "no control group of version 2"),
+        (belongs_to("/elsewhere"), "is no control group"),
+        (belongs_to("/a"), "not delegated"),
+    ],
+)
+def test_a_group_that_is_not_ours_is_left_alone(tmp_path, membership, reason):
+    """Version 1, another machine's path, a group that was not delegated: a reason, and nothing is made."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/cgroup.procs").touch()
+    mine = tmp_path / "membership"
+    if membership is not None:
+        mine.write_text(membership)
+    with pytest.raises(cgroup.Undivided, match=reason):
+        cgroup.divide(tmp_path, mine)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["cgroup.procs"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "pids", "wanted"),
+    [
+        ("4294967296", "4096", (str((4 << 30) - (256 << 20)), "3840")),
+        ("max", "max", ("max", "max")),
+        ("268435456", "100", ("max", "max")),
+    ],
+)
+def test_workers_get_the_services_limits_less_the_daemons_part(tmp_path, memory, pids, wanted):
+    """What the kernel shows in files is read from files; a limit that is too small to be split acts alone."""
+    own, workers = tmp_path, tmp_path / "workers"
+    workers.mkdir()
+    for name, text in (("memory.max", memory), ("pids.max", pids)):
+        (own / name).write_text(f"{text}\n")
+        (workers / name).write_text("max\n")
+    cgroup._limit(own)
+    assert ((workers / "memory.max").read_text().strip(), (workers / "pids.max").read_text().strip()) == wanted
+    assert not (workers / "cpu.weight").exists()  # a controller that is not there is not missed
+
+
+DIVIDES = """
+import os, sys
+from pathlib import Path
+from canaryd import cgroup, supervise
+root = Path(sys.argv[1])
+sys.stdin.readline()
+group = cgroup.divide(root)
+supervise.place_workers(group)
+with supervise.Series(supervise.WorkerSpec()) as series:
+    series.describe([])
+    for pid in ("self", series._worker._process.pid):
+        print(next(l for l in open(f"/proc/{pid}/cgroup") if l.startswith("0::")).strip())
+"""
+
+
+@pytest.fixture
+def delegated():
+    """A real control group with systemd's mark of delegation: (where groups are mounted, the group)."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    (mount,) = [Path(words[1]) for words in mounts if words[2] == "cgroup2"][:1] or [None]
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("there is no control group of version 2 that this user can write")
+    group = mount / f"canaryd-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        os.setxattr(group, "user.delegate", b"1")
+    except OSError as error:
+        pytest.skip(f"a control group cannot be made here: {error}")
+    yield mount, group
+    for path in (group / cgroup.DAEMON, group / cgroup.WORKERS, group):
+        if path.exists():
+            eventually(lambda path=path: not (path / "cgroup.procs").read_text())
+            path.rmdir()
+
+
+def test_daemon_and_workers_part_in_a_real_group(delegated):
+    """The daemon goes into one leaf, each worker into the other, and limits follow where the controllers are."""
+    mount, group = delegated
+    argv = [sys.executable, "-c", DIVIDES, str(mount)]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        said, _ = process.communicate("go\n", timeout=60)
+    assert process.returncode == 0
+    assert said.split() == [f"0::/{group.name}/{leaf}" for leaf in (cgroup.DAEMON, cgroup.WORKERS)]
+    given = (group / "cgroup.controllers").read_text().split()
+    assert set((group / "cgroup.subtree_control").read_text().split()) == {*given} & {*cgroup.CONTROLLERS}
+
+
+def test_a_group_that_is_gone_costs_its_limits_and_no_worker(tmp_path, monkeypatch, caplog):
+    """Workers start all the same, and the log says so once."""
+    monkeypatch.setattr(supervise._place, "group", tmp_path / "gone")
+    for _ in range(2):
+        with Series(WorkerSpec()) as series:
+            assert series.describe([]).python
+    assert len([record for record in caplog.records if "share the limits" in record.message]) == 1
+
+
+def test_a_daemon_says_where_its_workers_are(tmp_path):
+    """Without a delegated group: one line, and it works as ever."""
+    from tests.command import Daemon, running
+
+    with running(Daemon(configure(tmp_path, "records"), tmp_path / "state")) as daemon:
+        daemon.line("serves http://")
+        time.sleep(1.0)
+        assert sum("workers share the limits" in line for line in daemon.lines) == 1
