@@ -29,6 +29,7 @@ from grafana.parts import (
     row_links,
     series_links,
     spoken_rules,
+    standing,
     steps,
     timeline,
     variable,
@@ -37,7 +38,6 @@ from grafana.parts import (
 
 NODES = 'job=~"$job", instance=~"$instance"'
 DEVICES = f'{NODES}, model=~"$model"'
-TROUBLED = f'max_over_time(canaryd_device_state{{{DEVICES}, state!="healthy"}}[$__range] @ end()) > 0'
 RULES_MISSING = "rules not loaded"
 """Shown where series of deploy/prometheus/canaryd-fleet.rules.yml are missing."""
 
@@ -156,7 +156,7 @@ def _since(made: Page) -> None:
                 *hidden("job", "device"),
             ],
             sort="state",
-            missing="every device is healthy",
+            missing="no device that answers is unhealthy",
         ),
         width=15,
         height=9,
@@ -189,8 +189,9 @@ def _since(made: Page) -> None:
     made.add(
         timeline(
             "Devices that were not healthy in this time range",
-            "Since when, and what became of it. A gap is a time in which the node did not answer.",
-            Ask(named(f"{ranked(DEVICES)} and on ({device}) ({TROUBLED})", DEVICES), "{{instance}} {{name}}"),
+            "Since when, and what became of it. A gap is a time in which the device was healthy; that of a node that "
+            "fell silent goes on. From the recorded series of canaryd.rules.yml.",
+            Ask(standing(DEVICES), "{{instance}} {{device}}"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),
             links=series_links(device=True),

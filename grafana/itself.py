@@ -273,6 +273,31 @@ def _cost(made: Page) -> None:
             **EACH,
         )
     made.add(
+        lines(
+            "Device time",
+            "Part of a device's time that canaryd's workers take, retests and confirmations included, and the share "
+            "that rounds may take. The 20 largest.",
+            Ask(
+                f"topk(20, sum by ({BY}, device) (rate(canaryd_budget_spent_seconds_total{{{NODES}}}"
+                "[$__rate_interval])))",
+                "{{instance}} {{device}}",
+            ),
+            Ask(f"max(canaryd_budget_share_ratio{{{NODES}}})", "share"),
+            unit="percentunit",
+            least=0,
+        ),
+        **EACH,
+    )
+    made.add(
+        lines(
+            "Put off",
+            "What was due and had to wait, by reason; docs/budget.md says for what each kind of test waits.",
+            Ask(f"sum by (reason) (increase(canaryd_budget_skipped_total{{{NODES}}}[$__rate_interval]))", "{{reason}}"),
+            least=0,
+        ),
+        **EACH,
+    )
+    made.add(
         grid(
             "Versions",
             "Which canaryd runs on how many nodes.",

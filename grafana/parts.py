@@ -81,6 +81,16 @@ def ranked(selector: str) -> str:
     return f"max without (state) ({' or '.join(series)})"
 
 
+def standing(selector: str) -> str:
+    """Return the query of the state of each device that is not healthy, from the rules' series, as in `ranked`.
+
+    Healthy devices have no such series, so a day of a large fleet can be asked for; that of a silent node goes on.
+    """
+    held = "device:canaryd_device_state:held"
+    series = [f'{held}{{{selector}, state="{state}"}} * {rank}' for rank, state in enumerate(STATES) if rank]
+    return f"max without (state) ({' or '.join(series)})"
+
+
 HELD = 'reason!~"gpu_idle|applications_clocks|display_clocks"'
 """Reasons that hold clocks down and are neither rest nor somebody's setting."""
 
@@ -147,8 +157,13 @@ def datasource() -> build.DatasourceVariable:
     return build.DatasourceVariable("datasource").label("Data source").type("prometheus")
 
 
-def variable(name: str, label: str, query: str, *, many: bool, regex: str = "") -> build.QueryVariable:
-    """Return a variable that is filled from Prometheus whenever the time range changes."""
+def variable(
+    name: str, label: str, query: str, *, many: bool, regex: str = "", every: str = ".+"
+) -> build.QueryVariable:
+    """Return a variable that is filled from Prometheus whenever the time range changes.
+
+    `every` is what "All" stands for in a query; "" is the list of what there is, for a label that is not canaryd's own.
+    """
     made = (
         build.QueryVariable(name)
         .label(label)
@@ -161,13 +176,14 @@ def variable(name: str, label: str, query: str, *, many: bool, regex: str = "") 
         made = made.regex(regex)
     if many:
         everything = dashboard.VariableOption(selected=True, text="All", value="$__all")
-        made = made.multi(many).include_all(many).all_value(".+").current(everything)
+        made = made.multi(many).include_all(many).current(everything)
+        made = made.all_value(every) if every else made
     return made
 
 
 def job() -> build.QueryVariable:
     """Return the variable of the scrape jobs."""
-    return variable("job", "Job", "label_values(canaryd_build_info, job)", many=True)
+    return variable("job", "Job", "label_values(canaryd_build_info, job)", many=True, every="")
 
 
 def instance(*, many: bool) -> build.QueryVariable:

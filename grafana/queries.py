@@ -138,7 +138,8 @@ def choices(dashboard: Json, api: Api, window: Window, **wanted: str) -> dict[st
         if name in wanted:
             chosen[name] = next((value for text, value in offered if wanted[name] in (text, value)), wanted[name])
         elif variable.get("includeAll"):
-            chosen[name] = variable["allValue"]
+            every = "|".join(re.escape(value) for _, value in offered)
+            chosen[name] = variable.get("allValue") or f"({every})"
         else:
             chosen[name] = offered[0][1] if offered else ""
     return chosen

@@ -65,7 +65,8 @@ def hurried_prometheus(canaryd_port: int, alertmanager_port: int) -> dict[str, A
     """Return the shipped configuration with the test's addresses, scraping and evaluating once a second."""
     content = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     content["global"] = dict.fromkeys(content["global"], "1s")
-    (job,) = content["scrape_configs"]
+    (job,) = (each for each in content["scrape_configs"] if each["job_name"] == "canaryd")
+    content["scrape_configs"] = [job]
     job["scrape_interval"] = "1s"
     job["static_configs"] = [{"targets": [f"127.0.0.1:{canaryd_port}"]}]
     content["alerting"]["alertmanagers"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{alertmanager_port}"]}]

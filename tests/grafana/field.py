@@ -19,7 +19,7 @@ from tests.test_telemetry_daemon import BROKEN, Site, state_of
 from tests.worker.trees import plant
 
 PROBE = Path(__file__).parent / "probes/says_all.py"
-FLEET_RULES = ROOT / "deploy/prometheus/canaryd-fleet.rules.yml"
+RULES = [ROOT / "deploy/prometheus" / name for name in ("canaryd.rules.yml", "canaryd-fleet.rules.yml")]
 WRONG, DISSENTER, DRIFTING, DRILLED, HOT, FAILING = 3, 6, 5, 1, 4, 7
 """GPUs of the first node and what becomes of them."""
 
@@ -74,6 +74,7 @@ class Node:
         shutil.copy(PROBE, self.site.directory / "probes.d")
         config["probes"]["says_all"] = {"period": "10s", "settings": {"file": str(self.script)}}
         config["devices"] = {"expected": gpus}
+        config["budget"] = {"share": 1, "busy": 1, "headroom": 0}  # minutes stand for days here
         self.site.config.write_text(json.dumps(config))
 
     def say(self, gpu: int | None = None, **changed: Any) -> None:
@@ -115,12 +116,13 @@ class Node:
 
 def scraped(directory: Path, targets: Mapping[str, str]) -> dict[str, Any]:
     """Return a configuration that scrapes these addresses, by name, each second, and votes by the shipped rules."""
-    rules = directory / FLEET_RULES.name
-    rules.write_text(re.sub(r"(?m)^( *interval:) .*$", r"\1 1s", FLEET_RULES.read_text()))
+    rules = [directory / path.name for path in RULES]
+    for path, shipped in zip(rules, RULES, strict=True):
+        path.write_text(re.sub(r"(?m)^( *interval:) .*$", r"\1 1s", shipped.read_text()))
     statics = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
     return {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(rules)],
+        "rule_files": [str(path) for path in rules],
         "scrape_configs": [{"job_name": "canaryd", "static_configs": statics}],
     }
 
