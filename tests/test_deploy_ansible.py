@@ -1,0 +1,181 @@
+"""deploy/ansible: its linter takes it, and it rolls the Debian package out on a machine with a real systemd."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.boot.machine import Machine, booted, why_not
+from tests.command import BUILTIN, PROBES, ROOT
+
+HERE = ROOT / "deploy/ansible"
+LIGHT = {
+    "probes": {name: {"enabled": False} for name in BUILTIN if not name.endswith("_telemetry")}
+    | {"passes": {"period": "5s"}}
+}
+"""A configuration that needs no torch."""
+MODULES = ("python3-apt", "python-apt-common", "distro-info-data")
+"""What Ansible's apt module wants on a node, and would fetch by itself where there is a network."""
+
+
+def found(program: str) -> str:
+    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if path is None:
+        pytest.skip(
+            f"{program} is not installed here (PyPI: ansible-core, ansible-lint): the role was not checked by it"
+        )
+    return path
+
+
+def environment(program: str) -> dict[str, str]:
+    """Return an environment in which the programs beside it are found, and no configuration of this machine's."""
+    path = f"{Path(program).parent}:{os.environ['PATH']}"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ANSIBLE_")}
+    return kept | {"PATH": path, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCALHOST_WARNING": "0", "LC_ALL": "C.UTF-8"}
+
+
+@pytest.mark.slow
+def test_ansible_lint_takes_it():
+    """By the profile for production, and a warning is an error."""
+    linter = found("ansible-lint")
+    argv = [linter, "--offline", "--strict", "--profile", "production", "."]
+    done = subprocess.run(argv, cwd=HERE, env=environment(linter), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["site.yml", "silence.yml"])
+def test_the_playbooks_parse(name):
+    """With the example's inventory."""
+    playbook = found("ansible-playbook")
+    argv = [playbook, "--syntax-check", "-i", "inventory.yml", name, "-e", "canaryd_deb=x"]
+    done = subprocess.run(argv, cwd=HERE, env=environment(playbook), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- On a machine with systemd ----------------------------------------------------------------------------------------
+
+
+class Controller:
+    """Ansible on this machine, which reaches a booted one by a stand-in for ssh."""
+
+    def __init__(self, machine: Machine, directory: Path) -> None:
+        self.machine = machine
+        self.directory = directory
+        ssh = directory / "ssh"
+        enter = f"nsenter -t {machine.leader} -m -u -i -n -p -C -r -w"
+        variables = "env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        ssh.write_text(f'#!/bin/bash\nexec {enter} {variables} /bin/sh -c "${{@: -1}}"\n')
+        ssh.chmod(0o755)
+        self.variables = {
+            "ansible_ssh_executable": str(ssh),
+            "ansible_ssh_transfer_method": "piped",
+            "ansible_become": False,  # it arrives as root, and a bare Debian has no sudo
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "canaryd_config": LIGHT,
+            "canaryd_deb": str(package(directory)),
+            "canaryd_patience": 120,
+        }
+
+    def play(self, name: str, **variables: object) -> tuple[int, str]:
+        """Run a playbook; return its status and what it said."""
+        playbook = found("ansible-playbook")
+        inventory = {"inference": {"hosts": {"node": None}, "vars": self.variables | variables}}
+        (self.directory / "inventory.json").write_text(json.dumps(inventory))
+        argv = [playbook, "-i", self.directory / "inventory.json", HERE / name]
+        done = subprocess.run(
+            argv, cwd=HERE, env=environment(playbook), capture_output=True, text=True, timeout=600, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def changed(self, said: str) -> int:
+        """Return how many tasks changed something."""
+        match = re.search(r"^node .*changed=(\d+)", said, re.MULTILINE)
+        assert match, said
+        return int(match[1])
+
+
+def package(directory: Path) -> Path:
+    """Build the Debian package of this clone."""
+    clone = directory / "clone"
+    kept = shutil.ignore_patterns("__pycache__", ".*", "tests", "benchmarks", "dist", "docs")
+    shutil.copytree(ROOT, clone, ignore=kept)
+    stamp = {"SOURCE_DATE_EPOCH": "1700000000"}
+    done = subprocess.run([clone / "scripts/deb"], env=os.environ | stamp, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = (clone / "dist").glob("*.deb")
+    return built
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory):
+    """A machine without canaryd, and Ansible that reaches it."""
+    if reason := why_not():
+        pytest.skip(f"the role was not run: {reason}")
+    found("ansible-playbook")
+    directory = tmp_path_factory.mktemp("ansible")
+    done = subprocess.run(["apt-get", "download", *MODULES], cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"the role was not run: {', '.join(MODULES)} cannot be fetched: {done.stderr.splitlines()[-1]}")
+    with booted(directory) as machine:
+        for path in directory.glob("*.deb"):
+            shutil.copy(path, machine.root / "srv")
+        machine.shell("mkdir -p /var/cache/apt/archives/partial; dpkg -i /srv/*.deb")
+        machine.put("/etc/canaryd/probes.d/passes.py", (PROBES / "passes.py").read_text())
+        yield Controller(machine, directory)
+
+
+@pytest.mark.slow
+def test_it_installs_a_canaryd_that_works(controller):
+    """From a bare Debian to a judged node; nothing changes when it is run again."""
+    code, said = controller.play("site.yml")
+    assert code == 0, said
+    assert controller.machine.show("ActiveState") == "active"
+    assert "enforcement: log" in controller.machine.out("cat", "/etc/canaryd/canaryd.yaml")
+    assert controller.machine.run("canaryd", "status", check=False).returncode in (0, 1)
+    code, said = controller.play("site.yml")
+    assert (code, controller.changed(said)) == (0, 0), said
+
+
+@pytest.mark.slow
+def test_a_bad_configuration_stops_the_roll_out_and_is_not_put_in_place(controller):
+    """Canaryd's own check says what is wrong; the service runs on with what it had."""
+    controller.play("site.yml")
+    before = controller.machine.out("cat", "/etc/canaryd/canaryd.yaml")
+    code, said = controller.play("site.yml", canaryd_config=LIGHT | {"shedule": {"level": "quick"}})
+    assert code != 0
+    assert "shedule" in said
+    assert controller.machine.out("cat", "/etc/canaryd/canaryd.yaml") == before
+    assert controller.machine.show("ActiveState") == "active"
+
+
+@pytest.mark.slow
+def test_one_command_silences(controller):
+    """And one ends it; nothing else is touched, and where it acts the gate says so."""
+    controller.play("site.yml", canaryd_enforcement="act")
+    gate = controller.machine.run("canaryd", "gate", "--json", check=False)
+    assert json.loads(gate.stdout)["acts"] is True
+    pid = controller.machine.show("MainPID")
+    for silenced in (True, False):
+        code, said = controller.play("silence.yml", canaryd_silenced=silenced)
+        assert (code, controller.changed(said)) == (0, 1), said
+        gate = controller.machine.run("canaryd", "gate", "--json", check=False)
+        assert json.loads(gate.stdout)["acts"] is not silenced
+    assert controller.machine.show("MainPID") == pid
+
+
+@pytest.mark.slow
+def test_who_may_ask_is_written_where_only_canaryd_reads_it(controller):
+    """By Prometheus's own format, in force after the roll-out, and never shown."""
+    headers = {"http_server_config": {"headers": {"X-Frame-Options": "sameorigin"}}}
+    code, said = controller.play("site.yml", canaryd_web_config=headers)
+    assert code == 0, said + controller.machine.journal()
+    assert "sameorigin" not in said
+    assert controller.machine.out("stat", "-c", "%U:%G %a", "/etc/canaryd/web.yml") == "root:canaryd 640"
+    assert "X-Frame-Options: sameorigin" in controller.machine.out("curl", "-si", "http://127.0.0.1:19469/metrics")
