@@ -148,6 +148,7 @@ def cgroup(controller, limits):
 # --- Disks and rights ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_nothing_but_durability(tmp_path):
     """A file system without a free byte under database, log and locks; then room again, and all of it is on disk."""
     disk = tmp_path / "disk"
@@ -295,6 +296,7 @@ def test_a_database_that_is_emptied_under_a_daemon_is_found_out(tmp_path, state)
 # --- Stopped and continued -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_daemon_takes_what_its_worker_found_meanwhile(tmp_path, state):
     """SIGSTOP beyond the deadline of a run that ended well: it completed, nothing is run twice, and ages are right."""
     log = tmp_path / "log"
@@ -438,6 +440,7 @@ def test_where_no_process_can_be_started_the_outcome_says_so(tmp_path, state):
     nothing_twice(state)
 
 
+@pytest.mark.slow
 def test_without_a_free_file_descriptor_nothing_leaks(tmp_path, state):
     """The limit falls to what is open, and then a little above it, where a start gets half of what it needs."""
     config = configure(tmp_path, "passes", each=QUICK)
@@ -522,6 +525,7 @@ def test_standard_streams_that_are_closed(tmp_path, state):
     assert len(nothing_twice(state)) >= 1
 
 
+@pytest.mark.slow
 def test_a_log_that_is_full_is_no_health(tmp_path, state):
     """Nobody reads the pipe, and it is full from the start: never 200; once somebody reads, all goes on."""
     reading, writing = os.pipe()

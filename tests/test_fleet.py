@@ -114,7 +114,8 @@ def prometheus(directory, nodes, *, rules=True, extra=(), **job):
     program = needs("prometheus")
     directory.mkdir(exist_ok=True, parents=True)
     text = RULES.read_text().replace("interval: 1m", "interval: 1s")
-    (directory / "rules.yml").write_text(re.sub(r"for: \d+m", "for: 2s", text))
+    # Long enough for every node to be scraped: a majority of the first ones must not stand.
+    (directory / "rules.yml").write_text(re.sub(r"for: \d+m", "for: 8s", text))
     with exporting(nodes) as exporter, contextlib.ExitStack() as stack:
         targets = [
             {"targets": [exporter], "labels": {"instance": name, "__metrics_path__": f"/{name}"}}
@@ -400,6 +401,7 @@ def broken(text, *, old, new):
             "canaryd_golden_fingerprint\n              unless on (model, probe, stack)",
             "(canaryd_golden_fingerprint < 0)\n              unless on (model, probe, stack)",
         ),
+        ("and on (instance, device)\n            ALERTS{", "unless on (instance, device)\n            ALERTS{"),
         ('{model=~".* MIG( .*)?"}', '{model=~"none"}'),
         (
             "max by (job, instance, device) (\n            canaryd_device",
