@@ -268,7 +268,12 @@ class Engine:
             known = self.store.devices()
             here = {r.device.uuid for r in known if r.present} | self.present
             said = acks.heeded(self.store.acks(), now)
-            spoken_of = (r for r in known if inventory.remembered(r, here, self.config, now, said))
+            found = self.store.verdicts()
+            spoken_of = (
+                r
+                for r in known
+                if inventory.remembered(r, here, self.config, now, said, verdict=found.get(r.device.uuid))
+            )
             records = [r for r in spoken_of if self._included(r.device)]
             # New mappings each time: other threads iterate over the old ones.
             self.devices = {r.device.uuid: r.device for r in records}

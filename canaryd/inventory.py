@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from canaryd import acks, endpoints
 from canaryd.config import Config
-from canaryd.model import Ack, Device, Event
+from canaryd.model import Ack, Device, Event, State, Verdict
 from canaryd.store import DeviceRecord
 from canaryd.supervise import Description, Listing
 
@@ -27,11 +27,17 @@ UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 
 
 def remembered(
-    record: DeviceRecord, here: Collection[str], config: Config, now: float, said: Iterable[Ack] = ()
+    record: DeviceRecord,
+    here: Collection[str],
+    config: Config,
+    now: float,
+    said: Iterable[Ack] = (),
+    *,
+    verdict: Verdict | None = None,
 ) -> bool:
     """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out.
 
-    `said` is what operators said of devices.
+    `said` is what operators said of devices, `verdict` what was last found of this one.
     """
     device = record.device
     if device.is_endpoint:  # it exists because it is configured
@@ -40,7 +46,9 @@ def remembered(
         return True
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
     planned |= acks.retired(device, said, record.last_seen)
-    planned |= device.parent in here  # the GPU was divided otherwise: its instances are others now
+    # The GPU was divided otherwise: its instances are others now. That acquits none of them.
+    accused = verdict is not None and verdict.state in (State.SUSPECT, State.FAULTY)
+    planned |= device.parent in here and not accused
     return not planned and now - record.last_seen < config.judge.watch
 
 

@@ -132,7 +132,7 @@ def gather(
         r
         for r in records
         if (r.present or r.device.uuid in verdicts)
-        and remembered(r, here, config, now)
+        and remembered(r, here, config, now, verdict=verdicts.get(r.device.uuid))
         and (r.present or not acks.retired(r.device, said, r.last_seen))
     ]
     events, words = defaultdict(list), defaultdict(list)

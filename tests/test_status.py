@@ -132,6 +132,19 @@ def test_an_instance_of_a_gpu_that_was_divided_anew_is_forgotten(store):
     assert found.state is State.HEALTHY
 
 
+@pytest.mark.parametrize("state", [State.SUSPECT, State.FAULTY])
+def test_dividing_a_gpu_anew_acquits_no_instance(store, state):
+    """Wrong numbers came from silicon that is still there: the page must not end with the instance."""
+    old = Device(uuid="MIG-1", backend="cuda", index=3, model="NVIDIA H200", parent=GPU.uuid)
+    for device, found in ((GPU, State.HEALTHY), (old, state)):
+        store.see_device(device, NOW)
+        store.set_verdict(Verdict(**{**vars(verdict(found, Cause.HARDWARE)), "device": device.uuid}))
+    store.set_present({GPU.uuid}, NOW)
+    found = ask(store)
+    assert {d.device.uuid for d in found.devices} == {GPU.uuid, "MIG-1"}
+    assert found.state is state
+
+
 def test_many_events_are_summed_up(store):
     """A terminal shows the newest; JSON has all."""
     store.see_device(GPU, NOW)
