@@ -70,6 +70,9 @@ STARVED = 4.0
 """How many times its timeout a worker that has stepped back may wait for a core in addition: that is no hang (ours)."""
 AFTERLIFE = 1.0
 """Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
+WAKE = 30.0
+"""Seconds after SIGKILL for one that is not held by the kernel but waits for a core to end on: one that has stepped
+back gets little of a busy one (ours)."""
 
 INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -416,7 +419,10 @@ class _Worker:
             ask()
             self._await_exit(grace)
         self.signal(signal.SIGKILL)
-        gone = self._await_exit(AFTERLIFE)
+        patience = time.monotonic() + WAKE
+        while not (gone := self._await_exit(AFTERLIFE)) and time.monotonic() < patience:
+            if not _runnable(self._process.pid):
+                break
         with self._lock:
             if gone:
                 self.signal(signal.SIGKILL)  # children that were born meanwhile
@@ -1041,6 +1047,16 @@ def _waited(pid: int) -> float:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
+
+
+def _runnable(pid: int) -> bool:
+    """Whether a thread of a process runs, or waits for a core: state R of proc_pid_stat(5)."""
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                if (task / "stat").read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                    return True
+    return False
 
 
 def _processor_seconds(pid: int) -> float | None:

@@ -317,6 +317,7 @@ def test_a_stopped_daemon_takes_what_its_worker_found_meanwhile(tmp_path, state)
     assert len(since) <= 1 + (time.time() - begun - 12) / 2, "what was missed is not made up for"
 
 
+@pytest.mark.slow
 def test_a_machine_that_slept_is_no_fault_of_its_workers(tmp_path, state):
     """Daemon and worker stopped together, as by a frozen container: no run is told as hung, and the next completes."""
     log = tmp_path / "log"
@@ -589,6 +590,7 @@ def resident(daemon):
     return int(re.search(r"VmRSS:\s+(\d+) kB", text)[1]) / 1024
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_under_a_daemon(tmp_path, state, monkeypatch):
     """A year ahead and back again: the jump is said, jobs go on at once, and what was missed costs no memory."""
     if not FAKETIME.exists():

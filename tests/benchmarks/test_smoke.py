@@ -59,6 +59,7 @@ def test_clean_runs(bench):
     assert all(sum(n["right"] for n in names.values()) == 20 for names in data["groups"].values())
 
 
+@pytest.mark.slow
 def test_footprint(bench, one_probe):
     """The daemon is measured after its first round and has nothing foreign mapped."""
     words = ("--config", one_probe, "--seconds", 1, "--quiet", 0.5)
@@ -68,6 +69,7 @@ def test_footprint(bench, one_probe):
     assert data["rest"]["scrapes"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here: the stand-in for NVML cannot be built")
 def test_telemetry(bench):
     """A sweep is taken apart, a daemon that polls 8 GPUs is watched and scraped, and its own time accounted for."""

@@ -367,6 +367,7 @@ def hidden(taken):
     return about(dataclasses.replace(taken, tensors={n: taken.tensors[n] for n in names}), operators="no")
 
 
+@pytest.mark.slow
 def test_healthy_stacks_differ_by_rounding_alone(tmp_path):
     """24 captures beside the plain one, with operators and without: two thirds of what rounding explains at most."""
     whole = healthy(tmp_path)
@@ -587,6 +588,7 @@ def check_campaign(found, named):
     assert share(found, "another place named") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_fault_in_every_place_is_named(take, dtype):
     """Every weight, operator and half of the KV cache of every layer once, kinds of fault by turns."""
