@@ -258,7 +258,7 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         if whole:
             shutil.rmtree(state)
         else:
-            for path in state.glob("canaryd.db*"):
+            for path in sorted(state.glob("canaryd.db*"), reverse=True):  # last the one whose loss is noticed
                 path.unlink()
         daemon.line("knows no device any more: devices are looked for anew")
         daemon.line("was removed while it was in use; a fresh one was begun")
