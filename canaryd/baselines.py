@@ -155,7 +155,7 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     times = [one.first, one.last, one.used, one.strange_at]
     values = [v for k in one.known for v in k.recording.values if v is not None]
     whole = bool(one.known) and all(0 <= n <= MOST for n in counts)
-    if not (whole and all(map(math.isfinite, [*times, *values])) and max(times) <= time.time() + AHEAD):
+    if not (whole and all(map(math.isfinite, values)) and all(0 <= t <= time.time() + AHEAD for t in times)):
         named = printable(f"{one.probe} {one.case}")[:300]
         raise ValueError(f"{where}: {named}: no vector, or counts and times that cannot be")
     if one.device in mine:

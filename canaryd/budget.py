@@ -32,8 +32,6 @@ _HEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """What each purpose waits for. Retests have a share of their own (`schedule.RETEST_SHARE`) and are meant for load."""
 
-SKIPPED = "budget: "
-"""How the detail of a run begins that its worker skipped because of the budget: no evidence."""
 HOUR = 3600.0
 """Seconds over which a share is reckoned."""
 COVERAGE = 0.75

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 from canaryd import trust
 from canaryd.probe import LEVELS
 from canaryd.schema import (
+    BOOLEAN,
+    SPELLED,
     Each,
     Free,
     ListOf,
@@ -30,7 +32,7 @@ from canaryd.schema import (
     document,
     example_lines,
     quoted,
-    read_boolean,
+    read_filled,
     read_integer,
     read_number,
     section,
@@ -192,12 +194,6 @@ def parse_hours(text: str) -> tuple[int, int]:
     return begin, end
 
 
-def _filled(text: str) -> str:
-    if not text:
-        raise ValueError('"" is empty; write a value or remove it')
-    return text
-
-
 def _spoken(seconds: float) -> str:
     unit = next((u for u, size in reversed(_UNITS.items()) if seconds % size == 0), "s")
     return f"{seconds / _UNITS[unit]:g}{unit}"
@@ -213,31 +209,26 @@ def _whole(low: int, high: int) -> Scalar:
     return Scalar("a whole number", parse, {"type": "integer", "minimum": low, "maximum": high}, ("int",))
 
 
-_SPELLED = ("str", "bool", "int", "float")  # judged as typed, so that a bare 900 is told what it lacks
 _DURATION = Scalar(
     'a duration, e.g. "15m"',
     parse_duration,
     {"type": "string", "pattern": r"^(?=.*[1-9])[0-9]+(\.[0-9]+)?[smhd]$"},
-    _SPELLED,
+    SPELLED,
 )
-_SIZE = Scalar(
-    'a size, e.g. "256MiB"', _store_size, {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}, _SPELLED
-)
+_BYTES = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}
+_SIZE = Scalar('a size, e.g. "256MiB"', _store_size, _BYTES, SPELLED)
+_MEMORY = Scalar('a size, e.g. "1GiB"', parse_size, _BYTES, SPELLED)
 _LISTEN = Scalar(
     'HOST:PORT in quotes, e.g. "127.0.0.1:19469"',
     parse_listen,
     {"type": "string", "pattern": r"^(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):[0-9]{1,5}$"},
-    _SPELLED,
+    SPELLED,
 )
-_LEVEL = _choice("a level", LEVELS, _SPELLED)
-_GRADE = _choice("a grade", GRADES, _SPELLED)
-_BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
+_LEVEL = _choice("a level", LEVELS, SPELLED)
+_GRADE = _choice("a grade", GRADES, SPELLED)
 _FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
 _SHARE = Scalar("a number", _between(0.0001, 1), {"type": "number", "minimum": 0.0001, "maximum": 1}, ("int", "float"))
 _DEGREES = Scalar("a number", _between(0, 100), {"type": "number", "minimum": 0, "maximum": 100}, ("int", "float"))
-_MEMORY = Scalar(
-    'a size, e.g. "1GiB"', parse_size, {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}, _SPELLED
-)
 _HOURS = Scalar(
     'hours of the day, e.g. "08:00-20:00"',
     parse_hours,
@@ -266,7 +257,7 @@ _APIS = ("completions", "chat")
 _ENFORCEMENT = _choice("a way to enforce", ("log", "act"), ("str",))
 _API = _choice("an API", _APIS, ("str",))
 _DIALECT = _choice("a dialect", DIALECTS, ("str",))
-_FILLED = Scalar("text (in quotes)", _filled, {"type": "string", "minLength": 1})
+_FILLED = Scalar("text (in quotes)", read_filled, {"type": "string", "minLength": 1})
 
 
 # --- The schema ------------------------------------------------------------------------------------------------------
@@ -318,7 +309,7 @@ class ProbeSettings:
     """One probe's section; None leaves the probe's own choice."""
 
     enabled: bool | None = setting(
-        _BOOLEAN,
+        BOOLEAN,
         "null",
         "Whether to run it. Default: yes, but no for a probe that another Python package brings.",
         sample="false",
@@ -430,7 +421,7 @@ class ScheduleConfig:
     jitter: float = setting(
         _FRACTION, "0.1", "Fraction of its period by which a run may move, so that hosts do not march in step."
     )
-    run_at_start: bool = setting(_BOOLEAN, "true", "Whether every probe runs once as soon as the daemon starts.")
+    run_at_start: bool = setting(BOOLEAN, "true", "Whether every probe runs once as soon as the daemon starts.")
 
 
 @dataclass(frozen=True, kw_only=True)

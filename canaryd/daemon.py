@@ -51,7 +51,7 @@ from canaryd import (
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
 from canaryd.exposition import Exposition, Page
-from canaryd.model import Ack, Device, Outcome, Reading, Run, State, Verdict, printable, stack_id
+from canaryd.model import BUDGET_SKIP, Ack, Device, Outcome, Reading, Run, State, Verdict, printable, stack_id
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
 from canaryd.telemetry import Poll
@@ -474,15 +474,15 @@ class Daemon:
         loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
         if not loading:
             return names, budget.ROUND
+        facts = self._facts(device, engine.account.cost(device.uuid, tuple(names)))
+        if budget.wait(policy, facts, budget.ROUND) is None:
+            return names, budget.ROUND
         old = any(
             self._answered(device.uuid, n) >= budget.oldest(policy, judge.freshness(self.config.judge, periods[n]))
             for n in loading
         )
-        expected = engine.account.cost(device.uuid, tuple(names))
-        if budget.wait(policy, self._facts(device, expected), budget.ROUND) is None:
-            return names, budget.ROUND
         purpose = budget.FORCED if old else budget.ROUND
-        if self._waits(device, purpose, expected):
+        if self._waits(device, purpose, facts):
             return [n for n in names if n not in loading], budget.ROUND
         return names, purpose
 
@@ -495,7 +495,7 @@ class Daemon:
             and not r.drill
             and (
                 (r.outcome is Outcome.COMPLETED and r.whole)
-                or (r.outcome is Outcome.SKIPPED and not r.detail.startswith(budget.SKIPPED))
+                or (r.outcome is Outcome.SKIPPED and not r.detail.startswith(BUDGET_SKIP))
             )
         )
         return time.time() - max(answers, default=-math.inf)
@@ -511,9 +511,9 @@ class Daemon:
             expected=expected,
         )
 
-    def _waits(self, device: Device, purpose: str, expected: float = 0.0) -> bool:
+    def _waits(self, device: Device, purpose: str, facts: budget.Facts | None = None) -> bool:
         """Whether something that is due has to wait; that and why is logged, counted and told."""
-        found = budget.wait(self.config.budget, self._facts(device, expected), purpose)
+        found = budget.wait(self.config.budget, facts or self._facts(device), purpose)
         if found and self.engine.account.withhold(device.uuid, found, time.time()):
             log.info("%s: put off: %s", device.name, found.text)
             self._tell_withheld()

@@ -26,6 +26,10 @@ UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
 """Units that a metric's name may end in, before `_total`."""
 LEVEL = 1
 """Of gzip: a page that repeats itself as much as this one shrinks to a twentieth, and the scraper waits meanwhile."""
+OF_DEVICE = ("device", "index", "model")
+"""Labels of what is said of a device."""
+OF_PROBE = (*OF_DEVICE, "probe")
+"""Labels of what is said of a probe on a device."""
 
 
 class Family(NamedTuple):

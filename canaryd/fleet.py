@@ -42,12 +42,6 @@ STALE = 3.0
 GROUP = ("model", "probe", "stack")
 """What makes devices and their software equal."""
 NODE = ("job", "instance")
-STANDING = "(canaryd_device_state == 1) or on (job, instance, device, state) device:canaryd_device_state:held"
-"""The state of every device; of a node that has fallen silent what stands of it, as for the alarms."""
-DOUBTED = (
-    '(canaryd_device_state{state=~"suspect|faulty"} == 1) or on (job, instance, device, state) '
-    'device:canaryd_device_state:held{state=~"suspect|faulty"}'
-)
 KNOWN = (
     'canaryd:fleet_voiceless{why="accused"} or '
     '(canaryd:fleet_voiceless{why="acknowledged"} > ignoring (why) canaryd:fleet_odd_since)'
@@ -55,6 +49,15 @@ KNOWN = (
 """Suspect or faulty by their own canaryd, or acknowledged after the vote found them odd."""
 
 Labels = Mapping[str, str]
+
+
+def standing(selector: str = "") -> str:
+    """Return the query of every device's state, of a silent node what stands of it, as for the alarms.
+
+    `selector`: matchers with braces of their own, or "" for every state.
+    """
+    held = f"on (job, instance, device, state) device:canaryd_device_state:held{selector}"
+    return f"(canaryd_device_state{selector} == 1) or {held}"
 
 
 class FleetError(Exception):
@@ -381,7 +384,7 @@ def gather(prometheus: Prometheus) -> Fleet:
     silent = _silent(asker)
     if not heard and not silent:
         raise FleetError("knows no canaryd: no target has served canaryd_build_info in the last day")
-    states = asker.ask("the states of devices", f"count by (state) ({STANDING})")
+    states = asker.ask("the states of devices", f"count by (state) ({standing()})")
     odd = asker.ask("the vote's outliers", "canaryd:fleet_outlier")
     votes = asker.ask("the votes", "canaryd:fleet_voters")
     decided = asker.ask("the majorities", "count(canaryd:fleet_majority)")
@@ -492,7 +495,7 @@ def _odd(
 
 
 def _doubted(asker: _Gatherer) -> tuple[Doubted, ...]:
-    states = asker.ask("suspect and faulty devices", DOUBTED)
+    states = asker.ask("suspect and faulty devices", standing('{state=~"suspect|faulty"}'))
     why = defaultdict(list)
     for sample in asker.ask("findings", 'canaryd_finding{state=~"suspect|faulty"}'):
         why[_pick(sample.labels, (*NODE, "device"))].append(

@@ -228,17 +228,6 @@ def _called(device: Device, word: str) -> bool:
 # -- the store, without disturbing anybody ----------------------------------------------------------------------------
 
 
-class _Reader(Store):
-    """The store for reading alone, whoever asks: it makes, mends, migrates and locks nothing."""
-
-    def _may_write(self) -> bool:
-        return False
-
-    def _fail(self, error: Exception) -> None:
-        if self._disk is None or not isinstance(error, PermissionError):  # that it may only be read is what is wanted
-            super()._fail(error)
-
-
 def _read(settings: Config, question: Question, now: float) -> Answer:
     path = settings.state_dir / DATABASE
     try:
@@ -246,7 +235,7 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
     except OSError as error:
         return Answer(decision=UNKNOWN, reason=f"{path}: {error.strerror}: nothing is known of this machine")
     try:
-        with contextlib.closing(_Reader.open(settings.state_dir)) as store:
+        with contextlib.closing(Store.open(settings.state_dir, for_reading=True)) as store:
             # No lock is tried for whether a daemon runs: one that starts at this moment would meet it. A verdict that
             # nobody renews is unknown by its age.
             found = status.gather(store, settings, now, daemon=True, evidence={})

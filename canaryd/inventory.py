@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from canaryd import acks, endpoints
 from canaryd.config import Config
-from canaryd.model import Ack, Device, Event, State, Verdict
+from canaryd.model import Ack, Device, Event, Verdict
 from canaryd.store import DeviceRecord
 from canaryd.supervise import Description, Listing
 
@@ -47,8 +47,7 @@ def remembered(
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
     planned |= acks.retired(device, said, record.last_seen)
     # The GPU was divided otherwise: its instances are others now. That acquits none of them.
-    accused = verdict is not None and verdict.state in (State.SUSPECT, State.FAULTY)
-    planned |= device.parent in here and not accused
+    planned |= device.parent in here and not (verdict is not None and verdict.doubted)
     return not planned and now - record.last_seen < config.judge.watch
 
 

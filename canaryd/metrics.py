@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from canaryd.exposition import OPENMETRICS, TEXT, Exemplar, Exposition, Family, Page, takes_gzip, wants_openmetrics
+from canaryd.exposition import (
+    OF_DEVICE,
+    OF_PROBE,
+    OPENMETRICS,
+    TEXT,
+    Exemplar,
+    Exposition,
+    Family,
+    Page,
+    takes_gzip,
+    wants_openmetrics,
+)
 from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
 from canaryd.readings import READINGS, metric
 from canaryd.recorded import Drift
@@ -20,16 +31,13 @@ from canaryd.serve import Answer
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
 """The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
 
-_DEVICE = ("device", "index", "model")
-_PROBE = (*_DEVICE, "probe")
-
 
 FAMILIES: Mapping[str, Family] = {
     "canaryd_build_info": Family("gauge", ("version",), "Always 1; the labels say which canaryd runs."),
-    "canaryd_device_present": Family("gauge", _DEVICE, "1 while the device is found, 0 after it vanished."),
+    "canaryd_device_present": Family("gauge", OF_DEVICE, "1 while the device is found, 0 after it vanished."),
     "canaryd_device_info": Family(
         "gauge",
-        (*_DEVICE, "name", "backend", "serial", "bus_id", "identity", "parent"),
+        (*OF_DEVICE, "name", "backend", "serial", "bus_id", "identity", "parent"),
         "Always 1; identity is weak where the device label does not name the physical part; parent is the device "
         "that an instance belongs to.",
     ),
@@ -37,115 +45,119 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (), "Accelerators that the configuration expects; absent when it does not say."
     ),
     "canaryd_device_state": Family(
-        "gauge", (*_DEVICE, "state"), "1 for the state that the device is in, 0 for every other state."
+        "gauge", (*OF_DEVICE, "state"), "1 for the state that the device is in, 0 for every other state."
     ),
     "canaryd_device_cause": Family(
-        "gauge", (*_DEVICE, "cause"), "1 for the cause of the state that the device is in, 0 for every other cause."
+        "gauge", (*OF_DEVICE, "cause"), "1 for the cause of the state that the device is in, 0 for every other cause."
     ),
     "canaryd_finding": Family(
         "gauge",
-        (*_DEVICE, "rule", "state", "cause"),
+        (*OF_DEVICE, "rule", "state", "cause"),
         "Always 1; one series for each rule of the judge that speaks now; state healthy is a note.",
     ),
     "canaryd_device_verdict_timestamp_seconds": Family(
-        "gauge", _DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
+        "gauge", OF_DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
     ),
     "canaryd_device_state_since_timestamp_seconds": Family(
-        "gauge", _DEVICE, "When the device entered its state, since the epoch; absent before the first verdict."
+        "gauge", OF_DEVICE, "When the device entered its state, since the epoch; absent before the first verdict."
     ),
     "canaryd_device_acknowledged": Family(
-        "gauge", _DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
+        "gauge", OF_DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
     ),
     "canaryd_device_acknowledged_timestamp_seconds": Family(
-        "gauge", _DEVICE, "When the acknowledgement that stands was given, since the epoch; absent where none stands."
+        "gauge", OF_DEVICE, "When the acknowledgement that stands was given, since the epoch; absent where none stands."
     ),
     "canaryd_stack_info": Family(
         "gauge",
-        (*_DEVICE, "stack", *STACK_KEYS),
+        (*OF_DEVICE, "stack", *STACK_KEYS),
         "Always 1; the software under the newest runs, one series for each distinct stack.",
     ),
-    "canaryd_probe_period_seconds": Family("gauge", _PROBE, "How often the probe is wanted; evidence ages by it."),
+    "canaryd_probe_period_seconds": Family("gauge", OF_PROBE, "How often the probe is wanted; evidence ages by it."),
     "canaryd_probe_runs_total": Family(
-        "counter", (*_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
+        "counter", (*OF_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
     ),
-    "canaryd_probe_mismatches_total": Family("counter", _PROBE, "Comparisons that found a wrong bit."),
-    "canaryd_probe_trials_total": Family("counter", _PROBE, "Results of the device that were compared with a golden."),
+    "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
+    "canaryd_probe_trials_total": Family(
+        "counter", OF_PROBE, "Results of the device that were compared with a golden."
+    ),
     "canaryd_probe_duration_seconds": Family(
-        "gauge", _PROBE, "Wall time of the newest run, the worker's start excluded."
+        "gauge", OF_PROBE, "Wall time of the newest run, the worker's start excluded."
     ),
     "canaryd_probe_last_success_timestamp_seconds": Family(
         "gauge",
-        _PROBE,
+        OF_PROBE,
         "Start of the newest run that completed with every bit right, or of the newest poll that completed.",
     ),
     "canaryd_golden_fingerprint": Family(
         "gauge",
-        (*_PROBE, "stack"),
+        (*OF_PROBE, "stack"),
         "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; stack stands "
         "for the probe's version too, and of recorded results for the chain.",
     ),
     "canaryd_recordings": Family(
         "gauge",
-        (*_PROBE, "reading", "status"),
+        (*OF_PROBE, "reading", "status"),
         "Cases without a golden by what the newest run gave: known bits, unknown ones, or still learning.",
     ),
     "canaryd_drift_ratio": Family(
         "gauge",
-        (*_PROBE, "reading"),
+        (*OF_PROBE, "reading"),
         "Largest distance of a recording from the nearest known one over its tolerance: 0 while the bits are known, "
         "+Inf where a bit-stable case gave others.",
     ),
     "canaryd_recording_token_agreement": Family(
-        "gauge", (*_PROBE, "reading"), "Smallest share of tokens before the first that differs from the nearest known."
+        "gauge",
+        (*OF_PROBE, "reading"),
+        "Smallest share of tokens before the first that differs from the nearest known.",
     ),
     "canaryd_recording_first_difference": Family(
-        "gauge", (*_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
+        "gauge", (*OF_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
     ),
     "canaryd_fault_rate_upper_bound": Family(
-        "gauge", _PROBE, "Wrong results per compared result that the evidence does not rule out."
+        "gauge", OF_PROBE, "Wrong results per compared result that the evidence does not rule out."
     ),
     "canaryd_budget_share_ratio": Family(
         "gauge", (), "Largest part of an hour that rounds may take of a device's time: budget.share."
     ),
     "canaryd_budget_spent_seconds_total": Family(
         "counter",
-        (*_DEVICE, "purpose"),
+        (*OF_DEVICE, "purpose"),
         "Device time that workers took since the daemon started, of a CPU over all cores; purpose is round, forced "
         "(for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
     ),
     "canaryd_budget_skipped_total": Family(
         "counter",
-        (*_DEVICE, "reason"),
+        (*OF_DEVICE, "reason"),
         "Times since the daemon started that what was due had to wait, each reason once.",
     ),
     "canaryd_budget_withheld": Family(
-        "gauge", (*_DEVICE, "reason"), "Always 1; the reason why what is due on the device waits now."
+        "gauge", (*OF_DEVICE, "reason"), "Always 1; the reason why what is due on the device waits now."
     ),
     "canaryd_drill_device_state": Family(
-        "gauge", (*_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
+        "gauge", (*OF_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
     ),
-    "canaryd_drill_runs_total": Family("counter", _PROBE, "Runs with an injected fault; counted nowhere else."),
+    "canaryd_drill_runs_total": Family("counter", OF_PROBE, "Runs with an injected fault; counted nowhere else."),
     "canaryd_drill_mismatches_total": Family(
-        "counter", _PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
+        "counter", OF_PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
     ),
     "canaryd_xid_errors_total": Family(
-        "counter", (*_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
+        "counter", (*OF_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
     ),
     "canaryd_sxid_errors_total": Family(
-        "counter", (*_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; of the host's device."
+        "counter", (*OF_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; of the host's device."
     ),
     "canaryd_kernel_log_events_total": Family(
-        "counter", (*_DEVICE, "kind", "name"), "Other lines of the kernel log that touch a device's health."
+        "counter", (*OF_DEVICE, "kind", "name"), "Other lines of the kernel log that touch a device's health."
     ),
     "canaryd_stack_changes_total": Family(
         "counter",
-        (*_DEVICE, "component"),
+        (*OF_DEVICE, "component"),
         "Changes of driver, firmware, place or software that an inventory found, by component.",
     ),
     "canaryd_readings_absent": Family(
-        "gauge", _PROBE, "Readings that the device does not give; canaryd check --json says which and why."
+        "gauge", OF_PROBE, "Readings that the device does not give; canaryd check --json says which and why."
     ),
-    **{metric(name): Family(kind.type, (*_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
+    **{metric(name): Family(kind.type, (*OF_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
     "canaryd_kernel_log_readable": Family("gauge", (), "1 while the kernel log is read, 0 while it cannot be."),
     "canaryd_kernel_log_lost_records_total": Family(
         "counter", (), "Records of the kernel log that went by unread, since the daemon started."

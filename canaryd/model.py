@@ -40,6 +40,10 @@ class Outcome(str, enum.Enum):
     """The worker answered something that is not the protocol."""
 
 
+BUDGET_SKIP = "budget: "
+"""How the detail of a run begins that its worker skipped because of the budget: no fault of anybody's, no evidence."""
+
+
 class State(str, enum.Enum):
     """May I trust this device's numbers? Ordered from best to worst by `severity`."""
 

@@ -341,6 +341,17 @@ def section(cls: type[Any], doc: str) -> Any:
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
+SPELLED = ("str", "bool", "int", "float")
+"""Types of a scalar that is judged as typed, so that a bare 900 is told what it lacks."""
+
+
+def read_filled(text: str) -> str:
+    """Return a text that is not empty, or raise `ValueError`."""
+    if not text:
+        raise ValueError('"" is empty; write a value or remove it')
+    return text
+
+
 def read_boolean(text: str) -> bool:
     """Return what a text that YAML takes for a boolean means."""
     return text.lower() in _TRUE
@@ -364,6 +375,9 @@ def read_number(text: str) -> float:
 def quoted(text: str) -> str:
     """Return a text in quotes, escaped and shortened, for a message of one line."""
     return printable(json.dumps(text if len(text) <= 60 else text[:59] + "…", ensure_ascii=False))
+
+
+BOOLEAN = Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",))
 
 
 def example_lines(cls: type[Any], indent: str) -> Iterator[str]:

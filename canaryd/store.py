@@ -218,6 +218,7 @@ class Store:
         max_bytes: int,
         keep: Retention,
         migrations: Sequence[Migration],
+        for_reading: bool = False,
     ) -> None:
         self.state_dir = state_dir
         self.path = state_dir / DATABASE
@@ -226,6 +227,7 @@ class Store:
         self.problem = ""
         """One sentence while something cannot be stored; "" when all is well."""
         self._now = now
+        self._for_reading = for_reading
         self._migrations = migrations
         self._lock = threading.RLock()
         self._notes: dict[str, str] = {}
@@ -250,13 +252,16 @@ class Store:
         max_bytes: int = 256 * 1024 * 1024,
         keep: Retention = Retention(),
         migrations: Sequence[Migration] = MIGRATIONS,
+        for_reading: bool = False,
     ) -> Store:
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
+
+        `for_reading`: whoever asks, nothing is created, mended, migrated or locked, and that is no problem.
 
         Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
         be stored, the store works from memory and `problem` says why.
         """
-        store = cls(state_dir, now, max_bytes, keep, migrations)
+        store = cls(state_dir, now, max_bytes, keep, migrations, for_reading)
         try:
             store._connection()
         except StoreTooNew:
@@ -892,7 +897,8 @@ class Store:
             return self._open_to_read("mode=ro&immutable=1")
         if version < len(self._migrations):
             raise PermissionError("it is of an older version; run canaryd once as its owner to migrate it")
-        self._fail(PermissionError("it may only be read here"))
+        if not self._for_reading:
+            self._fail(PermissionError("it may only be read here"))
         return db
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
@@ -933,7 +939,9 @@ class Store:
 
     def _may_write(self) -> bool:
         # The directory too: SQLite keeps its log beside the database.
-        return os.access(self.state_dir, os.W_OK) and (not self.path.exists() or os.access(self.path, os.W_OK))
+        if self._for_reading or not os.access(self.state_dir, os.W_OK):
+            return False
+        return not self.path.exists() or os.access(self.path, os.W_OK)
 
     @property
     def _open_lock(self) -> Path:

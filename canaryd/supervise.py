@@ -1049,12 +1049,17 @@ def _waited(pid: int) -> float:
     return 0.0
 
 
+def _stat(process: Path) -> list[str]:
+    """Return what proc_pid_stat(5) says of a process or thread after its name, which may hold anything; or OSError."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
 def _runnable(pid: int) -> bool:
     """Whether a thread of a process runs, or waits for a core: state R of proc_pid_stat(5)."""
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
-                if (task / "stat").read_text().rpartition(")")[2].split()[:1] == ["R"]:
+                if _stat(task)[:1] == ["R"]:
                     return True
     return False
 
@@ -1062,6 +1067,5 @@ def _runnable(pid: int) -> bool:
 def _processor_seconds(pid: int) -> float | None:
     """Return the processor time of a process and its children that have ended: fields 14 to 17 of proc_pid_stat(5)."""
     with contextlib.suppress(OSError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, _stat(Path(f"/proc/{pid}"))[11:15])) / os.sysconf("SC_CLK_TCK")
     return None

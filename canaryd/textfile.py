@@ -14,14 +14,12 @@ from pathlib import Path
 
 from canaryd import __version__
 from canaryd.check import Result
-from canaryd.exposition import Family, Page
+from canaryd.exposition import OF_DEVICE, OF_PROBE, Family, Page
 from canaryd.model import Cause, State
 
 MODE = 0o644
 """Of the file: node_exporter usually runs as another user."""
 
-_DEVICE = ("device", "index", "model")
-_PROBE = (*_DEVICE, "probe")
 
 FAMILIES: Mapping[str, Family] = {
     "canaryd_check_info": Family("gauge", ("version", "level"), "Always 1; which canaryd looked, and how hard."),
@@ -31,18 +29,20 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (), "What the check exited with: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."
     ),
     "canaryd_check_device_state": Family(
-        "gauge", (*_DEVICE, "state"), "1 for the state that the check found the device in, 0 for every other state."
+        "gauge", (*OF_DEVICE, "state"), "1 for the state that the check found the device in, 0 for every other state."
     ),
     "canaryd_check_device_cause": Family(
-        "gauge", (*_DEVICE, "cause"), "1 for the cause of that state, 0 for every other cause."
+        "gauge", (*OF_DEVICE, "cause"), "1 for the cause of that state, 0 for every other cause."
     ),
     "canaryd_check_finding": Family(
-        "gauge", (*_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule of the judge that spoke."
+        "gauge", (*OF_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule of the judge that spoke."
     ),
-    "canaryd_check_trials": Family("gauge", _PROBE, "Results of the device that the check compared with a golden."),
-    "canaryd_check_mismatches": Family("gauge", _PROBE, "Comparisons of the check that found a wrong bit."),
+    "canaryd_check_trials": Family("gauge", OF_PROBE, "Results of the device that the check compared with a golden."),
+    "canaryd_check_mismatches": Family("gauge", OF_PROBE, "Comparisons of the check that found a wrong bit."),
     "canaryd_check_fault_rate_upper_bound": Family(
-        "gauge", _PROBE, "Wrong results per compared result that the check does not rule out; absent after a mismatch."
+        "gauge",
+        OF_PROBE,
+        "Wrong results per compared result that the check does not rule out; absent after a mismatch.",
     ),
 }
 """Every metric that `render` may write, in this order. docs/remote.md repeats it; a test compares the two."""

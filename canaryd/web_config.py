@@ -33,6 +33,8 @@ from typing import Any
 from canaryd import trust
 from canaryd.config import MAX_FILE_BYTES, ConfigError, raise_problems, read_bytes
 from canaryd.schema import (
+    BOOLEAN,
+    SPELLED,
     ListOf,
     Notes,
     Scalar,
@@ -41,6 +43,7 @@ from canaryd.schema import (
     document,
     quoted,
     read_boolean,
+    read_filled,
     read_integer,
     section,
     setting,
@@ -91,7 +94,6 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
 """Headers that the toolkit lets be set → the values that it takes; () for any."""
 _NONE, _IF_GIVEN, _REQUIRED = "NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"
 _UNVERIFIED = ("RequestClientCert", "RequireAnyClientCert", "RequireClientCert")
-_SPELLED = ("str", "bool", "int", "float")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -168,21 +170,15 @@ def _pem(text: str) -> str:
     return text
 
 
-def _some(text: str) -> str:
-    if not text:
-        raise ValueError('"" is empty; write a value or remove it')
-    return text
-
-
 def _header(text: str) -> str:
     if not text.isascii() or not text.isprintable():
         raise ValueError("a header holds printable ASCII only")
     return text
 
 
-_FILE = Scalar("the name of a file", _some, {"type": "string"})
-_PEM = Scalar("PEM text", _pem, {"type": "string"}, _SPELLED)
-_TEXT = Scalar("text (in quotes)", _some, {"type": "string"})
+_FILE = Scalar("the name of a file", read_filled, {"type": "string"})
+_PEM = Scalar("PEM text", _pem, {"type": "string"}, SPELLED)
+_TEXT = Scalar("text (in quotes)", read_filled, {"type": "string"})
 _VERSION = Scalar("TLS12 or TLS13", _version, {"enum": [*_VERSIONS]})
 
 
@@ -205,9 +201,7 @@ class TlsServer:
     cipher_suites: tuple[str, ...] | None = setting(
         ListOf(Scalar("a suite", _cipher, {"type": "string"})), "null", "Suites of TLS 1.2."
     )
-    prefer_server_cipher_suites: bool = setting(
-        Scalar("true or false", read_boolean, {"type": "boolean"}, ("bool",)), "true", "Whose order of suites counts."
-    )
+    prefer_server_cipher_suites: bool = setting(BOOLEAN, "true", "Whose order of suites counts.")
     curve_preferences: tuple[str, ...] | None = setting(
         ListOf(Scalar("a curve", _curve, {"type": "string"})), "null", "The curve of the key exchange."
     )
@@ -246,7 +240,7 @@ class WebFile:
     http_server_config: HttpServer = section(HttpServer, "HTTP.")
     basic_auth_users: Mapping[str, str] = setting(
         Variables(
-            Scalar("a bcrypt hash (in quotes)", _hash, {"type": "string"}, _SPELLED),
+            Scalar("a bcrypt hash (in quotes)", _hash, {"type": "string"}, SPELLED),
             r"[^:\x00-\x1f\x7f]+",
             "a mapping of users to bcrypt hashes",
             "not a user's name: it holds a colon or a control character, or nothing",

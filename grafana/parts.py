@@ -75,10 +75,15 @@ RANK_STEPS = ((1, STATES["degraded"]), (2, STATES["unknown"]), (3, STATES["suspe
 # --- Queries ----------------------------------------------------------------------------------------------------------
 
 
+def _by_rank(series: str, selector: str, least: int = 0) -> str:
+    """Return the query of series that carry a state, each times the rank of its own; `least`: the lowest rank."""
+    states = list(enumerate(STATES))[least:]
+    return " or ".join(f'{series}{{{selector}, state="{state}"}} * {rank}' for rank, state in states)
+
+
 def ranked(selector: str) -> str:
     """Return the query of each device's state as a number: 0 healthy … 4 faulty."""
-    series = [f'canaryd_device_state{{{selector}, state="{state}"}} * {rank}' for rank, state in enumerate(STATES)]
-    return f"max without (state) ({' or '.join(series)})"
+    return f"max without (state) ({_by_rank('canaryd_device_state', selector)})"
 
 
 def standing(selector: str) -> str:
@@ -86,9 +91,7 @@ def standing(selector: str) -> str:
 
     Healthy devices have no such series, so a day of a large fleet can be asked for; that of a silent node goes on.
     """
-    held = "device:canaryd_device_state:held"
-    series = [f'{held}{{{selector}, state="{state}"}} * {rank}' for rank, state in enumerate(STATES) if rank]
-    return f"max without (state) ({' or '.join(series)})"
+    return f"max without (state) ({_by_rank('device:canaryd_device_state:held', selector, least=1)})"
 
 
 HELD = 'reason!~"gpu_idle|applications_clocks|display_clocks"'
@@ -97,8 +100,7 @@ HELD = 'reason!~"gpu_idle|applications_clocks|display_clocks"'
 
 def spoken_rules(selector: str) -> str:
     """Return the query of the rules that speak, each with the rank of its state."""
-    series = [f'canaryd_finding{{{selector}, state="{state}"}} * {rank}' for rank, state in enumerate(STATES)]
-    return " or ".join(series)
+    return _by_rank("canaryd_finding", selector)
 
 
 def named(query: str, selector: str) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,14 @@ def bare_python() -> str:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     return f"{directory}/bin/python"
+
+
+def free_port() -> int:
+    """Return a port of the loopback that was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def catalogue(directory: Path, *names: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import eventually
+from tests.command import eventually, free_port
 
 
 def needed() -> str:
@@ -24,14 +23,6 @@ def needed() -> str:
     if path is None:
         pytest.skip("prometheus is not installed here: nothing was scraped")
     return path
-
-
-def free_port() -> int:
-    """Return a port of the loopback that was free a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def scraping(*targets: str) -> dict[str, Any]:

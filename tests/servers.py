@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import pytest
 
 from tests import checkpoints
-from tests.command import eventually
+from tests.command import eventually, free_port
 
 PATIENCE = 300.0
 """Seconds that a server may take until it answers: vLLM takes two minutes on two cores."""
@@ -101,7 +100,7 @@ class Server:
         (self.work / "hub").mkdir(parents=True, exist_ok=True)  # mlx-lm and transformers fail without one
         self.environment = os.environ | ENVIRONMENT | {"HF_HUB_CACHE": str(self.work / "hub")} | environment
         self.log = self.work / "log"
-        self.port = _free_port()
+        self.port = free_port()
         self.model = self.kind.model or str(directory)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -240,10 +239,3 @@ def _shared_memory(pid: str) -> list[str]:
     with contextlib.suppress(OSError):
         return re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
     return []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,7 +16,7 @@ import pytest
 from canaryd import budget, status
 from canaryd.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
 from canaryd.config import BudgetConfig, ConfigError, load
-from canaryd.model import Device, Outcome, Reading, State
+from canaryd.model import BUDGET_SKIP, Device, Outcome, Reading, State
 from canaryd.probe import Context, ProbeSpec, Skip
 from canaryd.store import Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
@@ -510,7 +510,7 @@ def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
     beside.make_room(CPU, {"memory": 1 << 60, "free": 0}, tmp_path / "none")
     run, _ = ask(probe, beside_=LEAST | {"memory": 1 << 60})
     assert run.outcome is Outcome.SKIPPED
-    assert run.detail.startswith(budget.SKIPPED)
+    assert run.detail.startswith(BUDGET_SKIP)
     assert run.readings == ()
 
 
@@ -528,7 +528,7 @@ def test_what_is_nobodys_fault_is_skipped(probe, device, given, said, outcome):
     """The cap of its own making, and a device that its owner shares with nobody; all else stays what it was."""
     run, _ = ask(probe, device=device, beside_=given, raises=said)
     assert run.outcome is outcome
-    assert (run.detail.startswith(budget.SKIPPED)) == (outcome is Outcome.SKIPPED)
+    assert (run.detail.startswith(BUDGET_SKIP)) == (outcome is Outcome.SKIPPED)
     assert said in run.detail
 
 
@@ -536,11 +536,6 @@ def test_other_errors_are_no_excuse():
     """A device that fails is not excused."""
     assert beside.excuse(RuntimeError("CUDA error: an illegal memory access was encountered"), capped=True) == ""
     assert beside.excuse(ValueError("busy or unavailable"), capped=True) == ""
-
-
-def test_both_sides_say_budget_alike():
-    """The daemon knows by this what the worker skipped for the budget's sake."""
-    assert beside.SKIPPED == budget.SKIPPED
 
 
 @pytest.mark.gpu
@@ -555,7 +550,7 @@ def test_the_cap_holds_on_an_accelerator():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     assert kept.nbytes == 32 << 20
-    assert beside.excuse(caught.value, capped=True).startswith(budget.SKIPPED)
+    assert beside.excuse(caught.value, capped=True).startswith(BUDGET_SKIP)
 
 
 @pytest.mark.slow

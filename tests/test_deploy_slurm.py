@@ -17,7 +17,7 @@ import pytest
 
 from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store import Store
-from tests.command import ROOT, eventually
+from tests.command import ROOT, eventually, free_port
 
 SCRIPT = ROOT / "deploy/slurm/canaryd-gate"
 SNIPPET = ROOT / "deploy/slurm/slurm.conf.snippet"
@@ -214,12 +214,6 @@ PartitionName=all Nodes={NODE} Default=YES State=UP
             store.see_device(GPU, now)
             made = {"device": GPU.uuid, "state": state, "cause": cause, "findings": found}
             assert store.set_verdict(Verdict(**made, decided=now, since=now))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

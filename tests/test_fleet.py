@@ -7,7 +7,6 @@ import http.server
 import json
 import re
 import shutil
-import socket
 import socketserver
 import subprocess
 import threading
@@ -24,7 +23,7 @@ from canaryd import fleet, judge
 from canaryd.fleet import FleetError, Prometheus
 from canaryd.metrics import FAMILIES
 from canaryd.model import State
-from tests.command import ROOT, canaryd, eventually
+from tests.command import ROOT, canaryd, eventually, free_port
 
 RULES = ROOT / "deploy/prometheus" / fleet.RULES
 VALIDATOR = jsonschema.Draft202012Validator(json.loads((ROOT / "docs/fleet.schema.json").read_text()))
@@ -150,11 +149,6 @@ def ready(url):
             return answer.status == 200
     except OSError:
         return False
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def gather(url, **options):

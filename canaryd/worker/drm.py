@@ -60,10 +60,8 @@ def cards(root: Path, vendor: int) -> list[Card]:
 
 def driver_version(root: Path, driver: str) -> str:
     """Return a driver's own version; one that is part of the kernel has none but the kernel's."""
-    try:
-        return f"{driver} {read_text(root / 'module' / driver / 'version')}"
-    except Unreadable:
-        return f"{driver} of kernel {os.uname().release}"
+    own = texts(root / "module" / driver, {"version": "version"})
+    return f"{driver} {own['version']}" if own else f"{driver} of kernel {os.uname().release}"
 
 
 def texts(directory: Path, names: Mapping[str, str]) -> dict[str, str]:

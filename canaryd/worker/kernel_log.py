@@ -525,7 +525,7 @@ class _Reader:
             if self._held and record.facility == 0:
                 if message and message.kind == "mce" and message.name != "logged":
                     self._held = None
-                elif "[Hardware Error]" not in record.text:
+                elif message or "[Hardware Error]" not in record.text:  # what comes after it must not overtake it
                     yield from self.release()
             if message is None:
                 continue
@@ -535,7 +535,6 @@ class _Reader:
             at = min(now, max(since, now - since_boot + record.usec / 1e6))
             found = LogRecord(boot=self.boot, sequence=record.sequence, at=at, **message._asdict())
             if message.kind == "mce" and message.name == "logged":
-                yield from self.release()
                 self._held = found
             else:
                 yield found
