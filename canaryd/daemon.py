@@ -8,6 +8,7 @@ rendered when evidence changes; a scrape copies bytes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import math
@@ -83,6 +84,8 @@ STEADY = 5
 """Newest runs whose recorded fingerprints must agree to be shown: as many as are remembered with their recordings."""
 SWITCH = 0.001
 """Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
+M_ARENA_MAX = -8
+"""What mallopt(3) calls the number of heaps, from glibc's malloc.h."""
 HEED = 1.0
 """Seconds between two looks at what `canaryd release` asks for."""
 STARVED = 600.0
@@ -191,6 +194,7 @@ class Daemon:
         """
         host, port = self.config.listen
         sys.setswitchinterval(SWITCH)
+        _share_one_heap()
         self._gate = web_config.WebConfig(self.config.web_config) if self.config.web_config else None
         self._server = server = serve.Server(host, port, self._routes(), gate=self._gate)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -789,6 +793,16 @@ class Daemon:
                     f"{device.name} {probe}: newest evidence is {now - max(done):.0f} s old, wanted {limit:.0f} s"
                 )
         return reasons
+
+
+def _share_one_heap() -> None:
+    """Let all threads take memory from one heap: glibc gives each its own, and none of them ever shrinks.
+
+    No thread waits for another because of it: they take turns at the interpreter anyway. Other C libraries have one
+    heap, and no such function. benchmarks/results/footprint.md says what is used.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def _within_reach(host: str, port: int) -> tuple[str, int] | None:

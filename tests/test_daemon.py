@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import random
 import shutil
 import signal
@@ -384,3 +385,25 @@ def test_no_health_without_a_device(tmp_path, state):
         eventually(lambda: "/nonexistent/python" in daemon.get("/healthz")[1])
         assert daemon.get("/healthz")[0] == 503
         assert daemon.get("/readyz")[0] == 503
+
+
+HEAP = 64 << 20
+"""Bytes of address space that glibc reserves for a further heap, aligned to as many (malloc/arena.c, HEAP_MAX_SIZE)."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
+def test_threads_share_one_heap(tmp_path, state):
+    """Heaps of single threads never shrink: there are none."""
+    log = tmp_path / "log"
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log)}}})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: begun(log))
+        eventually(lambda: daemon.get("/readyz")[0] in (200, 503))
+        lines = Path(f"/proc/{daemon.popen.pid}/maps").read_text().splitlines()
+        parts = [(*(int(end, 16) for end in line.split()[0].split("-")), line.split()[1:]) for line in lines]
+        further = [
+            begin
+            for (begin, middle, used), (again, end, kept) in itertools.pairwise(parts)
+            if begin % HEAP == 0 and (middle, end - begin) == (again, HEAP) and (used[0], kept[0]) == ("rw-p", "---p")
+        ]
+        assert not further
