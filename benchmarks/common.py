@@ -132,9 +132,10 @@ def interval(
 
 @dataclass
 class Bystanders:
-    """Share of the machine's processor time that went to others between `__enter__` and `__exit__`.
+    """Share of the processor time that went to others between `__enter__` and `__exit__`, of the cores that we may use.
 
-    Children of this process that it has waited for by then are no others.
+    A benchmark that taskset has given some cores is disturbed by what others do on those. Children of this process that
+    it has waited for by then are no others.
     """
 
     share: float = 0.0
@@ -150,11 +151,13 @@ class Bystanders:
         self.share = max(0.0, busy - own) / total if total else 0.0
 
     def _read(self) -> tuple[float, float, float]:
-        machine = psutil.cpu_times()
+        every = psutil.cpu_times(percpu=True)
+        usable = getattr(os, "sched_getaffinity", lambda _: range(len(every)))(0)
+        machine = [every[core] for core in usable]
         # Its last field is time that waited for the disk: Linux alone has it, and nobody used it.
         own = sum(sum(process.cpu_times()[:4]) for process in (psutil.Process(), *self.also))
-        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in machine)
+        idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in machine)
         return total, total - idle, own
 
 
