@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from canaryd.acks import AHEAD
 from canaryd.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
-from canaryd.model import Device, from_json, printable, to_json
+from canaryd.model import Device, from_json, printable, to_json, whole
 from canaryd.recorded import witnesses
 from canaryd.store import Store
 from canaryd.wording import moment
@@ -127,7 +127,7 @@ def imported(store: Store, text: str) -> tuple[int, int]:
     devices of the same model. Raises `ValueError`, and takes nothing, where the text is no such document.
     """
     try:
-        data = json.loads(text)
+        data = whole(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
@@ -154,8 +154,8 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
     times = [one.first, one.last, one.used, one.strange_at]
     values = [v for k in one.known for v in k.recording.values if v is not None]
-    whole = bool(one.known) and all(0 <= n <= MOST for n in counts)
-    if not (whole and all(map(math.isfinite, values)) and all(0 <= t <= time.time() + AHEAD for t in times)):
+    sound = bool(one.known) and all(0 <= n <= MOST for n in counts)
+    if not (sound and all(map(math.isfinite, values)) and all(0 <= t <= time.time() + AHEAD for t in times)):
         named = printable(f"{one.probe} {one.case}")[:300]
         raise ValueError(f"{where}: {named}: no vector, or counts and times that cannot be")
     if one.device in mine:
