@@ -67,8 +67,8 @@ def load(path: Path) -> tuple[Prompt, ...]:
     if not 1 <= len(entries) <= MAX_PROMPTS:
         raise BadPrompts([f"{path}: {len(entries)} prompts, wanted 1 to {MAX_PROMPTS}"])
     problems = [f"{path}: prompts[{i}]{text}" for i, entry in enumerate(entries) for text in _mistakes(entry)]
-    names = [entry.get("name") for entry in entries if isinstance(entry, dict)]
-    names = [name for name in names if isinstance(name, str) and NAME.fullmatch(name)]
+    given = [entry.get("name") for entry in entries if isinstance(entry, dict)]
+    names = [name for name in given if isinstance(name, str) and NAME.fullmatch(name)]
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [f"{path}: the name {name!r} is given {names.count(name)} times, wanted once" for name in twice]
     if problems:
