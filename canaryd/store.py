@@ -693,7 +693,7 @@ class Store:
         path = self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
         with contextlib.ExitStack() as held:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                _make_directory(path.parent)
                 held.enter_context(_flock(path, timeout, on_wait, stopped))
             except Busy:
                 raise
@@ -853,7 +853,8 @@ class Store:
         """Make the file whole before it has its name: one without a byte is then damage, and never a beginning."""
         fresh = Path(f"{self.path}.new")
         fresh.unlink(missing_ok=True)
-        with contextlib.closing(_connect(f"file:{quote(str(fresh.absolute()))}?mode=rwc")) as db:
+        os.close(_make(fresh))
+        with contextlib.closing(_connect(f"file:{quote(str(fresh.absolute()))}?mode=rw")) as db:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA user_version = 0")
         fresh.replace(self.path)
@@ -1048,6 +1049,34 @@ def _add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
         db.execute(f"INSERT INTO verdicts ({VERDICT}) VALUES (?, ?, ?, ?, ?, ?)", row)
 
 
+def _make(path: Path) -> int:
+    """Create a file that is not there and open it; made by root, it belongs to whom its directory belongs to.
+
+    A command that root runs before the service has run would else leave a database that the service's user cannot
+    write. SQLite itself gives the log beside a database to the owner of that.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # O_EXCL follows nobody's link
+    _hand_over(fd, path.parent)
+    return fd
+
+
+def _make_directory(path: Path) -> None:
+    """Create a directory where there is none; made by root, it belongs to whom the one above it belongs to."""
+    if path.exists():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    _hand_over(fd, path.parent)
+    os.close(fd)
+
+
+def _hand_over(fd: int, directory: Path) -> None:
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # A root that may not give files away keeps them.
+            there = directory.stat()
+            os.fchown(fd, there.st_uid, there.st_gid)
+
+
 @contextlib.contextmanager
 def _flock(
     path: Path,
@@ -1057,9 +1086,12 @@ def _flock(
 ) -> Iterator[None]:
     """Hold the file `path`, which names its holder, alone. Raises `Busy`, or `OSError` where there can be no lock."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
+        fd = _make(path)
+    except FileExistsError:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
     try:
         begun = time.monotonic()
         while True:

@@ -151,6 +151,24 @@ def test_a_bad_configuration_is_told_at_the_reload_and_not_taken(machine):
     assert machine.show("MainPID") == pid
 
 
+def test_a_check_by_root_before_the_service_has_run_takes_nothing_from_it(machine):
+    """What root's command makes in an empty state directory is the service's, which then stores there."""
+    machine.run("systemctl", "stop", "canaryd")
+    machine.shell("mv /var/lib/canaryd /srv/history && systemd-tmpfiles --create canaryd.conf")
+    try:
+        machine.run("canaryd", "check", "--probe", "passes", "--level", "quick", check=False)
+        assert "passes" in machine.runs().values()
+        assert machine.out("find", "/var/lib/canaryd", "!", "(", "-user", "canaryd", "-group", "canaryd", ")") == ""
+        before = machine.runs()
+        machine.run("systemctl", "start", "canaryd")
+        machine.eventually(lambda: grown(machine, before))
+        assert "canaryd_store_problem 0.0" in machine.get("/metrics")[1]
+    finally:
+        machine.run("systemctl", "stop", "canaryd")
+        machine.shell("rm -rf /var/lib/canaryd && mv /srv/history /var/lib/canaryd")
+        machine.run("systemctl", "start", "canaryd")
+
+
 def stays(machine: Machine) -> bool:
     """Whether two workers are there for longer than a sweep takes: the reader of the kernel log, and the hung one."""
     ages = machine.out("ps", "-u", "canaryd", "-o", "etimes=,args=").splitlines()
@@ -313,9 +331,12 @@ def test_the_debian_package_installs_upgrades_downgrades_and_goes(tmp_path):
         machine.eventually(lambda: grown(machine, before))
         before = machine.runs()
 
+        copied = (machine.root / "var/lib/canaryd/before-upgrade/canaryd.db").stat().st_ino
         machine.run("systemctl", "disable", "--now", "canaryd")  # an operator's word outlives a change of version
         apt(machine, "install", "--allow-downgrades", older)
         assert machine.show("ActiveState") == "inactive"
+        # What the older release may need is not replaced by what the newer one has made of it.
+        assert (machine.root / "var/lib/canaryd/before-upgrade/canaryd.db").stat().st_ino == copied
         machine.run("systemctl", "enable", "--now", "canaryd")
         assert serves(machine)
         machine.eventually(lambda: grown(machine, before))

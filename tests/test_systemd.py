@@ -163,6 +163,7 @@ def test_users_and_directories(tmp_path):
     assert {name.rstrip("/"): value for name, value in found.items()} == {
         "var/lib/canaryd": (uid, "0o750"),
         "var/lib/canaryd/locks": (uid, "0o750"),
+        "var/lib/canaryd/memory": (uid, "0o700"),
         "var/cache/canaryd": (uid, "0o750"),
         "etc/canaryd": (0, "0o755"),
         "etc/canaryd/probes.d": (0, "0o755"),

@@ -2,8 +2,9 @@
 
 Every flag of systemd-nspawn has its reason: `--capability=all` and /dev/kmsg because a container has no kernel log
 otherwise, the unified hierarchy because IPAddressDeny is not enforced in the hybrid one, the private network because
-all capabilities would reach the host's interfaces. Commands enter with nsenter: without systemd on the host there is no
-machinectl.
+all capabilities would reach the host's interfaces. With --keep-unit alone all machines would share one control group,
+and so the group of each unit: every machine is started in one of its own. Commands enter with nsenter: without systemd
+on the host there is no machinectl.
 """
 
 from __future__ import annotations
@@ -54,6 +55,19 @@ def copy_clone(into: Path, version: str = "") -> Path:
     return into
 
 
+def _control_groups(name: str) -> list[Path]:
+    """Make a group of that name beside this process, in each hierarchy that systemd uses: the unified one or both."""
+    made = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, hierarchy, path = line.split(":", 2)
+        for mounted in {"": ("", "unified"), "name=systemd": ("systemd",)}.get(hierarchy, ()):
+            beside = Path("/sys/fs/cgroup", mounted, path.lstrip("/"))
+            if (beside / "cgroup.procs").exists():
+                (beside / name).mkdir()
+                made.append(beside / name)
+    return made
+
+
 class Machine:
     """A booted container; `root` is its file system as the host sees it."""
 
@@ -66,10 +80,12 @@ class Machine:
         self.leader = ""
         self._log = (directory / "nspawn.log").open("wb")
         name = f"canaryd-{os.getpid()}-{time.monotonic_ns() % 10**9}"
+        self._groups = _control_groups(name)
+        entered = ["sh", "-c", 'for group in $0; do echo $$ >"$group/cgroup.procs"; done; exec "$@"']
         argv = ["systemd-nspawn", "-q", "-D", self.root, "-M", name, "--register=no", "--keep-unit", "-b"]
         argv += ["--console=pipe", "--private-network", "--capability=all", "--system-call-filter=@known"]
         self.popen = subprocess.Popen(
-            [*argv, "--bind=/dev/kmsg"],
+            [*entered, " ".join(map(str, self._groups)), *argv, "--bind=/dev/kmsg"],
             env=os.environ | {"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -174,6 +190,10 @@ class Machine:
         finally:
             self.popen.kill()
             self._log.close()
+            for group in self._groups:
+                for path, _, _ in os.walk(group, topdown=False):
+                    with contextlib.suppress(OSError):
+                        Path(path).rmdir()
             subprocess.run(["umount", self.root], check=True)
 
 
