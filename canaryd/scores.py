@@ -244,7 +244,7 @@ def _number(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
+    return value if type(value) is int and 0 < value <= LARGEST else None
 
 
 def _word(value: Any) -> str:

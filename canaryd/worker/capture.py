@@ -383,9 +383,11 @@ def _read(path: Path) -> Capture:
         said = f"its schema is {schema!r}" if schema else "it has no schema"
         raise ValueError(f"{path} is no capture of canaryd: {said if schema != SCHEMA else f'without {missing[0]}'}")
     try:
-        from_json(Device, json.loads(about["device"]))
-        order, prompts = (from_json(tuple[str, ...], json.loads(about[name])) for name in ("order", "prompts"))
-        from_json(dict[str, str], json.loads(about["environment"]))
+        told = {name: json.loads(about[name]) for name in ("device", "environment", "order", "prompts")}
+        json.dumps([told, about, [*tensors]], ensure_ascii=False).encode()  # half a surrogate pair: written nowhere
+        from_json(Device, told["device"])
+        from_json(dict[str, str], told["environment"])
+        order, prompts = (from_json(tuple[str, ...], told[name]) for name in ("order", "prompts"))
         held = {name: tensors[name] for name in order}
         named = {name: held[name] for prompt in prompts for name in (f"{prompt}/input", f"{prompt}/tokens")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -304,7 +304,7 @@ def _safetensors(file: Path) -> list[Tensor]:
             )
             for n, e in header.items()
         ]
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file}: the header is not that of a safetensors file: {error!r:.200}") from error
     at = body
     for tensor in sorted(found, key=lambda t: (t.begin, t.end)):
