@@ -623,8 +623,8 @@ def _smallest(row: Row, tests: int) -> float | None:
 
 def compare(a: Scores, b: Scores) -> ScoreResult:
     """Compare every task and metric that both have. Raises `ScoreError` where there is nothing to compare."""
-    others = {(s.task, s.metric): s for s in b.scores}
-    couples = [(s, others[s.task, s.metric]) for s in a.scores if (s.task, s.metric) in others]
+    others = dict(_numbered(b.scores))
+    couples = [(s, others[key]) for key, s in _numbered(a.scores) if key in others]
     if not couples:
         names = [", ".join(sorted({f"{s.task} ({s.metric})" for s in x.scores})[:5]) for x in (a, b)]
         raise ScoreError(f"no common task and metric: {a.path} has {names[0]}; {b.path} has {names[1]}")
@@ -656,6 +656,15 @@ def compare(a: Scores, b: Scores) -> ScoreResult:
     )
     sentence = printable(_sentence(final, differences))
     return ScoreResult(a=a.path, b=b.path, rows=final, differences=differences, sentence=sentence)
+
+
+def _numbered(scores: Iterable[Score]) -> Iterator[tuple[tuple[str, str, int], Score]]:
+    """Key scores by task and metric; one that a file has twice, as in two modes, is counted through."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for score in scores:
+        name = (score.task, score.metric)
+        yield (*name, seen[name]), score
+        seen[name] += 1
 
 
 def _settings(x: Score, y: Score, common: Sequence[str]) -> Iterator[tuple[str, str, str]]:

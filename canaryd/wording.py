@@ -30,8 +30,11 @@ def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
 
 
 def moment(at: float, *, seconds: bool = True) -> str:
-    """Return a time (seconds since the epoch) as the reader's wall clock shows it."""
-    local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+    """Return a time (seconds since the epoch) as the reader's wall clock shows it; one that no clock shows as it is."""
+    try:
+        local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+    except (OSError, OverflowError, ValueError):  # the year is none of a calendar's: a clock or a server is wrong
+        return f"{at:g} s after 1970"
     return f"{local:%Y-%m-%d %H:%M:%S}" if seconds else f"{local:%Y-%m-%d %H:%M}"
 
 
