@@ -360,6 +360,19 @@ def _umask() -> int:
     return mask
 
 
+def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:
+    """Whether all logits of a prompt are [batch, position, vocabulary] over one vocabulary that has the tokens."""
+    tokens = held[f"{prompt}/tokens"]
+    logits = [t for name, t in held.items() if name.startswith(f"{prompt}/") and name.endswith("/head/logits")]
+    if not all(t.dim() == 3 and t.is_floating_point() and t.numel() for t in logits):
+        return False
+    if forced and any(t.shape[1] < tokens.shape[1] for t in logits):
+        return False
+    return len({t.shape[2] for t in logits}) < 2 and all(
+        bool(((tokens >= 0) & (tokens < t.shape[2])).all()) for t in logits
+    )
+
+
 def read(path: Path) -> Capture:
     """Return a capture from its file; raise `ValueError` with one clear line for anything else."""
     try:
@@ -398,4 +411,6 @@ def _read(path: Path) -> Capture:
         most = built_in()[0].model.shape.vocabulary
         if any(bool(((tensor < 0) | (tensor >= most)).any()) for tensor in named.values()):
             raise ValueError(f"{path} is no capture of canaryd: its tokens are none of the built-in model's")
+    if not all(_rows_of_logits(held, prompt, forced=about["path"] == "forced") for prompt in prompts):
+        raise ValueError(f"{path} is no capture of canaryd: its logits are no rows over a vocabulary with its tokens")
     return Capture(held, about)
