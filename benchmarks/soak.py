@@ -55,6 +55,8 @@ LEAVE = 20.0
 """Seconds in which a stop must have ended."""
 XID = "NVRM: Xid (PCI:0000:1{gpu:x}:00): {xid}, pid=4242, name=python3, Ch 00000008"
 XIDS = (31, 43, 13, 94)
+LOST = 3
+"""Index of the GPU that falls off the bus now and then."""
 COUNTER = re.compile(r"^(canaryd_\w+_total(?:\{.*\})?) (\S+)$", re.MULTILINE)
 TROUBLE = re.compile(r"Traceback|the daemon goes on| CRITICAL | ERROR ")
 
@@ -182,6 +184,8 @@ class Soak:
     recent: list[float] = field(default_factory=list)
     commands: list[tuple[str, frozenset[int], subprocess.Popen[bytes]]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    """Counters that were there and are not on the newest page."""
     zombies: frozenset[int] = frozenset()
     sequence: Iterator[int] = field(default_factory=itertools.count)
 
@@ -242,11 +246,11 @@ class Soak:
     def lose(self) -> None:
         """Let a GPU fall off the bus until the next `regain`."""
         self.mark("GPU lost")
-        self.machine.lose(3)
+        self.machine.lose(LOST)
 
     def regain(self) -> None:
         """Bring it back."""
-        self.machine.unset(3, "lost")
+        self.machine.unset(LOST, "lost")
 
     def mark(self, label: str) -> None:
         """Remember when something was done, for the picture."""
@@ -294,15 +298,24 @@ class Soak:
         self.zombies = zombies
 
     def _count(self) -> None:
-        """Hold the counters of the newest page against those of the last look: none may fall or vanish."""
+        """Hold the counters of the newest page against those seen before: none falls, and none goes.
+
+        What a lost GPU counts itself is unknown until it is back, as all must be at the end; it must not fall either.
+        """
         now = {name: float(value) for name, value in COUNTER.findall(self.scraper.page)}
         for name, before in self.counters.items():
-            if now.get(name, -1.0) < before:
-                self.wrong.append(f"{name} was {before:g} and is {now.get(name, 'gone')}")
-        self.counters = now
+            if now.get(name, before) < before:
+                self.wrong.append(f"{name} was {before:g} and is {now[name]:g}")
+        gone = self.counters.keys() - now.keys()
+        for name in sorted(gone - self.gone):
+            if self.machine.uuids[LOST] not in name:
+                self.wrong.append(f"{name} was {self.counters[name]:g} and is gone")
+        self.gone = frozenset(gone)
+        self.counters |= now
 
     def finish(self) -> None:
         """Stop the daemon, and hold its log against what must not stand in it."""
+        self.wrong += [f"{name} went with the lost GPU and did not come back" for name in sorted(self.gone)]
         for _, _, command in self.commands:
             command.kill()
             command.wait()
