@@ -152,7 +152,7 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
         said = printable(str(error))[:300]
         raise ValueError(f"{where}: {said}; export it again with this canaryd") from error
     counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
-    times = [one.first, one.last, one.used, one.strange_at]
+    times = [one.first, one.last, one.used, one.strange_at, *(t for k in one.known for t in (k.first, k.last))]
     values = [v for k in one.known for v in k.recording.values if v is not None]
     sound = bool(one.known) and all(0 <= n <= MOST for n in counts)
     if not (sound and all(map(math.isfinite, values)) and all(0 <= t <= time.time() + AHEAD for t in times)):

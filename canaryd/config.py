@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canaryd import trust
+from canaryd.model import printable
 from canaryd.probe import LEVELS
 from canaryd.schema import (
     BOOLEAN,
@@ -680,7 +681,8 @@ def raise_problems(file: Path, notes: Notes) -> None:
     """Raise `ConfigError` with all that was noted about a file, in its order; do nothing where nothing was."""
     if notes.problems:
         in_order = sorted(notes.problems, key=lambda problem: problem[0])
-        raise ConfigError([f"{file}:{line}: {f'{where}: ' if where else ''}{text}" for line, where, text in in_order])
+        said = (f"{file}:{line}: {f'{where}: ' if where else ''}{text}" for line, where, text in in_order)
+        raise ConfigError(list(map(printable, said)))
 
 
 def _check_rules(config: Config, notes: Notes) -> None:

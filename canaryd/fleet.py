@@ -130,7 +130,7 @@ class Prometheus:
             found = [_sample(entry) for entry in answer["data"]["result"]]
             if found and not self.at:
                 self.at = float(answer["data"]["result"][0]["value"][0])
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FleetError(
                 "answers JSON that is not a query's result; is this the address of a Prometheus?"
             ) from error
