@@ -65,11 +65,12 @@ def test_former_findings_belong_to_targets():
 
 
 def test_a_target_can_fail(monkeypatch):
-    """With the parser's guard gone, the input that found its lack is found again."""
-    from canaryd import schema
+    """With the parser's guards gone, the input that found their lack is found again."""
+    from canaryd import config, schema
     from tests.fuzz.targets import config as target
 
-    monkeypatch.setattr(schema, "printable", lambda text: text)
+    for module in (config, schema):
+        monkeypatch.setattr(module, "printable", lambda text: text)
     with pytest.raises(AssertionError, match="not printable"):
         target.target(b'ajudge:\n  watch: "\\x7f"\n')
 
