@@ -50,17 +50,22 @@ NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hos
 def clean(text: str) -> str:
     """Return a text of a device, a log or a tool that may go to strangers: printable, no secrets, no user's name."""
     lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
-    plain = _LOGIN.sub(r"\1[left out]@", "\n".join(lines))
-    return _SECRET.sub(r"\1[left out]", _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain)))
+    plain = _LOGIN.sub(r"\1[left out]@", _PEM.sub("[left out]", "\n".join(lines)))
+    plain = _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain))
+    return _SECRET.sub(r"\1[left out]", _HEADER.sub(r"\1[left out]", plain))
 
 
 # Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
-_KEYS = r"(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]{0,64}"
+_KEYS = r"(?:token|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|credential)[\w-]{0,64}"
 _SECRET = re.compile(
-    rf"(?i)((?:(?:{_KEYS}|\bauthorization)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--[\w-]{{0,32}}{_KEYS}\s+"
-    r"|\bbearer\s+(?=\S*\d)))['\"]?[^\s'\",;]{4,}"
+    rf"(?i)((?:{_KEYS}['\"]?\s*[=:]\s*|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
+    r"(?:\"[^\"\n]+\"|'[^'\n]+'|['\"]?[^\s'\",;]{4,})"
 )
-_LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s@]{1,200}@")
+_HEADER = re.compile(
+    r"(?i)(\b(?:authorization|cookie)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?)(?:\"[^\"\n]+\"|'[^'\n]+'|['\"]?[^'\"\n]+)"
+)
+_PEM = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL)
+_LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s]{1,200}@")
 _HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")
 _PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+")
 

@@ -277,6 +277,8 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
     notes = Notes()
     node = document(read_bytes(file), notes)
     found: WebFile = (Section(WebFile).read(node, "", notes) if node else None) or WebFile()
+    if found == WebFile() and not notes.problems:
+        raise ConfigError([f"{file}:1: nothing is set; write what is wanted, or leave web_config out"])
     settings = found.tls_server_config
     names = {n: file.parent / name for n in _NAMED if (name := getattr(settings, n))}
     looked.update({path: _look(path) for path in names.values()})
@@ -303,6 +305,24 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
         sans=None if sans is None else frozenset(map(_canonical, sans)),
         warnings=tuple(warnings),
     )
+
+
+def _keeps(file: Path, old: _Rules, new: _Rules) -> None:
+    """Raise `ConfigError` where what kept strangers out before would no longer.
+
+    Whoever writes a file empties it first, and on a full disk it stays empty.
+    """
+    gone = [
+        text
+        for text, before, after in (
+            ("without TLS", old.tls, new.tls),
+            ("without passwords", old.users, new.users),
+            ("without client certificates", old.certified, new.certified),
+        )
+        if before and not after
+    ]
+    if gone:
+        raise ConfigError([f"{file}:1: canaryd would serve {' and '.join(gone)}; restart it if that is wanted"])
 
 
 _NAMED = ("cert_file", "key_file", "client_ca_file")
@@ -423,6 +443,9 @@ class _Tls:
             if path is not None:
                 with path.open("rb") as stream:
                     text = stream.read(MAX_FILE_BYTES).decode("ascii", "replace")
+                if what == "client_ca" and (doubt := trust.doubt(path)):  # it decides who is let in
+                    self._complain(name, f"{path}: {doubt}")
+                    return None
         except OSError as error:
             self._complain(name, f"{path}: cannot be read: {error.strerror}")
             return None
@@ -466,15 +489,19 @@ class _Turns:
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._places = threading.BoundedSemaphore(WAITING)
+        self._places = threading.Lock()
+        self._waiting: set[str] = set()
+        """Addresses whose passwords wait or are computed: one each, so that a guesser keeps nobody else out."""
         self._next = 0.0
 
-    def check(self, password: bytes, hashed: bytes) -> bool | None:
-        """Return whether the password is that of the hash; None where too many wait already."""
+    def check(self, password: bytes, hashed: bytes, client: str) -> bool | None:
+        """Return whether the password is that of the hash; None where the client or too many others wait already."""
         import bcrypt  # noqa: PLC0415
 
-        if not self._places.acquire(blocking=False):
-            return None
+        with self._places:
+            if client in self._waiting or len(self._waiting) >= WAITING:
+                return None
+            self._waiting.add(client)
         try:
             with self._turn:
                 if (pause := self._next - time.monotonic()) > 0:
@@ -482,13 +509,14 @@ class _Turns:
                 begun = time.monotonic()
                 right = False
                 with contextlib.suppress(ValueError):  # bcrypt before 4 takes no NUL
-                    right = bcrypt.checkpw(password[:LONGEST], hashed)
+                    right = bcrypt.checkpw(password, hashed)
                 took = time.monotonic() - begun
                 if not right:
                     self._next = begun + took / SHARE
                 return right
         finally:
-            self._places.release()
+            with self._places:
+                self._waiting.remove(client)
 
 
 class _Bucket:
@@ -521,6 +549,8 @@ class WebConfig:
         self.problems: tuple[str, ...] = ()
         """What is wrong with the files as they are now; what was read before is in force meanwhile."""
         self._file = file
+        self._again = 0.0
+        """When files that could not be used are read again although they look the same."""
         self._lock = threading.Lock()
         self._looked: dict[Path, object] = {}
         self._rules = _read(file, self._looked)
@@ -561,21 +591,23 @@ class WebConfig:
             looked: dict[Path, object] = {}
             try:
                 new = _read(self._file, looked)
+                _keeps(self._file, rules, new)
             except ConfigError as error:
                 self._looked, self.problems = looked, tuple(error.problems)
+                self._again = time.monotonic() + QUIET
                 for problem in (*error.problems, "the new web configuration is bad; the old one stays in force"):
                     log.error("%s", problem)  # noqa: TRY400  a mistake in a file, not a traceback
                 return rules
             self._rules, self._looked, self.problems = new, looked, ()
             if new.rate != rules.rate:
                 self._bucket = _Bucket(new.rate)
-            if new.users != rules.users:
-                self._right.clear()
             log.info("%s: read again", self._file)
             self._warn()
             return new
 
     def _unchanged(self) -> bool:
+        if self.problems and time.monotonic() > self._again:
+            return False  # what could not be read may have been the machine's fault, and not the file's
         return all(_look(path) == before for path, before in self._looked.items())
 
     def _warn(self) -> None:
@@ -635,7 +667,7 @@ class WebConfig:
         given = _credentials(headers.get("authorization", ""))
         if given is None:
             return _UNAUTHORIZED
-        user, password = given
+        user, password = given[0], given[1][:LONGEST]
         hashed = rules.users.get(user)
         known = hashed is not None
         if hashed is None:
@@ -643,7 +675,7 @@ class WebConfig:
         mark = hmac.digest(self._secret, b"\0".join((user, hashed, password)), hashlib.sha256)
         if mark in self._right:
             return None
-        right = self._turns.check(password, hashed)
+        right = self._turns.check(password, hashed, client)
         if right is None:
             return _busy("too many passwords at once", 5)
         if not (right and known):

@@ -520,6 +520,14 @@ def test_nothing_private_leaves(store, tmp_path):
             "3 tokens generated were other ones, at token 5: reef",
         ),
         ("a\tb\x07", "a    b?"),
+        ('{"Authorization": "Bearer sk-proj-4f9a"}', '{"Authorization": [left out]}'),
+        ("headers={'authorization': 'Basic cHJvbTpz='}", "headers={'authorization': [left out]}"),
+        ("Cookie: session=abcdef; other=2", "Cookie: [left out]"),
+        ("password='two words here', more", "password=[left out], more"),
+        ("pwd=hunter2 rest", "pwd=[left out] rest"),
+        ("https://user:p@ss@host/x", "https://[left out]@host/x"),
+        ("a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nb", "a\n[left out]\nb"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE", "[left out]"),
     ],
 )
 def test_texts_are_cleaned(given, wanted):

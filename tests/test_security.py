@@ -233,14 +233,14 @@ def test_a_bad_web_configuration_is_no_open_door(tmp_path, state):
         f"canaryd: {web}:1: tls_server_config: without key_file (or key) there is no TLS; name the file",
         f'canaryd: {web}:2: basic_auth_user: unknown setting; did you mean "basic_auth_users"?',
     ]
-    web.write_text("")
+    web.write_text(open_door := "rate_limit: {interval: 1ms, burst: 100}\n")
     name = "canaryd_config_last_reload_successful"
     with running(Daemon(path, state)) as daemon:
         assert daemon.value(name) == 1
         web.write_text("basic_auth_users: {alice: hunter2}\n")
         daemon.line("basic_auth_users.alice: not a bcrypt hash")
         eventually(lambda: daemon.value(name) == 0)
-        web.write_text("")
+        web.write_text(open_door)
         eventually(lambda: daemon.value(name) == 1)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"web_config": str(tmp_path / "other.yml")}))
         daemon.send(signal.SIGHUP)

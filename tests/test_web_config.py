@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from canaryd import web_config
 from canaryd.config import ConfigError
 from canaryd.serve import SECURITY, Answer, Limits, Server
 from canaryd.web_config import LONGEST, SHARE, WAITING, WebConfig
@@ -35,6 +36,9 @@ ROUTES = {
 }
 COST = 5
 PASSWORD = "correct horse"
+
+
+REQUIRED = "RequireAndVerifyClientCert"
 
 
 def hashed(password: str = PASSWORD, cost: int = COST) -> str:
@@ -201,7 +205,10 @@ def test_half_a_tls_section_is_no_plain_text(tmp_path):
         "tls_server_config: without cert_file (or cert) there is no TLS; name the file",
         "tls_server_config: without key_file (or key) there is no TLS; name the file",
     ]
-    assert not WebConfig(write(tmp_path, "tls_server_config:\n")).tls
+    for nothing in ("", "# later\n", "tls_server_config:\n", "tls_server_config: {}\nbasic_auth_users:\n"):
+        assert problems(write(tmp_path, nothing)) == [
+            "1: nothing is set; write what is wanted, or leave web_config out"
+        ]
 
 
 def test_files_that_are_no_certificates(tmp_path, ca, pair):
@@ -264,7 +271,7 @@ def test_keys_that_everybody_may_read_are_warned_of(tmp_path, ca, caplog):
 def test_the_shipped_example_is_read_and_promtool_agrees(tmp_path, ca, pair):
     """deploy/web.yml, every line of it uncommented, is a configuration for canaryd and for Prometheus alike."""
     text = (ROOT / "deploy" / "web.yml").read_text()
-    assert WebConfig(write(tmp_path, text)).tls is False
+    assert "nothing is set" in problems(write(tmp_path, text))[0]
     full = re.sub(r"(?m)^( *)#(?=\S)", r"\1", text)
     shutil.copy(pair.cert, tmp_path / "server.crt")
     shutil.copy(pair.key, tmp_path / "server.key")
@@ -424,13 +431,55 @@ def test_a_bad_file_leaves_the_old_one_in_force(tmp_path, ca, caplog):
         file.unlink()
         assert get(server, trusting(ca))[0] == 200
         assert "no such file" in gate.problems[0]
-        write(tmp_path, "")
-        assert get(server)[0] == 200
+        for cut_short in ("", "tls_server_config:\n", "rate_limit: {interval: 1s, burst: 100}\n"):
+            write(tmp_path, cut_short)
+            assert get(server, trusting(ca))[0] == 200
+            assert gate.problems
+
+
+def test_nothing_that_keeps_strangers_out_is_lost_while_it_runs(tmp_path, ca, pair):
+    """A file that is being written is empty or half there for a moment: passwords and certificates stay wanted."""
+    given = users(alice=hashed()) + tls(pair, f"  client_ca_file: {ca.cert}\n  client_auth_type: {REQUIRED}\n")
+    gate = WebConfig(write(tmp_path, given))
+    file = gate._file
+    for text, lost in (
+        (users(alice=hashed()), "without TLS and without client certificates"),
+        (tls(pair, f"  client_ca_file: {ca.cert}\n  client_auth_type: {REQUIRED}\n"), "without passwords"),
+        (given.replace(REQUIRED, "VerifyClientCertIfGiven"), "without client certificates"),
+    ):
+        write(tmp_path, text)
+        gate.refresh()
+        assert gate.problems == (f"{file}:1: canaryd would serve {lost}; restart it if that is wanted",)
+        assert (gate.tls, gate.passwords, gate.authenticates) == (True, True, True)
+    write(tmp_path, given + "http_server_config: {headers: {X-Frame-Options: deny}}\n")
+    gate.refresh()
+    assert gate.problems == ()
+    assert gate.headers()
+
+
+def test_what_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
+    """The machine may have been at fault (no descriptor, an error of the disk), and the file never changes."""
+    gate = WebConfig(write(tmp_path, users(alice=hashed())))
+
+    def fails(file, looked):
+        looked[file] = web_config._look(file)
+        raise ConfigError([f"{file}: cannot be read: Too many open files"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(web_config, "_read", fails)
+        write(tmp_path, users(alice=hashed(), bob=hashed()))
+        gate.refresh()
+    gate.refresh()
+    assert gate.problems
+    gate._again = 0.0
+    gate.refresh()
+    assert gate.problems == ()
+    assert len(gate._rules.users) == 2
 
 
 def test_tls_can_be_turned_on_while_it_runs(tmp_path, ca, pair):
     """A connection in plain text from before is hung up on, not answered."""
-    file = write(tmp_path, "")
+    file = write(tmp_path, "rate_limit: {interval: 1ms, burst: 100}\n")
     with serving(file) as server:
         old = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         assert asked_again(old)
@@ -647,11 +696,50 @@ def test_the_pause_after_a_wrong_password(tmp_path):
         gate.refusal(header, "test")
         spent.append(time.thread_time() - before)
     assert sum(spent[:3]) / (time.monotonic() - begun) < 2 * SHARE
-    places = [gate._turns._places.acquire(blocking=False) for _ in range(WAITING)]
-    assert all(places)
+    gate._turns._waiting |= {f"other {number}" for number in range(WAITING)}
     answer = gate.refusal(header, "test")
     assert answer is not None
     assert (answer.status, answer.headers) == (429, ("Retry-After: 5",))
+
+
+def test_a_guesser_keeps_out_nobody_but_itself(tmp_path):
+    """One place for each address: while one guesses, a scraper that is not known yet comes in."""
+    gate = WebConfig(write(tmp_path, users(alice=hashed())))
+    header = {"authorization": basic("alice", PASSWORD)["Authorization"]}
+    gate._turns._waiting.add("guesser")
+    assert gate.refusal(header, "guesser").status == 429
+    assert gate.refusal(header, "scraper") is None
+
+
+def test_who_is_known_stays_known_when_others_change(tmp_path, monkeypatch):
+    """Another user's change costs a scraper no computing, its own does; and one password is remembered once."""
+    gate = WebConfig(write(tmp_path, users(alice=(one := hashed()))))
+    header = {"authorization": basic("alice", PASSWORD)["Authorization"]}
+    assert gate.refusal(header, "test") is None
+    write(tmp_path, users(alice=one, bob=hashed("b")))
+    gate.refresh()
+    with monkeypatch.context() as patched:
+        patched.setattr(gate._turns, "check", lambda *_: pytest.fail("computed again"))
+        assert gate.refusal(header, "test") is None
+    write(tmp_path, users(alice=hashed("another"), bob=hashed("b")))
+    gate.refresh()
+    assert gate.refusal(header, "test").status == 401
+    long = "l" * 80
+    write(tmp_path, users(alice=hashed(long)))
+    gate.refresh()
+    before = len(gate._right)
+    for more in ("", "x", "yy"):  # bcrypt looks at the first 72 bytes
+        assert gate.refusal({"authorization": basic("alice", long + more)["Authorization"]}, "test") is None
+    assert len(gate._right) == before + 1
+
+
+def test_an_authority_that_others_may_write_lets_nobody_in(tmp_path, ca, pair):
+    """Whoever can put an authority there can issue himself a certificate."""
+    theirs = tmp_path / "clients.crt"
+    shutil.copy(ca.cert, theirs)
+    theirs.chmod(0o666)
+    more = f"  client_ca_file: {theirs}\n  client_auth_type: {REQUIRED}\n"
+    assert "is writable by others" in problems(write(tmp_path, tls(pair, more)))[0]
 
 
 def test_no_secret_in_the_log(tmp_path, caplog):
