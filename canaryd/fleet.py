@@ -129,7 +129,7 @@ class Prometheus:
                 raise FleetError(f"answers with a {printable(str(answer['data']['resultType']))[:40]}, wanted a vector")
             found = [_sample(entry) for entry in answer["data"]["result"]]
             if found and not self.at:
-                self.at = float(answer["data"]["result"][0]["value"][0])
+                self.at = _finite(answer["data"]["result"][0]["value"][0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FleetError(
                 "answers JSON that is not a query's result; is this the address of a Prometheus?"
@@ -222,10 +222,14 @@ def _parsed(code: int, body: bytes) -> dict[str, Any]:
 
 def _sample(entry: Any) -> Sample:
     labels = {str(k): str(v) for k, v in entry["metric"].items()}
-    value = float(entry["value"][1])
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is no count")
-    return Sample(labels, value)
+    return Sample(labels, _finite(entry["value"][1]))
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no count and no time")
+    return number
 
 
 # -- what is gathered -------------------------------------------------------------------------------------------------

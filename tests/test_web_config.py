@@ -205,7 +205,7 @@ def test_half_a_tls_section_is_no_plain_text(tmp_path):
         "tls_server_config: without cert_file (or cert) there is no TLS; name the file",
         "tls_server_config: without key_file (or key) there is no TLS; name the file",
     ]
-    for nothing in ("", "# later\n", "tls_server_config:\n", "tls_server_config: {}\nbasic_auth_users:\n"):
+    for nothing in ("", "# later\n", "tls_server_config:\n", "tls_server_config: {}\nbasic_auth_users: {}\n"):
         assert problems(write(tmp_path, nothing)) == [
             "1: nothing is set; write what is wanted, or leave web_config out"
         ]
