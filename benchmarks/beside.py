@@ -47,6 +47,8 @@ SIZE, LAYERS, BATCH = 4096, 32, 16
 """Of the stack on an accelerator."""
 PROBES = ("exact_integer", "exact_matmul", "exact_attention", "canary_prompts", "recorded_kernels")
 """What a round is made of."""
+CATCHES_UP = 3.0
+"""Seconds in which a daemon that was stopped does what it has missed; they are not measured."""
 PATIENCE = 600.0
 """Seconds for the first round, which learns what later ones compare."""
 
@@ -141,6 +143,14 @@ class Beside:
     metrics: str
     since: float
     ran: float = 0.0
+    measured: float = 0.0
+    """Seconds of its turns, of those that are measured."""
+    worked: float = 0.0
+    """Processor seconds that it and its workers took in them."""
+
+    def processor_seconds(self) -> float:
+        """Return what it and its workers took so far, of workers that run once they have ended."""
+        return float(sum(self.process.cpu_times()[:4]))
 
     def stop(self) -> None:
         """Stop it: first the daemon, so that it starts no worker meanwhile."""
@@ -163,8 +173,12 @@ class Beside:
         """Let it run for a while, and be scraped once."""
         self.go_on()
         try:
+            time.sleep(CATCHES_UP)
+            begun, before = time.monotonic(), self.processor_seconds()
             self.page()
             yield
+            self.measured += time.monotonic() - begun
+            self.worked += self.processor_seconds() - before
         finally:
             self.stop()
 
@@ -234,7 +248,6 @@ def measure(server: Server, running: dict[str, Beside], turns: int, length: floa
         turn = Turn({}, {})
         for state in order:
             with running[state].turn() if state in running else contextlib.nullcontext():
-                time.sleep(0.2)
                 turn.rates[state], _ = server.ask(length / 2, 0.0)
                 rate = rate or UTILISATION * turn.rates[state] / len(server.products)
                 _, turn.latencies[state] = server.ask(length / 2, rate)
@@ -259,7 +272,9 @@ def mixed(turns: Sequence[Turn], part: float) -> tuple[common.Ratio, common.Rati
     return ratio(throughput), ratio(latency)
 
 
-def report(turns: Sequence[Turn], taken: float, part: float, others: float) -> tuple[str, dict[str, str]]:
+def report(
+    turns: Sequence[Turn], taken: float, part: float, others: float, worked: dict[str, float]
+) -> tuple[str, dict[str, str]]:
     """Return the tables, and what is judged."""
     disturbed = others >= common.DISTURBED
     throughput, latency = mixed(turns, part)
@@ -278,6 +293,8 @@ def report(turns: Sequence[Turn], taken: float, part: float, others: float) -> t
     account = (
         f"\n{len(turns)} turns. Back to back, rounds took {100 * taken:.2f} % of the device's time; the default budget "
         f"allows {100 * BudgetConfig().share:g} %, so they stand for {100 * part:.2f} % of an hour.\n"
+        f"The daemon and its workers took {100 * worked['rest']:.2f} % of these cores' time at rest, and "
+        f"{100 * worked['rounds']:.1f} % while rounds ran\nback to back beside the server.\n"
         f"Others used {100 * others:.1f} % of the processor time meanwhile"
         f"{f': more than {100 * common.DISTURBED:g} %, so nothing is judged' if disturbed else ''}.\n\n"
     )
@@ -287,8 +304,9 @@ def report(turns: Sequence[Turn], taken: float, part: float, others: float) -> t
 def main() -> None:
     """Start server and daemons, measure in turns, write."""
     parser = common.options(__doc__)
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one measurement (default: %(default)g)")
+    parser.add_argument("--turns", type=int, default=16)
+    # Each half holds one sweep of telemetry, as every 15 s of a node do.
+    parser.add_argument("--seconds", type=float, default=30.0, help="of one measurement (default: %(default)g)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what serves and is tested")
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=PROBES, help="what a round is made of")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -297,7 +315,8 @@ def main() -> None:
         serve(arguments.device)
         return
     facts = common.machine()
-    processes = len(psutil.Process().cpu_affinity()) if arguments.device == "cpu" else 1
+    cores = len(psutil.Process().cpu_affinity())
+    processes = cores if arguments.device == "cpu" else 1
     with tempfile.TemporaryDirectory(prefix="canaryd-") as directory, contextlib.ExitStack() as stack:
         running = {}
         for state in STATES[1:]:
@@ -328,7 +347,8 @@ def main() -> None:
         done = rounds.total("canaryd_probe_runs_total", f'probe="{arguments.probes[0]}"', 'outcome="completed"')
         rounds.stop()
     part = min(1.0, BudgetConfig().share / taken)
-    body, judged = report(turns, taken, part, bystanders.share)
+    worked = {state: beside.worked / beside.measured / cores for state, beside in running.items()}
+    body, judged = report(turns, taken, part, bystanders.share, worked)
     if arguments.device == "cuda":
         name, title = "beside-cuda", "Decoding on an accelerator beside canaryd"
     else:
@@ -342,6 +362,7 @@ def main() -> None:
         {
             "judged": judged,
             "taken": taken,
+            "worked": worked,
             "part": part,
             "rounds": done,
             "others": bystanders.share,
