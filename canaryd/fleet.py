@@ -361,7 +361,7 @@ class Fleet:
         states = [State(s) for s, count in self.states.items() if count]
         if self.accused:
             states.append(State.SUSPECT)
-        if self.problems or self.disputed or self.silent or not self.nodes or not states:
+        if self.problems or self.disputed or self.silent or self.nodes < 1 or not states:
             states.append(State.UNKNOWN)
         return max(states, key=lambda s: s.severity)
 

@@ -58,7 +58,7 @@ def clean(text: str) -> str:
 # Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
 _KEYS = r"(?:token|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|credential)[\w-]{0,64}"
 _SECRET = re.compile(
-    rf"(?i)((?:{_KEYS}['\"]?\s*[=:]\s*|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
+    rf"(?i)((?:{_KEYS}['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
     r"(?:\"[^\"\n]+\"|'[^'\n]+'|['\"]?[^\s'\",;]{4,})"
 )
 _HEADER = re.compile(

@@ -86,7 +86,7 @@ def _shown(node: yaml.Node) -> str:
 
 
 def _join(where: str, key: str) -> str:
-    name = key if re.fullmatch(r"[\w.-]+", key) else quoted(key)
+    name = key if re.fullmatch(r"[\w.-]{1,60}", key) else quoted(key)
     return f"{where}.{name}" if where else name
 
 
