@@ -36,7 +36,7 @@ HOUR = 3600.0
 """Seconds over which a share is reckoned."""
 COVERAGE = 0.75
 """Part of the age at which evidence counts as stale after which a round is forced: what is left is time for it to wait
-for its device, fail once and be tried again (ours)."""
+for its device (ours)."""
 NICE = 10
 """Nice level of workers: a core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
 kernel/sched/core.c, sched_prio_to_weight). At 19 it would be a seventieth, and torch's start alone take minutes (ours).
@@ -93,7 +93,7 @@ def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
 def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
     if facts.mode == "prohibited":
         return "its compute mode lets nobody compute"
-    if facts.mode.startswith("exclusive") and not facts.processes:
+    if facts.mode.startswith("exclusive") and facts.processes == 0:
         return "its compute mode is exclusive: a server that starts would be refused while canaryd holds it"
     return ""  # held by others: the worker asks, and is let in where the holder is MPS
 
@@ -157,7 +157,7 @@ def facts(
 ) -> Facts:
     """Return what fresh readings of a device say; `whole` are those of the device that it is an instance of.
 
-    An instance of a divided device has memory of its own, and shares heat and power.
+    An instance of a divided device has memory of its own, and shares heat, power and the compute mode.
     """
     mine: dict[str, list[Reading]] = {}
     for reading in own:
@@ -188,7 +188,7 @@ def facts(
         free=None if free is None else int(free),
         power=watts / limit if watts is not None and limit else None,
         margin=_margin(heat),
-        mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", ())), ""),
+        mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", shared.get("compute_mode", ()))), ""),
         processes=None if processes is None else int(processes),
     )
 

@@ -52,7 +52,7 @@ from canaryd import (
 from canaryd.config import Config, ConfigError
 from canaryd.engine import Engine, Progress
 from canaryd.exposition import Exposition, Page
-from canaryd.model import BUDGET_SKIP, Ack, Device, Outcome, Reading, Run, State, Verdict, printable, stack_id
+from canaryd.model import Ack, Device, Outcome, Reading, Run, State, Verdict, printable, stack_id
 from canaryd.probe import LEVELS
 from canaryd.store import Busy, Store
 from canaryd.telemetry import Poll
@@ -89,15 +89,17 @@ M_ARENA_MAX = -8
 HEED = 1.0
 """Seconds between two looks at what `canaryd release` asks for."""
 STARVED = 600.0
-"""Seconds without one ended look at the record (`REFRESH`) after which the daemon is taken to hang (ours). Legitimate
+"""Seconds without one good look at the record (`REFRESH`) after which the daemon is taken to hang (ours). Legitimate
 waits are shorter: a statement waits 5 s for a lock, and every thread that is in line before it as long."""
 SILENT = 120.0
-"""Seconds without one ended look at the record after which nothing that was prepared is served any more (ours): what
+"""Seconds without one good look at the record after which nothing that was prepared is served any more (ours): what
 does not age must not be believed."""
 ANSWER = 10.0
 """Seconds that the HTTP server may take to hang up on a client that hung up (ours)."""
 CLOCK_JUMP = 5.0
 """Seconds by which wall and monotonic clock may part before the jobs are set anew."""
+ASIDE = {budget.DOUBT: "confirmation", budget.RETEST: "retest"}
+"""What a device is asked for aside from rounds of its own, in words."""
 
 
 @dataclass
@@ -148,7 +150,7 @@ class Daemon:
     _summary: str = ""
     """What the manager's status line says."""
     _looked: float = field(default_factory=time.monotonic)
-    """When the last look at the record ended, by the monotonic clock."""
+    """When the last look at the record that succeeded ended, by the monotonic clock."""
     _pulsed: float = 0.0
     """When all that the daemon is for was last seen to work, by the monotonic clock."""
     _judged: float = -REFRESH
@@ -175,6 +177,7 @@ class Daemon:
     def __post_init__(self) -> None:
         """Prepare everything that cannot fail on hardware."""
         self.engine = Engine(self.config, self.store, listener=self._progress, on_change=self._render, beside=True)
+        self.engine.may = self._may
         self._reloaded = time.time()
         self._jobs = BackgroundScheduler(
             timezone=timezone.utc,
@@ -293,7 +296,7 @@ class Daemon:
         """
         since = time.monotonic() - self._looked
         if since > STARVED:
-            log.error("no look at the record has ended for %.0f s: the watchdog is not fed", since)
+            log.error("no look at the record has succeeded for %.0f s: the watchdog is not fed", since)
         elif address is not None and not _served(address):
             log.error("the HTTP server did not answer within %.0f s: the watchdog is not fed", ANSWER)
         else:
@@ -415,7 +418,12 @@ class Daemon:
         engine, settings = self.engine, self.config.schedule
         device = engine.devices.get(uuid)
         if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
+            self._release(uuid)
             return
+        periods = engine.periods(device)
+        numeric = [name for name in periods if engine.entries[name].spec.numeric]
+        if not numeric:
+            self._release(uuid)
         try:
             self._carry_out(device, engine.owed(uuid), budget.DOUBT)
             self._carry_out(device, engine.retests(uuid), budget.RETEST)
@@ -423,20 +431,19 @@ class Daemon:
             log.info("%s: confirmations and retests wait: %s", device.name, busy)
             return
         luck = self._luck.setdefault(uuid, random.random())
-        periods = engine.periods(device)
         last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}
         if not settings.run_at_start:
             for name in periods:
                 last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
-        names = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
-        hindered = uuid in engine.watch.triggers and self._waits(device, budget.DOUBT)
+        names = due = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
+        hindered = numeric and uuid in engine.watch.triggers and self._waits(device, budget.DOUBT)
         trigger = "" if hindered else self._trigger(uuid)
         purpose = budget.DOUBT
         if trigger:
             log.info("%s: tested out of turn: %s", device.name, trigger)
-            names = [name for name in periods if engine.entries[name].spec.numeric]
+            names = due = numeric
         else:
-            names, purpose = self._within_budget(device, names, periods)
+            names, purpose = self._within_budget(device, due, periods)
         if not names:
             return
         group = (uuid, *names)
@@ -459,8 +466,11 @@ class Daemon:
             return
         finally:
             self._render()
-        if any(plan.numeric for plan in plans):
-            engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(uuid) - before))
+        if any(plan.numeric for plan in plans) and names == due:  # of a part that was forced, the rest waits on
+            if purpose == budget.DOUBT:  # no share was spent, and what a round costs is not known by it
+                engine.account.release(uuid)
+            else:
+                engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(uuid) - before))
             self._tell_withheld()
         self._turns[group] = turn + 1
         self._luck[uuid] = random.random()
@@ -472,37 +482,37 @@ class Daemon:
     def _within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
         """Return which of the probes that are due may run now, and what their time is booked on.
 
-        All that load the device wait together, and run together once the evidence of one would grow too old.
+        All that load the device wait together. One whose evidence would grow too old runs all the same, and alone: what
+        was tried without success counts as well, so that a probe that never completes is no way around the budget.
         """
         engine, policy = self.engine, self.config.budget
         loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
         if not loading:
             return names, budget.ROUND
-        facts = self._facts(device, engine.account.cost(device.uuid, tuple(names)))
+        facts = self._facts(device, self._expected(device.uuid, tuple(names)))
         if budget.wait(policy, facts, budget.ROUND) is None:
             return names, budget.ROUND
-        old = any(
-            self._answered(device.uuid, n) >= budget.oldest(policy, judge.freshness(self.config.judge, periods[n]))
+        young = {
+            n
             for n in loading
-        )
-        purpose = budget.FORCED if old else budget.ROUND
+            if self._asked(device.uuid, n) < budget.oldest(policy, judge.freshness(self.config.judge, periods[n]))
+        }
+        purpose = budget.FORCED if young < set(loading) else budget.ROUND
         if self._waits(device, purpose, facts):
             return [n for n in names if n not in loading], budget.ROUND
-        return names, purpose
+        return [n for n in names if n not in young], purpose
 
-    def _answered(self, uuid: str, probe: str) -> float:
-        """Return the seconds since a probe last gave evidence, or said that it does not apply; infinite for never."""
-        answers = (
-            r.started
-            for r in self.engine.evidence(uuid)
-            if r.probe == probe
-            and not r.drill
-            and (
-                (r.outcome is Outcome.COMPLETED and r.whole)
-                or (r.outcome is Outcome.SKIPPED and not r.detail.startswith(BUDGET_SKIP))
-            )
-        )
-        return time.time() - max(answers, default=-math.inf)
+    def _asked(self, uuid: str, probe: str) -> float:
+        """Return the seconds since a probe was last asked, whatever became of it; infinite for never."""
+        runs = (r for r in self.engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
+        now = time.time()
+        return min((judge.age(r, now) for r in runs), default=math.inf)
+
+    def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
+        """Return what a round of these probes may take: as the newest took, or else as their newest runs did."""
+        newest = {r.probe: r.seconds for r in self.engine.evidence(uuid) if r.whole and not r.drill}
+        loading = (n for n in names if self.engine.entries[n].spec.numeric)
+        return self.engine.account.cost(uuid, names) or budget.worked(sum(newest.get(n, 0.0) for n in loading))
 
     def _facts(self, device: Device, expected: float = 0.0) -> budget.Facts:
         engine, now = self.engine, time.time()
@@ -524,12 +534,25 @@ class Daemon:
             self._render()
         return found is not None
 
+    def _may(self, device: Device, purpose: str) -> bool:
+        """Whether a device may be loaded that something of another one, or of a run just now, asks for."""
+        if found := budget.wait(self.config.budget, self._facts(device), purpose):
+            log.info("%s: not asked for a %s: %s", device.name, ASIDE[purpose], found.text)
+        return found is None
+
     def _carry_out(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
         if plans and not self._waits(device, purpose):
             for plan in plans:
-                self.engine.carry_out(plan, purpose=purpose)
-            self.engine.account.release(device.uuid)
+                if plan.device.uuid == device.uuid or self._may(plan.device, purpose):
+                    self.engine.carry_out(plan, purpose=purpose)
+            self._release(device.uuid)
+
+    def _release(self, uuid: str) -> None:
+        """Note that nothing waits on a device: it has run, or there is nothing left that could."""
+        if self.engine.account.withheld(uuid) and not self.engine.stopping:
+            self.engine.account.release(uuid)
             self._tell_withheld()
+            self._render()
 
     def _tell_withheld(self) -> None:
         """Leave word for `canaryd status` of what waits, where that has changed."""
@@ -543,9 +566,9 @@ class Daemon:
         """Count what the last hour's runs took before this process: a restart is no way around the budget."""
         now = time.time()
         for run in self.engine.evidence(uuid):
-            age, entry = now - run.started, self.engine.entries.get(run.probe)
+            age, entry = max(0.0, judge.age(run, now)), self.engine.entries.get(run.probe)
             of_round = not (run.drill or run.confirms or run.intensity)
-            if 0 <= age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
+            if age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
                 self.engine.account.recall(uuid, budget.worked(run.seconds), age)
 
     def _trigger(self, uuid: str) -> str:
@@ -573,10 +596,8 @@ class Daemon:
 
     def _refresh(self) -> None:
         """Take what other canaryd processes stored; judge again (evidence ages) and render, unless a sweep just did."""
-        try:
-            self._look()
-        finally:
-            self._looked = time.monotonic()  # one that fails is logged, and hangs nowhere
+        self._look()
+        self._looked = time.monotonic()  # of one that failed nothing new is shown: what was prepared must not look so
 
     def _look(self) -> None:
         mine = {r.id for uuid in self.engine.devices for r in self.engine.evidence(uuid)}
@@ -663,7 +684,7 @@ class Daemon:
             since = time.monotonic() - self._looked
             if since <= SILENT:
                 return route(headers)
-            text = f"canaryd hangs: its last look at the record ended {since:.0f} s ago; see its log and restart it\n"
+            text = f"canaryd hangs: its last good look at the record was {since:.0f} s ago; read its log, restart it\n"
             return serve.Answer(503, serve.PLAIN_TEXT, text.encode())
 
         return guarded
@@ -784,14 +805,14 @@ class Daemon:
         device = self.engine.devices[uuid]
         reasons = []
         for probe, period in self.engine.periods(device).items():
-            done = [r.started for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and r.whole]
+            ages = [judge.age(r, now) for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and r.whole]
             limit = judge.freshness(self.config.judge, period)
-            if not done:
+            if not ages:
                 reasons.append(f"{device.name} {probe}: no evidence yet")
-            elif now - max(done) > limit:
-                reasons.append(
-                    f"{device.name} {probe}: newest evidence is {now - max(done):.0f} s old, wanted {limit:.0f} s"
-                )
+            elif (age := min(ages)) == math.inf:
+                reasons.append(f"{device.name} {probe}: all evidence is dated in the future")
+            elif age > limit:
+                reasons.append(f"{device.name} {probe}: newest evidence is {age:.0f} s old, wanted {limit:.0f} s")
         return reasons
 
 

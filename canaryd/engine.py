@@ -19,7 +19,9 @@ from canaryd.baseline import Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, EndpointConfig, ProbeSettings
 from canaryd.model import (
+    DATED,
     ENDPOINT,
+    INTENSITIES,
     Ack,
     Comparison,
     Device,
@@ -133,6 +135,8 @@ class Engine:
     listener: Listener = lambda _: None
     on_change: Callable[[], None] = lambda: None
     """Called when something other than a run has changed what is known."""
+    may: Callable[[Device, str], bool] = lambda _, __: True
+    """Asked before each confirmation whether that device may be loaded for that purpose just now."""
     clock: Callable[[], float] = time.time
     devices: dict[str, Device] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -457,7 +461,8 @@ class Engine:
                     return runs
                 try:
                     with self.store.lock(again.device.uuid, max(wait, 60.0), on_wait, lambda: bool(self.halted)):
-                        runs += self._series_of(again, budget.DOUBT)
+                        if self.may(again.device, budget.DOUBT):  # else the accused owes it
+                            runs += self._series_of(again, budget.DOUBT)
                 except Busy as busy:
                     self.problems.append(f"{again.device.name}: not asked to confirm {run.id}: {busy}")
         for _ in range(LEARNING if plan.device.is_endpoint else 0):
@@ -520,7 +525,7 @@ class Engine:
         ]
         for run, how in schedule.retests_due(mine, self.config.judge, self.clock())[:1]:
             turn = sum(r.intensity == how and not r.confirms and r.instruction_set == run.instruction_set for r in mine)
-            asked = [device, *([] if run.wrong else self._siblings(device)[:1])]
+            asked = [device, *([] if run.wrong else self._next_sibling(device, turn + INTENSITIES.index(how)))]
             seed = schedule.new_seed()
             return [p for d in asked for p in schedule.retests(run, how, self.entries, d, seed=seed, turn=turn)]
         return []
@@ -528,6 +533,16 @@ class Engine:
     def _siblings(self, device: Device) -> list[Device]:
         """Return the other devices here of the same backend and model."""
         return [self.devices[u] for u in sorted(self._kin(device.uuid) - {device.uuid}) if u in self.present]
+
+    def _next_sibling(self, device: Device, turn: int) -> list[Device]:
+        """Return the sibling that is retested beside a device, in turn; none whose own share of a day is used up.
+
+        Each device begins with the one that comes after it: several suspects must not all ask the same.
+        """
+        kin, now = self._siblings(device), self.clock()
+        after = [*(s for s in kin if s.uuid > device.uuid), *(s for s in kin if s.uuid < device.uuid)]
+        free = [s for s in after if schedule.may_be_retested(self.evidence(s.uuid), now)]
+        return [free[turn % len(free)]] if free else []
 
     def _confirmations(self, run: Run) -> list[Plan]:
         if run.probe not in self.entries or run.device not in self.devices:
@@ -646,7 +661,7 @@ class Engine:
         elif (run.wrong or run.recordings) and not run.drill:
             # A clock set back must not make a mismatch older than what came before it; distances stay.
             self._behind = self._behind or reached - run.started
-            detail = f"dated by the store: the clock said {run.started:.0f}"
+            detail = f"{DATED}{run.started:.0f}"
             run = replace(run, started=run.started + self._behind, environment={**run.environment, "clock": detail})
         if run.recordings:
             run, learnt = self._held_against_baselines(run)

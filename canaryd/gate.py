@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd import status
+from canaryd import judge, status
 from canaryd.config import Config
 from canaryd.model import Cause, Device, Outcome, State, from_json, printable, to_json
 from canaryd.status import DeviceStatus, Status
@@ -98,7 +99,7 @@ def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Ans
 
 
 def decide(found: Status, question: Question, newest: Mapping[str, float | None]) -> Answer:
-    """Return the answer to a question; `newest` is when each device's newest completed test began."""
+    """Return the answer to a question; `newest` is when each device's newest completed test began, if that is known."""
     chosen, missing = _chosen([d.device for d in found.devices], question.devices)
     items = [_item(d, question, newest.get(d.device.uuid), found.now) for d in found.devices if d.device.uuid in chosen]
     rank = (FAIL, UNKNOWN, PASS)
@@ -189,7 +190,7 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
         decision = UNKNOWN
     elif question.max_age and (newest is None or now - newest > question.max_age):
         decision = FAIL if State.UNKNOWN in question.on else UNKNOWN
-        ago = "no test has completed" if newest is None else f"the newest test is {spoken(now - newest)} old"
+        ago = "no test of known age completed" if newest is None else f"the newest test is {spoken(now - newest)} old"
         why = f"{ago}, more than {spoken(question.max_age)} were not to be"
     worst = max(verdict.findings, key=lambda f: f.state.severity, default=None)
     return Item(
@@ -239,7 +240,8 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
             # No lock is tried for whether a daemon runs: one that starts at this moment would meet it. A verdict that
             # nobody renews is unknown by its age.
             found = status.gather(store, settings, now, daemon=True, evidence={})
-            newest = {d.device.uuid: _newest(store, d.device.uuid) for d in found.devices} if question.max_age else {}
+            asked = [d.device.uuid for d in found.devices] if question.max_age else []
+            newest = {uuid: _newest(store, uuid, now) for uuid in asked}
             problems = [*store.problems, *([store.problem] if store.problem else [])]
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
@@ -249,11 +251,12 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
     return answer
 
 
-def _newest(store: Store, device: str) -> float | None:
+def _newest(store: Store, device: str, now: float) -> float | None:
     for limit in (1, LOOKED):  # one is enough nearly always, and reading a run takes time
         runs = store.runs(device, limit=limit)
-        if completed := [r.started for r in runs if r.outcome is Outcome.COMPLETED and r.whole]:
-            return max(completed)
+        ages = [judge.age(r, now) for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
+        if (least := min(ages, default=math.inf)) < math.inf:
+            return now - least
     return None
 
 

@@ -22,14 +22,15 @@ from canaryd import acks, blame, telemetry
 from canaryd.blame import Hit, bytes_of, names
 from canaryd.chance import EPOCH, RULE_OF_THREE, Count, rate_bound
 from canaryd.config import JudgePolicy
-from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Subject, Verdict
+from canaryd.model import DATED, Ack, Cause, Device, Finding, Outcome, Run, State, Subject, Verdict
 from canaryd.telemetry import Signs
 from canaryd.wording import moment
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
 AHEAD = 3600.0
-"""Seconds by which a run may lie in the future before the clock is doubted (ours). False alarms: none, it is a note."""
+"""Seconds by which a run may lie in the future before the clock is doubted and the run is no fresh evidence (ours).
+False alarms: none, how old it is is not known."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
@@ -165,7 +166,8 @@ class Docket:
         back) count only while there are no others: they must not hide what came after them.
         """
         runs = [r for r in self.runs if r.probe == probe and r.whole]
-        return [r for r in runs if r.started <= self.now + AHEAD] or runs
+        known = [r for r in runs if age(r, self.now) < math.inf]
+        return sorted(known, key=lambda r: -age(r, self.now)) or runs
 
     @cached_property
     def current(self) -> list[Run]:
@@ -174,7 +176,7 @@ class Docket:
         for probe in sorted(self.wanted):
             runs = self.scheduled(probe)
             lanes = {r.instruction_set: r for r in runs}
-            found += [r for r in lanes.values() if r is runs[-1] or self.now - r.started <= self.limit(probe)]
+            found += [r for r in lanes.values() if r is runs[-1] or age(r, self.now) <= self.limit(probe)]
         return found
 
     def host_in_doubt(self, run: Run) -> bool:
@@ -636,9 +638,10 @@ def no_fresh_evidence(docket: Docket) -> Iterator[Finding]:
         if not completed:
             text = f"no evidence yet: {probe} has not completed a run on this device"
             yield Finding(rule="no-evidence", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message=text, probe=probe)
-        elif (age := docket.now - completed[-1].started) > docket.limit(probe):
+        elif (old := age(completed[-1], docket.now)) > docket.limit(probe):
             period = _spoken(docket.wanted[probe])
-            text = f"evidence is {_spoken(age)} old: {probe} has not completed since, though wanted every {period}"
+            what = f"{_spoken(old)} old" if old < math.inf else "dated in the future, so its age is not known"
+            text = f"evidence is {what}: {probe} has not completed since, though wanted every {period}"
             yield _finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, completed[-1])
 
 
@@ -669,11 +672,11 @@ def history_lost(docket: Docket) -> Iterator[Finding]:
 
 
 def clock_set_back(docket: Docket) -> Iterator[Finding]:
-    """A run is dated in the future: its age is not known. Said, not held against the device."""
+    """A run is dated in the future: its age is not known, so it is no fresh evidence. By itself it is only said."""
     ahead = [r for r in docket.runs if r.started > docket.now + AHEAD]
     if ahead:
         lead = _spoken(ahead[-1].started - docket.now)
-        text = f"runs are dated up to {lead} in the future: was the clock set back? They count as fresh"
+        text = f"runs are dated up to {lead} in the future: was the clock set back? They are no fresh evidence"
         yield _finding("clock-set-back", State.HEALTHY, Cause.ENVIRONMENT, text, ahead[-1])
 
 
@@ -865,6 +868,16 @@ def freshness(policy: JudgePolicy, period: float) -> float:
     Three periods: two runs may be missed (ours). False alarms: none, the evidence is that old.
     """
     return max(policy.stale_after, 3 * period)
+
+
+def age(run: Run, now: float) -> float:
+    """Return the seconds since a run began; infinite where it is dated in the future, for then nobody knows.
+
+    What the store has dated by its own time is as old as the clock said then, if the clock of now can tell that.
+    """
+    said = re.fullmatch(rf"{DATED}(\d+)", run.environment.get("clock", "")) if run.started > now + AHEAD else None
+    began = float(said[1]) if said else run.started
+    return now - began if began <= now + AHEAD else math.inf
 
 
 def worst(verdicts: Iterable[Verdict]) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from canaryd.catalogue import Entry
@@ -209,6 +209,12 @@ def retests(
     )
 
 
+def may_be_retested(runs: Iterable[Run], now: float) -> bool:
+    """Return whether the retests of the last day left a device something of `RETEST_SHARE`; `runs` are its own."""
+    took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)
+    return took < RETEST_SHARE * DAY
+
+
 def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tuple[Run, str]]:
     """Return which mismatches of one device are to be retested now, and at which intensity; the most urgent first.
 
@@ -219,10 +225,10 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
     each is independent evidence. None begins while those of the last day took `RETEST_SHARE` of it. Drills call for
     nothing; a run that is dated in the future (the clock was set back) waits for its time.
     """
+    if not may_be_retested(runs, now):
+        return []
     past = sorted((r for r in runs if r.started <= now and not r.drill), key=lambda r: (r.started, r.id))
     retested = [r for r in past if r.intensity]
-    if sum(r.seconds for r in retested if now - r.started < DAY) >= RETEST_SHARE * DAY:
-        return []
     if any(now - r.started < policy.repeat_gap for r in past if r.intensity or r.wrong):
         return []
     calling = {(r.probe, r.instruction_set): r for r in past if (r.wrong or r.unknown) and not r.confirms}

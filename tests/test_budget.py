@@ -8,16 +8,19 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-from canaryd import budget, status
+from canaryd import budget, daemon, status
 from canaryd.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
-from canaryd.config import BudgetConfig, ConfigError, load
-from canaryd.model import BUDGET_SKIP, Device, Outcome, Reading, State
+from canaryd.catalogue import Entry, ProbeFile
+from canaryd.config import BudgetConfig, Config, ConfigError, load
+from canaryd.model import BUDGET_SKIP, Device, Outcome, Reading, Run, State
 from canaryd.probe import Context, ProbeSpec, Skip
+from canaryd.schedule import Plan, Step
 from canaryd.store import Store
 from canaryd.supervise import RunRequest, Series, WorkerSpec
 from canaryd.worker import beside
@@ -109,7 +112,8 @@ NEED = 2 * GIB
             {"mode": "exclusive_process", "processes": 0},
             {"mode": "exclusive_process", "processes": 1},
         ),
-        ("compute_mode", {}, {"mode": "exclusive_process"}, {"mode": ""}),
+        ("compute_mode", {}, {"mode": "exclusive_thread", "processes": 0}, {"mode": "exclusive_thread"}),
+        ("compute_mode", {}, {"mode": "exclusive_process", "processes": 0}, {"mode": ""}),
         ("memory", {}, {"free": NEED - 1}, {"free": NEED}),
         ("memory", {}, {"free": 0}, {"free": None}),
         ("memory", {"memory": 4 * GIB}, {"free": NEED}, {"free": 5 * GIB}),
@@ -275,7 +279,7 @@ def test_facts_of_a_processor():
 
 
 def test_facts_of_an_instance():
-    """Heat and power are those of the whole device; memory and use are its own."""
+    """Heat, power and compute mode are those of the whole device; memory and use are its own."""
     whole = (
         reading("temperature_margin_celsius", 3.0),
         reading("temperature_celsius", 60.0, sensor="core"),
@@ -284,10 +288,13 @@ def test_facts_of_an_instance():
         reading("memory_total_bytes", 80 * GIB),
         reading("memory_used_bytes", 80 * GIB),
         reading("utilization_ratio", 1.0, engine="gpu"),
+        reading("compute_mode", 2, mode="prohibited"),
     )
     own = reading("memory_total_bytes", 10 * GIB), reading("memory_used_bytes", GIB)
     found = known(PART, *own, whole=whole)
     assert (found.free, found.margin, found.power, found.busy) == (9 * GIB, 3.0, 0.5, None)
+    assert found.mode == "prohibited"
+    assert known(PART, reading("compute_mode", 0, mode="default"), whole=whole).mode == "default"
 
 
 def test_facts_of_a_silent_device():
@@ -570,6 +577,184 @@ def test_a_starved_worker_does_not_hang(probe):
     assert run.outcome is Outcome.COMPLETED, run.detail
     assert run.seconds > 10.0
     assert plain.outcome is Outcome.TIMED_OUT
+
+
+# --- The daemon, asked directly --------------------------------------------------------------------------------------
+
+CARD, TWIN = replace(GPU, torch_index=0), replace(GPU, uuid="GPU-2", index=1, torch_index=1)
+PERIODS = {"a": 1800.0, "b": 1800.0}
+BUSY = (reading("utilization_ratio", 1.0, engine="gpu"),)
+PROHIBITED = (reading("compute_mode", 2, mode="prohibited"),)
+
+
+class Beside(daemon.Daemon):
+    """A daemon with two busy cards and two probes that compute; what it would run is noted, and takes 16 s."""
+
+    def __init__(self, store: Store, policy: BudgetConfig) -> None:
+        super().__init__(Config(budget=policy), None, store)
+        engine = self.engine
+        engine.devices = {d.uuid: d for d in (CARD, TWIN)}
+        engine.present = engine.in_place = set(engine.devices)
+        file = ProbeFile(name="p", path=Path("/p.py"), source="builtin")
+        engine.entries = {n: Entry(spec=ProbeSpec(name=n, summary="s", period=1800.0), file=file) for n in PERIODS}
+        self.said = dict.fromkeys(engine.devices, BUSY)
+        self.ran: list[tuple[str, tuple[str, ...], str]] = []
+        engine.watch.readings = lambda uuid, _: self.said[uuid]
+        engine.carry_out = self._note
+
+    def _note(self, plan: Plan, *, purpose: str) -> None:
+        self.ran.append((plan.device.uuid, tuple(s.entry.spec.name for s in plan.steps), purpose))
+        self.engine.account.spend(plan.device.uuid, 16.0, purpose)
+
+    def know(self, probe: str, age: float, outcome: Outcome = Outcome.COMPLETED, **fields) -> None:
+        """Remember a run of so long ago."""
+        started, number = time.time() - age, len(self.engine.evidence(CARD.uuid))
+        made = {"id": f"{number}", "device": CARD.uuid, "probe": probe, "probe_version": 1, "seconds": 32.0}
+        self.engine.take(Run(started=started, outcome=outcome, **{**made, **fields}))
+
+    def chosen(self) -> tuple[list[str], str]:
+        return self._within_budget(CARD, ["a", "b"], PERIODS)
+
+    def waits(self) -> str:
+        held = self.engine.account.withheld(CARD.uuid)
+        return held.wait.reason if held else ""
+
+
+@pytest.fixture
+def served(tmp_path):
+    with Store.open(tmp_path) as store:
+        yield Beside(store, BudgetConfig())
+
+
+OLD = 0.75 * 7200.0
+"""Seconds after which evidence is forced by default."""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "detail"),
+    [
+        (Outcome.ERRORED, ""),
+        (Outcome.TIMED_OUT, ""),
+        (Outcome.OUT_OF_MEMORY, ""),
+        (Outcome.SKIPPED, f"{BUDGET_SKIP}more than budget.memory was asked for"),
+    ],
+)
+def test_a_probe_that_never_completes_is_no_way_around_the_budget(served, outcome, detail):
+    """It is forced as often as evidence is wanted and no oftener, by itself, and the others keep to the budget."""
+    served.know("a", 1800)
+    assert served.chosen() == (["b"], FORCED)
+    served.know("b", 1800, outcome, detail=detail)
+    served.know("b", OLD + 1, outcome, detail=detail)
+    assert served.chosen() == ([], ROUND)
+    assert served.waits() == "load"
+
+
+def test_a_failure_is_tried_again_when_evidence_is_wanted(served):
+    """Not never again."""
+    served.know("a", 1800)
+    served.know("b", OLD + 1, Outcome.ERRORED)
+    assert served.chosen() == (["b"], FORCED)
+    served.know("b", 0, confirms="another", cases=("c",))
+    assert served.chosen() == (["b"], FORCED)
+
+
+def test_only_what_is_old_is_forced_and_the_rest_waits_on(served):
+    """What waits is not told anew because another probe ran."""
+    served.know("a", OLD + 1)
+    served.know("b", OLD - 60)
+    assert served.engine.account.withhold(CARD.uuid, Wait(reason="load", text="it is in use"), 1.0)
+    served._tick(CARD.uuid)
+    assert served.ran == [(CARD.uuid, ("a",), FORCED)]
+    served._tick(CARD.uuid)
+    assert (len(served.ran), served.waits()) == (1, "load")
+    assert served.engine.account.totals(CARD.uuid)[1]["load"] == 1
+
+
+def test_evidence_from_the_future_is_none(served):
+    """After a clock was set back the next round is forced, once; a clock that is minutes wrong changes nothing."""
+    for probe in PERIODS:
+        served.know(probe, -300)
+    assert served.chosen() == ([], ROUND)
+    served.engine._evidence.clear()
+    for probe in PERIODS:
+        served.know(probe, -7 * 86_400)
+    assert served.chosen() == (["a", "b"], FORCED)
+    assert served._stale(CARD.uuid, list(served.engine.evidence(CARD.uuid)), time.time()) == [
+        "cuda:0 a: all evidence is dated in the future",
+        "cuda:0 b: all evidence is dated in the future",
+    ]
+    for probe in PERIODS:
+        served.know(probe, 0)
+    assert served.chosen() == ([], ROUND)
+    assert served._stale(CARD.uuid, list(served.engine.evidence(CARD.uuid)), time.time()) == []
+
+
+def test_a_restart_knows_what_a_round_takes(served):
+    """By what its probes took the last time: two of them at 8 s of work each are more than the share has left."""
+    served.said[CARD.uuid] = ()
+    for probe in PERIODS:
+        served.know(probe, 1800)
+    served._recall_spent(CARD.uuid)
+    assert served.engine.account.spent(CARD.uuid) == 16.0
+    assert served.chosen() == ([], ROUND)
+    assert served.waits() == "share"
+
+
+def test_a_test_out_of_turn_is_no_measure_of_a_round(served):
+    """It takes nothing of the share, which does not mean that a round takes nothing."""
+    served.said[CARD.uuid] = ()
+    served.engine.account.took(CARD.uuid, ("a", "b"), 16.0)
+    served.engine.account.withhold(CARD.uuid, Wait(reason="share", text="enough"), 1.0)
+    served.engine.watch.triggers[CARD.uuid] = "an Xid"
+    served._tick(CARD.uuid)
+    assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT)]
+    assert served.engine.account.cost(CARD.uuid, ("a", "b")) == 16.0
+    assert served.waits() == ""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda engine: engine.present.clear(),
+        lambda engine: engine.devices.clear(),
+        lambda engine: engine.release("released by hand"),
+        lambda engine: engine.entries.clear(),
+    ],
+    ids=["gone", "forgotten", "released", "disabled"],
+)
+def test_what_can_run_no_more_does_not_wait(served, end):
+    """It would be told as waiting for as long as the device is known."""
+    for probe in PERIODS:
+        served.know(probe, 1800)
+    served._tick(CARD.uuid)
+    assert served.waits() == "load"
+    assert served.store.note(status.BUDGET_NOTE)
+    end(served.engine)
+    served._tick(CARD.uuid)
+    assert served.waits() == ""
+    assert not served.store.note(status.BUDGET_NOTE)
+
+
+def test_a_sibling_that_must_be_left_alone_is_not_retested(served):
+    """The accused is asked all the same; a sibling waits for what a retest waits for, and not for load."""
+    step = Step(entry=served.engine.entries["a"], level="deep", seed=1, intensity="steady")
+    plans = [Plan(device=d, instruction_set="", steps=(step,)) for d in (CARD, TWIN)]
+    for said, asked in ((PROHIBITED, [CARD.uuid]), (BUSY, [CARD.uuid, TWIN.uuid])):
+        served.said[TWIN.uuid], served.ran = said, []
+        served._carry_out(CARD, plans, RETEST)
+        assert [uuid for uuid, *_ in served.ran] == asked
+
+
+def test_a_confirmation_heeds_compute_mode_and_memory_alone(tmp_path):
+    """On whichever device it is: a wrong bit is no time to save."""
+    with Store.open(tmp_path) as store:
+        served = Beside(store, BudgetConfig(quiet_hours=((0, 1440),)))
+        assert served.engine.may(TWIN, DOUBT)
+        assert not served.engine.may(TWIN, RETEST)
+        served.said[TWIN.uuid] = PROHIBITED
+        assert not served.engine.may(TWIN, DOUBT)
+        served.said[TWIN.uuid] = reading("memory_total_bytes", GIB), reading("memory_used_bytes", GIB)
+        assert not served.engine.may(TWIN, DOUBT)
 
 
 # --- The daemon ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from canaryd.model import (
     to_json,
 )
 from canaryd.probe import ProbeSpec
-from canaryd.store import MIGRATIONS, Store, StoreTooNew
+from canaryd.store import MIGRATIONS, REACHED_NOTE, Store, StoreTooNew
 
 WRITER = Path(__file__).with_name("kill_store.py")
 STORES = Path(__file__).parent / "data" / "stores"
@@ -578,6 +578,28 @@ def test_fresh_evidence_is_fresh_after_the_clock_was_set_back_and_goes_stale_in_
     verdict = host.verdict
     assert verdict.state is State.UNKNOWN
     assert "stale-evidence" in {f.rule for f in verdict.findings}
+
+
+@pytest.mark.parametrize("recordings", [(), (Recording(case="c", digest="1" * 16, values=(0.5,)),)])
+@pytest.mark.parametrize("back", [3 * DAY, 300 * DAY])
+def test_runs_after_a_clock_was_set_back_are_the_newest_evidence(host, back, recordings):
+    """What is dated in the future keeps nothing healthy; what comes then does, dated by the store too, and grows old.
+
+    The clock had run ahead for days, and so was believed: recordings are dated by that for a day.
+    """
+    host.now += 300 * DAY
+    host.live(2 * DAY, recordings=recordings)
+    host.store.set_note(REACHED_NOTE, repr(host.now))
+    assert host.verdict.state is State.HEALTHY
+    host.now -= back
+    assert host.verdict.state is State.UNKNOWN
+    assert "stale-evidence" in host.rules
+    host.live(HOUR, recordings=recordings)
+    assert host.verdict.state is State.HEALTHY
+    host.restart()
+    assert host.verdict.state is State.HEALTHY
+    host.now += 3 * HOUR
+    assert host.verdict.state is State.UNKNOWN
 
 
 def test_a_verdict_from_the_future_is_not_tended_for_a_year(host):

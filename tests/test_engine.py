@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import judge, schedule
+from canaryd import budget, judge, schedule
 from canaryd.catalogue import Entry, ProbeFile
 from canaryd.config import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
 from canaryd.engine import NEWEST, Engine, Progress, choose, fold
@@ -413,6 +413,63 @@ def test_interrupted_confirmations_are_owed(idle, tmp_path):
     assert len(idle.owed(CPU.uuid)) == 2
     idle.take(made(3, wrong=True, at=NOW - 2 * 86400))
     assert len(idle.owed(CPU.uuid)) == 2
+
+
+CARDS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="a card", torch_index=i) for i in range(8)]
+
+
+def of_cards(engine: Engine, tmp_path: Path) -> None:
+    """Let an engine know eight cards of one model and one probe that computes."""
+    engine.devices = {d.uuid: d for d in CARDS}
+    engine.present = set(engine.devices)
+    file = ProbeFile(name="p", path=tmp_path / "p.py", source="directory")
+    engine.entries = {"p": Entry(spec=ProbeSpec(name="p", summary="s"), file=file)}
+
+
+def test_confirmations_ask_whether_they_may(idle, tmp_path, monkeypatch):
+    """On the accused and on each sibling; what may not be loaded is left alone, and the accused owes the rest."""
+    of_cards(idle, tmp_path)
+    accused, barred = CARDS[0], CARDS[1]
+    asked = []
+
+    def series(plan: schedule.Plan, purpose: str) -> list[Run]:
+        asked.append(plan.device.uuid)
+        return [] if plan.steps[0].confirms else [made(1, device=accused.uuid, wrong=True, at=NOW - 60)]
+
+    monkeypatch.setattr(idle, "_series_of", series)
+    idle.may = lambda device, purpose: purpose == budget.DOUBT and device not in (accused, barred)
+    step = schedule.Step(entry=idle.entries["p"], level="quick", seed=1)
+    (hit,) = idle.carry_out(schedule.Plan(device=accused, instruction_set="", steps=(step,)))
+    assert asked == [accused.uuid, *(d.uuid for d in CARDS[2:])]
+    idle.take(hit)
+    assert len(idle.owed(accused.uuid)) == 3
+
+
+def test_suspects_ask_their_siblings_in_turn(idle, tmp_path):
+    """Seven with unknown bits, and no sibling has to serve them all; the next intensity asks the next sibling."""
+    of_cards(idle, tmp_path)
+    for n, card in enumerate(CARDS):
+        if n:
+            told = {"device": card.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
+            idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
+            idle.take(made(n, device=card.uuid, unknown=("c",), at=NOW - 7200))
+    asked = {card.uuid: [p.device.uuid for p in idle.retests(card.uuid)] for card in CARDS[1:]}
+    assert all(own == uuid for uuid, (own, _) in asked.items())
+    assert len({witness for _, witness in asked.values()}) == 7
+    idle.take(made(20, device="GPU-1", intensity="repeated", at=NOW - 3600))
+    assert asked["GPU-1"] == ["GPU-1", "GPU-2"]
+    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", "GPU-3"]
+
+
+@pytest.mark.parametrize(("took", "asked"), [(0.05 * 86_400 - 1, "GPU-2"), (0.05 * 86_400, "GPU-3")])
+def test_a_sibling_has_a_share_for_retests_too(idle, tmp_path, took, asked):
+    """What it was asked for others counts, as what it was asked for itself; who has given that is left out."""
+    of_cards(idle, tmp_path)
+    told = {"device": "GPU-1", "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
+    idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
+    idle.take(made(1, device="GPU-1", unknown=("c",), at=NOW - 7200))
+    idle.take(made(2, device="GPU-2", intensity="steady", seconds=took, at=NOW - 80_000))
+    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", asked]
 
 
 def test_what_was_faulty_stays_so_when_the_inventory_fails(idle):

@@ -347,10 +347,26 @@ def test_a_daemon_that_hangs_serves_no_old_page(tmp_path):
         hung._looked -= daemon_module.SILENT + 1
         for route in routes.values():
             assert route({}).status == 503
-            assert re.match(rb"canaryd hangs: its last look at the record ended 12\d s ago", route({}).body)
-        hung._look()
-        hung._looked = time.monotonic()
+            assert re.match(rb"canaryd hangs: its last good look at the record was 12\d s ago", route({}).body)
+        hung._refresh()
         assert routes["/metrics"]({}).status == 200
+
+
+def test_a_look_that_fails_is_no_look(tmp_path, monkeypatch):
+    """Whatever raises in it each time: the page of before is not served for ever, and the watchdog is not fed."""
+    with Store.open(tmp_path / "state") as store:
+        hung = RealDaemon(Config(state_dir=tmp_path / "state"), None, store)
+        hung._looked -= daemon_module.STARVED + 1
+        monkeypatch.setattr(hung, "_look", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hung._refresh()
+        assert hung._routes()["/healthz"]({}).status == 503
+        hung._pulse(None)
+        assert not hung._pulsed
+        monkeypatch.undo()
+        hung._refresh()
+        hung._pulse(None)
+        assert hung._pulsed
 
 
 def test_a_storm_of_sighups_is_a_few_reloads_and_holds_up_no_stop(tmp_path, state):

@@ -337,6 +337,25 @@ def test_no_test_for_too_long_is_unknown(state, acting):
     assert ask(state, acting, "--max-age", "1h", "--on", "unknown")[:2] == ("fail", 2)
 
 
+@pytest.mark.parametrize(("ahead", "decision"), [(300.0, "pass"), (300 * 86_400.0, "unknown")])
+def test_a_test_that_is_dated_in_the_future_has_no_age(state, acting, ahead, decision):
+    """A clock that is minutes wrong changes nothing; after one that was set back nobody knows how old it is."""
+    run = Run(
+        id="1-1",
+        device=GPU.uuid,
+        probe="p",
+        probe_version=1,
+        started=time.time() + ahead,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+    )
+    told(state, (GPU, State.HEALTHY, Cause.NONE), runs=(run,))
+    assert ask(state, acting, "--max-age", "1h")[0] == decision
+    with Store.open(state) as store:
+        store.add_run(replace(run, id="2-2", started=time.time()))
+    assert ask(state, acting, "--max-age", "1h")[0] == "pass"
+
+
 # --- Only some devices ------------------------------------------------------------------------------------------------
 
 

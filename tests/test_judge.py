@@ -12,6 +12,7 @@ from canaryd import judge
 from canaryd.config import JudgePolicy, TelemetryConfig
 from canaryd.judge import decide, exit_code, fault_rate_bound, node, worst
 from canaryd.model import (
+    DATED,
     Ack,
     Cause,
     Comparison,
@@ -84,6 +85,11 @@ def run(ago, *comparisons, of=GPU, **changes):
     fields |= {"comparisons": comparisons, "readings": (Reading(name="trials", value=9),), "repro": "canaryd check …"}
     fields["id"] = f"run-{next(NUMBERS):06d}"
     return Run(device=of.uuid, started=NOW - ago, **{**fields, **changes})
+
+
+def by_the_clock(ago):
+    """Return what the store notes of a run that it dated itself: what the clock said when the run began."""
+    return {"clock": f"{DATED}{NOW - ago:.0f}"}
 
 
 def fresh(of=GPU, **changes):
@@ -455,7 +461,21 @@ SCENARIOS = {
         ask(run(3 * DAY + 1, right()), wanted={"exact_matmul": DAY}), UNKNOWN, U, {"stale-evidence"},
     ),
     "an hour ahead": lambda: (ask(run(-3600, right())), HEALTHY, Cause.NONE, set()),
-    "more than an hour ahead": lambda: (ask(run(-3601, right())), HEALTHY, Cause.NONE, {"clock-set-back"}),
+    "more than an hour ahead": lambda: (
+        ask(run(-3601, right())), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
+    ),
+    "dated ahead by the store, two hours old by the clock": lambda: (
+        ask(run(-DAY, right(), environment=by_the_clock(7200))), HEALTHY, Cause.NONE, {"clock-set-back"},
+    ),
+    "dated ahead by the store, two hours and a second old by the clock": lambda: (
+        ask(run(-DAY, right(), environment=by_the_clock(7201))), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
+    ),
+    "dated ahead by the store, and a newer one by the clock": lambda: (
+        ask(run(-DAY, right(), environment=by_the_clock(3 * HOUR)), fresh()), HEALTHY, Cause.NONE, {"clock-set-back"},
+    ),
+    "dated ahead by the store, and ahead by the clock": lambda: (
+        ask(run(-DAY, right(), environment=by_the_clock(-3601))), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
+    ),
     "the future hides no staleness": lambda: (
         ask(run(-DAY, right()), run(7201, right())), UNKNOWN, U, {"clock-set-back", "stale-evidence"},
     ),
