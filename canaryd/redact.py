@@ -39,6 +39,8 @@ PATTERNS = (
     ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
 )
 """What names a machine, a part or a place by its look. URLs first: they hold hosts and paths."""
+LONG = 10
+"""Characters from which the number of a part is looked for inside of words too (ours): "65:00.0" has seven."""
 HOST_FIELDS = ("host", "hostname")
 """Fields that hold the name of a host and nothing else: replaced however short it is."""
 OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
@@ -106,9 +108,14 @@ class Redactor:
             uuid = record.device.uuid
             for run in (*store.runs(uuid, drill=None, limit=NAMED), *store.polls(uuid, limit=NAMED)):
                 self._know(run.environment.get("hostname", ""), "host")
-        names = sorted(self.known, key=len, reverse=True)
-        joined = "|".join(re.escape(n) for n in names)
-        self._names = re.compile(rf"(?i)(?<![\w-])(?:{joined})(?![\w-])") if names else None
+        # A part's own long number is no word, and hides in none; a host's name may be part of one.
+        whole: list[str] = []
+        words: list[str] = []
+        for name in sorted(self.known, key=len, reverse=True):
+            long = len(name) >= LONG and self.known[name] != "host"
+            (whole if long else words).append(re.escape(name))
+        either = [rf"(?<![\w-])(?:{'|'.join(words)})(?![\w-])"] if words else []
+        self._names = re.compile(rf"(?i){'|'.join([*whole, *either])}") if self.known else None
 
     def _know(self, value: str, kind: str) -> None:
         # A short number ("0", "1") as module or board id would turn every such number into a pseudonym, and a host

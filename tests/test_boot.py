@@ -5,12 +5,14 @@ tests/boot/make_root makes what is booted, once; without it, and without root, e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,72 @@ def test_an_upgrade_that_does_not_start_is_undone(machine):
     assert list((machine.root / "var/lib/canaryd").glob("canaryd.db.version-*"))  # nothing is thrown away
 
 
+@contextlib.contextmanager
+def crowded(machine: Machine) -> Iterator[None]:
+    """The state directory on a small disk with less room left than a copy of the database takes; the daemon runs."""
+    machine.run("systemctl", "stop", "canaryd")
+    machine.shell(
+        "set -e; cp -a /var/lib/canaryd /srv/history; mount -t tmpfs -o size=32m canaryd-state /var/lib/canaryd;"
+        "cp -a --preserve=all /srv/history/. /var/lib/canaryd; systemctl start canaryd"
+    )
+    try:
+        recorded(machine)
+        half = int(machine.out("stat", "-c", "%s", "/var/lib/canaryd/canaryd.db")) // 2
+        machine.shell(
+            "dd if=/dev/zero of=/var/lib/canaryd/others bs=4k 2>/dev/null;"
+            f"truncate -s -{max(half, 65536)} /var/lib/canaryd/others"
+        )
+        yield
+    finally:
+        machine.run("systemctl", "stop", "canaryd")
+        machine.shell(
+            "set -e; rm -rf /srv/history /var/lib/canaryd/others; cp -a /var/lib/canaryd /srv/history;"
+            "umount -l /var/lib/canaryd; rm -rf /var/lib/canaryd; mv /srv/history /var/lib/canaryd;"
+            "systemctl start canaryd"
+        )
+
+
+@pytest.mark.slow
+def test_an_upgrade_on_a_full_disk_is_undone_with_the_history_in_force(machine):
+    """A copy that was not completed never replaces what it is a copy of."""
+    before, version = recorded(machine), machine.out("/usr/local/bin/canaryd", "--version")
+    copy_clone(machine.root / "srv/crowded", "99.3")
+    with crowded(machine):
+        done = install(machine, "/srv/crowded", check=False)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "could not be copied" in done.stderr
+        assert "the release before is in force again" in done.stderr
+        assert machine.out("/usr/local/bin/canaryd", "--version") == version
+        assert serves(machine)
+        assert before.items() <= machine.runs().items()
+        assert machine.out("find", "/var/lib/canaryd", "-name", "before-upgrade.*") == ""
+    machine.eventually(lambda: grown(machine, before))
+
+
+@pytest.mark.slow
+def test_an_upgrade_stops_a_check_that_runs_beside_the_daemon(machine):
+    """It writes as well, and its next workers would be those of another release."""
+    machine.put("/etc/canaryd/probes.d/hangs.py", (PROBES / "hangs.py").read_text())
+    machine.put(
+        "/etc/canaryd/canaryd.yaml",
+        json.dumps(LIGHT | {"probes": LIGHT["probes"] | {"hangs": {"timeout": "10m"}}}),
+    )
+    unit = "canaryd-check@quick.service"
+    try:
+        machine.run("systemctl", "start", "--no-block", unit)
+        machine.eventually(lambda: machine.show("ActiveState", unit) == "activating")
+        time.sleep(3)
+        assert machine.show("ActiveState", unit) == "activating"
+        copy_clone(machine.root / "srv/beside", "99.4")
+        assert "canaryd 99.4 is installed and ready" in install(machine, "/srv/beside").stdout
+        assert machine.show("ActiveState", unit) in ("inactive", "failed")
+    finally:
+        (machine.root / "etc/canaryd/probes.d/hangs.py").unlink()
+        machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+        machine.run("systemctl", "restart", "canaryd")
+        machine.run("systemctl", "reset-failed", unit, check=False)
+
+
 @pytest.mark.slow
 def test_an_upgrade_that_cannot_use_the_configuration_changes_nothing(machine):
     """The running release is not even stopped."""
@@ -325,6 +393,11 @@ def test_the_debian_package_installs_upgrades_downgrades_and_goes(tmp_path):
         assert machine.out("canaryd", "--version") == f"canaryd {__version__}"
         before = recorded(machine)
 
+        with crowded(machine):
+            assert "is not upgraded" in apt(machine, "install", newer, check=False)
+            assert machine.out("canaryd", "--version") == f"canaryd {__version__}"
+            assert serves(machine)  # dpkg has started the release before again
+            assert before.items() <= machine.runs().items()
         apt(machine, "install", newer)
         assert serves(machine)
         assert 'version="99.2"' in machine.get("/metrics")[1]

@@ -59,6 +59,66 @@ def test_the_playbooks_parse(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("said", "ran"),
+    [
+        ("", set()),
+        ("false", {"Take the switch away"}),
+        ("true", {"Put the switch that silences enforcement in its place"}),
+    ],
+)
+def test_a_roll_out_that_does_not_speak_of_the_switch_leaves_it_alone(said, ran):
+    """Somebody else may have silenced the fleet; only the word itself puts the switch or takes it away."""
+    playbook = found("ansible-playbook")
+    content = [
+        {
+            "hosts": "localhost",
+            "gather_facts": False,
+            "tasks": [
+                {"ansible.builtin.import_role": {"name": str(HERE / "roles/canaryd"), "tasks_from": "silence.yml"}}
+            ],
+        }
+    ]
+    argv = [
+        playbook,
+        "--check",
+        "-c",
+        "local",
+        "-i",
+        "localhost,",
+        "-e",
+        f"ansible_python_interpreter={sys.executable}",
+    ]
+    argv += ["-e", f"canaryd_silenced={said}"] if said else []
+    done = subprocess.run(
+        [*argv, "/dev/stdin"],
+        input=json.dumps(content),
+        env=environment(playbook),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tasks = dict(re.findall(r"^TASK \[(?:\S+ : )?(.*)\] \*+\n(\w+):", done.stdout, re.MULTILINE))
+    assert {name for name, what in tasks.items() if "switch" in name and what != "skipping"} == ran
+
+
+@pytest.mark.parametrize("said", ["", "perhaps"])
+def test_the_playbook_of_the_switch_wants_a_word(said):
+    """Neither silence nor its end is anybody's default."""
+    playbook = found("ansible-playbook")
+    argv = [playbook, "--check", "-c", "local", "-i", "node,", "silence.yml", "-e", "ansible_become=false"]
+    argv += ["-e", f"{{hosts: inference, ansible_python_interpreter: {sys.executable}}}"]
+    argv += ["-e", f"canaryd_silenced={said}"] if said else []
+    inventory = json.dumps({"inference": {"hosts": {"node": None}}})
+    argv[argv.index("node,")] = "/dev/stdin"
+    done = subprocess.run(
+        argv, cwd=HERE, input=inventory, env=environment(playbook), capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "canaryd_silenced" in done.stdout
+
+
 # --- On a machine with systemd ----------------------------------------------------------------------------------------
 
 
@@ -162,12 +222,16 @@ def test_one_command_silences(controller):
     gate = controller.machine.run("canaryd", "gate", "--json", check=False)
     assert json.loads(gate.stdout)["acts"] is True
     pid = controller.machine.show("MainPID")
-    for silenced in (True, False):
+    for silenced in (True, False, True):
         code, said = controller.play("silence.yml", canaryd_silenced=silenced)
         assert (code, controller.changed(said)) == (0, 1), said
         gate = controller.machine.run("canaryd", "gate", "--json", check=False)
         assert json.loads(gate.stdout)["acts"] is not silenced
     assert controller.machine.show("MainPID") == pid
+    code, said = controller.play("site.yml", canaryd_enforcement="act")  # a roll-out in the middle of an incident
+    assert (code, controller.changed(said)) == (0, 0), said
+    gate = controller.machine.run("canaryd", "gate", "--json", check=False)
+    assert json.loads(gate.stdout)["acts"] is False
 
 
 @pytest.mark.slow
@@ -179,3 +243,9 @@ def test_who_may_ask_is_written_where_only_canaryd_reads_it(controller):
     assert "sameorigin" not in said
     assert controller.machine.out("stat", "-c", "%U:%G %a", "/etc/canaryd/web.yml") == "root:canaryd 640"
     assert "X-Frame-Options: sameorigin" in controller.machine.out("curl", "-si", "http://127.0.0.1:19469/metrics")
+    before = controller.machine.out("cat", "/etc/canaryd/web.yml")
+    code, said = controller.play("site.yml", canaryd_web_config={"basic_users": {"prometheus": "x"}})
+    assert code != 0, said
+    assert controller.machine.out("cat", "/etc/canaryd/web.yml") == before
+    assert controller.machine.out("find", "/etc/canaryd", "-name", "*.new") == ""
+    assert controller.machine.show("ActiveState") == "active"

@@ -250,6 +250,7 @@ def condition(answer: Path) -> tuple[int, str]:
         (0, 0, "would fail: cuda:3 [log only: x is there]", 0, "would fail"),
         (3, 0, "unknown: nobody has judged it", 0, "unknown"),
         (64, 0, "canaryd: bad configuration", 0, "bad configuration"),
+        (2, 0, "/usr/bin/python3: can't open file 'canaryd': [Errno 24] Too many open files", 0, "can't open file"),
         (2, 400, "fail: cuda:3 faulty/hardware: a row", 0, "400 s old"),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -40,8 +41,13 @@ def call(directory: Path, answer: str, code: int, **extra: str) -> tuple[int, st
     """Run the script beside programs that write down how they were called; return its status and what scontrol saw."""
     programs = directory / "bin"
     programs.mkdir(exist_ok=True)
-    scontrol = f'case $* in *show*) echo "NodeName=n State=${{STATE:-IDLE}}" ;; *) echo "$*" >>{directory}/said ;; esac'
-    for name, text in (("canaryd", f"echo '{answer}'; exit {code}"), ("scontrol", scontrol), ("logger", ":")):
+    shown = "NodeName=n Arch=x86_64 State=${STATE:-IDLE} Weight=1 Comment=State=DRAIN was in May, DOWN in June"
+    scontrol = f'case $* in *show*) echo "{shown}" ;; *) echo "$*" >>{directory}/said ;; esac'
+    for name, text in (
+        ("canaryd", f"echo {shlex.quote(answer)}; exit {code}"),
+        ("scontrol", scontrol),
+        ("logger", ":"),
+    ):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     script = directory / "gate"
@@ -62,6 +68,9 @@ def call(directory: Path, answer: str, code: int, **extra: str) -> tuple[int, st
         ("canaryd: /etc/canaryd/canaryd.yaml:1: no such setting", 64),
         ("Killed", 137),
         ("Traceback", 1),
+        ("/usr/bin/python3: can't open file '/opt/canaryd/bin/canaryd': [Errno 24] Too many open files", 2),
+        ("would fail: cuda:3 faulty/hardware: a row [log only: enforcement is log in the defaults]", 2),
+        ("", 2),
     ],
 )
 def test_only_a_failed_gate_drains(tmp_path, answer, code):
@@ -81,6 +90,15 @@ def test_a_failed_gate_drains_with_the_reason(tmp_path):
 def test_the_reason_of_somebody_else_is_kept(tmp_path, state):
     """A node that is out already stays out for the reason that an operator gave."""
     assert call(tmp_path, "fail: cuda:3 faulty/hardware: a row", 2, STATE=state) == (0, "")
+
+
+def test_it_ends_before_slurm_kills_it():
+    """HealthCheckProgram has 60 s: all that it waits for, with the grace of each, is less together."""
+    calls = re.findall(r"\btimeout (?:-k (\d+) )?(\d+) (\S+)", SCRIPT.read_text())
+    notes = len(re.findall(r"^ *note ", SCRIPT.read_text(), re.MULTILINE))
+    assert [call[2] for call in calls] == ["logger", '"$canaryd"', "scontrol", "scontrol"]
+    waits = [int(grace or 0) + int(limit) for grace, limit, _ in calls]
+    assert notes * waits[0] + sum(waits[1:]) <= 55
 
 
 def test_a_node_without_canaryd_runs_on(tmp_path):

