@@ -222,7 +222,7 @@ def test_what_does_not_work_is_not_fed(tmp_path, ear, broken):
             process.stdin.write(b"now\n")
             process.stdin.flush()
             eventually(lambda: "broken" in log.read_text())
-            time.sleep(3.0)  # what was on its way
+            time.sleep(6.0)  # what was on its way, a last good look among it, and STARVED
             begun = time.monotonic()
             time.sleep(7.0)
             assert ear.fed(begun) == 0

@@ -340,6 +340,7 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
 # --- Without persistence ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_persistence_one_worker_holds_until_it_is_released(tmp_path):
     """Counts survive from poll to poll; a release lets go, which clears them, and no poll is made until its end."""
     site = Site(tmp_path, gpus=2, torch=False)

@@ -11,6 +11,8 @@ pytest.importorskip("torch", reason="the imitation of a server multiplies by tor
 pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).resolve().parents[2]
+WORKED = {"rest": 0.003, "rounds": 0.2}
+"""Share of the processor time by state, as `beside.report` takes it."""
 
 
 def turn(none, rest, rounds):
@@ -53,7 +55,7 @@ def test_what_is_judged(rest, others, said):
     """Whole intervals alone decide, and nothing while others use the machine."""
     from benchmarks import beside
 
-    judged = beside.report([turn(100.0, rest, rest)] * 5, 0.25, 0.02, others)[1]
+    judged = beside.report([turn(100.0, rest, rest)] * 5, 0.25, 0.02, others, WORKED)[1]
     assert judged == {"throughput": said, "p99": said}
 
 
@@ -62,7 +64,7 @@ def test_noise_is_not_resolved():
     from benchmarks import beside
 
     turns = [turn(100.0, rate, rate) for rate in (90.0, 110.0) * 5]
-    assert beside.report(turns, 0.25, 0.02, 0.0)[1] == {"throughput": "not resolved", "p99": "not resolved"}
+    assert beside.report(turns, 0.25, 0.02, 0.0, WORKED)[1] == {"throughput": "not resolved", "p99": "not resolved"}
 
 
 @pytest.mark.slow

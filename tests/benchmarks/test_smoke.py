@@ -86,6 +86,7 @@ def test_telemetry(bench):
     assert data["account"]["total"] >= data["account"]["items"]["the page: rendering"] > 0
 
 
+@pytest.mark.slow
 def test_check_time(bench, one_probe):
     """A check of one sound processor ends with a verdict."""
     data = bench("check_time", "--config", one_probe, "--runs", 1, result="check_time-quick")
@@ -99,6 +100,7 @@ def test_healthy_days(bench):
     assert (data["hardware_accusations"], data["device_rounds"]) == ([], 36)
 
 
+@pytest.mark.slow
 def test_scrape_is_measured_in_every_format(tmp_path):
     """Of one device: what it says of the target is not asserted here."""
     words = ("--blocks", 1, "--scrapes", 1, "--devices", 1, "--out", tmp_path)

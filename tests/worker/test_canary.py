@@ -491,6 +491,7 @@ def test_learning_a_baseline_repeats_every_case(probe):
         assert found == {"float32/forced/b1/pier/logits": count, "bfloat16/sensitive": count}
 
 
+@pytest.mark.slow
 def test_recordings_are_the_same_on_any_core_and_number_of_threads(probe):
     """20 runs: other seeds take other places, one core or all with one thread or two; every case has one digest."""
     names = [f"{dtype}/{rest}" for dtype in canary.DTYPES for rest in ("forced/b1/pier", "forced/b4/code", "sensitive")]
