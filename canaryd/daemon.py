@@ -176,8 +176,9 @@ class Daemon:
 
     def __post_init__(self) -> None:
         """Prepare everything that cannot fail on hardware."""
-        self.engine = Engine(self.config, self.store, listener=self._progress, on_change=self._render, beside=True)
-        self.engine.may = self._may
+        self.engine = Engine(
+            self.config, self.store, listener=self._progress, on_change=self._render, may=self._may, beside=True
+        )
         self._reloaded = time.time()
         self._jobs = BackgroundScheduler(
             timezone=timezone.utc,
@@ -510,9 +511,10 @@ class Daemon:
 
     def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
         """Return what a round of these probes may take: as the newest took, or else as their newest runs did."""
+        if cost := self.engine.account.cost(uuid, names):
+            return cost
         newest = {r.probe: r.seconds for r in self.engine.evidence(uuid) if r.whole and not r.drill}
-        loading = (n for n in names if self.engine.entries[n].spec.numeric)
-        return self.engine.account.cost(uuid, names) or budget.worked(sum(newest.get(n, 0.0) for n in loading))
+        return budget.worked(sum(newest.get(n, 0.0) for n in names if self.engine.entries[n].spec.numeric))
 
     def _facts(self, device: Device, expected: float = 0.0) -> budget.Facts:
         engine, now = self.engine, time.time()

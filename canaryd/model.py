@@ -40,8 +40,6 @@ class Outcome(str, enum.Enum):
     """The worker answered something that is not the protocol."""
 
 
-BUDGET_SKIP = "budget: "
-"""How the detail of a run begins that its worker skipped because of the budget: no fault of anybody's, no evidence."""
 DATED = "dated by the store: the clock said "
 """How the entry "clock" of a run's environment begins that was dated by the store's time, with seconds since the epoch
 behind it: the clock stood far before what had come for certain."""

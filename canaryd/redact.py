@@ -59,13 +59,13 @@ def clean(text: str) -> str:
 
 # Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
 _KEYS = r"(?:token|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|credential)[\w-]{0,64}"
+_GIVEN = r"['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?"
+_QUOTED = r"\"[^\"\n]+\"|'[^'\n]+'"
 _SECRET = re.compile(
-    rf"(?i)((?:{_KEYS}['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
-    r"(?:\"[^\"\n]+\"|'[^'\n]+'|['\"]?[^\s'\",;]{4,})"
+    rf"(?i)((?:{_KEYS}{_GIVEN}|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
+    rf"(?:{_QUOTED}|['\"]?[^\s'\",;]{{4,}})"
 )
-_HEADER = re.compile(
-    r"(?i)(\b(?:authorization|cookie)['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?)(?:\"[^\"\n]+\"|'[^'\n]+'|['\"]?[^'\"\n]+)"
-)
+_HEADER = re.compile(rf"(?i)(\b(?:authorization|cookie){_GIVEN})(?:{_QUOTED}|['\"]?[^'\"\n]+)")
 _PEM = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL)
 _LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s]{1,200}@")
 _HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")

@@ -18,7 +18,7 @@ from canaryd import budget, daemon, status
 from canaryd.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
 from canaryd.catalogue import Entry, ProbeFile
 from canaryd.config import BudgetConfig, Config, ConfigError, load
-from canaryd.model import BUDGET_SKIP, Device, Outcome, Reading, Run, State
+from canaryd.model import Device, Outcome, Reading, Run, State
 from canaryd.probe import Context, ProbeSpec, Skip
 from canaryd.schedule import Plan, Step
 from canaryd.store import Store
@@ -517,7 +517,7 @@ def test_memory_that_is_not_there_is_not_taken(tmp_path, probe):
     beside.make_room(CPU, {"memory": 1 << 60, "free": 0}, tmp_path / "none")
     run, _ = ask(probe, beside_=LEAST | {"memory": 1 << 60})
     assert run.outcome is Outcome.SKIPPED
-    assert run.detail.startswith(BUDGET_SKIP)
+    assert run.detail.startswith(beside.SKIPPED)
     assert run.readings == ()
 
 
@@ -535,7 +535,7 @@ def test_what_is_nobodys_fault_is_skipped(probe, device, given, said, outcome):
     """The cap of its own making, and a device that its owner shares with nobody; all else stays what it was."""
     run, _ = ask(probe, device=device, beside_=given, raises=said)
     assert run.outcome is outcome
-    assert (run.detail.startswith(BUDGET_SKIP)) == (outcome is Outcome.SKIPPED)
+    assert (run.detail.startswith(beside.SKIPPED)) == (outcome is Outcome.SKIPPED)
     assert said in run.detail
 
 
@@ -557,7 +557,7 @@ def test_the_cap_holds_on_an_accelerator():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     assert kept.nbytes == 32 << 20
-    assert beside.excuse(caught.value, capped=True).startswith(BUDGET_SKIP)
+    assert beside.excuse(caught.value, capped=True).startswith(beside.SKIPPED)
 
 
 @pytest.mark.slow
@@ -636,7 +636,7 @@ OLD = 0.75 * 7200.0
         (Outcome.ERRORED, ""),
         (Outcome.TIMED_OUT, ""),
         (Outcome.OUT_OF_MEMORY, ""),
-        (Outcome.SKIPPED, f"{BUDGET_SKIP}more than budget.memory was asked for"),
+        (Outcome.SKIPPED, f"{beside.SKIPPED}more than budget.memory was asked for"),
     ],
 )
 def test_a_probe_that_never_completes_is_no_way_around_the_budget(served, outcome, detail):

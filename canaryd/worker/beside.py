@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import BUDGET_SKIP, Device
+from canaryd.model import Device
 from canaryd.probe import Context, Skip
 
 NICE = "CANARYD_NICE"
@@ -26,6 +26,8 @@ LONGEST_REST = 0.5
 TAKEN = "busy or unavailable"
 """What CUDA says where the device's compute mode, or its holder, lets no further process in: CUDA Runtime API,
 cudaErrorDevicesUnavailable."""
+SKIPPED = "budget: "
+"""How the detail of a run begins that the budget kept from running: no fault of anybody's, and no evidence."""
 
 
 def step_back() -> None:
@@ -111,8 +113,7 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
     if free is not None and free < wanted:
         of = f" of {_mib(total)}" if total else ""
         raise Skip(
-            f"{BUDGET_SKIP}{_mib(free)}{of} MiB of memory are free; "
-            f"budget.memory and budget.free want {_mib(wanted)} MiB"
+            f"{SKIPPED}{_mib(free)}{of} MiB of memory are free; budget.memory and budget.free want {_mib(wanted)} MiB"
         )
 
 
@@ -123,9 +124,9 @@ def excuse(error: BaseException, *, capped: bool) -> str:
     """
     said = (str(error).splitlines() or [""])[0][:200]
     if isinstance(error, RuntimeError) and TAKEN in str(error):
-        return f"{BUDGET_SKIP}the device lets no further process compute (compute mode, or its holder): {said}"
+        return f"{SKIPPED}the device lets no further process compute (compute mode, or its holder): {said}"
     if capped and any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
-        return f"{BUDGET_SKIP}more than budget.memory was asked for, or the server has taken the rest: {said}"
+        return f"{SKIPPED}more than budget.memory was asked for, or the server has taken the rest: {said}"
     return ""
 
 
