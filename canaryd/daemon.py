@@ -84,8 +84,10 @@ STEADY = 5
 """Newest runs whose recorded fingerprints must agree to be shown: as many as are remembered with their recordings."""
 SWITCH = 0.001
 """Seconds for which a thread keeps the interpreter while another waits: no scrape waits until a page is made."""
-M_ARENA_MAX = -8
-"""What mallopt(3) calls the number of heaps, from glibc's malloc.h."""
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+"""What mallopt(3) calls the number of heaps, and the size from which memory is not taken from one: glibc's malloc.h."""
+LARGE = 128 << 10
+"""That size: glibc begins with it, and raises it to the largest that was ever given back."""
 HEED = 1.0
 """Seconds between two looks at what `canaryd release` asks for."""
 STARVED = 600.0
@@ -821,11 +823,16 @@ class Daemon:
 def _share_one_heap() -> None:
     """Let all threads take memory from one heap: glibc gives each its own, and none of them ever shrinks.
 
+    Pages and messages stay out of it: they would leave holes that nothing else fills, and whatever is allocated behind
+    one keeps the heap that long.
+
     No thread waits for another because of it: they take turns at the interpreter anyway. Other C libraries have one
     heap, and no such function. benchmarks/results/footprint.md says what is used.
     """
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def _within_reach(host: str, port: int) -> tuple[str, int] | None:

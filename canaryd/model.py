@@ -12,6 +12,7 @@ import enum
 import functools
 import hashlib
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -571,7 +572,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, Mapping):
             raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
-        return {str(k): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
+        return {sys.intern(str(k)): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    if kind is str and type(data) is str:
+        return sys.intern(data)  # run after run says the same: a device's record holds each text once
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         try:
             return kind(data)

@@ -436,8 +436,9 @@ class Watcher(Engine):
         device: Device | None = None,
         touches: bool = True,
         nice: int = 0,
+        idle: bool = False,
     ) -> Series:
-        del on_progress, numeric, device, touches, nice
+        del on_progress, numeric, device, touches, nice, idle
         return Simulated(self.host, instruction_set)
 
     def decide(self) -> dict[str, Verdict]:

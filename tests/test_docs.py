@@ -17,6 +17,7 @@ from canaryd import catalogue, config, judge, supervise
 from canaryd.cli import parser
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.worker import beside
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -175,7 +176,7 @@ def test_every_variable_of_a_workers_environment_is_described():
     section = ARCHITECTURE.partition("## Environment of workers")[2].partition("\n## ")[0]
     assert written | set(supervise.SCRUBBED) <= set(spans(section))
     assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
-        {*sets, *supervise.STRICT, *supervise.SCRUBBED, *supervise.BELOW_NORMAL, "CANARYD_NICE"}
+        {*sets, *supervise.STRICT, *supervise.SCRUBBED, *supervise.BELOW_NORMAL, beside.NICE, beside.IDLE}
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.probe import Context, Skip
 
-NICE = "CANARYD_NICE"
-"""Environment variable that asks a worker to step back; its value is the nice level."""
+NICE, IDLE = "CANARYD_NICE", "CANARYD_IDLE"
+"""Environment variables that ask a worker to step back: the nice level, and whether it is to take idle time only."""
 FIRST_TO_GO = 1000
 """`oom_score_adj` of such a worker, the highest there is (proc(5)): when memory runs out it goes before any server."""
 LONGEST_REST = 0.5
@@ -34,13 +34,18 @@ def step_back() -> None:
     """Take the lowest claim on cores and memory that a worker can live with, where its environment asks for it.
 
     A session of its own is a group of its own for the scheduler, and nice counts only within one: the group's nice is
-    set as well (sched(7), "The autogroup feature"). Where the system allows or has none of it, the work is done anyway.
+    set as well (sched(7), "The autogroup feature"). Of idle time only the process is (SCHED_IDLE): it makes nobody wait
+    who wakes up, while its group has its weight where cores are never idle. Where the system allows or has none of it,
+    the work is done anyway.
     """
     wanted = os.environ.get(NICE, "")
     if not wanted.isdigit():
         return
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(int(wanted), os.getpriority(os.PRIO_PROCESS, 0)))
+    if os.environ.get(IDLE):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     for name, value in (("autogroup", wanted), ("oom_score_adj", str(FIRST_TO_GO))):
         with contextlib.suppress(OSError):
             Path("/proc/self", name).write_text(value)
