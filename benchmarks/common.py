@@ -121,7 +121,7 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
 
 
 def interval(
-    values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median
+    values: Sequence[Any], estimate: Callable[[Sequence[Any]], float] = statistics.median
 ) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval (seeded) of an estimate from values."""
     rng = random.Random(0)
