@@ -322,6 +322,8 @@ class Engine:
             only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
             python = settings.python or sys.executable
             env = {**only, **settings.env}
+            # A command may lead into the server's own container: it may have no idle time, and nobody could tell.
+            idle = idle and not settings.command
             spec = WorkerSpec(python=python, command=tuple(settings.command), env=env, nice=nice, idle=idle)
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._workers:

@@ -186,6 +186,7 @@ def test_it_stops_within_five_seconds_beside_a_hung_worker(machine, probe):
     machine.run("systemctl", "restart", "canaryd")
     try:
         machine.eventually(lambda: stays(machine))
+        assert "IDL" in machine.out("ps", "-u", "canaryd", "-o", "cls=").split()  # no line of the unit forbids it
         begun = time.monotonic()
         machine.run("systemctl", "stop", "canaryd")
         assert time.monotonic() - begun < 5.0

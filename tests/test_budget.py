@@ -873,19 +873,23 @@ def test_the_share_withholds(tmp_path):
 def test_who_is_patient_takes_idle_time_only(tmp_path):
     """Rounds, forced or not; a confirmation and a retest have a claim, and a check asks like everybody else."""
     config = load(prepared(tmp_path))
+    elsewhere = replace(config, worker=replace(config.worker, command=(bare_python(),)))  # be it beside the server
     with Store.open(tmp_path / "state") as store:
         policies = {}
-        for beside_ in (True, False):
-            engine = Engine(config, store, beside=beside_)
+        for who, engine in {
+            "daemon": Engine(config, store, beside=True),
+            "elsewhere": Engine(elsewhere, store, beside=True),
+            "check": Engine(config, store),
+        }.items():
             engine.discover()
             device = next(d for d in engine.devices.values() if d.backend == "cpu")
             entries = [engine.entries["computes"]]
             for purpose in PURPOSES:
                 (plan,) = schedule.plan_round(device, entries, levels=engine.levels("quick"), seed=7, sets=("",))
                 (run,) = engine.carry_out(plan, purpose=purpose)
-                policies[beside_, purpose] = told(run)["policy"]
+                policies[who, purpose] = told(run)["policy"]
     claims = dict.fromkeys(policies, os.SCHED_OTHER)
-    assert policies == claims | {(True, ROUND): os.SCHED_IDLE, (True, FORCED): os.SCHED_IDLE}
+    assert policies == claims | {("daemon", ROUND): os.SCHED_IDLE, ("daemon", FORCED): os.SCHED_IDLE}
 
 
 def test_a_check_has_the_device_to_itself(tmp_path):

@@ -44,7 +44,7 @@ def step_back() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(int(wanted), os.getpriority(os.PRIO_PROCESS, 0)))
     if os.environ.get(IDLE):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     for name, value in (("autogroup", wanted), ("oom_score_adj", str(FIRST_TO_GO))):
         with contextlib.suppress(OSError):
