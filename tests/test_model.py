@@ -41,6 +41,15 @@ def test_a_run_survives_the_codec() -> None:
     assert from_json(Run, json.loads(json.dumps(to_json(run)))) == run
 
 
+def test_runs_share_their_texts() -> None:
+    """A record of fifty runs holds what all of them say once."""
+    one, other = (from_json(Run, json.loads(json.dumps(to_json(a_run())))) for _ in range(2))
+    assert one.comparisons[0].case is other.comparisons[0].case
+    assert one.readings[0].unit is other.readings[0].unit
+    bits = [next(iter(run.comparisons[0].evidence.bits)) for run in (one, other)]  # type: ignore[union-attr]
+    assert bits[0] is bits[1]
+
+
 @pytest.mark.parametrize("value", [2**60 + 1, 0.5, "text", True, -1])
 def test_a_reading_keeps_its_type(value: object) -> None:
     """A value keeps its exact type: an integer of more than 53 bits does not become a float, nor a bool a number."""

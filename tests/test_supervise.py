@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -734,3 +735,12 @@ def test_readings_arrive_as_they_were_yielded():
     assert supervise._fact(["a", True, "1", {"b": "c"}]) == Reading(name="a", value=True, unit="1", labels={"b": "c"})
     assert supervise._fact(["a", 2**60, "", {}]).value == 2**60
     assert supervise._fact(["a", "why"]) == Absent(name="a", reason="why")
+    one, other = (supervise._fact(json.loads('["name", "said", "unit", {"label": "value"}]')) for _ in range(2))
+    assert all(
+        a is b
+        for a, b in zip(
+            (one.name, one.value, one.unit, *one.labels, *one.labels.values()),
+            (other.name, other.value, other.unit, *other.labels, *other.labels.values()),
+            strict=True,
+        )
+    ), "poll after poll says the same, and it is kept once"
