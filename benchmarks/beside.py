@@ -4,12 +4,12 @@ The server is an imitation: one process for each core that multiplies matrices i
 process that decodes through a stack of float16 layers), first as fast as it can, then for requests that arrive at
 fixed moments whether or not the last one is done; latency counts from the arrival.
 
-Each turn measures it three times, for seconds, in an order that the turn draws: without canaryd; beside a daemon at
-rest (defaults: telemetry, the kernel log, a scrape every 15 s); and beside one that runs rounds back to back, each as
-the defaults make it: nice, of idle time only, in bursts. A speed that wanders for minutes, as that of a virtual machine
-does, is the same for all three. The daemon at rest never stops: where its turn is over it moves to a core of its own,
-the last that this program may use, and the server has the others. The one that runs rounds is stopped by SIGSTOP with
-all its processes.
+Each turn measures it twice, in alternating order: without canaryd and beside a daemon. First that is one at rest
+(defaults: telemetry, the kernel log, a scrape every 15 s), then one that runs rounds, each as the defaults make it:
+last in line for the cores, and in bursts. A speed that wanders for minutes, as that of a virtual machine does, is the
+same for both sides of a turn. The daemon at rest never stops: where its turn is over it moves to a core of its own, the
+last that this program may use, and the server has the others. The one that runs rounds is stopped by SIGSTOP between
+two of them, and beside each the server is measured as long as it lasts.
 
 An hour is made of rest and of rounds. How much of it is rounds follows from what one of them takes, from how often the
 defaults want one, and from `budget.share`, which may allow less. This asks for more than the defaults do: they also
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -30,9 +31,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ import psutil
 
 from benchmarks import common
 from benchmarks.footprint import daemon
+from canaryd import budget
 from canaryd.config import BudgetConfig
 from canaryd.worker.tensors import torch
 
@@ -47,17 +48,23 @@ UTILISATION = 0.6
 """Part of its capacity at which the server's latency is measured."""
 THROUGHPUT, LATENCY = 0.995, 1 / 1.01
 """Least ratios: throughput with canaryd over without; latency without over with."""
-STATES = ("none", "rest", "rounds")
 SIZE, LAYERS, BATCH = 4096, 32, 16
 """Of the stack on an accelerator."""
 PROBES = ("exact_integer", "exact_matmul", "exact_attention", "canary_prompts", "recorded_kernels")
 """What a round is made of."""
 SCRAPE = 15.0
 """Seconds between two scrapes."""
-CATCHES_UP = 1.0
-"""Seconds in which a daemon that was stopped does what it has missed; they are not measured."""
-ROUNDS = 3
-"""Rounds from which is learnt what one takes."""
+NICE = 7
+"""Of the daemon: beside a server it weighs as much (215 to 1024) as its unit does (CPUWeight=20 to 100)."""
+RESAMPLES = 1000
+"""Turns are drawn anew so often for an interval."""
+REST, ROUNDS = 0.5, 2.0
+"""Seconds of one measurement beside a daemon at rest, and beside rounds: what a daemon at rest costs is little, and
+short turns see a speed that wanders as the same on both sides."""
+FEWER = 80
+"""Turns beside a daemon at rest for each one beside a round, which lasts so much longer."""
+CALIBRATION = 10.0
+"""Seconds from which is learnt what the server can do."""
 PATIENCE = 600.0
 """Seconds for one round; the first one learns what later ones compare."""
 
@@ -98,12 +105,10 @@ def serve(device: str, service: float) -> None:
         began = time.perf_counter()
         latencies: list[float] = []
         number = 0
-        while (now := time.perf_counter() - began) < length:
-            arrival = number / rate if rate else now
-            if arrival >= length:
-                break
-            if arrival > now:
-                time.sleep(arrival - now)
+        # Whoever arrives in time is served, however late that is.
+        while (arrival := number / rate if rate else time.perf_counter() - began) < length:
+            if (early := arrival - (time.perf_counter() - began)) > 0:
+                time.sleep(early)
             model.answer()
             latencies.append(time.perf_counter() - began - arrival)
             number += 1
@@ -121,6 +126,7 @@ class Server:
             for _ in range(processes)
         ]
         self.products = [self._heard(p) for p in self._processes]
+        self.pids = [p.pid for p in self._processes]
 
     def _heard(self, process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
@@ -169,11 +175,13 @@ class Beside:
         self._move([self.aside])
 
     def _move(self, cores: Sequence[int]) -> None:
-        for process in (self.process, *self.process.children(recursive=True)):
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{process.pid}/task").iterdir():
-                    with contextlib.suppress(OSError):  # it has just ended
-                        os.sched_setaffinity(int(task.name), cores)
+        _pin(self.process, cores)  # first, for the sake of children that are born meanwhile
+        for child in self.process.children(recursive=True):
+            _pin(child, cores)
+
+    def goes_on(self) -> bool:
+        """Whether what began with its turn has not ended: at rest there is no such thing."""
+        return False
 
     def processor_seconds(self) -> float:
         """Return what it and its workers took so far."""
@@ -205,18 +213,13 @@ class Beside:
         lines = (line for line in self.page().splitlines() if line.startswith(f"{name}{{"))
         return [float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in words)]
 
-    def wait_for(self, rounds: int) -> list[float]:
-        """Wait until so many more rounds have been booked; return what each took of the device, in seconds."""
-        took: list[float] = []
+    def wait_for_a_round(self) -> None:
+        """Wait until one more round has been booked."""
         before, until = self.spent(), time.monotonic() + PATIENCE
-        while len(took) < rounds:
-            time.sleep(1.0)
-            if (now := self.spent()) > before:
-                took.append(now - before)
-                before, until = now, time.monotonic() + PATIENCE
+        while self.spent() == before:
             if time.monotonic() > until:
                 raise SystemExit(f"canaryd ended no round within {PATIENCE:g} s:\n{self.page()}")
-        return took
+            time.sleep(1.0)
 
     def spent(self) -> float:
         """Return the device time that rounds took so far."""
@@ -233,27 +236,28 @@ class Beside:
 
 @dataclass
 class Stopped(Beside):
-    """A daemon that runs beside the server only, and is stopped with all its workers else."""
-
-    since: float = field(default_factory=time.monotonic)
-    ran: float = 0.0
+    """A daemon that runs rounds beside the server only: stopped between two, so that none is cut into pieces."""
 
     def begin(self) -> None:
-        """Let it go on, and do what it has missed."""
-        for child in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.resume()
+        """Let it go on, until a round has begun."""
         self.process.resume()
-        self.since = time.monotonic()
-        time.sleep(CATCHES_UP)
+        until = time.monotonic() + PATIENCE
+        while not self.goes_on():
+            if time.monotonic() > until:
+                raise SystemExit(f"canaryd began no round within {PATIENCE:g} s")
+            time.sleep(0.05)
 
     def end(self) -> None:
-        """Stop it: first the daemon, so that it starts no worker meanwhile."""
-        self.ran += time.monotonic() - self.since
+        """Stop it when its round has ended."""
+        while self.goes_on():
+            time.sleep(0.05)
         self.process.suspend()
-        for child in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.suspend()
+
+    def goes_on(self) -> bool:
+        """Whether a round has not ended: its workers alone have stepped back."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(child.nice() > NICE for child in self.process.children())
+        return False
 
 
 def settings(directory: Path, device: str, probes: Sequence[str], *, rounds: bool) -> Path:
@@ -270,10 +274,10 @@ def settings(directory: Path, device: str, probes: Sequence[str], *, rounds: boo
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: requests per second and latencies in seconds by state."""
+    """One turn: requests per second and latencies in seconds, by whether a daemon was beside the server."""
 
-    rates: dict[str, float]
-    latencies: dict[str, Any]
+    rates: dict[bool, float]
+    latencies: dict[bool, Any]
     """Tensors of one axis."""
 
 
@@ -286,42 +290,66 @@ def quantile(parts: Sequence[tuple[float, Sequence[Any]]], q: float = 0.99) -> f
     return float(values[min(len(values) - 1, int(torch.searchsorted(passed, q * passed[-1])))])
 
 
-def measure(server: Server, running: dict[str, Beside], turns: int, length: float) -> list[Turn]:
-    """Measure turn by turn: a third of `length` seconds for throughput and the rest for latency, in each state."""
-    rate = 0.0
+def measure(server: Server, beside: Beside, rate: float, turns: int, length: float) -> list[Turn]:
+    """Measure without and beside a daemon in turns: `length` seconds for throughput, and as many for latency.
+
+    Beside a round this is repeated until it ends, and without as often. `rate`: requests a second of each process for
+    which latency is measured.
+    """
     found = []
     for number in range(turns):
-        order = random.Random(number).sample(STATES, len(STATES))
-        turn = Turn({}, {})
-        for state in order:
-            with running[state].turn() if state in running else contextlib.nullcontext():
-                turn.rates[state], _ = server.ask(length / 3, 0.0)
-                rate = rate or UTILISATION * turn.rates[state] / len(server.products)
-                _, latencies = server.ask(2 * length / 3, rate)
-            turn.latencies[state] = torch.tensor(latencies, dtype=torch.float64)
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        latencies: dict[bool, list[float]] = {False: [], True: []}
+
+        def once(present: bool, rates: Any = rates, latencies: Any = latencies) -> None:
+            rates[present].append(server.ask(length, 0.0)[0])
+            latencies[present] += server.ask(length, rate)[1]
+
+        first = bool(number % 2)
+        if first:
+            once(False)
+        with beside.turn():
+            once(True)
+            while beside.goes_on():
+                once(True)
+        while len(rates[False]) < len(rates[True]):
+            once(False)
+        turn = Turn(
+            {present: statistics.fmean(rates[present]) for present in rates},
+            {present: torch.tensor(latencies[present], dtype=torch.float64) for present in latencies},
+        )
         found.append(turn)
-        print(f"turn {number + 1}: {', '.join(f'{s} {turn.rates[s]:.1f}/s' for s in STATES)}", flush=True)
+        if not (number + 1) % max(1, turns // 20):
+            print(f"turn {number + 1}: {turn.rates[False]:.1f} and {turn.rates[True]:.1f}/s", flush=True)
     return found
 
 
-def throughput(part: float, turns: Sequence[Turn]) -> float:
+def throughput(part: float, rest: Sequence[Turn], rounds: Sequence[Turn]) -> float:
     """Return throughput with canaryd over without, where `part` of the time goes to rounds."""
-    rest, rounds, none = (statistics.fmean(t.rates[state] for t in turns) for state in ("rest", "rounds", "none"))
-    return ((1 - part) * rest + part * rounds) / none
+    ratios = [sum(t.rates[True] for t in turns) / sum(t.rates[False] for t in turns) for turns in (rest, rounds)]
+    return (1 - part) * ratios[0] + part * ratios[1]
 
 
-def latency(part: float, turns: Sequence[Turn]) -> float:
+def latency(part: float, rest: Sequence[Turn], rounds: Sequence[Turn]) -> float:
     """Return the 99th percentile of latency without canaryd over that with it, likewise."""
-    rest, rounds, none = ([t.latencies[state] for t in turns] for state in ("rest", "rounds", "none"))
-    return quantile([(1, none)]) / quantile([(1 - part, rest), (part, rounds)])
+    without = [(1 - part, [t.latencies[False] for t in rest]), (part, [t.latencies[False] for t in rounds])]
+    beside = [(1 - part, [t.latencies[True] for t in rest]), (part, [t.latencies[True] for t in rounds])]
+    return quantile(without) / quantile(beside)
 
 
-def mixed(turns: Sequence[Turn], part: float) -> tuple[common.Ratio, common.Ratio]:
-    """Return both ratios of all turns together, with intervals from turns that are drawn anew."""
-    return tuple(  # type: ignore[return-value]
-        common.Ratio(of(turns), *common.interval(turns, of), len(turns))
-        for of in (partial(throughput, part), partial(latency, part))
+def mixed(
+    of: Callable[[float, Sequence[Turn], Sequence[Turn]], float],
+    part: float,
+    rest: Sequence[Turn],
+    rounds: Sequence[Turn],
+) -> common.Ratio:
+    """Return a ratio of all turns together, with an interval from turns that are drawn anew."""
+    rng = random.Random(0)
+    found = sorted(
+        of(part, rng.choices(rest, k=len(rest)), rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES)
     )
+    tail = RESAMPLES * 25 // 1000
+    return common.Ratio(of(part, rest, rounds), found[tail], found[-1 - tail], len(rest) + len(rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +361,7 @@ class Account:
     wanted: float
     """Rounds an hour at the default periods."""
     taken: float
-    """Part of the device's time that rounds take back to back beside the server."""
+    """Part of the device's time that a round takes while it lasts."""
 
     @property
     def share(self) -> float:
@@ -345,8 +373,10 @@ class Account:
         return min(1.0, share / self.taken)
 
 
-def report(turns: Sequence[Turn], account: Account, others: float, worked: float) -> tuple[str, dict[str, str]]:
-    """Return the tables, and what is judged."""
+def report(
+    rest: Sequence[Turn], rounds: Sequence[Turn], account: Account, others: float, worked: float
+) -> tuple[str, dict[str, str]]:
+    """Return the tables, and what is judged. `worked`: part of the server's cores that the daemon took at rest."""
     disturbed = others >= common.DISTURBED
     part, most = account.part(account.share), account.part(BudgetConfig().share)
     rows: list[list[object]] = []
@@ -357,42 +387,43 @@ def report(turns: Sequence[Turn], account: Account, others: float, worked: float
         ("daemon at rest", 0.0),
         ("rounds back to back", 1.0),
     ):
-        rates, waits = mixed(turns, weight)
+        rates, waits = (mixed(of, weight, rest, rounds) for of in (throughput, latency))
         if not judged:
             judged = {"throughput": rates.against(THROUGHPUT), "p99": waits.against(LATENCY)}
             judged = dict.fromkeys(judged, "not resolved, disturbed") if disturbed else judged
             rows.append([name, rates, judged["throughput"], waits, judged["p99"]])
         else:
             rows.append([name, rates, "", waits, ""])
-    table = common.table(
+    ratios = common.table(
         ["", "throughput with / without (95 %)", f"≥ {THROUGHPUT}", "p99 without / with (95 %)", f"≥ {LATENCY:.4f}"],
         rows,
     )
+    columns = [[t.latencies[present] for t in turns] for turns in (rest, rounds) for present in (False, True)]
     percentiles = common.table(
-        ["latency, ms", *STATES],
+        ["latency, ms", "without", "daemon at rest", "without", "rounds back to back"],
         [
-            [name, *(f"{1000 * quantile([(1, [t.latencies[state] for t in turns])], q):.1f}" for state in STATES)]
+            [name, *(f"{1000 * quantile([(1, column)], q):.1f}" for column in columns)]
             for name, q in (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99), ("99.9 %", 0.999))
         ],
     )
     told = (
-        f"\n{len(turns)} turns. A round takes {account.one:.2f} s of the device's time, and the default periods want "
-        f"{account.wanted:g} an hour: {100 * account.share:.2f} %\n"
-        f"(the default budget allows {100 * BudgetConfig().share:g} %). Back to back beside the server, rounds took "
-        f"{100 * account.taken:.2f} %; so they are {100 * part:.2f} % of an hour,\nand {100 * most:.2f} % where the "
-        "whole share is used.\n"
+        f"\n{len(rest)} turns beside a daemon at rest, {len(rounds)} beside rounds. A round takes {account.one:.2f} s "
+        f"of the device's time, and the default\nperiods want {account.wanted:g} an hour: "
+        f"{100 * account.wanted * account.one / 3600:.2f} % (the default budget allows "
+        f"{100 * BudgetConfig().share:g} %). Beside the server a round takes\n"
+        f"{100 * account.taken:.2f} % while it lasts; so rounds are {100 * part:.2f} % of an hour, and "
+        f"{100 * most:.2f} % where the whole share is used.\n"
         f"The daemon and its workers took {100 * worked:.2f} % of these cores' time at rest.\n"
         f"Others used {100 * others:.1f} % of the processor time meanwhile"
         f"{f': more than {100 * common.DISTURBED:g} %, so nothing is judged' if disturbed else ''}.\n\n"
     )
-    return f"{table}\n{percentiles}{told}", judged
+    return f"{ratios}\n{percentiles}{told}", judged
 
 
 def main() -> None:
     """Start server and daemons, measure in turns, write."""
     parser = common.options(__doc__)
-    parser.add_argument("--turns", type=int, default=120)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of one measurement (default: %(default)g)")
+    parser.add_argument("--turns", type=int, default=500, help="beside a daemon at rest (default: %(default)d)")
     # As long as a step of decoding takes.
     parser.add_argument("--request", type=float, default=0.02, help="seconds of a request (default: %(default)g)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what serves and is tested")
@@ -409,41 +440,36 @@ def main() -> None:
     facts = common.machine()
     processes = len(cores) if arguments.device == "cpu" else 1
     with tempfile.TemporaryDirectory(prefix="canaryd-") as directory, contextlib.ExitStack() as stack:
-        running: dict[str, Beside] = {}
-        for state, kind in zip(STATES[1:], (Beside, Stopped), strict=True):
-            config = settings(Path(directory), arguments.device, arguments.probes, rounds=state == "rounds")
+        running: list[Beside] = []
+        for kind in (Beside, Stopped):
+            config = settings(Path(directory), arguments.device, arguments.probes, rounds=kind is Stopped)
             process, metrics = stack.enter_context(daemon(config))
-            running[state] = kind(process, metrics, cores, aside)
-        rest, rounds = running["rest"], running["rounds"]
+            process.nice(NICE)
+            running.append(kind(process, metrics, cores, aside))
+        rest, rounds = running
         assert isinstance(rounds, Stopped)
-        while not all(_up(beside) for beside in running.values()):
+        while not all(_up(beside) for beside in running):
             time.sleep(0.5)
-        begun = rounds.since = time.monotonic()
-        for beside in running.values():
-            beside.wait_for(1)
-        one = statistics.fmean(rounds.wait_for(ROUNDS))
+        for beside in running:
+            beside.wait_for_a_round()  # it learns what later ones compare
         period = min(rest.values("canaryd_probe_period_seconds", f'probe="{arguments.probes[0]}"'))
-        for beside in running.values():
-            beside.end()
-        stack.callback(rounds.begin)  # a stopped daemon does not hear that it should end
-        threading.Thread(target=rest.be_scraped, daemon=True).start()
+        rest.end()
+        rounds.end()
+        stack.callback(rounds.process.resume)  # a stopped daemon does not hear that it should end
         server = Server(arguments.device, processes, arguments.request)
         stack.callback(server.close)
-        server.ask(1.0, 0.0)
-        ours = [psutil.Process(p.pid) for p in psutil.Process().children(recursive=True)]
+        rate = UTILISATION * server.ask(CALIBRATION, 0.0)[0] / processes
+        threading.Thread(target=rest.be_scraped, daemon=True).start()
+        ours = [beside.process for beside in running] + [psutil.Process(pid) for pid in server.pids]
         with common.Bystanders(also=ours) as bystanders:
-            turns = measure(server, running, arguments.turns, arguments.seconds)
+            beside_rest = measure(server, rest, rate, arguments.turns, REST)
+            beside_rounds = measure(server, rounds, rate, math.ceil(arguments.turns / FEWER), ROUNDS)
         server.close()
-        rounds.begin()
-        rounds.wait_for(1)
-        # A worker's time on an accelerator goes on while it is stopped, its processor time does not.
-        given = rounds.ran + time.monotonic() - rounds.since
-        taken = rounds.spent() / (given if arguments.device == "cpu" else time.monotonic() - begun)
-        done = sum(rounds.values("canaryd_probe_runs_total", f'probe="{arguments.probes[0]}"', 'outcome="completed"'))
-        rounds.end()
-    account = Account(one=one, wanted=3600 / period, taken=taken)
+    # As `budget.device_seconds` counts it; a worker that pauses has an accelerator only while it works.
+    spent = rounds.worked / (os.cpu_count() or 1) if arguments.device == "cpu" else budget.worked(rounds.measured)
+    account = Account(one=spent / len(beside_rounds), wanted=3600 / period, taken=spent / rounds.measured)
     worked = rest.worked / rest.measured / len(cores)
-    body, judged = report(turns, account, bystanders.share, worked)
+    body, judged = report(beside_rest, beside_rounds, account, bystanders.share, worked)
     if arguments.device == "cuda":
         name, title = "beside-cuda", "Decoding on an accelerator beside canaryd"
     else:
@@ -459,18 +485,27 @@ def main() -> None:
             "judged": judged,
             "account": vars(account),
             "worked": worked,
-            "rounds": done,
             "others": bystanders.share,
-            "turns": [
-                {
-                    "rates": t.rates,
-                    "p99": {s: quantile([(1, [t.latencies[s]])]) for s in STATES},
-                    "requests": {s: len(t.latencies[s]) for s in STATES},
-                }
-                for t in turns
-            ],
+            "turns": {
+                name: [
+                    {
+                        "rates": [t.rates[present] for present in (False, True)],
+                        "p99": [quantile([(1, [t.latencies[present]])]) for present in (False, True)],
+                        "requests": [len(t.latencies[present]) for present in (False, True)],
+                    }
+                    for t in turns
+                ]
+                for name, turns in (("rest", beside_rest), ("rounds", beside_rounds))
+            },
         },
     )
+
+
+def _pin(process: psutil.Process, cores: Sequence[int]) -> None:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                os.sched_setaffinity(int(task.name), cores)
 
 
 def _up(beside: Beside) -> bool:

@@ -22,8 +22,6 @@ ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """What a series is for: probes that are due; the same because evidence would grow too old; a retest of a suspect; a
 confirmation of a mismatch, or a test that an event called for."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
-PATIENT = (ROUND, FORCED)
-"""Whose workers take idle time of cores only: a retest is load on purpose, and doubt is to be settled soon."""
 REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "power", "load", "share")
 """Why something waits, the most binding first."""
 _HEEDED: Mapping[str, tuple[str, ...]] = {

@@ -56,6 +56,30 @@ def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/s
     return own / WORKERS
 
 
+def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> bool:
+    """Whether the scheduler weighs workers by a group of their own, whose share they get however little they ask for.
+
+    `group` is where workers are put. Without one each has the group of its session, unless this process is in a control
+    group that divides the processor (sched(7), "The autogroup feature"). False where it cannot be known.
+    """
+    if group is not None:
+        return (group / "cpu.weight").exists()
+    try:
+        if (proc / "sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() != "1":
+            return False
+        for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "cpu" in controllers.split(",") and path != "/":
+                return False
+            own = root / path.lstrip("/")
+            # The group at the very top has no such file; what looks like the top of a container is not it.
+            if not controllers and any((each / "cpu.weight").exists() for each in (own, *own.parents)):
+                return False
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _delegated(group: Path) -> bool:
     """Whether systemd (251 or newer) has marked a group as ours: by its owner alone a login session would pass too."""
     try:

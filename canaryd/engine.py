@@ -180,8 +180,6 @@ class Engine:
     """What the store said of other writers when baselines and acks were read; None where they have to be."""
     _recorded: dict[str, tuple[float, tuple[Finding, ...], tuple[Drift, ...]]] = field(default_factory=dict)
     """Device → when its recordings were judged, and what was found; emptied when one is added."""
-    _starved: bool = False
-    """Whether workers that take idle time only get too little of it here."""
     _series: dict[Series, bool] = field(default_factory=dict)
     """Workers at large → whether they may touch a device."""
     stopping: str = ""
@@ -313,7 +311,6 @@ class Engine:
         device: Device | None = None,
         touches: bool = True,
         nice: int = 0,
-        idle: bool = False,
     ) -> Series:
         settings = self.config.worker
         spec = WorkerSpec()
@@ -321,10 +318,7 @@ class Engine:
             # An instance of a divided GPU has to be named before CUDA starts, or the process sees another one.
             only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
             python = settings.python or sys.executable
-            env = {**only, **settings.env}
-            # A command may lead into the server's own container: it may have no idle time, and nobody could tell.
-            idle = idle and not settings.command
-            spec = WorkerSpec(python=python, command=tuple(settings.command), env=env, nice=nice, idle=idle)
+            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env}, nice=nice)
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._workers:
             self._series[series] = touches
@@ -574,10 +568,7 @@ class Engine:
 
         spares = self.beside and plan.numeric and not plan.device.is_endpoint
         nice = budget.NICE if spares else 0
-        idle = spares and purpose in budget.PATIENT and not self._starved
-        series = self._worker(
-            plan.instruction_set, tell, numeric=plan.numeric, device=plan.device, nice=nice, idle=idle
-        )
+        series = self._worker(plan.instruction_set, tell, numeric=plan.numeric, device=plan.device, nice=nice)
         try:
             for step in plan.steps:
                 if self.halted:
@@ -616,8 +607,6 @@ class Engine:
                 tell(1.0, run.outcome.value, run)
         finally:
             self._end(series)
-            if series.starved:
-                self._starved = True
             if spares:
                 took = budget.device_seconds(plan.device, series.wall_seconds, series.processor_seconds)
                 self.account.spend(plan.device.uuid, took, purpose)

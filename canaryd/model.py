@@ -12,12 +12,14 @@ import enum
 import functools
 import hashlib
 import json
-import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+SHARED = 64
+"""Characters of the longest text that `shared` looks up (ours)."""
 
 
 class Outcome(str, enum.Enum):
@@ -491,6 +493,19 @@ def whole(value: Any, depth: int = 100) -> Any:
     return [whole(v, depth - 1) for v in value] if isinstance(value, list) else value
 
 
+@functools.lru_cache(maxsize=4096)
+def _known(text: str) -> str:
+    return text
+
+
+def shared(text: str) -> str:
+    """Return an equal text, the same object as often as it can be: what run after run says is kept once.
+
+    `sys.intern` would do, but some releases of Python 3.12 never give back what it has seen.
+    """
+    return _known(text) if len(text) <= SHARED else text
+
+
 def reading_key(name: str, labels: Mapping[str, str]) -> str:
     """Return what tells a reading from every other, e.g. "temperature_celsius{sensor=core}"."""
     inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
@@ -572,9 +587,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, Mapping):
             raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
-        return {sys.intern(str(k)): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
-    if kind is str and type(data) is str:
-        return sys.intern(data)  # run after run says the same: a device's record holds each text once
+        return {shared(str(k)): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    if kind is str and isinstance(data, str):
+        return shared(data)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         try:
             return kind(data)

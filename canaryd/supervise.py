@@ -24,11 +24,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from canaryd import privileges
+from canaryd import cgroup, privileges
 from canaryd.model import (
     Comparison,
     Device,
@@ -40,6 +40,7 @@ from canaryd.model import (
     Run,
     Skipped,
     from_json,
+    shared,
     to_json,
     whole,
 )
@@ -68,9 +69,6 @@ AWAY = 2.0
 charged for them (ours)."""
 STARVED = 4.0
 """How many times its timeout a worker that has stepped back may wait for a core in addition: that is no hang (ours)."""
-HUNGRY = 0.5
-"""Part of its time for which a worker that takes idle time only must have waited for a core, where it was late because
-of that: it is replaced by one that has a claim (ours)."""
 AFTERLIFE = 1.0
 """Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
 WAKE = 30.0
@@ -152,8 +150,6 @@ class WorkerSpec:
     """Set last, above everything that canaryd sets or removes."""
     nice: int = 0
     """Nice level at which it runs beside a server, where it also goes first when memory runs out; 0 for neither."""
-    idle: bool = False
-    """Whether it takes only what no other process of its group wants (SCHED_IDLE), until it starves of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +305,8 @@ class _Worker:
         """Processor time that it has used, children included; known once it has ended, None where it cannot be."""
         self._lenience = self._waited_before = 0.0
         stepping_back = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
-        stepping_back |= {"CANARYD_IDLE": "1"} if spec.idle else {}
+        if spec.nice and not self._remote and cgroup.apart(_place.group):  # else nobody could tell who is in its group
+            stepping_back |= {"CANARYD_IDLE": "1"}
         setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **stepping_back, **spec.env}
         if self._remote:
             try:
@@ -395,14 +392,10 @@ class _Worker:
 
     def be_lenient(self, seconds: float) -> None:
         """From now on move the deadline by the time for which others had its core, by `seconds` at most."""
-        self._lenience, self._waited_before = seconds, self.waited()
-
-    def waited(self) -> float:
-        """Return the seconds for which others had its core, since it was started."""
-        return _waited(self._process.pid)
+        self._lenience, self._waited_before = seconds, _waited(self._process.pid)
 
     def _starved(self) -> float:
-        return min(self._lenience, self.waited() - self._waited_before) if self._lenience else 0.0
+        return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
         """Tell whether the process has ended, without reaping it: until then its process group's id stays its own."""
@@ -596,8 +589,6 @@ class Series:
         """Time from the start of its workers to their ends, less what their runs have paused."""
         self.processor_seconds: float | None = 0.0
         """Processor time of its workers that have ended; None where that of one is not known."""
-        self.starved = False
-        """Whether a worker that took idle time only got too little of it."""
         self._began = 0.0
         self._spec = spec
         self._instruction_set = instruction_set
@@ -741,8 +732,6 @@ class Series:
     def run(self, request: RunRequest, timeout: float) -> Run:
         """Run one probe and return what became of it, at the latest `timeout` + grace + 1 seconds from now.
 
-        A worker that steps back has longer while others have its core. One that takes idle time only, and got too
-        little, is replaced by one that has a claim, for the rest of the series; what it found wrong is never dropped.
         Never raises for anything that a worker does. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
@@ -753,7 +742,7 @@ class Series:
         try:
             worker = self._ready(deadline)
             begun = time.monotonic()
-            lenience = timeout if self._spec.idle else STARVED * timeout if self._spec.nice else 0.0
+            lenience = STARVED * timeout if self._spec.nice else 0.0
             worker.be_lenient(lenience)
             worker.send(
                 {
@@ -804,12 +793,7 @@ class Series:
                 self.close()
         except _LostError as lost:
             seconds = time.monotonic() - begun if begun is not None else 0.0
-            starves = self._starves(lost)
             outcome, detail = self._discard(lost)
-            if starves and outcome is Outcome.TIMED_OUT and not any(c.wrong_trials for c in facts["Comparison"]):
-                log.warning("a worker that takes idle time only got too little of it; it is begun anew, as a nice one")
-                self.starved, self._spec = True, replace(self._spec, idle=False)
-                return self.run(request, timeout)
             answer = _Answer(outcome=outcome, seconds=seconds, detail=detail)
         return Run(
             id=run,
@@ -931,13 +915,6 @@ class Series:
         printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
         return outcome, f"{reason}\nlast output:\n{printed}" if printed else reason
 
-    def _starves(self, lost: _LostError) -> bool:
-        """Whether a worker that takes idle time only was late because there is too little of it."""
-        worker = self._worker
-        if worker is None or not self._spec.idle or lost.outcome is not Outcome.TIMED_OUT:
-            return False
-        return worker.waited() > HUNGRY * (time.monotonic() - self._began)
-
     def _account(self, worker: _Worker) -> None:
         self.wall_seconds += time.monotonic() - self._began
         known = self.processor_seconds is not None and worker.processor_seconds is not None
@@ -1003,10 +980,11 @@ def _fact(item: Any) -> Reading | Absent:
     texts = isinstance(name, str) and isinstance(unit, str) and isinstance(labels, dict)
     if not (texts and isinstance(value, (str, int, float)) and all(isinstance(v, str) for v in labels.values())):
         raise ValueError(f"no reading: {item!r:.100}")
-    same = sys.intern  # poll after poll says the same
-    shared = {same(k): same(v) for k, v in labels.items()}
     return Reading(
-        name=same(name), value=same(value) if isinstance(value, str) else value, unit=same(unit), labels=shared
+        name=shared(name),
+        value=shared(value) if isinstance(value, str) else value,
+        unit=shared(unit),
+        labels={shared(k): shared(v) for k, v in labels.items()},
     )
 
 

@@ -436,9 +436,8 @@ class Watcher(Engine):
         device: Device | None = None,
         touches: bool = True,
         nice: int = 0,
-        idle: bool = False,
     ) -> Series:
-        del on_progress, numeric, device, touches, nice, idle
+        del on_progress, numeric, device, touches, nice
         return Simulated(self.host, instruction_set)
 
     def decide(self) -> dict[str, Verdict]:

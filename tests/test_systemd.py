@@ -487,3 +487,37 @@ def test_a_daemon_says_where_its_workers_are(tmp_path):
         daemon.line("serves http://")
         time.sleep(1.0)
         assert sum("workers share the limits" in line for line in daemon.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("enabled", "lines", "files", "wanted"),
+    [
+        ("1", "0::/user.slice/session-1.scope", (), True),
+        ("0", "0::/user.slice/session-1.scope", (), False),
+        ("1", "0::/user.slice/session-1.scope", ("user.slice",), False),
+        ("1", "0::/system.slice/canaryd.service", ("system.slice", "system.slice/canaryd.service"), False),
+        ("1", "0::/", ("",), False),
+        ("1", "2:cpu,cpuacct:/\n0::/", (), True),
+        ("1", "2:cpu,cpuacct:/docker/1\n0::/", (), False),
+        ("1", "nonsense", (), False),
+    ],
+    ids=["session", "off", "slice", "service", "container", "version 1", "container of version 1", "unreadable"],
+)
+def test_who_has_a_group_of_the_scheduler(tmp_path, enabled, lines, files, wanted):
+    """A session has one where the kernel makes them and no control group divides the processor."""
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    for name, text in (("sys/kernel/sched_autogroup_enabled", enabled), ("self/cgroup", lines)):
+        (proc / name).parent.mkdir(parents=True)
+        (proc / name).write_text(text + "\n")
+    for name in files:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "cpu.weight").write_text("100\n")
+    assert cgroup.apart(None, root, proc) is wanted
+    assert cgroup.apart(None, root, tmp_path / "nothing") is False
+
+
+def test_workers_in_a_control_group_are_apart_where_it_divides_the_processor(tmp_path):
+    """A service without the controller has one group for all of it."""
+    assert cgroup.apart(tmp_path) is False
+    (tmp_path / "cpu.weight").write_text("50\n")
+    assert cgroup.apart(tmp_path) is True

@@ -17,8 +17,10 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.probe import Context, Skip
 
-NICE, IDLE = "CANARYD_NICE", "CANARYD_IDLE"
-"""Environment variables that ask a worker to step back: the nice level, and whether it is to take idle time only."""
+NICE = "CANARYD_NICE"
+"""Environment variable that asks a worker to step back; its value is the nice level."""
+IDLE = "CANARYD_IDLE"
+"""One that is set where the worker's group has none but workers in it, so that it may have the lowest claim there."""
 FIRST_TO_GO = 1000
 """`oom_score_adj` of such a worker, the highest there is (proc(5)): when memory runs out it goes before any server."""
 LONGEST_REST = 0.5
@@ -34,9 +36,9 @@ def step_back() -> None:
     """Take the lowest claim on cores and memory that a worker can live with, where its environment asks for it.
 
     A session of its own is a group of its own for the scheduler, and nice counts only within one: the group's nice is
-    set as well (sched(7), "The autogroup feature"). Of idle time only the process is (SCHED_IDLE): it makes nobody wait
-    who wakes up, while its group has its weight where cores are never idle. Where the system allows or has none of it,
-    the work is done anyway.
+    set as well (sched(7), "The autogroup feature"). With SCHED_IDLE within a group of its own it gets what the group
+    gets, and yet does not take a core from whoever runs when it wakes up; a core that it has counts as free when a
+    server looks for one. Where the system allows or has none of it, the work is done anyway.
     """
     wanted = os.environ.get(NICE, "")
     if not wanted.isdigit():
@@ -44,7 +46,7 @@ def step_back() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(int(wanted), os.getpriority(os.PRIO_PROCESS, 0)))
     if os.environ.get(IDLE):
-        with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+        with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     for name, value in (("autogroup", wanted), ("oom_score_adj", str(FIRST_TO_GO))):
         with contextlib.suppress(OSError):
