@@ -63,6 +63,8 @@ REST, ROUNDS = 0.5, 2.0
 short turns see a speed that wanders as the same on both sides."""
 FEWER = 80
 """Turns beside a daemon at rest for each one beside a round, which lasts so much longer."""
+WARM_UP = 0.1
+"""Seconds before each measurement that are not measured: the server has been idle, longer where a daemon was moved."""
 CALIBRATION = 10.0
 """Seconds from which is learnt what the server can do."""
 PATIENCE = 600.0
@@ -302,6 +304,7 @@ def measure(server: Server, beside: Beside, rate: float, turns: int, length: flo
         latencies: dict[bool, list[float]] = {False: [], True: []}
 
         def once(present: bool, rates: Any = rates, latencies: Any = latencies) -> None:
+            server.ask(WARM_UP, 0.0)
             rates[present].append(server.ask(length, 0.0)[0])
             latencies[present] += server.ask(length, rate)[1]
 
@@ -461,7 +464,8 @@ def main() -> None:
         rate = UTILISATION * server.ask(CALIBRATION, 0.0)[0] / processes
         threading.Thread(target=rest.be_scraped, daemon=True).start()
         ours = [beside.process for beside in running] + [psutil.Process(pid) for pid in server.pids]
-        with common.Bystanders(also=ours) as bystanders:
+        os.sched_setaffinity(0, [aside])  # what is done between two measurements warms and cools none of the others
+        with common.Bystanders(also=ours, cores=cores) as bystanders:
             beside_rest = measure(server, rest, rate, arguments.turns, REST)
             beside_rounds = measure(server, rounds, rate, math.ceil(arguments.turns / FEWER), ROUNDS)
         server.close()

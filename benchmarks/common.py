@@ -141,6 +141,8 @@ class Bystanders:
     share: float = 0.0
     also: Sequence[psutil.Process] = ()
     """Processes that are no others either, nor are the children that they have waited for."""
+    cores: Sequence[int] | None = None
+    """The cores that count; None for those that we may use."""
 
     def __enter__(self) -> Bystanders:  # noqa: PYI034  typing.Self came with Python 3.11
         self._before = self._read()
@@ -153,7 +155,7 @@ class Bystanders:
     def _read(self) -> tuple[float, float, float]:
         every = psutil.cpu_times(percpu=True)
         usable = getattr(os, "sched_getaffinity", lambda _: range(len(every)))(0)
-        machine = [every[core] for core in usable]
+        machine = [every[core] for core in self.cores or usable]
         # Its last field is time that waited for the disk: Linux alone has it, and nobody used it.
         own = sum(sum(process.cpu_times()[:4]) for process in (psutil.Process(), *self.also))
         total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in machine)
