@@ -59,11 +59,12 @@ def divide(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/s
 def apart(group: Path | None, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> bool:
     """Whether the scheduler weighs workers by a group of their own, whose share they get however little they ask for.
 
-    `group` is where workers are put. Without one each has the group of its session, unless this process is in a control
-    group that divides the processor (sched(7), "The autogroup feature"). False where it cannot be known.
+    `group` is where workers are put. Where that does not divide the processor, each has the group of its session,
+    unless this process is in a control group that does (sched(7), "The autogroup feature"). False where it cannot be
+    known.
     """
-    if group is not None:
-        return (group / "cpu.weight").exists()
+    if group is not None and (group / "cpu.weight").exists():
+        return True
     try:
         if (proc / "sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() != "1":
             return False

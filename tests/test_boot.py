@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import __version__
+from canaryd import __version__, cgroup
 from tests.boot.machine import CACHE, Machine, booted, copy_clone, why_not
 from tests.command import BUILTIN, PROBES
 
@@ -186,7 +186,6 @@ def test_it_stops_within_five_seconds_beside_a_hung_worker(machine, probe):
     machine.run("systemctl", "restart", "canaryd")
     try:
         machine.eventually(lambda: stays(machine))
-        assert "IDL" in machine.out("ps", "-u", "canaryd", "-o", "cls=").split()  # no line of the unit forbids it
         begun = time.monotonic()
         machine.run("systemctl", "stop", "canaryd")
         assert time.monotonic() - begun < 5.0
@@ -196,6 +195,42 @@ def test_it_stops_within_five_seconds_beside_a_hung_worker(machine, probe):
         (machine.root / f"etc/canaryd/probes.d/{probe}.py").unlink()
         machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
         machine.run("systemctl", "start", "canaryd")
+
+
+COMPUTES = '''"""Takes its time on a device that serves."""
+
+import time
+
+from canaryd.probe import ProbeSpec
+
+SPEC = ProbeSpec(name="computes", summary="Takes its time")
+
+
+def run(ctx):
+    time.sleep(600)
+    yield from ()
+'''
+
+
+@pytest.mark.skipif(not cgroup.apart(None), reason="this kernel has no group of the scheduler for a session")
+def test_a_round_steps_back_under_the_unit(machine):
+    """No line of the unit keeps a worker that computes from the lowest claim on cores and memory."""
+    machine.put("/etc/canaryd/probes.d/computes.py", COMPUTES)
+    probes = LIGHT["probes"] | {"computes": {"timeout": "10m"}, "passes": {"enabled": False}}
+    machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT | {"probes": probes}))
+    machine.run("systemctl", "restart", "canaryd")
+    try:
+        machine.eventually(lambda: "IDL" in machine.out("ps", "-u", "canaryd", "-o", "cls=").split())
+        (idle,) = (
+            pid
+            for pid, policy in map(str.split, machine.out("ps", "-u", "canaryd", "-o", "pid=,cls=").splitlines())
+            if policy == "IDL"
+        )
+        machine.eventually(lambda: machine.out("cat", f"/proc/{idle}/oom_score_adj") == "1000")
+    finally:
+        (machine.root / "etc/canaryd/probes.d/computes.py").unlink()
+        machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT))
+        machine.run("systemctl", "restart", "canaryd")
 
 
 @pytest.mark.slow

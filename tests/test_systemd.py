@@ -517,7 +517,7 @@ def test_who_has_a_group_of_the_scheduler(tmp_path, enabled, lines, files, wante
 
 
 def test_workers_in_a_control_group_are_apart_where_it_divides_the_processor(tmp_path):
-    """A service without the controller has one group for all of it."""
-    assert cgroup.apart(tmp_path) is False
+    """A service without the controller has no group there but those of sessions, where they are made."""
+    assert cgroup.apart(tmp_path, tmp_path, tmp_path / "nothing") is False
     (tmp_path / "cpu.weight").write_text("50\n")
-    assert cgroup.apart(tmp_path) is True
+    assert cgroup.apart(tmp_path, tmp_path, tmp_path / "nothing") is True
