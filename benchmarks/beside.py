@@ -469,6 +469,7 @@ def main() -> None:
             beside_rest = measure(server, rest, rate, arguments.turns, REST)
             beside_rounds = measure(server, rounds, rate, math.ceil(arguments.turns / FEWER), ROUNDS)
         server.close()
+        os.sched_setaffinity(0, [*cores, aside])
     # As `budget.device_seconds` counts it; a worker that pauses has an accelerator only while it works.
     spent = rounds.worked / (os.cpu_count() or 1) if arguments.device == "cpu" else budget.worked(rounds.measured)
     account = Account(one=spent / len(beside_rounds), wanted=3600 / period, taken=spent / rounds.measured)
