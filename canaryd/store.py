@@ -233,6 +233,7 @@ class Store:
         self._notes: dict[str, str] = {}
         self._newest = 0.0
         self._disk: sqlite3.Connection | None = None
+        self._opened = 0
         self._identity: tuple[int, int] | None = None
         self._read_only = False
         self._memory = _connect("file::memory:")
@@ -578,7 +579,8 @@ class Store:
             except REFUSED as error:
                 self._fail(error)
                 return None
-            return self._identity, version
+            # SQLite counts for each connection anew, and a file made after another was removed may have its inode.
+            return self._opened, version
 
     def changed_elsewhere(self) -> bool:
         """Return whether another connection has written since this was asked last; True the first time."""
@@ -904,6 +906,7 @@ class Store:
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
         self._read_only = read_only
+        self._opened += 1
         self._disk = _connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
         return self._disk
 

@@ -555,6 +555,17 @@ def test_a_removed_database_is_begun_anew(store):
         assert ids(other.runs()) == ["b"]
 
 
+def test_a_removed_database_counts_as_changed(store):
+    """The fresh file often has the inode of the one that was removed; who asked before must look again all the same."""
+    assert store.add_run(run("a"))
+    assert store.changed_elsewhere()
+    assert not store.changed_elsewhere()
+    for path in store.state_dir.glob("canaryd.db*"):
+        path.unlink()
+    assert store.changed_elsewhere()
+    assert not store.changed_elsewhere()
+
+
 def test_a_file_replaced_during_a_write_gets_the_run_too(store, monkeypatch):
     """A commit into a file that was set aside meanwhile is not a promise: the run goes into the new file as well."""
     real = store_module._add_verdict
