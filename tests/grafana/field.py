@@ -156,6 +156,7 @@ def fleet(directory: Path, *, before: float = 20.0, after: float = 30.0) -> Iter
         eventually(lambda: daemon.value("canaryd_drill_device_state", device=first.uuids[DRILLED]) is not None)
         eventually(lambda: daemon.value("canaryd_device_acknowledged", device=first.uuids[HOT]) == 1)
         eventually(lambda: daemon.value("canaryd_xid_errors_total", device=first.uuids[WRONG], xid="48") == 1)
-        eventually(lambda: api.get("query", query="canaryd:fleet_outlier")["result"])
+        # Every GPU must have run on the new driver first: one after the other, some of them retested in between.
+        eventually(lambda: api.get("query", query="canaryd:fleet_outlier")["result"], within=240)
         time.sleep(after)
         yield api, nodes
