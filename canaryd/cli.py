@@ -814,7 +814,7 @@ def _ack(options: argparse.Namespace, settings: Config) -> int:
             return USAGE
         until = (now if options.end else now + options.seconds) if kind == "acknowledged" else 0.0
         who = os.environ.get("SUDO_USER") or getpass.getuser()
-        verdict = store.verdicts().get(found[0].uuid)
+        verdict = store.verdict(found[0].uuid)
         doubts = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
         word = Ack(
             device=found[0].uuid,

@@ -222,7 +222,7 @@ class Daemon:
         self.manager.tell("READY=1", f"STATUS={self._summary}")
         self._every(REDISCOVER, self._discover, "discover", now=True)
         self._every(REFRESH, self._refresh, "refresh")
-        self._every(HEED, self._heed_release, "release")
+        heeding = threading.Thread(target=self._heed, name="canaryd-release", daemon=True)
         if self.manager.watchdog:
             address = _within_reach(host, server.port)
             self._every(self.manager.watchdog / 4, lambda: self._pulse(address), "pulse", now=True)
@@ -231,10 +231,11 @@ class Daemon:
         with self._alone():
             self._heed_release()
             self._jobs.start()
+            heeding.start()
             self._watch()
         log.info("stopping")
         self.manager.tell("STOPPING=1", "STATUS=stopping")
-        self._stop(server)
+        self._stop(server, heeding)
         return 0
 
     def _exposed(self) -> Iterator[str]:
@@ -318,6 +319,12 @@ class Daemon:
         except Busy as busy:
             log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
 
+    def _heed(self) -> None:
+        """Look for a release each second: as jobs of the scheduler these looks would cost ten times as much."""
+        while not self._quit.wait(HEED):
+            with _going_on("release"):
+                self._heed_release()
+
     def _heed_release(self) -> None:
         """Let go of every device, or take them back, as `canaryd release` has asked for; answer when it is done."""
         engine, wanted = self.engine, self.store.note(RELEASE_NOTE)
@@ -337,7 +344,7 @@ class Daemon:
             self.store.set_note(RELEASED_NOTE, "")
             self._every(REDISCOVER, self._discover, "discover", now=True)
 
-    def _stop(self, server: serve.Server) -> None:
+    def _stop(self, server: serve.Server, heeding: threading.Thread) -> None:
         self.engine.stop()
         self._quit.set()
         self.engine.watch.runs(running=False)
@@ -346,6 +353,7 @@ class Daemon:
 
         def finish() -> None:
             self._jobs.shutdown(wait=True)
+            heeding.join()
             done.set()
 
         threading.Thread(target=finish, daemon=True).start()
@@ -360,10 +368,8 @@ class Daemon:
         self, seconds: float, what: Callable[[], object], name: str, *, now: bool = False, pool: str = "default"
     ) -> None:
         def safely() -> None:
-            try:
+            with _going_on(name):
                 what()
-            except Exception:
-                log.exception("%s failed; the daemon goes on", name)
 
         extra = {"next_run_time": datetime.now(timezone.utc)} if now else {}
         trigger = _Period(seconds=seconds, timezone=timezone.utc)
@@ -818,6 +824,15 @@ class Daemon:
             elif age > limit:
                 reasons.append(f"{device.name} {probe}: newest evidence is {age:.0f} s old, wanted {limit:.0f} s")
         return reasons
+
+
+@contextlib.contextmanager
+def _going_on(what: str) -> Iterator[None]:
+    """Log what fails within, and go on."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed; the daemon goes on", what)
 
 
 def _share_one_heap() -> None:

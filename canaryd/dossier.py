@@ -241,7 +241,7 @@ def _judged(
     store: Store, engine: Engine | None, device: Device, runs: Sequence[Run], now: float
 ) -> tuple[Verdict, str]:
     """Return the verdict that holds now, and what is to be said of it: judged anew where an engine is at hand."""
-    kept = store.verdicts().get(device.uuid)
+    kept = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
         fresh = engine.verdict(device.uuid)
         if kept is None or (kept.state, kept.cause) == (fresh.state, fresh.cause):

@@ -515,7 +515,7 @@ class Engine:
 
         For recorded bits there is no right answer, so a sibling is asked the same.
         """
-        device, verdict = self.devices[uuid], self.store.verdicts().get(uuid)
+        device, verdict = self.devices[uuid], self.store.verdict(uuid)
         if verdict is None or verdict.state is State.FAULTY or not verdict.doubted:
             return []
         mine = [
@@ -708,10 +708,11 @@ class Engine:
         """
         if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
             return False
-        verdicts, device = self.store.verdicts(), self.devices.get(run.device)
+        device = self.devices.get(run.device)
         if device is None or not device.is_endpoint:
-            before = verdicts.get(run.device)
+            before = self.store.verdict(run.device)
             return before is None or not before.doubted
+        verdicts = self.store.verdicts()
         parts = endpoints.behind(self._endpoint(device), self.devices.values())
         found = [f for d in parts if d.uuid in verdicts for f in verdicts[d.uuid].findings]
         guilty = [f for f in found if f.state.severity >= State.SUSPECT.severity or f.acknowledged]

@@ -548,6 +548,12 @@ class Store:
         stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})", drill)
         return {verdict.device: verdict for verdict in self._unpack(Verdict, [*stored, *waiting])}
 
+    def verdict(self, device: str) -> Verdict | None:
+        """Return the newest verdict on one device (its uuid) from real evidence; None where there is none."""
+        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
+        stored, waiting = self._read(query, device)
+        return next(iter(self._unpack(Verdict, [*waiting, *stored])), None)
+
     def verdict_history(self, device: str, *, drill: bool = False) -> list[Verdict]:
         """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
         query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = ? ORDER BY number"

@@ -321,6 +321,7 @@ def test_what_a_full_database_refused_is_part_of_every_answer(store, tmp_path):
         assert store.run(f"new-{number}").wrong
         assert [v.decided for v in store.verdict_history("GPU-1")] == [NOW + 1, NOW + 2]
         assert store.verdicts()["GPU-1"].findings == big
+        assert store.verdict("GPU-1") == store.verdicts()["GPU-1"]
         assert [(r.device.index, r.first_seen, r.last_seen) for r in store.devices()] == [
             (5, NOW, NOW + 3),
             (0, NOW + 3, NOW + 3),
@@ -816,6 +817,8 @@ def test_a_verdict_makes_history_when_it_changes(tmp_path):
     with Store.open(tmp_path) as store:
         assert store.verdict_history("GPU-1") == [verdict(decided=NOW + 1), later]
         assert store.verdicts() == {"GPU-1": later, "GPU-2": verdict(device="GPU-2")}
+        assert store.verdict("GPU-1") == later
+        assert store.verdict("GPU-3") is None
         assert store.verdicts(drill=True) == {"GPU-1": drilled}
         assert store.verdict_history("GPU-1", drill=True) == [drilled]
 
