@@ -320,7 +320,7 @@ class Daemon:
             log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
 
     def _heed(self) -> None:
-        """Look for a release each second: as jobs of the scheduler these looks would cost ten times as much."""
+        """Look for a release each second: as jobs of the scheduler these looks cost more than all its others."""
         while not self._quit.wait(HEED):
             with _going_on("release"):
                 self._heed_release()
