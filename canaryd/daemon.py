@@ -170,6 +170,8 @@ class Daemon:
     _reloaded: float = 0.0
     _problem: str = ""
     """Of the store, when the log was told of one last."""
+    _lost: tuple[float, str] | None = None
+    """What the record said of its loss when its locks were taken."""
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """The lock of a running daemon."""
     _jobs: BackgroundScheduler = field(init=False)
@@ -314,13 +316,14 @@ class Daemon:
             yield
 
     def _claim(self) -> None:
+        self._lost = self.store.lost
         try:
             self._held.enter_context(self.store.lock(DAEMON_LOCK))
         except Busy as busy:
             log.warning("another daemon uses this state directory, and both will test its devices: %s", busy)
 
     def _heed(self) -> None:
-        """Look for a release each second: as jobs of the scheduler these looks cost more than all its others."""
+        """Look for a release each second: as jobs of the scheduler they would cost more than they do."""
         while not self._quit.wait(HEED):
             with _going_on("release"):
                 self._heed_release()
@@ -616,11 +619,11 @@ class Daemon:
         for run in self.store.runs(since=since, drill=None):
             if run.id not in mine and run.device in self.engine.devices:
                 self.engine.take(run)
+        if self.engine.devices and not self.store.problem and self.store.lost != self._lost:
+            self._begin_anew()
         elsewhere = self.store.changed_elsewhere()
         if elsewhere:
             self.engine.watch.recall(time.time())
-            if self.engine.devices and not self.store.problem and not self.store.devices():
-                self._begin_anew()
         self._warn(self.store.problems)
         problem, self._problem = self._problem, self.store.problem
         if self._problem and not problem:
@@ -633,7 +636,7 @@ class Daemon:
 
     def _begin_anew(self) -> None:
         """Make this daemon's record and its locks again: they were removed while it ran, or set aside as damaged."""
-        log.warning("%s knows no device any more: devices are looked for anew", self.store.path)
+        log.warning("%s was begun anew: its locks are taken, and devices are looked for again", self.store.path)
         self._held.close()
         self._claim()
         self.engine.watch.disown()

@@ -235,6 +235,7 @@ class Store:
         self._disk: sqlite3.Connection | None = None
         self._opened = 0
         self._identity: tuple[int, int] | None = None
+        self._replaced = False  # since it was opened last, by whatever process
         self._read_only = False
         self._memory = _connect("file::memory:")
         self._data_version: object = None
@@ -585,8 +586,9 @@ class Store:
             except REFUSED as error:
                 self._fail(error)
                 return None
-            # SQLite counts for each connection anew, and a file made after another was removed may have its inode.
-            return self._opened, version
+            # SQLite counts for each connection anew, and a file made after another was removed may have its inode. A
+            # disk that refuses writes is opened for every look: that alone is no news.
+            return self._identity, self._opened, version
 
     def changed_elsewhere(self) -> bool:
         """Return whether another connection has written since this was asked last; True the first time."""
@@ -824,6 +826,7 @@ class Store:
 
     def _connection(self) -> sqlite3.Connection:
         if self._disk is not None and (self._moved() or (self._read_only and self._may_write())):
+            self._replaced = self._replaced or self._is_gone()
             self._disconnect()
         if self._disk is not None:
             return self._disk
@@ -878,6 +881,7 @@ class Store:
             raise sqlite3.DatabaseError("it is empty")
         db = self._open("mode=rwc", read_only=False)
         version = self._version(db)
+        self._opened += 1
         self._identity = _identity(self.path)
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
@@ -887,9 +891,13 @@ class Store:
         db.execute("PRAGMA synchronous = FULL")
         for number in range(version, len(self._migrations)):
             self._transact(db, functools.partial(_migrate, migration=self._migrations[number], version=number + 1))
+        known = "SELECT 1 FROM notes WHERE name = ?"  # by whoever replaced it: one that was damaged
+        if self._replaced and not self._lost and not db.execute(known, (LOST_NOTE,)).fetchone():
+            self._lost = f"{self._now()!r} nothing: {self.path} was replaced while it was in use"
+            self._notes["gone"] = f"{self.path}: was replaced while it was in use by another one, which goes on"
         if self._lost:
             self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
-            self._lost = ""
+        self._lost, self._replaced = "", False
         return db
 
     def _open_to_read(self, mode: str) -> sqlite3.Connection:
@@ -912,7 +920,6 @@ class Store:
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
         self._read_only = read_only
-        self._opened += 1
         self._disk = _connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
         return self._disk
 
@@ -946,6 +953,16 @@ class Store:
 
     def _moved(self) -> bool:
         return _identity(self.path) != self._identity
+
+    def _is_gone(self) -> bool:
+        """Whether another file stands where this one was, or none; one that cannot be looked at may be the same."""
+        try:
+            self.path.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return self._moved()
 
     def _may_write(self) -> bool:
         # The directory too: SQLite keeps its log beside the database.

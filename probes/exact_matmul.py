@@ -25,7 +25,7 @@ from canaryd.worker.tensors import FORMATS, need_torch, tf32_allowed, torch
 SPEC = ProbeSpec(
     name="exact_matmul",
     summary="matrix products with one right answer, in every format",
-    budget={"quick": 2.5, "standard": 30.0, "deep": 240.0},
+    budget={"quick": 3.0, "standard": 30.0, "deep": 240.0},
     every_instruction_set=True,
     order=10,
 )

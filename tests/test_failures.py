@@ -219,6 +219,9 @@ def test_a_disk_that_failed_still_tells_what_was_faulty(tmp_path):
             assert daemon.end(signal.SIGKILL)[0] == -signal.SIGKILL
         with pytest.raises(OSError, match="Read-only file system"):
             (disk / "file").touch()
+        with Store.open(state) as store:
+            assert store.changed_elsewhere()
+            assert not store.changed_elsewhere()  # although it is opened anew for each look
         with running(Daemon(configure(tmp_path, "passes", each=QUICK), state)) as daemon:
             eventually(lambda: runs(daemon) >= 2)
             assert is_in(daemon, "faulty")
@@ -260,7 +263,7 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         else:
             for path in sorted(state.glob("canaryd.db*"), reverse=True):  # last the one whose loss is noticed
                 path.unlink()
-        daemon.line("knows no device any more: devices are looked for anew")
+        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
         daemon.line("was removed while it was in use; a fresh one was begun")
         eventually(lambda: is_in(daemon, "unknown"))
         assert "history-lost" in daemon.line("history-lost")
@@ -272,6 +275,44 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         eventually(seen)
         with Store.open(state) as store, pytest.raises(Busy), store.lock(DAEMON_LOCK):
             pass
+        assert daemon.end()[0] == 0
+
+
+def test_a_record_that_another_command_makes_again_is_found_out(tmp_path, state):
+    """Who comes first makes the fresh one, and cannot know what was lost: the daemon does, and says it."""
+    config = configure(tmp_path, "passes", each={"passes": {"period": "1h"}})
+    with running(Daemon(config, state)) as daemon:
+        ready(daemon)
+        eventually(lambda: is_in(daemon, "healthy"))
+        daemon.send(signal.SIGSTOP)
+        shutil.rmtree(state)
+        assert canaryd("check", "--probe", "passes", "--config", config, "--state-dir", state).code == 0
+        daemon.send(signal.SIGCONT)
+        daemon.line("was replaced while it was in use by another one")
+        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
+        eventually(lambda: is_in(daemon, "unknown"))
+        with Store.open(state) as store:
+            assert store.lost is not None
+            with pytest.raises(Busy), store.lock(DAEMON_LOCK):
+                pass
+        assert daemon.end()[0] == 0
+
+
+def test_a_state_directory_that_comes_back_late_is_begun_anew(tmp_path, state):
+    """While it cannot be made again everything waits in memory; then devices and locks are there again."""
+    config = configure(tmp_path, "passes", each=QUICK)
+    with running(Daemon(config, state)) as daemon:
+        ready(daemon)
+        state.rename(tmp_path / "gone")
+        state.touch()
+        eventually(lambda: daemon.value("canaryd_store_problem") == 1)
+        state.unlink()
+        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
+        eventually(lambda: is_in(daemon, "unknown"))
+        with Store.open(state) as store:
+            eventually(store.devices)
+            with pytest.raises(Busy), store.lock(DAEMON_LOCK):
+                pass
         assert daemon.end()[0] == 0
 
 
