@@ -251,6 +251,17 @@ def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_giv
     assert len(nothing_twice(state)) == logged
 
 
+def begun_anew(daemon, state):
+    """Wait until a daemon has devices and locks in a fresh record, knows of its loss, and calls nothing healthy."""
+    daemon.line("was begun anew: its locks are taken, and devices are looked for again")
+    eventually(lambda: is_in(daemon, "unknown"))
+    with Store.open(state) as store:
+        assert store.lost is not None
+        eventually(store.devices)
+        with pytest.raises(Busy), store.lock(DAEMON_LOCK):
+            pass
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["directory", "database"])
 def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path, state, whole):
     """Devices, locks and counters are there again, and the device is unknown: what was found before is not known."""
@@ -263,9 +274,8 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         else:
             for path in sorted(state.glob("canaryd.db*"), reverse=True):  # last the one whose loss is noticed
                 path.unlink()
-        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
         daemon.line("was removed while it was in use; a fresh one was begun")
-        eventually(lambda: is_in(daemon, "unknown"))
+        begun_anew(daemon, state)
         assert "history-lost" in daemon.line("history-lost")
 
         def seen():
@@ -273,8 +283,6 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
             return document["daemon_running"] and [d["state"] for d in document["devices"]] == ["unknown"]
 
         eventually(seen)
-        with Store.open(state) as store, pytest.raises(Busy), store.lock(DAEMON_LOCK):
-            pass
         assert daemon.end()[0] == 0
 
 
@@ -289,12 +297,7 @@ def test_a_record_that_another_command_makes_again_is_found_out(tmp_path, state)
         assert canaryd("check", "--probe", "passes", "--config", config, "--state-dir", state).code == 0
         daemon.send(signal.SIGCONT)
         daemon.line("was replaced while it was in use by another one")
-        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
-        eventually(lambda: is_in(daemon, "unknown"))
-        with Store.open(state) as store:
-            assert store.lost is not None
-            with pytest.raises(Busy), store.lock(DAEMON_LOCK):
-                pass
+        begun_anew(daemon, state)
         assert daemon.end()[0] == 0
 
 
@@ -307,12 +310,7 @@ def test_a_state_directory_that_comes_back_late_is_begun_anew(tmp_path, state):
         state.touch()
         eventually(lambda: daemon.value("canaryd_store_problem") == 1)
         state.unlink()
-        daemon.line("was begun anew: its locks are taken, and devices are looked for again")
-        eventually(lambda: is_in(daemon, "unknown"))
-        with Store.open(state) as store:
-            eventually(store.devices)
-            with pytest.raises(Busy), store.lock(DAEMON_LOCK):
-                pass
+        begun_anew(daemon, state)
         assert daemon.end()[0] == 0
 
 
