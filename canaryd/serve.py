@@ -49,11 +49,15 @@ class Gate(Protocol):
     def enter(self, request: socket.socket, patience: float) -> tuple[socket.socket, object]:
         """Return (what to read from and write to, a pass), after a TLS handshake of at most `patience` seconds.
 
-        Called in the connection's own thread. Raises `OSError` where the client is not let in.
+        The pass of a connection in plain text is None. Called in the connection's own thread. Raises `OSError` where
+        the client is not let in.
         """
 
     def holds(self, admitted: object) -> bool:
-        """Whether a pass still holds: a connection from before a change of keys or rules is not served any more."""
+        """Whether a connection with this pass is served: one let in by other keys or rules, or by another gate, is not.
+
+        One in plain text is, wherever that is what is spoken: a change of rules costs no scrape that it meets.
+        """
 
     def refusal(self, headers: Mapping[str, str], client: str) -> Answer | None:
         """Return the answer to a request that is not let in, None for one that is; may wait for its turn."""
@@ -114,7 +118,7 @@ class Server:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
     def guard(self, gate: Gate | None) -> None:
-        """Put another gate in the place of the present one; connections that it did not let in are given up."""
+        """Put another gate in the place of the present one: a connection that it would not let in is given up."""
         self._listener.gate = gate
 
     @property
@@ -271,6 +275,7 @@ class _Connection(socketserver.BaseRequestHandler):
         self._received = b""
         self._stream = self.request
         self._gate = self.server.gate
+        self._pass: object = None
         patience = self.server.limits.head
         with contextlib.suppress(OSError):  # gone, too slow, evicted, or not let in: there is nobody to tell
             # TLS writes in records: the last one would wait 40 ms for a delayed acknowledgement of those before it.
@@ -316,9 +321,9 @@ class _Connection(socketserver.BaseRequestHandler):
         return keep_alive
 
     def _admitted(self) -> bool:
-        """Whether what let this connection in still holds; a client that is hung up on comes again, and is asked."""
-        gate = self.server.gate
-        return gate is self._gate and (gate is None or gate.holds(self._pass))
+        """Whether the gate as it is now serves this connection; who is hung up on comes again, and is asked."""
+        self._gate = self.server.gate
+        return self._pass is None if self._gate is None else self._gate.holds(self._pass)
 
     def _send(self, data: bytes) -> None:
         """Send all of it within one deadline, which TLS would otherwise begin anew with each of its records."""

@@ -620,7 +620,7 @@ class WebConfig:
         """Shake hands; raises `OSError` where the client is not one that is let in."""
         rules = self._current()
         if rules.tls is None:
-            return request, rules
+            return request, None
         # A duplicate: the server hangs up on the original, whoever waits for this one then.
         plain = request.dup()
         plain.settimeout(patience)
@@ -650,8 +650,9 @@ class WebConfig:
         return stream, rules
 
     def holds(self, admitted: object) -> bool:
-        """Whether nothing has changed since the connection was let in."""
-        return self._current() is admitted
+        """Whether nothing has changed since TLS let the connection in; one in plain text, whether that is spoken."""
+        rules = self._current()
+        return rules.tls is None if admitted is None else rules is admitted
 
     def headers(self) -> Mapping[str, str]:
         """Return the headers that `http_server_config` sets."""

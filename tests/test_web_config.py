@@ -490,6 +490,43 @@ def test_tls_can_be_turned_on_while_it_runs(tmp_path, ca, pair):
         assert get(server, trusting(ca))[0] == 200
 
 
+def test_a_change_of_rules_costs_no_scrape_in_plain_text(tmp_path):
+    """Connections from before, one that has asked and one that is about to, are answered by the rules as they are."""
+    plain = "rate_limit: {interval: 1ms, burst: 100}\n"
+    other = tmp_path / "other"
+    other.mkdir()
+    with serving(file := write(tmp_path, plain)) as server, contextlib.ExitStack() as stack:
+        for change in (
+            lambda: write(tmp_path, plain + "http_server_config: {headers: {X-Frame-Options: deny}}\n"),
+            lambda: server.guard(WebConfig(write(other, plain))),
+            lambda: server.guard(None),
+            lambda: server.guard(WebConfig(file)),
+        ):
+            asked, silent = (http.client.HTTPConnection("127.0.0.1", server.port, timeout=20) for _ in range(2))
+            stack.callback(asked.close)
+            stack.callback(silent.close)
+            assert asked_again(asked)
+            silent.connect()
+            # The server took it before a third one, which it has answered.
+            assert get(server)[0] == 200
+            change()
+            assert asked_again(asked)
+            assert asked_again(silent)
+        write(tmp_path, plain + users(alice=hashed()))
+        assert not asked_again(asked), "a password is asked for of whoever was there before, too"
+
+
+def test_a_connection_of_one_gate_is_nothing_to_another(tmp_path, ca, pair):
+    """TLS let it in by keys that are no longer those of the server, and nobody shakes hands twice."""
+    with serving(file := write(tmp_path, tls(pair))) as server:
+        for gate in (WebConfig(file), None):
+            old = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=20, context=trusting(ca))
+            assert asked_again(old)
+            server.guard(gate)
+            assert not asked_again(old)
+            old.close()
+
+
 # --- Clients that do not behave --------------------------------------------------------------------------------------
 
 
