@@ -122,8 +122,10 @@ def test_progress_arrives_throttled_and_bounded():
     with Series(WorkerSpec(), on_progress=lambda fraction, text: seen.append((fraction, text))) as series:
         run = series.run(request("reports_progress"), PATIENCE)
     assert readings(run)["calls"] > 1000
-    assert 3 <= len(seen) <= 10
-    assert all(0 <= fraction <= 1 and text == "working" for fraction, text in seen)
+    assert 3 <= len(seen) <= 12
+    *working, last = seen
+    assert all(0 <= fraction <= 1 and text == "working" for fraction, text in working)
+    assert last == (1.0, "beyond the end")
 
 
 @pytest.mark.torch
@@ -445,7 +447,7 @@ def test_the_last_words_of_an_earlier_run_are_ignored():
         seen.clear()
         run = series.run(request("reports_progress"), PATIENCE)
     assert run.outcome is Outcome.COMPLETED
-    assert set(seen) == {"working"}
+    assert set(seen) == {"working", "beyond the end"}
 
 
 def test_kill_from_another_thread_ends_the_run_at_once(series):

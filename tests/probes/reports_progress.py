@@ -13,5 +13,6 @@ def run(ctx):
     while time.monotonic() - begun < 0.6:
         ctx.progress((time.monotonic() - begun) / 0.6, "working")
         calls += 1
+    time.sleep(0.2)  # longer than the worker holds reports back: this one is sent
     ctx.progress(7.0, "beyond the end")
     yield Reading(name="calls", value=calls, unit="1")
