@@ -418,10 +418,15 @@ def watch(soak: Soak, duration: float) -> None:
 
 
 def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]:
-    """Return the report, its data, the picture and whether all is well."""
+    """Return the report, its data, the picture and whether all is well.
+
+    Raises `ValueError` where there is too little to judge: the soak was short, or the daemon ended early.
+    """
     warm_up = min(WARM_UP, duration / 2)
-    first = soak.samples[0]["at"]
-    judged_from = first + warm_up
+    judged_from = (soak.samples[0]["at"] if soak.samples else 0.0) + warm_up
+    if (count := sum(s["at"] >= judged_from for s in soak.samples)) < 3:
+        few = f"{count} samples after the first {warm_up / 60:.0f} min are too few to judge; soak for longer"
+        raise ValueError("; ".join([*soak.wrong, few]))
     rows, data, good = [], {}, not soak.wrong
     for quantity in QUANTITIES:
         points = [(s["at"], s[quantity.name]) for s in soak.samples if s["at"] >= judged_from]
@@ -499,10 +504,11 @@ def main() -> None:
     facts = common.machine()
     with tempfile.TemporaryDirectory(prefix="canaryd-soak-") as name, started(Path(name)) as soak:
         watch(soak, arguments.duration)
-        if len(soak.samples) < 3:
-            sys.exit(f"{len(soak.samples)} samples are too few to judge; soak for longer")
     facts["load at end"] = f"{os.getloadavg()[0]:.2f}"
-    body, data, drawn, good = report(soak, arguments.duration)
+    try:
+        body, data, drawn, good = report(soak, arguments.duration)
+    except ValueError as error:
+        sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "soak.svg").write_text(drawn)
     common.write(arguments.out, "soak", "Hours of a busy daemon", facts, body, data)
