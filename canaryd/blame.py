@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Hit:
     @property
     def core(self) -> str:
         """The single core it happened on, "" where it is not known."""
-        return self.comparison.place if self.comparison.place.startswith("core ") else ""
+        return self.comparison.place if re.fullmatch(r"core \d+", self.comparison.place) else ""
 
     @property
     def words(self) -> object:
@@ -70,8 +71,8 @@ class Scene:
 
     golden: bool = False
     """The hits are goldens that this host made in two ways that disagree."""
-    two_cores: str = ""
-    """Two named cores on which one program gave two results, as "cores 2 and 5"."""
+    makers: str = ""
+    """Where one program gave two results, as "cores 2 and 5", or "core 3 alone" where there is no other."""
     lone_core: str = ""
     """A core that made a golden otherwise than this host has made it elsewhere."""
     whole_host: bool = False
@@ -104,7 +105,7 @@ class Row(NamedTuple):
 
 
 TABLE: tuple[Row, ...] = (
-    Row(lambda s: s.two_cores, Cause.HARDWARE, lambda s: f"One program gave two results on {s.two_cores}."),
+    Row(lambda s: s.makers, Cause.HARDWARE, lambda s: f"One program gave two results on {s.makers}."),
     Row(
         lambda s: s.lone_core,
         Cause.HARDWARE,

@@ -332,8 +332,8 @@ def _scene_of_goldens(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
     """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
     command = _command(hits[-1].run)
     for hit in reversed(hits):
-        if re.match(r"cores \d+ and \d+", hit.comparison.place):
-            return blame.Scene(golden=True, two_cores=hit.comparison.place, command=command)
+        if re.fullmatch(r"cores \d+ and \d+|core \d+ alone", hit.comparison.place):
+            return blame.Scene(golden=True, makers=hit.comparison.place, command=command)
         if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.node.goldens:
             return blame.Scene(golden=True, lone_core=hit.core, command=command)
     return blame.Scene(golden=True, command=command)

@@ -80,7 +80,7 @@ class Subject(str, enum.Enum):
     DEVICE = "device"
     """The result that the device under test computed."""
     HOST = "host"
-    """The golden itself, made on two host cores (or in two ways) that must agree."""
+    """The golden itself, made twice on the host, on two cores where it has them (or in two ways), that must agree."""
     COMPARATOR = "comparator"
     """The device's comparison of result and golden, repeated by the host on the same bytes."""
 

@@ -368,6 +368,9 @@ SCENARIOS = {
     "two cores disagree in the CPU's own run": lambda: (
         ask(run(MINUTE, host(), right(2), of=CPU), of=CPU), SUSPECT, H, {"golden-disagreement"},
     ),
+    "the only core disagrees with itself": lambda: (
+        ask(run(MINUTE, host("core 3 alone"), right(2), of=CPU), of=CPU), SUSPECT, H, {"golden-disagreement"},
+    ),
     "two cores disagree in an accelerator's run: the CPU": lambda: (
         ask(fresh(CPU), of=CPU, peers=[(GPU, [run(HOUR, host())])]), SUSPECT, H, {"golden-disagreement"},
     ),

@@ -166,12 +166,22 @@ class Session:
             return f"all {torch.get_num_threads()} threads"
         return f"core {core}" if can_pin() else "one thread"
 
-    def makers(self, case: str, avoid: int | None) -> tuple[int | None, int | None]:
-        """Return two host cores to make a golden on, away from the core under test where there is a choice."""
+    def makers(self, case: str, avoid: int | None) -> tuple[int, int]:
+        """Return two host cores to make a golden on, away from the core under test where there is a choice.
+
+        Twice the same where there is no other: what passes shows by making it again, and only what stays does not.
+        """
         others = [c for c in self.cores if c != avoid] or list(self.cores)
         first = others[(self._draw(case) >> 20) % len(others)]
-        second = next((c for c in [*others[::-1], *self.cores] if c != first), None)
+        second = next((c for c in [*others[::-1], *self.cores] if c != first), first)
         return first, second
+
+    @staticmethod
+    def makers_name(first: int, second: int) -> str:
+        """Return the makers of a golden in words, as it stands in comparisons and findings."""
+        if not can_pin():
+            return "two threads"
+        return f"cores {first} and {second}" if first != second else f"core {first} alone"
 
 
 def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipped: Path | None) -> Iterator[Fact]:
@@ -266,7 +276,7 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
 
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
-    """Build a problem on two host cores, and return it with what speaks against it (nothing, on a sound host)."""
+    """Build a problem twice on the host, and return it with what speaks against it (nothing, on a sound host)."""
     first, second = session.makers(case.name, core)
     with on_core(first):
         problem = case.build(seed)
@@ -291,20 +301,14 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
             )
         )
 
-    if second is not None:
-        with on_core(second):
-            twin = case.build(seed)
-        session.made_twice += can_pin()
-        pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
-        agree = all(host_same_bits(a, b) for a, b in pairs)
-        if agree:
-            _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
-        else:
-            doubt(
-                f"cores {first} and {second}" if can_pin() else "two threads",
-                "two host cores made different operands or goldens",
-                twin.golden,
-            )
+    with on_core(second):
+        twin = case.build(seed)
+    session.made_twice += can_pin() and first != second
+    pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
+    if all(host_same_bits(a, b) for a, b in pairs):
+        _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
+    else:
+        doubt(session.makers_name(first, second), "the host made operands or golden twice, unlike", twin.golden)
     maker = f"core {first}" if can_pin() else "one thread"
     if not problem.witnessed:
         doubt(maker, "integer and float64 arithmetic of the host disagree on the golden")

@@ -17,7 +17,7 @@ from canaryd.probe import Absent, Fact
 from canaryd.worker import bounds, evidence, exact
 from canaryd.worker.integers import combine, derive
 from canaryd.worker.kernels import MAKER, Kernel
-from canaryd.worker.tensors import can_pin, host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
+from canaryd.worker.tensors import host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
 
 GRID = 8
 """Tiles along each axis of a result, seen as a matrix of its last axis, whose means a recording keeps."""
@@ -37,7 +37,7 @@ _launched: dict[tuple[str, str], str] = {}
 class Made:
     """A case's operands and what its result may be, made on a host core; and what it has given so far."""
 
-    def __init__(self, kernel: Kernel, core: int | None) -> None:
+    def __init__(self, kernel: Kernel, core: int) -> None:
         self.kernel = kernel
         self.core = core
         """The host core that made it."""
@@ -183,20 +183,18 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return what a broken bound says: about the host, if a second core makes operands or reference otherwise."""
+        """Return what a broken bound says: about the host, if it makes operands or reference otherwise once more."""
         assert made.bounded is not None
         first = self._compute(made, turn)
-        second = self.session.makers(made.kernel.name, made.core)[1]
-        if second is not None:
-            with on_core(second):
-                twin = Made(made.kernel, second)
-                bounded = made.kernel.judged(twin.operands, bounds.form_of(first))
-            pairs = zip((*made.operands, *made.bounded), (*twin.operands, *bounded), strict=True)
-            if not all(host_same_bits(a, b) for a, b in pairs):
-                text = "two host cores made different operands or references"
-                doubt = self._comparison(made, wrong=1, found=evidence.collect_nothing(made.bounded[0], text))
-                place = f"cores {made.core} and {second}" if can_pin() else "two threads"
-                return replace(doubt, subject=Subject.HOST, place=place)
+        second = self.session.makers(made.kernel.name, made.core)[0]
+        with on_core(second):
+            twin = Made(made.kernel, second)
+            bounded = made.kernel.judged(twin.operands, bounds.form_of(first))
+        pairs = zip((*made.operands, *made.bounded), (*twin.operands, *bounded), strict=True)
+        if not all(host_same_bits(a, b) for a, b in pairs):
+            text = "the host made operands or reference twice, unlike"
+            doubt = self._comparison(made, wrong=1, found=evidence.collect_nothing(made.bounded[0], text))
+            return replace(doubt, subject=Subject.HOST, place=self.session.makers_name(made.core, second))
         again = [first, *(self._compute(made, turn) for _ in range(exact.FRESH_UPLOADS - 1))]
         count = sum(1 for result in again if self._judge(made, result)[0])
         found = replace(found, reproduced=f"{count} of {len(again)} fresh uploads wrong")

@@ -29,7 +29,7 @@ ONE = {
     "exact_attention": "float32/uniform/prefill/math/none",
     "exact_integer": "int64/scatter/fresh",
 }
-TWO_CORES = pytest.mark.skipif(len(tensors.visible_cores()) < 2, reason="goldens are made twice only on two cores")
+TWO_CORES = pytest.mark.skipif(len(tensors.visible_cores()) < 2, reason="needs two cores to choose from")
 
 
 def context(*cases, drill="", seed=11, budget=0.2, level="quick", **more):
@@ -340,11 +340,35 @@ def test_two_cores_that_disagree_accuse_the_host(what):
     facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
     (doubt,) = comparisons(facts, Subject.HOST)
     assert not comparisons(facts)
-    assert "two host cores made different operands or goldens" in doubt.evidence.pattern
+    assert "the host made operands or golden twice, unlike" in doubt.evidence.pattern
     assert doubt.evidence.wrong == (what == "golden")
     assert [len(cores) for cores in made] == [1, 1]
     assert made[0] != made[1]
     assert doubt.place == f"cores {made[0][0]} and {made[1][0]}"
+
+
+@pytest.mark.skipif(not tensors.can_pin(), reason="this process cannot be held to one core")
+@pytest.mark.parametrize("what", ["golden", "operand"])
+def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
+    """Where a worker may use one core alone, what passes on it must not be charged to the device."""
+    only = tensors.visible_cores()[0]
+    honest, made = small(), []
+
+    def build(seed):
+        problem = honest.build(seed)
+        made.append(tensors.visible_cores())
+        if len(made) == 1:
+            bits(problem.golden if what == "golden" else problem.operands[1]).view(-1)[7] ^= 1
+        return problem
+
+    with tensors.on_core(only):
+        facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
+    (doubt,) = comparisons(facts, Subject.HOST)
+    assert not comparisons(facts)
+    assert made == [(only,), (only,)]
+    assert doubt.place == f"core {only} alone"
+    (twice,) = [f.value for f in facts if isinstance(f, Reading) and f.name == "goldens_made_on_two_cores"]
+    assert twice == 0
 
 
 def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
@@ -641,7 +665,7 @@ def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
         first, second = session.makers("a/case", avoid)
         assert first != second
         assert avoid not in (first, second)
-    assert replace_cores(exact.Session(context()), (5,)).makers("a/case", 5) == (5, None)
+    assert replace_cores(exact.Session(context()), (5,)).makers("a/case", 5) == (5, 5)
 
 
 def replace_cores(session, cores):
