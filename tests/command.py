@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parent.parent
 PROBES = ROOT / "tests/probes"
 BUILTIN = tuple(sorted(path.stem for path in (ROOT / "probes").glob("[!_]*.py")))
-RUN_ID = re.compile(r"\b[0-9a-f]{12}-[0-9a-f]{6}\b")
+RUN_ID = re.compile(r"\b[0-9a-f]{12}-[0-9a-f]{10}\b")
 PATIENCE = 60.0
 MARK = "CANARYD_TEST_MARK"
 """Environment variable by which a test finds every process that its canaryd started, and theirs."""
