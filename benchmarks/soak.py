@@ -407,7 +407,11 @@ def watch(soak: Soak, duration: float) -> None:
             return
         for name, _, period, act in acts:
             if time.monotonic() >= due[name]:
-                act()
+                try:
+                    act()
+                except (psutil.Error, OSError):
+                    if soak.process.poll() is None:  # else it ended in mid-look, which is said above
+                        raise
                 soak.done[name] += 1
                 due[name] = max(due[name] + period, time.monotonic())
         soak.reap()
@@ -417,20 +421,24 @@ def watch(soak: Soak, duration: float) -> None:
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
+class TooFewError(Exception):
+    """There is too little to judge; the message says what went wrong before."""
+
+
 def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]:
     """Return the report, its data, the picture and whether all is well.
 
-    Raises `ValueError` where there is too little to judge: the soak was short, or the daemon ended early.
+    Raises `TooFewError` where there is too little to judge: the soak was short, or the daemon ended early.
     """
     warm_up = min(WARM_UP, duration / 2)
     judged_from = (soak.samples[0]["at"] if soak.samples else 0.0) + warm_up
-    if (count := sum(s["at"] >= judged_from for s in soak.samples)) < 3:
-        few = f"{count} samples after the first {warm_up / 60:.0f} min are too few to judge; soak for longer"
-        raise ValueError("; ".join([*soak.wrong, few]))
     rows, data, good = [], {}, not soak.wrong
     for quantity in QUANTITIES:
         points = [(s["at"], s[quantity.name]) for s in soak.samples if s["at"] >= judged_from]
         points = [(at, value) for at, value in points if math.isfinite(value)]
+        if len(points) < 3:
+            few = f"{len(points)} samples of {quantity.name} after the first {warm_up / 60:.0f} min are too few"
+            raise TooFewError("\n".join([*soak.wrong, f"{few} to judge; soak for longer"]))
         values = [value for _, value in points]
         found = slope(points)
         verdict = judged(quantity, found, max(values))
@@ -507,7 +515,7 @@ def main() -> None:
     facts["load at end"] = f"{os.getloadavg()[0]:.2f}"
     try:
         body, data, drawn, good = report(soak, arguments.duration)
-    except ValueError as error:
+    except TooFewError as error:
         sys.exit(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "soak.svg").write_text(drawn)

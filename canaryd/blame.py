@@ -49,6 +49,11 @@ class Hit:
         return self.comparison.place if re.fullmatch(r"core \d+", self.comparison.place) else ""
 
     @property
+    def makers(self) -> str:
+        """Where this host gave two results for one program, "" where the hit is about something else."""
+        return self.comparison.place if re.fullmatch(r"cores \d+ and \d+|core \d+ alone", self.comparison.place) else ""
+
+    @property
     def words(self) -> object:
         """What was said about which golden: equal for two hits that tell the same story."""
         evidence = self.comparison.evidence

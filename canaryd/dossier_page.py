@@ -7,6 +7,7 @@ every picture has its words in a title and a table, for text browsers and for re
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -570,7 +571,7 @@ def _reproduce(document: Document) -> str:
 
 def failing_core(failure: Mapping[str, Any]) -> int | None:
     """Return the processor's core on which a case was wrong most often; None where no core is known."""
-    wrong = [p for p in failure["places"] if p["results"]["wrong"] and p["place"].startswith("core ")]
+    wrong = [p for p in failure["places"] if p["results"]["wrong"] and re.fullmatch(r"core \d+", p["place"])]
     worst = max(wrong, key=lambda p: p["results"]["wrong"], default=None)
     return None if worst is None else int(worst["place"].removeprefix("core "))
 

@@ -197,9 +197,10 @@ class Docket:
     @cached_property
     def charges(self) -> tuple[Hit, ...]:
         """Every hit that speaks against this device, with its cause, oldest first; only a cure forgets one."""
-        groups: dict[tuple[Subject, str, str], list[Hit]] = defaultdict(list)
+        groups: dict[tuple[Subject, str, str, bool], list[Hit]] = defaultdict(list)
         for hit in (*_accusing(self.runs), *(self.node.host_hits[0] if self.is_cpu else ())):
-            groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id].append(hit)
+            # A core that once made a golden twice, unlike, says nothing of a reference that fails elsewhere.
+            groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id, bool(hit.makers)].append(hit)
         charges: list[Hit] = []
         for hits in groups.values():
             cause, why, rivals = blame.decide(scene(self, hits))
@@ -217,9 +218,10 @@ class Docket:
     def confirmed(self) -> list[tuple[list[Hit], list[str]]]:
         """The charges that are confirmed, with the grounds.
 
-        Software's charges and the device's own do not confirm each other, and none counts whose host is in doubt.
+        Software's charges and the device's own do not confirm each other, and none counts whose host is in doubt, or
+        that is disputed.
         """
-        firm = [h for h in self.charges if not h.host_in_doubt]
+        firm = [h for h in self.charges if not h.host_in_doubt and not _disputed(h)]
         sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
         found = [(hits, [text for ground in GROUNDS if (text := ground(hits, self.policy))]) for hits in sides]
         return [(hits, grounds) for hits, grounds in found if grounds]
@@ -332,8 +334,8 @@ def _scene_of_goldens(docket: Docket, hits: Sequence[Hit]) -> blame.Scene:
     """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
     command = _command(hits[-1].run)
     for hit in reversed(hits):
-        if re.fullmatch(r"cores \d+ and \d+|core \d+ alone", hit.comparison.place):
-            return blame.Scene(golden=True, makers=hit.comparison.place, command=command)
+        if hit.makers:
+            return blame.Scene(golden=True, makers=hit.makers, command=command)
         if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.node.goldens:
             return blame.Scene(golden=True, lone_core=hit.core, command=command)
     return blame.Scene(golden=True, command=command)
@@ -462,8 +464,6 @@ def confirmed(docket: Docket) -> Iterator[Finding]:
     }
     for hits, grounds in docket.confirmed:
         lead = _strongest(hits)
-        if _disputed(lead):
-            continue
         message = f"confirmed: {'; '.join(grounds)}. Newest: {hits[-1]}. {lead.why}{todo.get(lead.cause, '')}"
         yield _finding("exact-mismatch-confirmed", State.FAULTY, lead.cause, message, hits)
 
@@ -751,7 +751,7 @@ def _suspicion(docket: Docket, rule: str, opening: str, hits: Sequence[Hit]) -> 
     lead = _strongest(hits)
     count = len({h.run.id for h in hits})
     message = f"{opening}{hits[-1]}. Seen in {count} run{'s' * (count > 1)}. "
-    known = any(h is lead for charges, _ in docket.confirmed for h in charges) and not _disputed(lead)
+    known = any(h is lead for charges, _ in docket.confirmed for h in charges)
     message += "It is confirmed." if known else f"{lead.why} {_next(docket, hits)}"
     return _finding(rule, State.SUSPECT, lead.cause, message, hits)
 

@@ -371,6 +371,17 @@ SCENARIOS = {
     "the only core disagrees with itself": lambda: (
         ask(run(MINUTE, host("core 3 alone"), right(2), of=CPU), of=CPU), SUSPECT, H, {"golden-disagreement"},
     ),
+    "a lone core disagrees with itself, in a container that was moved": lambda: (
+        ask(run(HOUR, host("core 3 alone"), of=CPU), run(MINUTE, host("core 5 alone"), right(2), of=CPU), of=CPU),
+        FAULTY, H, {"golden-disagreement", "exact-mismatch-confirmed"},
+    ),
+    "a bad file of digests, and one golden made twice, unlike, long ago": lambda: (
+        ask(
+            run(40 * DAY, host(seed=8), of=CPU),
+            *(run(MINUTE * n, host("core 3", seed=9), of=CPU) for n in (30, 20, 10)), of=CPU,
+        ),
+        SUSPECT, H, {"golden-disagreement"},
+    ),
     "two cores disagree in an accelerator's run: the CPU": lambda: (
         ask(fresh(CPU), of=CPU, peers=[(GPU, [run(HOUR, host())])]), SUSPECT, H, {"golden-disagreement"},
     ),

@@ -513,7 +513,8 @@ def test_a_change_of_rules_costs_no_scrape_in_plain_text(tmp_path):
             assert asked_again(asked)
             assert asked_again(silent)
         write(tmp_path, plain + users(alice=hashed()))
-        assert not asked_again(asked), "a password is asked for of whoever was there before, too"
+        asked.request("GET", "/metrics")
+        assert asked.getresponse().status == 401, "a password is asked for of whoever was there before, too"
 
 
 def test_a_connection_of_one_gate_is_nothing_to_another(tmp_path, ca, pair):

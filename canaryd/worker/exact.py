@@ -166,12 +166,13 @@ class Session:
             return f"all {torch.get_num_threads()} threads"
         return f"core {core}" if can_pin() else "one thread"
 
-    def makers(self, case: str, avoid: int | None) -> tuple[int, int]:
-        """Return two host cores to make a golden on, away from the core under test where there is a choice.
+    def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
+        """Return two host cores to make a golden on, away from others where there is a choice, from the first of all.
 
         Twice the same where there is no other: what passes shows by making it again, and only what stays does not.
         """
-        others = [c for c in self.cores if c != avoid] or list(self.cores)
+        others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
+        others = others or list(self.cores)
         first = others[(self._draw(case) >> 20) % len(others)]
         second = next((c for c in [*others[::-1], *self.cores] if c != first), first)
         return first, second

@@ -186,7 +186,7 @@ class Recorder:
         """Return what a broken bound says: about the host, if it makes operands or reference otherwise once more."""
         assert made.bounded is not None
         first = self._compute(made, turn)
-        second = self.session.makers(made.kernel.name, made.core)[0]
+        second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
         with on_core(second):
             twin = Made(made.kernel, second)
             bounded = made.kernel.judged(twin.operands, bounds.form_of(first))

@@ -29,5 +29,5 @@ def test_a_daemon_that_ended_early_is_said_and_not_judged():
     ended = soak.Soak(Path(), None, None, "http://127.0.0.1:9", Path())
     ended.samples = [{"at": 20.0 * i} for i in range(9)]
     ended.wrong = ["the daemon ended by itself with -15"]
-    with pytest.raises(ValueError, match=r"by itself with -15; 0 samples after the first 60 min are too few to judge"):
+    with pytest.raises(soak.TooFewError, match=r"by itself with -15\n0 samples of .* after the first 60 min"):
         soak.report(ended, 7200.0)

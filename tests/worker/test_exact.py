@@ -402,7 +402,7 @@ def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():
         raise RuntimeError("'this_op' not implemented for 'Half'\nsecond line")
 
     broken = replace(small("float32/broken/square/nn@1x1x1"), compute=refuse)
-    facts = list(verify_all(context(), [broken, small()], [], None))
+    facts = list(verify_all(context(budget=2.0), [broken, small()], [], None))
     assert [f.reason for f in facts if isinstance(f, Skipped)] == ["RuntimeError: 'this_op' not implemented for 'Half'"]
     assert [c.case for c in comparisons(facts)] == [small().name]
 
@@ -666,6 +666,9 @@ def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
         assert first != second
         assert avoid not in (first, second)
     assert replace_cores(exact.Session(context()), (5,)).makers("a/case", 5) == (5, 5)
+    assert {session.makers(f"case {n}", 1, 2)[0] for n in range(20)} == {0, 3}
+    pair = replace_cores(exact.Session(context()), (0, 1))
+    assert {pair.makers(f"case {n}", 0, 1)[0] for n in range(20)} == {1}
 
 
 def replace_cores(session, cores):
