@@ -67,7 +67,8 @@ REFRESH = 15.0
 REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
-"""Seconds until the next inventory when one found nothing to test."""
+"""Seconds until the next inventory when one found nothing to test, or that a device is gone. While it stays away they
+double, up to `REDISCOVER`: one that comes back is found after as long again as it was away, an hour at most."""
 SUM_UP = 60.0
 """Seconds between two looks for a day that is over and not summed up yet."""
 PRUNE = 3600.0
@@ -149,6 +150,10 @@ class Daemon:
     """Device → when it was last tested out of turn, by the monotonic clock, and how long not again."""
     _log: threading.Thread | None = None
     _sweep_period: float = 0.0
+    _missing: frozenset[str] = frozenset()
+    """Devices that are spoken of and that the last inventory did not find."""
+    _patience: float = REDISCOVER
+    """Seconds from the last inventory to the next."""
     _summary: str = ""
     """What the manager's status line says."""
     _looked: float = field(default_factory=time.monotonic)
@@ -398,8 +403,13 @@ class Daemon:
             follower = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
             follower.start()  # where there may be no further thread, the next inventory tries again
             self._log = follower
-        found = bool(self.engine.present and self.engine.entries)
-        self._every(REDISCOVER if found else RETRY, self._discover, "discover")
+        missing = frozenset(self.engine.devices.keys() - self.engine.in_place)
+        if missing - self._missing or not (self.engine.present and self.engine.entries):
+            self._patience = RETRY
+        else:
+            self._patience = min(2 * self._patience, REDISCOVER) if missing else REDISCOVER
+        self._missing = missing
+        self._every(self._patience, self._discover, "discover")
         self._refresh()
 
     def _sweep(self) -> None:

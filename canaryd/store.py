@@ -39,6 +39,9 @@ DATABASE = "canaryd.db"
 DAY = 86_400.0
 BUSY_TIMEOUT = 5.0
 """Seconds that a statement waits for another process's transaction."""
+CACHE = 512
+"""KiB of the database that SQLite keeps in memory, a quarter of its default (ours): a look at the record takes its time
+for decoding JSON, hardly any for pages, which the system holds anyway."""
 OPEN_TIMEOUT = 10.0
 """Seconds to wait while another process creates, checks or migrates the database."""
 RETRY = 0.05
@@ -889,6 +892,7 @@ class Store:
         if note := use_wal(db):
             self._notes["wal"] = f"{self.path}: {note}"
         db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA cache_size = -{CACHE}")
         for number in range(version, len(self._migrations)):
             self._transact(db, functools.partial(_migrate, migration=self._migrations[number], version=number + 1))
         known = "SELECT 1 FROM notes WHERE name = ?"  # by whoever replaced it: one that was damaged

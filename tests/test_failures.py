@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 from canaryd import daemon as daemon_module
-from canaryd.config import Config
+from canaryd.config import Config, load
 from canaryd.daemon import Daemon as RealDaemon
 from canaryd.model import Outcome
 from canaryd.store import Busy, Store
@@ -745,6 +745,43 @@ def test_a_gpu_that_comes_back_elsewhere_keeps_its_history(tmp_path):
         assert daemon.value("canaryd_device_present", device=second, index="1") is None
         eventually(lambda: (runs_of(daemon, second) or 0) >= before >= 1)
         assert daemon.end()[0] == 0
+
+
+def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch):
+    """It is looked for after one minute, two, four: as long again as it was away, and an hour at most."""
+    if importlib.util.find_spec("pynvml") is None:
+        pytest.skip("NOT TESTED: nvidia-ml-py is not installed in this interpreter")
+    site = Site(tmp_path / "site", gpus=2)
+    for name, value in site.machine.environment.items():
+        monkeypatch.setenv(name, value)
+    with Store.open(site.state) as store:
+        daemon = RealDaemon(load(site.config), site.config, store)
+        daemon._jobs.start(paused=True)
+
+        def look():
+            """Take one inventory; return the seconds to the next and whether each GPU is there."""
+            daemon._discover()
+            interval = daemon._jobs.get_job("discover").trigger.interval.total_seconds()
+            return interval, [uuid in daemon.engine.in_place for uuid in site.uuids]
+
+        def leave(gpus):
+            site.machine.set(None, "count", gpus)
+            site.seen_by_torch.write_text(",".join(site.uuids[:gpus]))
+
+        try:
+            assert look() == (3600, [True, True])
+            leave(1)
+            assert [look() for _ in range(8)] == [
+                (seconds, [True, False]) for seconds in (60, 120, 240, 480, 960, 1920, 3600, 3600)
+            ]
+            leave(2)
+            assert look() == (3600, [True, True])
+            leave(1)
+            assert look() == (60, [True, False])
+        finally:
+            daemon._jobs.shutdown()
+            daemon.engine.stop()
+            eventually(lambda: not daemon.engine.holds)
 
 
 def runs_of(daemon, uuid):
