@@ -56,7 +56,7 @@ LEARNING = 2
 TRIES = 3
 """Times the confirmations that are wanted after which those that do not complete are given up."""
 FEW, SHOWN = 16, 5
-"""Recordings of a run that are few enough to keep, and runs of which more are kept."""
+"""Recordings of a run that are few enough to keep, and runs of which more are kept, with their readings."""
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 """What devices and host say of themselves that a server's numbers may depend on."""
 BRIEF = 4
@@ -124,6 +124,12 @@ def _brief(comparison: Comparison) -> Comparison:
 def _kept(run: Run) -> tuple[Reading, ...]:
     """Return the readings that are shown or judged; of a run without, one that says that it looked at something."""
     return tuple(r for r in run.readings if r.name in KEPT) or run.readings[:1]
+
+
+def _without_recordings(run: Run) -> Run:
+    """Return a run without its recordings and what belongs to them; of its readings, only what older runs are asked."""
+    fingerprint = tuple(r for r in run.readings if r.name == "golden_fingerprint")
+    return replace(run, recordings=(), learnt=(), readings=fingerprint or run.readings[:1])
 
 
 @dataclass
@@ -781,7 +787,7 @@ class Engine:
             if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
                 # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
                 many = len(run.recordings) > FEW and seen[lane] > SHOWN and not run.unknown
-                kept.append(replace(run, recordings=()) if many else run)
+                kept.append(_without_recordings(run) if many else run)
         return kept[::-1]
 
     def _forget_findings(self, uuid: str) -> None:
@@ -794,14 +800,19 @@ class Engine:
 
     def _load(self, uuid: str) -> list[Run]:
         """Read from the store what the judge needs: what went wrong, the newest of the rest, and recent drills."""
-        failed = self.store.runs(uuid, failed=True)
         # One probe at a time: the many runs of one must not hide the last run of another with a longer period.
         # A device with a mismatch is judged by its whole record, how often it fails and what it did since; and beside
         # it its siblings, whose clean records count by their length.
         limit = RECORD if self._kin(uuid) & self._mismatched else NEWEST
-        newest = [run for probe in self.entries for run in self.store.runs(uuid, probe, failed=False, limit=limit)]
-        drills = self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY)
-        runs = {run.id: fold(run) for run in (*failed, *newest, *drills)}
+        runs: dict[str, Run] = {}
+
+        def take(found: Iterable[Run]) -> None:
+            runs.update((run.id, fold(run)) for run in found)
+
+        take(self.store.runs(uuid, failed=True))
+        for probe in self.entries:
+            take(self.store.runs(uuid, probe, failed=False, limit=limit))
+        take(self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY))
         return self._remembered(uuid, [runs[name] for name in sorted(runs)])
 
     def evidence(self, uuid: str) -> Sequence[Run]:

@@ -13,8 +13,20 @@ import pytest
 from canaryd import budget, judge, schedule
 from canaryd.catalogue import Entry, ProbeFile
 from canaryd.config import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
-from canaryd.engine import NEWEST, Engine, Progress, choose, fold
-from canaryd.model import Cause, Comparison, Device, Evidence, Exactness, Outcome, Reading, Run, State, Verdict
+from canaryd.engine import FEW, NEWEST, SHOWN, Engine, Progress, choose, fold
+from canaryd.model import (
+    Cause,
+    Comparison,
+    Device,
+    Evidence,
+    Exactness,
+    Outcome,
+    Reading,
+    Recording,
+    Run,
+    State,
+    Verdict,
+)
 from canaryd.probe import ProbeSpec
 from canaryd.store import Busy, Store
 from tests.command import BUILTIN, bare_python, catalogue, eventually
@@ -348,6 +360,24 @@ def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path
     engine.store.close()
     probes = [run.probe for run in start(config).evidence(device)]
     assert (probes.count("passes"), probes.count("records")) == (1, NEWEST)
+
+
+def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
+    """With their readings, but for the fingerprint; and what departed from the known is kept whole."""
+    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
+    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
+    names = tuple(c.case for c in cases)
+    for number in range(10):
+        odd = names[:1] if number == 1 else ()
+        idle.take(made(number, recordings=cases, readings=readings, learnt=names, unknown=odd))
+        idle.take(made(number, "few", recordings=cases[:FEW], readings=readings, learnt=names))
+    runs = [r for r in idle.evidence(CPU.uuid) if r.probe == "p"]
+    whole = [bool(r.recordings) for r in runs]
+    assert whole == [False, True] + [False] * 3 + [True] * SHOWN
+    assert [len(r.readings) for r in runs] == [1 + kept for kept in whole]
+    assert [bool(r.learnt) for r in runs] == whole
+    assert all(any(x.name == "golden_fingerprint" for x in r.readings) for r in runs)
+    assert all(r.recordings and r.learnt for r in idle.evidence(CPU.uuid) if r.probe == "few")
 
 
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
