@@ -57,6 +57,8 @@ TRIES = 3
 """Times the confirmations that are wanted after which those that do not complete are given up."""
 FEW, SHOWN = 16, 5
 """Recordings of a run that are few enough to keep, and runs of which more are kept, with their readings."""
+SERVED = recorded.NEWEST + 2 * recorded.EARLIER
+"""The same runs of an endpoint: it is asked how fast it was."""
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 """What devices and host say of themselves that a server's numbers may depend on."""
 BRIEF = 4
@@ -778,6 +780,8 @@ class Engine:
     def _remembered(self, uuid: str, runs: Sequence[Run]) -> list[Run]:
         """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
         plain, now = RECORD if self._kin(uuid) & self._mismatched else NEWEST, self.clock()
+        of = self.devices.get(uuid)
+        shown = SERVED if of is not None and of.is_endpoint else SHOWN
         seen: Counter[object] = Counter()
         kept = []
         for run in reversed(runs):
@@ -786,7 +790,7 @@ class Engine:
             seen[lane] += 1
             if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
                 # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
-                many = len(run.recordings) > FEW and seen[lane] > SHOWN and not run.unknown
+                many = len(run.recordings) > FEW and seen[lane] > shown and not run.unknown
                 kept.append(_without_recordings(run) if many else run)
         return kept[::-1]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import budget, judge, schedule
+from canaryd import budget, judge, recorded, schedule
 from canaryd.catalogue import Entry, ProbeFile
 from canaryd.config import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
 from canaryd.engine import FEW, NEWEST, SHOWN, Engine, Progress, choose, fold
@@ -378,6 +378,21 @@ def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
     assert [bool(r.learnt) for r in runs] == whole
     assert all(any(x.name == "golden_fingerprint" for x in r.readings) for r in runs)
     assert all(r.recordings and r.learnt for r in idle.evidence(CPU.uuid) if r.probe == "few")
+
+
+def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle):
+    """At the levels above quick a run of it has many recordings; how fast it was before is not forgotten for that."""
+    served = Device(uuid="endpoint:main@0", backend="endpoint", index=0, model="m")
+    idle.devices = {served.uuid: served}
+    cases = tuple(
+        Recording(case=f"case {n}", digest=f"{n:016x}", condition="idle", chain={"server": "x"}) for n in range(FEW + 1)
+    )
+    for number in range(recorded.EARLIER + recorded.NEWEST):
+        seconds = 0.1 if number < recorded.EARLIER else 0.1 * (recorded.SLOWER + 1)
+        speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
+        at = NOW - 3600
+        idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
+    assert "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}
 
 
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
