@@ -51,6 +51,9 @@ the judge's watch."""
 FAILURES = 100
 """Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
 sibling's many confirmations must never push out a mismatch."""
+ODD = 4 * FAILURES
+"""Mismatches of one probe, confirmations among them, that are read at a start: years of a device that fails in each
+round must not keep the daemon from its work for minutes."""
 LEARNING = 2
 """Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
 TRIES = 3
@@ -813,7 +816,9 @@ class Engine:
         def take(found: Iterable[Run]) -> None:
             runs.update((run.id, fold(run)) for run in found)
 
-        take(self.store.runs(uuid, failed=True))
+        for probe in self.store.failing(uuid):
+            take(self.store.runs(uuid, probe, failed=True, odd=True, limit=ODD))
+            take(self.store.runs(uuid, probe, failed=True, odd=False, limit=limit))
         for probe in self.entries:
             take(self.store.runs(uuid, probe, failed=False, limit=limit))
         take(self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY))

@@ -14,7 +14,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -546,71 +546,157 @@ def from_json(kind: type[T], data: Any) -> T:
     Raises `ValueError` naming the place where the data does not have the wanted shape. Unknown fields are refused: they
     mean that the writer is newer than the reader, and dropping them in silence would lose evidence.
     """
-    value: T = _decode(kind, data, kind.__name__)
+    wanted: Any = kind
+    try:
+        value: T = _decoder(wanted)(data)
+    except _UnfitError as error:
+        raise ValueError(f"{kind.__name__}{''.join(reversed(error.path))}: {error}") from error.__cause__
     return value
 
 
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    origin = typing.get_origin(kind)
-    args = typing.get_args(kind)
+class _UnfitError(ValueError):
+    """Data does not have the wanted shape; on its way out it learns where."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path: list[str] = []
+
+    def within(self, step: str) -> None:
+        self.path.append(step)
+
+
+@functools.cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """Return what rebuilds a value of type `kind` from JSON data. Made once: a start reads thousands of runs."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return data
+        return lambda data: data
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _object(kind)
+    if origin is typing.Union or origin is types.UnionType:
+        return _choice(args)
+    if origin is tuple:
+        return _list(_decoder(args[0])) if args[1:] == (Ellipsis,) else _fixed([_decoder(a) for a in args])
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(args[1])
+    return _plain(kind)
+
+
+def _object(kind: Any) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    fields: dict[str, Callable[[Any], Any]] = {}
+
+    def decode(data: Any) -> Any:
         if not isinstance(data, Mapping):
-            raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
-        hints = _hints(kind)
-        unknown = sorted(set(data) - set(hints))
-        if unknown:
-            raise ValueError(f"{where}: unknown field {unknown[0]!r}")
-        decoded = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()}
+            raise _UnfitError(f"wanted an object, got {type(data).__name__}")
+        if not fields:  # not before: a type may hold others of its own
+            fields.update((name, _decoder(hint)) for name, hint in hints.items())
+        if not data.keys() <= fields.keys():
+            raise _UnfitError(f"unknown field {min(data.keys() - fields.keys())!r}")
+        decoded = {}
+        for name, value in data.items():
+            try:
+                decoded[name] = fields[name](value)
+            except _UnfitError as error:
+                error.within(f".{name}")
+                raise
         try:
             return kind(**decoded)
         except TypeError as error:
-            raise ValueError(f"{where}: {error}") from error
-    if origin is typing.Union or origin is types.UnionType:
-        if type(data) in args:
-            return data  # an exact match first: an integer of more than 53 bits must not become a float
-        for choice in args:
+            raise _UnfitError(str(error)) from error
+
+    return decode
+
+
+def _choice(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    decoders = [_decoder(kind) for kind in kinds]
+
+    def decode(data: Any) -> Any:
+        if type(data) in kinds:
+            # An exact match first: an integer of more than 53 bits must not become a float.
+            return data
+        for each in decoders:
             try:
-                return _decode(choice, data, where)
+                return each(data)
             except ValueError:
                 continue
-        raise ValueError(f"{where}: got {type(data).__name__}, wanted one of {args}")
-    if origin is tuple:
+        raise _UnfitError(f"got {type(data).__name__}, wanted one of {kinds}")
+
+    return decode
+
+
+def _list(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decode(data: Any) -> Any:
         if not isinstance(data, (list, tuple)):
-            raise ValueError(f"{where}: wanted a list, got {type(data).__name__}")
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
-        if len(args) != len(data):
-            raise ValueError(f"{where}: wanted {len(args)} items, got {len(data)}")
-        return tuple(_decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
-    if origin is not None and issubclass(origin, Mapping):
+            raise _UnfitError(f"wanted a list, got {type(data).__name__}")
+        found = []
+        try:
+            for value in data:
+                found.append(item(value))  # noqa: PERF401  its length tells where
+        except _UnfitError as error:
+            error.within(f"[{len(found)}]")
+            raise
+        return tuple(found)
+
+    return decode
+
+
+def _fixed(items: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def decode(data: Any) -> Any:
+        if not isinstance(data, (list, tuple)):
+            raise _UnfitError(f"wanted a list, got {type(data).__name__}")
+        if len(items) != len(data):
+            raise _UnfitError(f"wanted {len(items)} items, got {len(data)}")
+        found = []
+        try:
+            for item, value in zip(items, data, strict=True):
+                found.append(item(value))
+        except _UnfitError as error:
+            error.within(f"[{len(found)}]")
+            raise
+        return tuple(found)
+
+    return decode
+
+
+def _mapping(kind: Any) -> Callable[[Any], Any]:
+    item = _decoder(kind)
+
+    def decode(data: Any) -> Any:
         if not isinstance(data, Mapping):
-            raise ValueError(f"{where}: wanted an object, got {type(data).__name__}")
-        return {shared(str(k)): _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
-    if kind is str and isinstance(data, str):
-        return shared(data)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            raise _UnfitError(f"wanted an object, got {type(data).__name__}")
+        found = {}
+        for name, value in data.items():
+            try:
+                found[shared(str(name))] = item(value)
+            except _UnfitError as error:
+                error.within(f".{name}")
+                raise
+        return _known_mapping(tuple(found.items())) if kind is str else found
+
+    return decode
+
+
+@functools.lru_cache(maxsize=512)
+def _known_mapping(items: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
+    return dict(items)
+
+
+def _plain(kind: Any) -> Callable[[Any], Any]:
+    def member(data: Any) -> Any:
         try:
             return kind(data)
         except ValueError:
-            raise ValueError(f"{where}: {data!r} is not one of {[m.value for m in kind]}") from None
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        try:
-            return float(data)
-        except OverflowError:
-            raise ValueError(f"{where}: a whole number beyond all measure") from None
-    if kind is type(None) and data is None:
-        return None
-    if isinstance(kind, type) and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
-        return data
-    raise ValueError(f"{where}: wanted {getattr(kind, '__name__', kind)}, got {type(data).__name__}")
+            raise _UnfitError(f"{data!r} is not one of {[m.value for m in kind]}") from None
 
+    def decode(data: Any) -> Any:
+        if isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
+            return shared(data) if kind is str else data
+        if kind is float and isinstance(data, int) and not isinstance(data, bool):
+            try:
+                return float(data)
+            except OverflowError:
+                raise _UnfitError("a whole number beyond all measure") from None
+        raise _UnfitError(f"wanted {kind.__name__}, got {type(data).__name__}")
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
-def _hints(kind: Any) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = typing.get_type_hints(kind)
-    return _HINTS[kind]
+    return member if issubclass(kind, enum.Enum) else decode

@@ -67,12 +67,22 @@ def test_a_reading_keeps_its_type(value: object) -> None:
         ({"comparisons": [{"case": 1}]}, r"Run.comparisons\[0\].case: wanted str, got int"),
         ({"surprise": 1}, "Run: unknown field 'surprise'"),
         ({"readings": 7}, "Run.readings: wanted a list, got int"),
+        ({"readings": [{"name": "x", "value": []}]}, r"Run.readings\[0\].value: got list, wanted one of"),
+        ({"stack": {"torch": 2}}, "Run.stack.torch: wanted str, got int"),
+        ({"stack": []}, "Run.stack: wanted an object, got list"),
     ],
 )
 def test_what_is_not_a_run_is_refused_by_place(change: dict[str, object], message: str) -> None:
     """A wrong shape is a `ValueError` that names the place; an unknown field is not dropped in silence."""
     with pytest.raises(ValueError, match=message):
         from_json(Run, {**to_json(a_run()), **change})
+
+
+def test_equal_mappings_are_kept_once() -> None:
+    """The stack of thousands of runs is the same."""
+    one, other = (from_json(Run, json.loads(json.dumps(to_json(a_run(stack={"torch": "2.13"}))))) for _ in range(2))
+    assert one.stack is other.stack
+    assert one.stack == {"torch": "2.13"}
 
 
 def test_states_rank_from_healthy_to_faulty() -> None:
