@@ -48,7 +48,7 @@ SAMPLE, SCRAPE = 30.0, 5.0
 """Seconds between two samples, and between two scrapes."""
 WARM_UP = 3600.0
 """Seconds at the start that are not judged, in which the 50 runs that are kept of each probe and instruction set fill
-up: a round takes 15 to 25 s, and three sets take turns. Half of a run that is shorter than twice that."""
+up: a round takes some 24 s, and three sets take turns. Half of a run that is shorter than twice that."""
 STORE = 3 << 20
 """Bytes that `store.max_size` allows the database here."""
 GROWN_BY = 1.96
@@ -93,7 +93,7 @@ QUANTITIES: tuple[Quantity, ...] = (
         name="anonymous memory",
         unit="MiB",
         growth=2.0,
-        why="the record is full by the end of the warm-up",
+        why="after an hour the record is full",
     ),
     Quantity(name="threads", unit="1", growth=0.5, most=64.0, why="36 of the pools and a few lasting ones"),
     Quantity(name="open files", unit="1", growth=0.5, most=200.0),

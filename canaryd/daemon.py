@@ -67,8 +67,8 @@ REFRESH = 15.0
 REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
-"""Seconds until the next inventory when one found nothing to test, or that a device is gone. While it stays away they
-double, up to `REDISCOVER`: one that comes back is found after as long again as it was away, an hour at most."""
+"""Seconds until the next inventory when one found nothing to test, or that a device is gone. While it stays away it is
+looked for after as long again as it was away, an hour at most."""
 SUM_UP = 60.0
 """Seconds between two looks for a day that is over and not summed up yet."""
 PRUNE = 3600.0
@@ -152,8 +152,10 @@ class Daemon:
     _sweep_period: float = 0.0
     _missing: frozenset[str] = frozenset()
     """Devices that are spoken of and that the last inventory did not find."""
-    _patience: float = REDISCOVER
-    """Seconds from the last inventory to the next."""
+    _missed: float = 0.0
+    """When one was added to them last, by the monotonic clock."""
+    _look_again: bool = False
+    """Whether an inventory was asked for since the last one began."""
     _summary: str = ""
     """What the manager's status line says."""
     _looked: float = field(default_factory=time.monotonic)
@@ -227,7 +229,7 @@ class Daemon:
         )
         self._warn(self._exposed())
         self.manager.tell("READY=1", f"STATUS={self._summary}")
-        self._every(REDISCOVER, self._discover, "discover", now=True)
+        self._look_around()
         self._every(REFRESH, self._refresh, "refresh")
         heeding = threading.Thread(target=self._heed, name="canaryd-release", daemon=True)
         if self.manager.watchdog:
@@ -350,7 +352,7 @@ class Daemon:
             engine.take_back()
             self._render()
             self.store.set_note(RELEASED_NOTE, "")
-            self._every(REDISCOVER, self._discover, "discover", now=True)
+            self._look_around()
 
     def _stop(self, server: serve.Server, heeding: threading.Thread) -> None:
         self.engine.stop()
@@ -385,9 +387,18 @@ class Daemon:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
+    def _look_around(self) -> None:
+        """Ask for an inventory now; one that is being taken may be too old, and is followed by another."""
+        self._look_again = True
+        self._every(REDISCOVER, self._discover, "discover", now=True)
+
     def _discover(self) -> None:
-        if self.engine.released:
-            return
+        self._look_again = True
+        while self._look_again and not self.engine.released:  # the scheduler drops what falls due while this runs
+            self._look_again = False
+            self._take_inventory()
+
+    def _take_inventory(self) -> None:
         self.engine.discover()
         self._warn(self.engine.problems)
         for uuid in self.engine.devices:
@@ -403,14 +414,18 @@ class Daemon:
             follower = threading.Thread(target=self._follow, name="canaryd-kernel-log", daemon=True)
             follower.start()  # where there may be no further thread, the next inventory tries again
             self._log = follower
-        missing = frozenset(self.engine.devices.keys() - self.engine.in_place)
-        if missing - self._missing or not (self.engine.present and self.engine.entries):
-            self._patience = RETRY
-        else:
-            self._patience = min(2 * self._patience, REDISCOVER) if missing else REDISCOVER
-        self._missing = missing
-        self._every(self._patience, self._discover, "discover")
+        self._every(self._patience(), self._discover, "discover")
         self._refresh()
+
+    def _patience(self) -> float:
+        """Return the seconds to the next inventory."""
+        missing, now = frozenset(self.engine.devices.keys() - self.engine.present), time.monotonic()
+        if missing - self._missing:
+            self._missed = now
+        self._missing = missing
+        if not (self.engine.present and self.engine.entries):
+            return RETRY
+        return min(max(RETRY, now - self._missed), REDISCOVER) if missing else REDISCOVER
 
     def _sweep(self) -> None:
         """Poll the telemetry of every device; what it shows is exported at once."""
@@ -650,7 +665,7 @@ class Daemon:
         self._held.close()
         self._claim()
         self.engine.watch.disown()
-        self._every(REDISCOVER, self._discover, "discover", now=True)
+        self._look_around()
 
     def _warn(self, problems: Iterable[str]) -> None:
         """Log each problem once."""
@@ -677,7 +692,7 @@ class Daemon:
             self._reload_ok, self._reloaded = True, time.time()
             log.info("configuration reloaded")
             self._warn(self._exposed())
-            self._every(REDISCOVER, self._discover, "discover", now=True)
+            self._look_around()
         self._render()
 
     # -- what is served -----------------------------------------------------------------------------------------------

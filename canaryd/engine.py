@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from canaryd import acks, budget, catalogue, endpoints, inventory, judge, recorded, schedule, supervise, trend
-from canaryd.baseline import Baseline, Key, key_of
+from canaryd.baseline import IDLE, Baseline, Key, key_of
 from canaryd.catalogue import Entry
 from canaryd.config import Config, EndpointConfig, ProbeSettings
 from canaryd.model import (
@@ -29,6 +29,7 @@ from canaryd.model import (
     Finding,
     Outcome,
     Reading,
+    Recording,
     Run,
     State,
     Subject,
@@ -60,8 +61,6 @@ TRIES = 3
 """Times the confirmations that are wanted after which those that do not complete are given up."""
 FEW, SHOWN = 16, 5
 """Recordings of a run that are few enough to keep, and runs of which more are kept, with their readings."""
-SERVED = recorded.NEWEST + 2 * recorded.EARLIER
-"""The same runs of an endpoint: it is asked how fast it was."""
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 """What devices and host say of themselves that a server's numbers may depend on."""
 BRIEF = 4
@@ -132,9 +131,16 @@ def _kept(run: Run) -> tuple[Reading, ...]:
 
 
 def _without_recordings(run: Run) -> Run:
-    """Return a run without its recordings and what belongs to them; of its readings, only what older runs are asked."""
-    fingerprint = tuple(r for r in run.readings if r.name == "golden_fingerprint")
-    return replace(run, recordings=(), learnt=(), readings=fingerprint or run.readings[:1])
+    """Return a run without its recordings and what belongs to them; of its readings, only what older runs are asked.
+
+    How fast an endpoint was counts beside what it was and whether others were served: one recording tells that.
+    """
+    asked = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in recorded.LATENCIES)
+    kept: tuple[Recording, ...] = ()
+    if any(r.name in recorded.LATENCIES for r in asked):
+        kept = (next((r for r in run.recordings if r.condition != IDLE), run.recordings[0]),)
+    learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
+    return replace(run, recordings=kept, learnt=learnt, readings=asked or run.readings[:1])
 
 
 @dataclass
@@ -783,9 +789,8 @@ class Engine:
     def _remembered(self, uuid: str, runs: Sequence[Run]) -> list[Run]:
         """Return what of a device's runs (oldest first) is kept in memory: the newest of each kind, lane by lane."""
         plain, now = RECORD if self._kin(uuid) & self._mismatched else NEWEST, self.clock()
-        of = self.devices.get(uuid)
-        shown = SERVED if of is not None and of.is_endpoint else SHOWN
         seen: Counter[object] = Counter()
+        shown: Counter[object] = Counter()
         kept = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
@@ -793,8 +798,10 @@ class Engine:
             seen[lane] += 1
             if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
                 # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
-                many = len(run.recordings) > FEW and seen[lane] > shown and not run.unknown
-                kept.append(_without_recordings(run) if many else run)
+                # Those that did not complete, or looked at a part alone, never take the place of one that tells all.
+                many = len(run.recordings) > FEW and not run.unknown
+                shown[lane, run.whole] += many and run.outcome is Outcome.COMPLETED
+                kept.append(_without_recordings(run) if many and shown[lane, run.whole] > SHOWN else run)
         return kept[::-1]
 
     def _forget_findings(self, uuid: str) -> None:

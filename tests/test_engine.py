@@ -381,19 +381,38 @@ def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
     assert all(r.recordings and r.learnt for r in idle.evidence(CPU.uuid) if r.probe == "few")
 
 
-def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle):
+def test_what_did_not_complete_takes_no_readings_from_what_did(idle):
+    """Five runs without memory later the newest whole run is still shown whole."""
+    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
+    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
+    for number in range(SHOWN + 2):
+        idle.take(made(number, recordings=cases, readings=readings))
+    for number in range(100, 110):
+        idle.take(made(number, outcome=Outcome.SKIPPED, comparisons=()))
+        idle.take(made(number, "p", id=f"{number:012x}-part", recordings=cases, readings=readings, cases=("case 1",)))
+    runs = [r for r in idle.evidence(CPU.uuid) if r.whole and r.recordings]
+    assert [len(r.readings) for r in runs] == [2] * SHOWN
+
+
+@pytest.mark.parametrize("recordings", [FEW, FEW + 1])
+def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordings):
     """At the levels above quick a run of it has many recordings; how fast it was before is not forgotten for that."""
     served = Device(uuid="endpoint:main@0", backend="endpoint", index=0, model="m")
     idle.devices = {served.uuid: served}
     cases = tuple(
-        Recording(case=f"case {n}", digest=f"{n:016x}", condition="idle", chain={"server": "x"}) for n in range(FEW + 1)
+        Recording(case=f"case {n}", digest=f"{n:016x}", condition="idle", chain={"server": "x"})
+        for n in range(recordings)
     )
-    for number in range(recorded.EARLIER + recorded.NEWEST):
-        seconds = 0.1 if number < recorded.EARLIER else 0.1 * (recorded.SLOWER + 1)
+    slow = []
+    for number in range(2 * NEWEST):
+        seconds = 0.1 if number < NEWEST else 0.1 * (recorded.SLOWER + 1)
         speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
         at = NOW - 3600
         idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
-    assert "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}
+        if "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}:
+            slow.append(number)
+    # Until what is slow is half of what is remembered.
+    assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + recorded.NEWEST) // 2))
 
 
 def test_a_start_reads_of_what_failed_the_newest_and_every_kind(tmp_path, monkeypatch):

@@ -758,11 +758,12 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
         daemon = RealDaemon(load(site.config), site.config, store)
         daemon._jobs.start(paused=True)
 
-        def look():
-            """Take one inventory; return the seconds to the next and whether each GPU is there."""
+        def look(away=0.0):
+            """Take one inventory; return the seconds to the next, and whether each GPU is there."""
+            daemon._missed -= away
             daemon._discover()
             interval = daemon._jobs.get_job("discover").trigger.interval.total_seconds()
-            return interval, [uuid in daemon.engine.in_place for uuid in site.uuids]
+            return round(interval, -1), [uuid in daemon.engine.present for uuid in site.uuids]
 
         def leave(gpus):
             site.machine.set(None, "count", gpus)
@@ -771,13 +772,40 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
         try:
             assert look() == (3600, [True, True])
             leave(1)
-            assert [look() for _ in range(8)] == [
-                (seconds, [True, False]) for seconds in (60, 120, 240, 480, 960, 1920, 3600, 3600)
-            ]
+            assert look() == (60, [True, False])
+            assert look() == (60, [True, False])  # asked for out of turn: it was not away for longer
+            assert look(away=120) == (120, [True, False])
+            assert look(away=480) == (600, [True, False])
+            assert look(away=5000) == (3600, [True, False])
             leave(2)
             assert look() == (3600, [True, True])
-            leave(1)
-            assert look() == (60, [True, False])
+            site.machine.fail(None, "nvmlInitWithFlags", 9)  # the driver is not loaded
+            site.seen_by_torch.write_text("")
+            assert look() == (60, [False, False])
+        finally:
+            daemon._jobs.shutdown()
+            daemon.engine.stop()
+            eventually(lambda: not daemon.engine.holds)
+
+
+def test_an_inventory_that_is_asked_for_during_another_is_not_lost(tmp_path):
+    """What changed after the first had looked is found."""
+    taken = []
+    with Store.open(tmp_path / "state") as store:
+        daemon = RealDaemon(load(configure(tmp_path, "passes")), None, store)
+        daemon._jobs.start()
+        whole = daemon._take_inventory
+
+        def take():
+            whole()
+            taken.append(len(taken))
+            if len(taken) == 1:
+                daemon._look_around()
+
+        daemon._take_inventory = take
+        try:
+            daemon._look_around()
+            eventually(lambda: len(taken) == 2)
         finally:
             daemon._jobs.shutdown()
             daemon.engine.stop()
