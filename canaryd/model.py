@@ -583,14 +583,11 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def _object(kind: Any) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
-    fields: dict[str, Callable[[Any], Any]] = {}
+    fields = {name: _decoder(hint) for name, hint in typing.get_type_hints(kind).items()}
 
     def decode(data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise _UnfitError(f"wanted an object, got {type(data).__name__}")
-        if not fields:  # not before: a type may hold others of its own
-            fields.update((name, _decoder(hint)) for name, hint in hints.items())
         if not data.keys() <= fields.keys():
             raise _UnfitError(f"unknown field {min(data.keys() - fields.keys())!r}")
         decoded = {}
