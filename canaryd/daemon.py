@@ -394,7 +394,7 @@ class Daemon:
 
     def _discover(self) -> None:
         self._look_again = True
-        while self._look_again and not self.engine.released:  # the scheduler drops what falls due while this runs
+        while self._look_again and not self.engine.halted:  # the scheduler drops what falls due while this runs
             self._look_again = False
             self._take_inventory()
 
@@ -634,6 +634,8 @@ class Daemon:
 
     def _refresh(self) -> None:
         """Take what other canaryd processes stored; judge again (evidence ages) and render, unless a sweep just did."""
+        if self._look_again and not self.engine.halted:  # what was asked for was dropped, or failed
+            self._look_around()
         self._look()
         self._looked = time.monotonic()  # of one that failed nothing new is shown: what was prepared must not look so
 

@@ -52,9 +52,6 @@ the judge's watch."""
 FAILURES = 100
 """Mismatches of one probe and instruction set that are kept in memory, and clean confirmations of it: two lanes, for a
 sibling's many confirmations must never push out a mismatch."""
-ODD = 4 * FAILURES
-"""Mismatches of one probe, confirmations among them, that are read at a start: years of a device that fails in each
-round must not keep the daemon from its work for minutes."""
 LEARNING = 2
 """Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
 TRIES = 3
@@ -133,12 +130,13 @@ def _kept(run: Run) -> tuple[Reading, ...]:
 def _without_recordings(run: Run) -> Run:
     """Return a run without its recordings and what belongs to them; of its readings, only what older runs are asked.
 
-    How fast an endpoint was counts beside what it was and whether others were served: one recording tells that.
+    How fast an endpoint was counts beside what it was and whether others were served: the first recording tells the
+    one, and one that was not alone the other.
     """
     asked = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in recorded.LATENCIES)
     kept: tuple[Recording, ...] = ()
     if any(r.name in recorded.LATENCIES for r in asked):
-        kept = (next((r for r in run.recordings if r.condition != IDLE), run.recordings[0]),)
+        kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
     learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
     return replace(run, recordings=kept, learnt=learnt, readings=asked or run.readings[:1])
 
@@ -799,9 +797,10 @@ class Engine:
             if seen[lane] <= (FAILURES if failed or run.confirms else plain) and not _expired(run, now):
                 # What was known is counted in the baselines; of many recordings the newest few runs are enough to show.
                 # Those that did not complete, or looked at a part alone, never take the place of one that tells all.
+                kind = lane, run.whole, run.outcome is Outcome.COMPLETED
                 many = len(run.recordings) > FEW and not run.unknown
-                shown[lane, run.whole] += many and run.outcome is Outcome.COMPLETED
-                kept.append(_without_recordings(run) if many and shown[lane, run.whole] > SHOWN else run)
+                shown[kind] += many
+                kept.append(_without_recordings(run) if many and shown[kind] > SHOWN else run)
         return kept[::-1]
 
     def _forget_findings(self, uuid: str) -> None:
@@ -823,9 +822,7 @@ class Engine:
         def take(found: Iterable[Run]) -> None:
             runs.update((run.id, fold(run)) for run in found)
 
-        for probe in self.store.failing(uuid):
-            take(self.store.runs(uuid, probe, failed=True, odd=True, limit=ODD))
-            take(self.store.runs(uuid, probe, failed=True, odd=False, limit=limit))
+        take(self.store.runs(uuid, failed=True))
         for probe in self.entries:
             take(self.store.runs(uuid, probe, failed=False, limit=limit))
         take(self.store.runs(uuid, drill=True, since=self.clock() - judge.DRILL_EXPIRY))
@@ -938,7 +935,13 @@ class Engine:
                 if day in have:
                     continue
                 begin, end = day * DAY, (day + 1) * DAY
-                runs = self.store.runs(uuid, since=begin, until=end + HOUR, drill=None)  # stored after they started
+                runs = [
+                    replace(run, comparisons=(), recordings=())  # hour by hour: a day of them whole is tens of MiB
+                    for hour in range(25)  # one more, for they are stored after they started
+                    for run in self.store.runs(
+                        uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None
+                    )
+                ]
                 self.store.add_day(trend.summary(uuid, day, runs, self.store.polls(uuid, since=begin, until=end)))
                 with self._mutex:
                     self._courses.pop(uuid, None)

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 SHARED = 64
 """Characters of the longest text that `shared` looks up (ours)."""
+ITEMS = 64
+"""Items of the largest mapping of such texts that is kept once (ours)."""
 
 
 class Outcome(str, enum.Enum):
@@ -669,7 +671,8 @@ def _mapping(kind: Any) -> Callable[[Any], Any]:
             except _UnfitError as error:
                 error.within(f".{name}")
                 raise
-        return _known_mapping(tuple(found.items())) if kind is str else found
+        few = kind is str and len(found) <= ITEMS and all(len(value) <= SHARED for value in found.values())
+        return _known_mapping(tuple(found.items())) if few else found
 
     return decode
 

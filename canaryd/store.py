@@ -67,8 +67,6 @@ JUMP = 60.0
 REACHED_NOTE, LOST_NOTE = "reached", "history lost"
 """Notes: see `Store.reached`; when a damaged file was set aside, and as what, as "seconds path"."""
 
-ODD = "(wrong > 0 OR (failed AND outcome = 'completed'))"
-"""Of the failures, those with wrong or unknown bits: what completed and is wrong nowhere failed for unknown ones."""
 RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
@@ -340,17 +338,16 @@ class Store:
         until: float | None = None,
         drill: bool | None = False,
         failed: bool | None = None,
-        odd: bool | None = None,
         limit: int | None = None,
     ) -> list[Run]:
         """Return runs in the order in which they were stored, newest last; `None` does not narrow.
 
         `since` and `until` (left out) go by when a run was stored, in seconds since the epoch: that never runs
-        backwards, while the clock that `Run.started` was read from may. `failed` is as in `Retention`; `odd` are those
-        of them that gave wrong or unknown bits, and not those that did not complete. `limit` keeps the newest.
+        backwards, while the clock that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps
+        the newest.
         """
         times = {"stored >= ?": since, "stored < ?": until}
-        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed, f"{ODD} = ?": odd}
+        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed}
         where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
         query = f"SELECT id, body FROM runs WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
         stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
@@ -360,13 +357,6 @@ class Store:
         """Return one run; None where it is not known (any more)."""
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._unpack(Run, [*stored, *waiting])), None)
-
-    def failing(self, device: str) -> frozenset[str]:
-        """Return the probes with a failure of this device on record, drills left out."""
-        stored, waiting = self._read(
-            "SELECT DISTINCT probe FROM runs WHERE device = ? AND failed AND drill = ''", device
-        )
-        return frozenset(probe for (probe,) in (*stored, *waiting))
 
     def mismatched(self) -> frozenset[str]:
         """Return the devices (their uuids) with a mismatch on record, drills left out."""

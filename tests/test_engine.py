@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -413,33 +412,6 @@ def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordin
             slow.append(number)
     # Until what is slow is half of what is remembered.
     assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + recorded.NEWEST) // 2))
-
-
-def test_a_start_reads_of_what_failed_the_newest_and_every_kind(tmp_path, monkeypatch):
-    """Months of runs that did not complete hide no mismatch, unknown bits and no other probe, and are not all read."""
-    monkeypatch.setattr("canaryd.engine.ODD", 4)
-    config = settings(tmp_path, "passes")
-    engine = start(config)
-    device, number = the_cpu(engine).uuid, itertools.count()
-
-    def add(probe: str, times: int = 1, **fields) -> list[str]:
-        runs = [dataclasses.replace(made(next(number), probe, **fields), device=device) for _ in range(times)]
-        for run in runs:
-            engine.store.add_run(run)
-        return [run.id for run in runs]
-
-    errored = {"outcome": Outcome.ERRORED, "comparisons": ()}
-    gone = add("removed", wrong=True)  # of a probe that is no more
-    wrong = add("passes", 6, wrong=True)
-    unknown = add("passes", unknown=("a",))
-    add("passes", drill="flip", wrong=True)
-    failed = add("passes", 2 * NEWEST, **errored)
-    clean = add("passes", 3)
-    monkeypatch.setattr("canaryd.engine.RECORD", NEWEST)
-    engine.store.close()
-    again = start(config)
-    read = {run.id for run in again._load(device)}
-    assert read == {*gone, *wrong[-3:], *unknown, *failed[-NEWEST + 3 :], *clean}
 
 
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):

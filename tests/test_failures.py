@@ -788,8 +788,9 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
             eventually(lambda: not daemon.engine.holds)
 
 
-def test_an_inventory_that_is_asked_for_during_another_is_not_lost(tmp_path):
-    """What changed after the first had looked is found."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_inventory_that_is_asked_for_during_another_is_not_lost(tmp_path, fails):
+    """What changed after the first had looked is found, also where that one fails: by the next look at the record."""
     taken = []
     with Store.open(tmp_path / "state") as store:
         daemon = RealDaemon(load(configure(tmp_path, "passes")), None, store)
@@ -801,11 +802,14 @@ def test_an_inventory_that_is_asked_for_during_another_is_not_lost(tmp_path):
             taken.append(len(taken))
             if len(taken) == 1:
                 daemon._look_around()
+                assert not fails, "as a worker that cannot be started might"
 
         daemon._take_inventory = take
         try:
             daemon._look_around()
-            eventually(lambda: len(taken) == 2)
+            eventually(lambda: len(taken) == (1 if fails else 2))
+            if fails:
+                eventually(lambda: daemon._refresh() or len(taken) == 2)
         finally:
             daemon._jobs.shutdown()
             daemon.engine.stop()
