@@ -91,7 +91,8 @@ def killed(tmp_path_factory):
         first = process.stdout.readline() if cycle % 5 else ""
         time.sleep(dice.uniform(0, 0.3) if cycle % 5 else dice.uniform(0.1, 0.4))
         process.kill()
-        said, complaint = process.communicate()
+        with process:  # not `communicate`: it would lose what `readline` has read beyond its line
+            said, complaint = process.stdout.read(), process.stderr.read()
         assert complaint == ""
         for line in (first + said).splitlines(keepends=True):
             if line.endswith("\n"):  # the last may have been cut short by the kill
