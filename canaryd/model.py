@@ -11,10 +11,11 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -562,9 +563,7 @@ class _UnfitError(ValueError):
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.path: list[str] = []
-
-    def within(self, step: str) -> None:
-        self.path.append(step)
+        """The steps to it, the innermost first."""
 
 
 @functools.cache
@@ -578,7 +577,7 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if origin is typing.Union or origin is types.UnionType:
         return _choice(args)
     if origin is tuple:
-        return _list(_decoder(args[0])) if args[1:] == (Ellipsis,) else _fixed([_decoder(a) for a in args])
+        return _list(args)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(args[1])
     return _plain(kind)
@@ -597,7 +596,7 @@ def _object(kind: Any) -> Callable[[Any], Any]:
             try:
                 decoded[name] = fields[name](value)
             except _UnfitError as error:
-                error.within(f".{name}")
+                error.path.append(f".{name}")
                 raise
         try:
             return kind(**decoded)
@@ -624,34 +623,21 @@ def _choice(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     return decode
 
 
-def _list(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _list(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    alike = kinds[1:] == (Ellipsis,)
+    decoders = [_decoder(kind) for kind in kinds if kind is not Ellipsis]
+
     def decode(data: Any) -> Any:
         if not isinstance(data, (list, tuple)):
             raise _UnfitError(f"wanted a list, got {type(data).__name__}")
+        if not alike and len(decoders) != len(data):
+            raise _UnfitError(f"wanted {len(decoders)} items, got {len(data)}")
         found = []
         try:
-            for value in data:
-                found.append(item(value))  # noqa: PERF401  its length tells where
+            for each, value in zip(itertools.repeat(decoders[0]) if alike else decoders, data, strict=False):
+                found.append(each(value))
         except _UnfitError as error:
-            error.within(f"[{len(found)}]")
-            raise
-        return tuple(found)
-
-    return decode
-
-
-def _fixed(items: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    def decode(data: Any) -> Any:
-        if not isinstance(data, (list, tuple)):
-            raise _UnfitError(f"wanted a list, got {type(data).__name__}")
-        if len(items) != len(data):
-            raise _UnfitError(f"wanted {len(items)} items, got {len(data)}")
-        found = []
-        try:
-            for item, value in zip(items, data, strict=True):
-                found.append(item(value))
-        except _UnfitError as error:
-            error.within(f"[{len(found)}]")
+            error.path.append(f"[{len(found)}]")
             raise
         return tuple(found)
 
@@ -669,7 +655,7 @@ def _mapping(kind: Any) -> Callable[[Any], Any]:
             try:
                 found[shared(str(name))] = item(value)
             except _UnfitError as error:
-                error.within(f".{name}")
+                error.path.append(f".{name}")
                 raise
         few = kind is str and len(found) <= ITEMS and all(len(value) <= SHARED for value in found.values())
         return _known_mapping(tuple(found.items())) if few else found
