@@ -40,9 +40,9 @@ import psutil
 
 from benchmarks import common
 from benchmarks.footprint import daemon
-from canaryd import budget
-from canaryd.config import BudgetConfig
-from canaryd.worker.tensors import torch
+from canaryd.config.settings import BudgetConfig
+from canaryd.engine import budget
+from canaryd.worker.numeric.tensors import torch
 
 UTILISATION = 0.6
 """Part of its capacity at which the server's latency is measured."""

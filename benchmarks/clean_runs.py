@@ -24,14 +24,17 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common
-from canaryd.model import Device, to_json
+from canaryd.codec import to_json
+from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker import content, devices, evidence, indexing
-from canaryd.worker.attention import CONTENTS, MASKS
-from canaryd.worker.content import Inexact
-from canaryd.worker.exact import Case
-from canaryd.worker.integers import derive, digest
-from canaryd.worker.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
+from canaryd.worker.numeric import evidence, indexing
+from canaryd.worker.numeric import operands as numeric_operands
+from canaryd.worker.numeric import stack as numeric_stack
+from canaryd.worker.numeric.attention import CONTENTS, MASKS
+from canaryd.worker.numeric.integers import derive, digest
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
+from canaryd.worker.numeric.verify import Case
 from probes import exact_attention, exact_integer, exact_matmul
 
 KEPT = 100
@@ -56,10 +59,10 @@ def products(context: Context) -> Iterator[Maker]:
             continue
         scaled = source.startswith("float8")  # its kernels want B column-major and no batch
         layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (exact_matmul.LAYOUTS, exact_matmul.KINDS)
-        for name, kind, layout in itertools.product(content.CONTENTS, kinds, layouts):
+        for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for name in ("narrow", "wide"):
-        if name == "narrow" or not devices.int8_pairs_saturate():
+        if name == "narrow" or not numeric_stack.int8_pairs_saturate():
             yield from (partial(_int8, name, layout) for layout in ("nn", "nt"))
 
 
@@ -88,7 +91,7 @@ def _int8(name: str, layout: str, rng: random.Random) -> Case:
     M, N, K = (8 * rng.randint(4, 40) for _ in range(3))
     return Case(
         f"int8>int32/{name}/square/{layout}@{M}x{N}x{K}",
-        partial(content.build_int8, name, M, N, K, layout),
+        partial(numeric_operands.build_int8, name, M, N, K, layout),
         lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
     )
 
@@ -152,7 +155,7 @@ def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> di
 def serve(arguments: argparse.Namespace) -> None:
     """Be one process: do `--runs` runs and print each as a line of JSON, the first line telling what this torch is."""
     torch.set_num_threads(arguments.threads[0])
-    device = devices.cpu()
+    device = numeric_stack.cpu()
     where = (arguments.instruction_sets[0], arguments.threads[0])
     start = derive(arguments.seed, "/".join(map(str, where)))
     rng = random.Random(start)
@@ -163,7 +166,7 @@ def serve(arguments: argparse.Namespace) -> None:
             "attention": list(attentions(context)),
             "integer": list(integers()),
         }
-        stack = devices.stack(device, where[0])
+        stack = numeric_stack.stack(device, where[0])
         print(json.dumps({"stack": stack, "classes": {k: len(v) for k, v in families.items()}}), flush=True)
         # Every class of a family in turn, in an order of its own, so that few runs already touch many classes.
         decks = {name: itertools.cycle(rng.sample(makers, len(makers))) for name, makers in families.items()}
@@ -273,7 +276,7 @@ def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1, help="another seed gives other runs (default: %(default)s)")
-    parser.add_argument("--instruction-sets", nargs="+", default=list(devices.cpu().instruction_sets))
+    parser.add_argument("--instruction-sets", nargs="+", default=list(numeric_stack.cpu().instruction_sets))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import psutil
 
 import canaryd
-from canaryd.supervise import INSTRUCTION_SETS, SCRUBBED, STRICT
-from canaryd.worker import devices
-from canaryd.worker.tensors import torch
+from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
+from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.tensors import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -56,7 +56,7 @@ def become_worker() -> None:
 
 def machine() -> dict[str, str]:
     """Return what a reader must know of the machine, the software and the moment to judge a figure."""
-    host = devices.cpu()
+    host = stack.cpu()
     facts = {
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "canaryd": canaryd.__version__,
@@ -64,7 +64,7 @@ def machine() -> dict[str, str]:
         "cpu": host.model,
         "cores": host.detail["cores"],
         "load at start": f"{os.getloadavg()[0]:.2f}",
-        **devices.stack(host, ""),
+        **stack.stack(host, ""),
     }
     if torch is not None and torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)

@@ -27,11 +27,11 @@ from typing import Any
 
 from benchmarks import common
 from canaryd.model import Exactness
-from canaryd.worker import content, devices
-from canaryd.worker.content import Problem, Product
-from canaryd.worker.exact import accumulator
-from canaryd.worker.integers import derive, mix64
-from canaryd.worker.tensors import FORMATS, bits, host_same_bits, same_bits, strict_switches, torch, upload
+from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.integers import derive, mix64
+from canaryd.worker.numeric.operands import CONTENTS, Problem, Product, build
+from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, strict_switches, torch, upload
+from canaryd.worker.numeric.verify import accumulator
 from probes import exact_matmul
 
 SIZES = {"square": (64, 48, 96, 0), "decode": (3, 80, 160, 0), "batched": (24, 32, 48, 2)}
@@ -151,7 +151,7 @@ def _consistent(trial: Trial, draw: Draw) -> Struck:
 
 
 def _stuck(trial: Trial, draw: Draw) -> Struck:
-    operands = upload(trial.problem.operands, devices.cpu())
+    operands = upload(trial.problem.operands, stack.cpu())
     raw = bits(operands[0])
     flat = raw.view(-1) if raw.is_contiguous() else raw.transpose(-1, -2).view(-1)
     width = operands[0].element_size() * 8
@@ -215,7 +215,7 @@ def why_unobserved(trial: Trial, struck: Struck) -> str:
         return "a zero changed its sign"
     largest = (-values.abs().max()).to(before.dtype)
     harder = torch.where(changed, bits(largest), bits(before)).view(before.dtype)
-    if host_same_bits(trial.compute(upload((harder, trial.problem.operands[1]), devices.cpu())), trial.clean):
+    if host_same_bits(trial.compute(upload((harder, trial.problem.operands[1]), stack.cpu())), trial.clean):
         return "the elements meet only zeros"
     rounded = trial.problem.exactness is Exactness.ROUNDED
     return "lost in the one rounding of class R" if rounded else "below the last place of the sum"
@@ -227,7 +227,7 @@ def why_unobserved(trial: Trial, struck: Struck) -> str:
 
 def _trials(seed: int) -> dict[str, Iterator[Trial]]:
     """Return an endless source of clean trials for every format that this CPU multiplies."""
-    device = devices.cpu()
+    device = stack.cpu()
     sources = {}
     for source, target in exact_matmul.FORMAT_PAIRS:
         if not exact_matmul.unsupported(device, source, target):
@@ -240,13 +240,13 @@ def _trials_of(source: str, target: str, seed: int) -> Iterator[Trial]:
     scaled = source.startswith("float8")
     sizes = {"square": (64, 48, 96, 0)} if scaled else SIZES
     layouts = ("nt",) if scaled else exact_matmul.LAYOUTS
-    room = accumulator(devices.cpu(), source).bits
-    choices = itertools.cycle(itertools.product(content.CONTENTS, sizes.values(), layouts))
+    room = accumulator(stack.cpu(), source).bits
+    choices = itertools.cycle(itertools.product(CONTENTS, sizes.values(), layouts))
     compute = partial(exact_matmul._compute, source, target, out=None)  # noqa: SLF001
     for number, (name, (M, N, K, batch), layout) in enumerate(choices):
         spec = Product(name, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
-        problem = content.build(spec, derive(seed, str(number)))
-        clean = compute(upload(problem.operands, devices.cpu()))
+        problem = build(spec, derive(seed, str(number)))
+        clean = compute(upload(problem.operands, stack.cpu()))
         if not host_same_bits(clean, problem.golden):
             sys.exit(f"{source}>{target}/{name}/{layout}: the clean result is wrong; no recall is measured here")
         form = FORMATS[target]

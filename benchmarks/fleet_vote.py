@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.common import ROOT, Bystanders, machine, options, table, write
-from canaryd import fleet
+from canaryd.fleet import prometheus, vote
 
-RULES = ROOT / "deploy/prometheus" / fleet.RULES
+RULES = ROOT / "deploy/prometheus" / vote.RULES
 PER_TARGET = 100
 """Nodes that one synthetic target stands for; their `instance` labels are their own."""
 DEVICES = 8
@@ -234,7 +234,7 @@ class Run:
 
 def expected(run: Run) -> None:
     """End the benchmark where the vote is not the right one."""
-    found = fleet.gather(fleet.Prometheus(run.url, patience=300.0))
+    found = vote.gather(prometheus.Prometheus(run.url, patience=300.0))
     accused = {(o.instance, o.scope) for o in found.accused}
     wanted = {("node00005:19469", "device"), ("node00017:19469", "node")}
     if (
@@ -245,7 +245,7 @@ def expected(run: Run) -> None:
         or found.nodes != run.nodes
         or found.problems
     ):
-        sys.exit(f"{run.nodes} nodes: the vote is wrong: {fleet.as_text(found, 120)}")
+        sys.exit(f"{run.nodes} nodes: the vote is wrong: {vote.as_text(found, 120)}")
 
 
 def measure(run: Run, rounds: int) -> Size:
@@ -263,7 +263,7 @@ def measure(run: Run, rounds: int) -> Size:
     now = time.time()
     window = {"start": str(now - 60), "end": str(now), "step": "15"}
     questions: Mapping[str, Callable[[], Any]] = {
-        "canaryd fleet": lambda: fleet.gather(fleet.Prometheus(run.url, patience=300.0)),
+        "canaryd fleet": lambda: vote.gather(prometheus.Prometheus(run.url, patience=300.0)),
         "the vote in one line, unguarded": lambda: run.api("query", query=PLAIN),
         "a minute of outliers, 5 steps": lambda: run.api("query_range", query="canaryd:fleet_outlier", **window),
         "a minute of voters, 5 steps": lambda: run.api("query_range", query="canaryd:fleet_voters", **window),

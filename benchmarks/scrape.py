@@ -23,9 +23,10 @@ from typing import Any
 import psutil
 
 from benchmarks import common
-from canaryd import daemon, metrics
-from canaryd.exposition import OPENMETRICS
-from canaryd.serve import Server
+from canaryd.daemon import daemon
+from canaryd.metrics import families
+from canaryd.metrics.exposition import OPENMETRICS
+from canaryd.web.server import Server
 from tests.full_node import node
 
 TARGET = 20.0
@@ -44,14 +45,14 @@ def serve(devices: int, pipe: Any) -> None:
     """Serve, say where, make the page anew until told to end; then say how long each time took, in seconds."""
     sys.setswitchinterval(daemon.SWITCH)
     snapshot = node(devices)
-    pages = [metrics.render(snapshot)]
-    server = Server("127.0.0.1", 0, {"/metrics": lambda headers: metrics.answer(pages[0], headers)})
+    pages = [families.render(snapshot)]
+    server = Server("127.0.0.1", 0, {"/metrics": lambda headers: families.answer(pages[0], headers)})
     server.start()
     pipe.send(server.port)
     rendering = []
     while not pipe.poll(daemon.SWEEP):
         started = time.perf_counter()
-        pages[0] = metrics.render(snapshot)
+        pages[0] = families.render(snapshot)
         rendering.append(time.perf_counter() - started)
     server.close()
     pipe.send(rendering)
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--scrapes", type=int, default=20, help="per scraper and block (default: %(default)d)")
     arguments = parser.parse_args()
     facts = common.machine()
-    page = metrics.render(node(arguments.devices))
+    page = families.render(node(arguments.devices))
     series = sum(1 for line in page.text.body.splitlines() if not line.startswith(b"#"))
     ours, theirs = mp.get_context("spawn").Pipe()
     server = mp.get_context("spawn").Process(target=serve, args=(arguments.devices, theirs))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from canaryd.baseline import EVERY
+from canaryd.judge.recordings.baseline import EVERY
 from canaryd.model import Outcome, Run, State
 from tests import checkpoints
 from tests.servers import KINDS

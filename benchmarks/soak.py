@@ -39,8 +39,8 @@ import psutil
 
 from benchmarks import common, footprint
 from benchmarks.telemetry import Scraper
-from canaryd import drawing
-from canaryd.config import parse_duration
+from canaryd.config.values import parse_duration
+from canaryd.report import svg
 from tests.nvml_stand_in import StandIn
 
 PROBES = common.ROOT / "tests/probes"
@@ -187,7 +187,7 @@ class Soak:
     address: str
     config: Path
     samples: list[dict[str, float]] = field(default_factory=list)
-    marks: list[drawing.Mark] = field(default_factory=list)
+    marks: list[svg.Mark] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     done: dict[str, int] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class Soak:
 
     def mark(self, label: str) -> None:
         """Remember when something was done, for the picture."""
-        self.marks.append(drawing.Mark(at=time.time(), label=label))
+        self.marks.append(svg.Mark(at=time.time(), label=label))
 
     # -- what is seen of it
 
@@ -490,21 +490,21 @@ def report(soak: Soak, duration: float) -> tuple[str, dict[str, Any], str, bool]
 
 def picture(soak: Soak, judged_from: float) -> str:
     """Return all courses below one another as one SVG."""
-    named = [drawing.Mark(at=judged_from, label="judged from here", role="calm"), *soak.marks]
+    named = [svg.Mark(at=judged_from, label="judged from here", role="calm"), *soak.marks]
     parts, top = [], 0.0
     for quantity in QUANTITIES:
         points = [(s["at"], s[quantity.name]) for s in soak.samples]
-        figure = drawing.plot(quantity.name, quantity.unit, [drawing.Line(name=quantity.name, points=points)], named)
+        figure = svg.plot(quantity.name, quantity.unit, [svg.Line(name=quantity.name, points=points)], named)
         inside = re.search(r"<svg[^>]*>(.*)</svg>", figure, re.DOTALL)
         if inside is not None:
             unit = "" if quantity.unit == "1" else f", {quantity.unit}"
-            title = f'<text x="{drawing.LEFT}" y="14">{html.escape(quantity.name + unit)}</text>'
+            title = f'<text x="{svg.LEFT}" y="14">{html.escape(quantity.name + unit)}</text>'
             parts.append(f'<g transform="translate(0,{top + 20:g})">{title}<g transform="translate(0,14)">')
             parts.append(f"{inside[1]}</g></g>")
-            top += drawing.H + 40
+            top += svg.H + 40
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {drawing.W} {top:g}" color="#222">'
-        f'<style>{drawing.STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {svg.W} {top:g}" color="#222">'
+        f'<style>{svg.STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 

@@ -37,11 +37,20 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks import common, footprint
-from canaryd import catalogue, config, daemon, engine, judge, metrics, supervise, watch
+from canaryd.config import load
+from canaryd.daemon import daemon
+from canaryd.engine import catalogue, engine, polling
+from canaryd.judge import verdict as judge_verdict
+from canaryd.metrics import families
 from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
-from canaryd.store import Retention, Store
-from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.store.store import Retention, Store
+from canaryd.supervisor import process as supervisor_process
+from canaryd.supervisor import remote
+from canaryd.supervisor import series as supervisor_series
+from canaryd.supervisor.process import Worker
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
 from tests.nvml_stand_in import StandIn
 
 PERIOD = 15.0
@@ -65,8 +74,8 @@ SPEC = ProbeSpec(name="{name}", summary="part of a sweep", numeric=False)
 PROBE_DIRECTORY = "canaryd/probes.d"
 PROBES = {
     "nothing": "def run(ctx):\n    yield from ()\n",
-    "imports": "import canaryd.worker.nvidia\ndef run(ctx):\n    yield from ()\n",
-    "begins": "import canaryd.worker.nvidia, pynvml\npynvml.nvmlInit()\ndef run(ctx):\n    yield from ()\n",
+    "imports": "import canaryd.worker.telemetry.nvidia\ndef run(ctx):\n    yield from ()\n",
+    "begins": "import canaryd.worker.telemetry.nvidia, pynvml\npynvml.nvmlInit()\ndef run(ctx):\n    yield from ()\n",
     **{
         f"reads_{vendor}": f"from canaryd.worker.{vendor} import read\n"
         "def run(ctx):\n    for _ in read(ctx.device, ctx.settings):\n        pass\n    yield from ()\n"
@@ -144,7 +153,7 @@ def work(step: Step, tree: Path, host: Device, gpus: Sequence[Device]) -> Cost:
     if step.host is None:
         subprocess.run([sys.executable, "-c", "pass"], check=True, stdin=subprocess.DEVNULL)
     else:
-        with patch.object(supervise, "PACKAGE", tree / "canaryd"), Series(WorkerSpec()) as series:
+        with patch.object(remote, "PACKAGE", tree / "canaryd"), Series(WorkerSpec()) as series:
             for path, device in todo:
                 if path is None:
                     continue
@@ -438,25 +447,25 @@ def _mark(process: psutil.Process, readers: Sequence[psutil.Process]) -> tuple[f
 # --- The account of the daemon's own cost -----------------------------------------------------------------------------
 
 ITEMS: Sequence[tuple[str, Any, str]] = (
-    ("starting a process", supervise, "_spawn"),
-    ("ending a worker", supervise.Series, "close"),
-    ("waiting for answers, and reading the pipe", supervise._Worker, "receive"),  # noqa: SLF001  what is measured
-    ("lines of the protocol, JSON", supervise._Worker, "_take"),  # noqa: SLF001
-    ("facts from JSON data, checked", supervise, "from_json"),
-    ("questions and the run around them", supervise.Series, "run"),
-    ("comparing a poll with the one before", watch, "changes"),
-    ("what of a poll is worth keeping", watch, "watched"),
+    ("starting a process", supervisor_process, "_spawn"),
+    ("ending a worker", supervisor_series.Series, "close"),
+    ("waiting for answers, and reading the pipe", Worker, "receive"),
+    ("lines of the protocol, JSON", Worker, "_take"),
+    ("facts from JSON data, checked", supervisor_series, "from_json"),
+    ("questions and the run around them", supervisor_series.Series, "run"),
+    ("comparing a poll with the one before", polling, "changes"),
+    ("what of a poll is worth keeping", polling, "watched"),
     ("store: polls", Store, "add_poll"),
     ("store: verdicts", Store, "set_verdict"),
     ("store: verdicts, reading", Store, "verdicts"),
     ("store: counters, reading", Store, "counters"),
     ("store: runs, reading", Store, "runs"),
     ("store: notes, reading", Store, "note"),
-    ("store: events, reading", watch.Watch, "recall"),
-    ("judging", judge, "decide"),
+    ("store: events, reading", polling.Watch, "recall"),
+    ("judging", judge_verdict, "decide"),
     ("evidence for the judge", engine.Engine, "decide"),
     ("the page: views of the devices", daemon.Daemon, "_render_alone"),
-    ("the page: rendering", metrics, "render"),
+    ("the page: rendering", families, "render"),
     ("the sweep around its polls", daemon.Daemon, "_sweep"),
     ("the refresh around its parts", daemon.Daemon, "_refresh"),
     ("asking each device's queue what is due", daemon.Daemon, "_tick"),
@@ -523,7 +532,7 @@ def _kind(name: str) -> str:
 
 def account(folder: Path, settled: float, duration: float) -> tuple[str, dict[str, Any]]:
     """Run the daemon in this process for `duration` seconds after `settled`; return a report and its data."""
-    settings = replace(config.load(folder / "canaryd.yaml"), listen=("127.0.0.1", 0), state_dir=folder / "account")
+    settings = replace(load.load(folder / "canaryd.yaml"), listen=("127.0.0.1", 0), state_dir=folder / "account")
     store = Store.open(
         settings.state_dir,
         max_bytes=settings.store.max_size,
@@ -545,7 +554,7 @@ def account(folder: Path, settled: float, duration: float) -> tuple[str, dict[st
     with (
         common.Bystanders() as others,
         books.around(),
-        patch.object(supervise, "PACKAGE", folder / "installed" / "canaryd"),
+        patch.object(remote, "PACKAGE", folder / "installed" / "canaryd"),
         patch.object(catalogue, "builtin_directory", lambda: folder / "installed" / PROBE_DIRECTORY),
     ):
         threading.Thread(target=clerk, name="clerk", daemon=True).start()

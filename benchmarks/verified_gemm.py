@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks import common
 from canaryd.model import Device
 from canaryd.probe import Context
-from canaryd.worker import devices, exact
-from canaryd.worker.integers import digest
-from canaryd.worker.tensors import host_same_bits, strict_switches, synchronize, torch, upload
+from canaryd.worker.numeric import stack, verify
+from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
 from probes import exact_matmul
 
 SAMPLE = 0.2
@@ -83,17 +83,17 @@ class Row:
 def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     """Measure one size; end the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
-    session = exact.Session(context)
+    session = verify.Session(context)
     case = exact_matmul.product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
-    seed = exact.case_seed(context, case)
+    seed = verify.case_seed(context, case)
     made: list[Any] = []
-    making = common.seconds(lambda: made.append(exact._make(session, case, seed, None, "")))
+    making = common.seconds(lambda: made.append(verify._make(session, case, seed, None, "")))
     problem, doubts = made[0]
     if doubts:
         raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")
     operands = upload(problem.operands, device)
     (golden,) = upload((problem.golden,), device)
-    burst = 1 if device.backend == "cpu" else max(1, min(exact.BURST, exact.BURST_BYTES // golden.nbytes))
+    burst = 1 if device.backend == "cpu" else max(1, min(verify.BURST, verify.BURST_BYTES // golden.nbytes))
     buffers = [torch.empty_like(golden) for _ in range(burst)]
     repeats = 1
 
@@ -108,9 +108,9 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
             results = [case.compute(operands, buffer) for buffer in buffers]
             for result in results:
                 session.injector.after(case.name, result)
-            if not all(exact._agree(results, golden)):  # noqa: SLF001
+            if not all(verify._agree(results, golden)):  # noqa: SLF001
                 raise SystemExit(f"{case.name} with seed {seed} is wrong on this machine")
-            exact._spoil(results)  # noqa: SLF001
+            verify._spoil(results)  # noqa: SLF001
 
     unverified()
     verified()
@@ -130,8 +130,8 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     spare = [torch.empty_like(golden) for _ in range(burst)]
     account = Account(
         product=statistics.median(first for first, _ in times) / (repeats * burst),
-        comparison=median(lambda: exact._agree(buffers, golden)) / burst,  # noqa: SLF001
-        spoiling=median(lambda: exact._spoil(spare)) / burst,  # noqa: SLF001
+        comparison=median(lambda: verify._agree(buffers, golden)) / burst,  # noqa: SLF001
+        spoiling=median(lambda: verify._spoil(spare)) / burst,  # noqa: SLF001
         making=making,
         upload=median(load),
         host=median(lambda: host_same_bits(buffers[0].cpu(), problem.golden)),
@@ -203,9 +203,9 @@ def main() -> None:
     arguments = parser.parse_args()
     common.become_worker()
     facts = common.machine()
-    found = [d for d in devices.discover()[0] if d.backend == arguments.device]
+    found = [d for d in stack.discover()[0] if d.backend == arguments.device]
     if not found:
-        parser.error(f"--device {arguments.device}: this torch finds none; it finds {devices.discover()[0][0].name}")
+        parser.error(f"--device {arguments.device}: this torch finds none; it finds {stack.discover()[0][0].name}")
     with strict_switches():
         rows = []
         for size in arguments.sizes:

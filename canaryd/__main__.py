@@ -10,7 +10,7 @@ UNKNOWN = 3
 def main() -> int:
     """Run the command line; a defect of ours ends as unknown, with its traceback for the report."""
     try:
-        from canaryd.cli import main as command  # noqa: PLC0415  a broken installation must not exit with 1 either
+        from canaryd.cli.main import main as command  # noqa: PLC0415  a broken installation must not exit with 1 either
 
         return command()
     except Exception:  # noqa: BLE001  the last resort of the process

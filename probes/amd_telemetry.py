@@ -11,7 +11,7 @@ is installed.
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.amd import read
+from canaryd.worker.telemetry.amd import read
 
 SPEC = ProbeSpec(
     name="amd_telemetry",

@@ -10,7 +10,7 @@ Settings: ioreg, pmset, sysctl, system_profiler, the paths of these commands (de
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.apple import read
+from canaryd.worker.telemetry.apple import read
 
 SPEC = ProbeSpec(
     name="apple_telemetry",

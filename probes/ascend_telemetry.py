@@ -10,7 +10,7 @@ Settings: npu_smi (default "npu-smi"), the command's name or path; sysfs (defaul
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.ascend import read
+from canaryd.worker.telemetry.ascend import read
 
 SPEC = ProbeSpec(
     name="ascend_telemetry",

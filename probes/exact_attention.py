@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
-from canaryd.worker.attention import CONTENTS, MASKS, Attention, build
-from canaryd.worker.exact import Case, accumulator, refusal, verify_all
-from canaryd.worker.tensors import FORMATS, need_torch, torch
+from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, build
+from canaryd.worker.numeric.tensors import FORMATS, need_torch, torch
+from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_attention",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec
-from canaryd.worker.exact import Case, verify_all
-from canaryd.worker.indexing import OPERATIONS, build
-from canaryd.worker.tensors import need_torch
+from canaryd.worker.numeric.indexing import OPERATIONS, build
+from canaryd.worker.numeric.tensors import need_torch
+from canaryd.worker.numeric.verify import Case, verify_all
 
 SPEC = ProbeSpec(
     name="exact_integer",

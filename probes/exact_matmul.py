@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
-from canaryd.worker.content import CONTENTS, Product, build, build_int8
-from canaryd.worker.devices import int8_pairs_saturate
-from canaryd.worker.exact import Case, accumulator, refusal, verify_all
-from canaryd.worker.sizes import choose, measure_speed
-from canaryd.worker.tensors import FORMATS, need_torch, tf32_allowed, torch
+from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
+from canaryd.worker.numeric.sizes import choose, measure_speed
+from canaryd.worker.numeric.stack import int8_pairs_saturate
+from canaryd.worker.numeric.tensors import FORMATS, need_torch, tf32_allowed, torch
+from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_matmul",

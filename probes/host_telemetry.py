@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.host import read
+from canaryd.worker.telemetry.host import read
 
 SPEC = ProbeSpec(
     name="host_telemetry",

@@ -10,7 +10,7 @@ Settings: sysfs (default "/sys"), the tree that is read.
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.intel import read
+from canaryd.worker.telemetry.intel import read
 
 SPEC = ProbeSpec(
     name="intel_telemetry",

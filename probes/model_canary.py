@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
-from canaryd.worker.checkpoint import BadCheckpoint, links
-from canaryd.worker.exact import chosen
-from canaryd.worker.hf_model import (
+from canaryd.worker.canary.checkpoint import BadCheckpoint, links
+from canaryd.worker.canary.hugging_face import (
     PATHS,
     Checkpoint,
     Model,
@@ -26,9 +25,10 @@ from canaryd.worker.hf_model import (
     read_settings,
     recording,
 )
-from canaryd.worker.inject import FAULTS
-from canaryd.worker.prompts import load
-from canaryd.worker.tensors import as_text, need_torch, strict_switches, torch
+from canaryd.worker.endpoint.prompts import load
+from canaryd.worker.numeric.faults import FAULTS
+from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch
+from canaryd.worker.numeric.verify import chosen
 
 SPEC = ProbeSpec(
     name="model_canary",

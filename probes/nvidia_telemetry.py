@@ -10,7 +10,7 @@ Settings: sysfs (default "/sys"), the tree in which PCI Express errors are read.
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
-from canaryd.worker.nvidia import read
+from canaryd.worker.telemetry.nvidia import read
 
 SPEC = ProbeSpec(
     name="nvidia_telemetry",

@@ -14,10 +14,10 @@ import hashlib
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip
-from canaryd.worker.exact import Session, chosen
-from canaryd.worker.kernels import Kernel, every_kernel
-from canaryd.worker.recorder import Recorder, one_thread
-from canaryd.worker.tensors import as_text, need_torch, strict_switches, torch
+from canaryd.worker.numeric.recording import Recorder, one_thread
+from canaryd.worker.numeric.serving_kernels import Kernel, every_kernel
+from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch
+from canaryd.worker.numeric.verify import Session, chosen
 
 SPEC = ProbeSpec(
     name="recorded_kernels",

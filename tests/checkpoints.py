@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker.canary import read_safetensors, write_safetensors
-from canaryd.worker.tensors import torch
+from canaryd.worker.canary.model import read_safetensors, write_safetensors
+from canaryd.worker.numeric.tensors import torch
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, POSITIONS, THETA, EPSILON = 4, 256, 768, 4, 2, 2048, 10_000.0, 1e-6
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

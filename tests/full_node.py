@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
-from canaryd import budget
-from canaryd.metrics import COMPONENTS, XIDS, BudgetView, DeviceView, PollView, Snapshot
+from canaryd.engine import budget
+from canaryd.judge.recordings.drift import Drift
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.metrics.families import COMPONENTS, XIDS, BudgetView, DeviceView, PollView, Snapshot
 from canaryd.model import Cause, Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Verdict
-from canaryd.readings import READINGS
-from canaryd.recorded import Drift
 
 NOW = 1_790_000_000.0
 PROBES = ("canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "model_canary", "recorded_kernels")

@@ -21,17 +21,11 @@ from typing import Any
 
 import yaml
 
-from canaryd import schedule
-from canaryd.config import (
-    Config,
-    DevicesConfig,
-    EndpointConfig,
-    EndpointsConfig,
-    ProbesConfig,
-    ProbeSettings,
-    parse_duration,
-)
-from canaryd.engine import Engine
+from canaryd.codec import from_json
+from canaryd.config.settings import Config, DevicesConfig, EndpointConfig, EndpointsConfig, ProbesConfig, ProbeSettings
+from canaryd.config.values import parse_duration
+from canaryd.engine import schedule
+from canaryd.engine.engine import Engine
 from canaryd.model import (
     Ack,
     Cause,
@@ -50,11 +44,11 @@ from canaryd.model import (
     State,
     Subject,
     Verdict,
-    from_json,
 )
 from canaryd.probe import LEVELS, ProbeSpec
-from canaryd.store import Store
-from canaryd.supervise import Description, Listing, RunRequest, Series, WorkerSpec
+from canaryd.store.store import Store
+from canaryd.supervisor.protocol import Description, Listing, RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
 
 STORIES = Path(__file__).parent / "stories"
 START = 1_609_459_200.0
@@ -720,7 +714,7 @@ class Host:
         yield found
 
     def _evidence(self, fault: Fault, comparison: Comparison, lane: str) -> Evidence:
-        """Return one wrong element, shaped as `canaryd.worker.evidence.collect` shapes it."""
+        """Return one wrong element, shaped as `canaryd.worker.numeric.evidence.collect` shapes it."""
         rng = self.rng
         if fault.same:
             rng = random.Random(_digest(fault.same, comparison.case, comparison.seed, lane))

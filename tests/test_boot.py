@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import __version__, cgroup
+from canaryd import __version__
+from canaryd.supervisor import cgroup
 from tests.boot.machine import CACHE, Machine, booted, copy_clone, why_not
 from tests.command import BUILTIN, PROBES
 
@@ -254,11 +255,11 @@ def test_an_upgrade_that_does_not_start_is_undone(machine):
     """Even where the new release has migrated the database first: the old one runs again and knows what it knew."""
     before, version = recorded(machine), machine.out("/usr/local/bin/canaryd", "--version")
     clone = copy_clone(machine.root / "srv/broken", "99.2")
-    store = clone / "canaryd/store.py"
+    store = clone / "canaryd/store/migrations.py"
     text = store.read_text()
     store.write_text(re.sub(r"^(MIGRATIONS: .*)\)$", r"\1, lambda db: None)", text, count=1, flags=re.MULTILINE))
     assert store.read_text() != text
-    daemon = clone / "canaryd/daemon.py"
+    daemon = clone / "canaryd/daemon/daemon.py"
     text = daemon.read_text()
     daemon.write_text(text.replace("        host, port = self.config.listen\n", f"        {BREAKS.strip()}\n", 1))
     assert daemon.read_text() != text

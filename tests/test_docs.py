@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import catalogue, config, judge, supervise
-from canaryd.cli import parser
+from canaryd.cli.arguments import parser
+from canaryd.config import load, settings
+from canaryd.engine import catalogue
+from canaryd.judge import case
+from canaryd.judge.verdict import decide
 from canaryd.model import Device, Outcome, Run, State
-from canaryd.supervise import RunRequest, Series, WorkerSpec
-from canaryd.worker import beside
+from canaryd.supervisor import environment
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from canaryd.worker import limits
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -100,7 +105,7 @@ def test_every_command_that_a_document_shows_exists(path):
 
 def test_the_default_address_is_the_one_that_is_written_down():
     """README and decision name the address that the configuration has."""
-    host, port = config.Config().listen
+    host, port = settings.Config().listen
     assert f"{host}:{port}" in (ROOT / "README.md").read_text()
     assert (DOCS / "decisions" / f"0008-default-port-{port}.md").is_file()
 
@@ -131,22 +136,28 @@ def settings_in(text: str) -> Iterator[tuple[str, ...]]:
 def test_every_setting_stands_in_the_example_configuration():
     """deploy/canaryd.yaml shows all that can be set, and nothing else."""
     shown = set(settings_in((ROOT / "deploy" / "canaryd.yaml").read_text())) - {("probes", "*"), ("endpoints", "*")}
-    assert shown == set(settings_of(config.json_schema()))
+    assert shown == set(settings_of(load.json_schema()))
 
 
 # --- Architecture ----------------------------------------------------------------------------------------------------
 
 
-def test_every_room_is_described():
-    """No module of the daemon side is missing from the architecture."""
-    rooms = {path.stem for path in (ROOT / "canaryd").glob("*.py")} - {"__init__", "__main__"}
-    assert rooms <= set(re.findall(r"\*\*([a-z_]+)\*\*", ARCHITECTURE))
+def test_the_table_of_packages_is_what_the_packages_say():
+    """Every package and every module at the top, with the first line of its own docstring."""
+    inits = {path.parent: path for path in (ROOT / "canaryd").glob("**/__init__.py")}
+    wanted = {
+        f"canaryd/{of.relative_to(ROOT / 'canaryd')}/": path for of, path in inits.items() if of.name != "canaryd"
+    }
+    wanted |= {f"canaryd/{path.name}": path for path in (ROOT / "canaryd").glob("[a-z]*.py")}
+    lines = {where: ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0] for where, path in wanted.items()}
+    assert dict(re.findall(r"^\| `(canaryd/[^`]*)` \| (.*) \|$", ARCHITECTURE, re.MULTILINE)) == lines
 
 
 def test_every_message_and_field_of_the_protocol_is_described():
     """Read from the source: the requests that the supervisor builds, the answers that the runner sends."""
     words: set[str] = set()
-    for node in ast.walk(ast.parse(Path(supervise.__file__).read_text())):
+    supervisor = "".join(path.read_text() for path in (ROOT / "canaryd" / "supervisor").glob("*.py"))
+    for node in ast.walk(ast.parse(supervisor.replace("from __future__ import annotations", ""))):
         if isinstance(node, ast.Dict):
             keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
             if "op" in keys:
@@ -170,13 +181,13 @@ def test_the_table_of_outcomes_is_complete():
 
 def test_every_variable_of_a_workers_environment_is_described():
     """Set, removed, or part of an instruction set."""
-    sets = {key: value for each in supervise.INSTRUCTION_SETS.values() for key, value in each.items()}
-    written = {f"{key}={value}" for each in supervise.INSTRUCTION_SETS.values() for key, value in each.items()}
-    written |= {f"{key}={value}" for key, value in supervise.STRICT.items()}
+    sets = {key: value for each in environment.INSTRUCTION_SETS.values() for key, value in each.items()}
+    written = {f"{key}={value}" for each in environment.INSTRUCTION_SETS.values() for key, value in each.items()}
+    written |= {f"{key}={value}" for key, value in environment.STRICT.items()}
     section = ARCHITECTURE.partition("## Environment of workers")[2].partition("\n## ")[0]
-    assert written | set(supervise.SCRUBBED) <= set(spans(section))
+    assert written | set(environment.SCRUBBED) <= set(spans(section))
     assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
-        {*sets, *supervise.STRICT, *supervise.SCRUBBED, *supervise.BELOW_NORMAL, beside.NICE, beside.IDLE}
+        {*sets, *environment.STRICT, *environment.SCRUBBED, *environment.BELOW_NORMAL, limits.NICE, limits.IDLE}
     )
 
 
@@ -238,11 +249,11 @@ def run_example(entry: catalogue.Entry, **fields) -> Run:
 
 
 def state_after(run: Run) -> State:
-    verdict = judge.decide(
+    verdict = decide(
         DEVICE,
-        judge.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, time.time(), drill=bool(run.drill)),
+        case.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, time.time(), drill=bool(run.drill)),
         wanted={run.probe: 1800.0},
-        policy=config.JudgePolicy(),
+        policy=settings.JudgePolicy(),
         now=time.time(),
         previous=None,
         drill=bool(run.drill),

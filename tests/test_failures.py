@@ -26,14 +26,16 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import daemon as daemon_module
-from canaryd.config import Config, load
-from canaryd.daemon import Daemon as RealDaemon
+from canaryd.config.load import load
+from canaryd.config.settings import Config
+from canaryd.daemon import watchdog
+from canaryd.daemon.daemon import Daemon as RealDaemon
 from canaryd.model import Outcome
-from canaryd.store import Busy, Store
-from canaryd.watch import DAEMON_LOCK
+from canaryd.store.locks import Busy
+from canaryd.store.notes import DAEMON_LOCK
+from canaryd.store.store import Store
 from tests.command import MARK, ROOT, Daemon, canaryd, configure, environment, eventually, running
-from tests.test_telemetry_daemon import Site
+from tests.daemon.test_telemetry import Site
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="NOT TESTED: these failures are made with Linux's means"
@@ -383,7 +385,7 @@ def test_a_daemon_that_hangs_serves_no_old_page(tmp_path):
         hung._render()
         routes = hung._routes()
         assert routes["/metrics"]({}).status == 200
-        hung._looked -= daemon_module.SILENT + 1
+        hung._looked -= watchdog.SILENT + 1
         for route in routes.values():
             assert route({}).status == 503
             assert re.match(rb"canaryd hangs: its last good look at the record was 12\d s ago", route({}).body)
@@ -395,7 +397,7 @@ def test_a_look_that_fails_is_no_look(tmp_path, monkeypatch):
     """Whatever raises in it each time: the page of before is not served for ever, and the watchdog is not fed."""
     with Store.open(tmp_path / "state") as store:
         hung = RealDaemon(Config(state_dir=tmp_path / "state"), None, store)
-        hung._looked -= daemon_module.STARVED + 1
+        hung._looked -= watchdog.STARVED + 1
         monkeypatch.setattr(hung, "_look", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hung._refresh()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.daemon import STEADY, _fingerprints, _newest_readings
+from canaryd.daemon.snapshot import STEADY, fingerprints, newest_readings
 from canaryd.model import Device, Outcome, Reading, Recording, Run
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", instruction_sets=("native", "avx2"))
@@ -41,20 +41,20 @@ def label(found):
 def test_exact_probes_are_labelled_by_the_stack():
     """The newest value counts at once, however often it changed; the label names stack and version of the probe."""
     runs = [run(0, 1, probe="exact_matmul"), run(1, 2, probe="exact_matmul")]
-    assert _fingerprints(runs) == {("exact_matmul", f"{runs[0].stack_id}-v1"): 2}
+    assert fingerprints(runs) == {("exact_matmul", f"{runs[0].stack_id}-v1"): 2}
 
 
 def test_another_version_of_a_probe_is_no_rival():
     """While a fleet is upgraded, node by node, the new version's cases are not wrong bits of the old one's."""
     old, new = run(0, 1, probe="exact_matmul"), run(1, 2, probe="exact_matmul", probe_version=2)
-    assert _fingerprints([old, new]) == {("exact_matmul", f"{new.stack_id}-v2"): 2}
-    assert _fingerprints([old, replace(new, readings=())]) == {}  # the old version's value is of the past
+    assert fingerprints([old, new]) == {("exact_matmul", f"{new.stack_id}-v2"): 2}
+    assert fingerprints([old, replace(new, readings=())]) == {}  # the old version's value is of the past
 
 
 def test_equal_chains_are_equal_labels():
     """On any device, whatever the results were; the label is not that of the stack alone."""
-    one = _fingerprints([run(0, 1, recordings(a="aa", b="bb"))])
-    other = _fingerprints([run(9, 2, recordings(b="cc", a="dd"), device="GPU-2")])
+    one = fingerprints([run(0, 1, recordings(a="aa", b="bb"))])
+    other = fingerprints([run(9, 2, recordings(b="cc", a="dd"), device="GPU-2")])
     assert label(one) == label(other) != run(0, 1).stack_id
     assert [*one.values(), *other.values()] == [1, 2]
 
@@ -72,30 +72,30 @@ def test_equal_chains_are_equal_labels():
 )
 def test_what_may_change_the_bits_changes_the_label(changed):
     """Another kernel, another driver, other cases: no vote between the two."""
-    assert label(_fingerprints([changed])) != label(_fingerprints([run(0, 1, recordings(a="aa", b="bb"))]))
+    assert label(fingerprints([changed])) != label(fingerprints([run(0, 1, recordings(a="aa", b="bb"))]))
 
 
 def test_recorded_bits_that_changed_are_withheld_until_they_are_steady():
     """One run with another value is no vote; when the newest runs agree on it, it is."""
     runs = [run(0, 1, recordings(a="aa"))] + [run(n, 2, recordings(a="bb")) for n in range(1, STEADY)]
-    assert _fingerprints(runs) == {}
+    assert fingerprints(runs) == {}
     runs.append(run(STEADY, 2, recordings(a="bb")))
-    assert [*_fingerprints(runs).values()] == [2]
+    assert [*fingerprints(runs).values()] == [2]
 
 
 def test_recorded_bits_that_vary_within_a_run_are_withheld():
     """The run has no fingerprint, and one that shows one again is not enough."""
     varied = run(1, None, recordings(a="aa bb"))
-    assert [*_fingerprints([run(0, 1, recordings(a="aa"))]).values()] == [1]
-    assert _fingerprints([run(0, 1, recordings(a="aa")), varied]) == {}
-    assert _fingerprints([varied, run(2, 1, recordings(a="aa"))]) == {}
+    assert [*fingerprints([run(0, 1, recordings(a="aa"))]).values()] == [1]
+    assert fingerprints([run(0, 1, recordings(a="aa")), varied]) == {}
+    assert fingerprints([varied, run(2, 1, recordings(a="aa"))]) == {}
 
 
 def test_a_run_that_had_no_time_for_all_changes_nothing():
     """The newest value of the same stack stays; nothing of an earlier stack does."""
     whole = run(0, 1, recordings(a="aa", b="bb"))
-    assert [*_fingerprints([whole, run(1, None, recordings(a="aa"))]).values()] == [1]
-    assert _fingerprints([whole, run(1, None, recordings(a="aa"), stack={"torch": "2.14"})]) == {}
+    assert [*fingerprints([whole, run(1, None, recordings(a="aa"))]).values()] == [1]
+    assert fingerprints([whole, run(1, None, recordings(a="aa"), stack={"torch": "2.14"})]) == {}
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_a_run_that_had_no_time_for_all_changes_nothing():
 )
 def test_only_whole_completed_runs_vote(changes):
     """Runs of a few cases, retests and crashes have no fingerprint."""
-    assert _fingerprints([run(0, 1, recordings(a="aa"), **changes)]) == {}
+    assert fingerprints([run(0, 1, recordings(a="aa"), **changes)]) == {}
 
 
 @pytest.mark.parametrize("value", [-1, 2**53, 1.0, True, "12"])
 def test_what_a_float_cannot_hold_is_no_fingerprint(value):
     """Anybody's probe may yield anything under that name."""
-    assert _fingerprints([run(0, value)]) == {}
+    assert fingerprints([run(0, value)]) == {}
 
 
 def test_each_instruction_set_votes_by_itself():
@@ -118,8 +118,8 @@ def test_each_instruction_set_votes_by_itself():
         (run(n, n, recordings(a="aa"), instruction_set=s, stack={**STACK, "instruction_set": s}))
         for n, s in enumerate(("native", "avx2"))
     ]
-    assert sorted(_fingerprints(sets).values()) == [0, 1]
-    assert _fingerprints(sets) == _fingerprints(sets[::-1])
+    assert sorted(fingerprints(sets).values()) == [0, 1]
+    assert fingerprints(sets) == fingerprints(sets[::-1])
 
 
 def test_readings_do_not_jump_between_instruction_sets():
@@ -130,7 +130,7 @@ def test_readings_do_not_jump_between_instruction_sets():
         return replace(run(number, None), instruction_set=instruction_set, readings=(reading,))
 
     runs = [timed(0, 1.0, "native"), timed(1, 9.0, "avx2")]
-    assert [r.value for r in _newest_readings(CPU, runs)] == [1.0]
-    assert [r.value for r in _newest_readings(CPU, [*runs, timed(2, 1.5, "native")])] == [1.5]
+    assert [r.value for r in newest_readings(CPU, runs)] == [1.0]
+    assert [r.value for r in newest_readings(CPU, [*runs, timed(2, 1.5, "native")])] == [1.5]
     gpu = Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
-    assert [r.value for r in _newest_readings(gpu, [timed(0, 1.0, ""), timed(1, 2.0, "")])] == [2.0]
+    assert [r.value for r in newest_readings(gpu, [timed(0, 1.0, ""), timed(1, 2.0, "")])] == [2.0]

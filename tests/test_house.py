@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli import FAULTS, parser
+from canaryd.cli.arguments import FAULTS, parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
 
@@ -44,14 +44,16 @@ def test_imports_go_one_way():
 
 def test_the_daemon_and_the_command_line_load_nothing_heavy():
     """No torch, no vendor library, no worker, no probe: the daemon cannot hang on what it has not loaded."""
-    modules = loaded("import canaryd.cli, canaryd.daemon")
+    modules = loaded("import canaryd.cli.main, canaryd.daemon.daemon")
     assert not HEAVY & modules
     assert not {module for module in modules if module.startswith("canaryd.worker")}
 
 
 def test_a_check_does_not_pay_for_the_daemon():
     """Scheduler and exposition are loaded by `canaryd run` alone."""
-    assert not {"apscheduler", "prometheus_client", "canaryd.daemon", "canaryd.metrics"} & loaded("import canaryd.cli")
+    assert not {"apscheduler", "prometheus_client", "canaryd.daemon.daemon", "canaryd.metrics"} & loaded(
+        "import canaryd.cli.main"
+    )
 
 
 def test_a_probe_author_needs_the_standard_library_alone():
@@ -64,7 +66,7 @@ def test_a_probe_author_needs_the_standard_library_alone():
 @pytest.mark.torch
 def test_the_command_line_knows_every_fault():
     """It must not import the worker to list them, so it has a copy."""
-    from canaryd.worker.inject import FAULTS as INJECTED
+    from canaryd.worker.numeric.faults import FAULTS as INJECTED
 
     assert tuple(INJECTED) == FAULTS
 
@@ -87,7 +89,7 @@ def test_only_the_command_line_prints(path):
     """Everything else returns, raises or logs."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     prints = any(isinstance(function, ast.Name) and function.id == "print" for function in calls)
-    assert not prints or path in (ROOT / "canaryd/cli.py", ROOT / "canaryd/__main__.py")
+    assert not prints or path.parent == ROOT / "canaryd/cli" or path == ROOT / "canaryd/__main__.py"
 
 
 @pytest.mark.torch

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from canaryd import __version__, config
+from canaryd import __version__
+from canaryd.config import load
 from tests.boot.machine import copy_clone
 from tests.command import ROOT, environment
 
@@ -85,7 +86,7 @@ def test_an_installation_has_every_part_in_its_place(tmp_path, wheels):
     for path, source in UNITS.items():
         assert (tmp_path / path).read_text() == (ROOT / "systemd" / source).read_text()
     assert (tmp_path / "usr/local/bin/canaryd").readlink() == Path("/opt/canaryd/bin/canaryd")
-    assert (tmp_path / "etc/canaryd/canaryd.yaml").read_text() == config.example()
+    assert (tmp_path / "etc/canaryd/canaryd.yaml").read_text() == load.example()
     assert (tmp_path / "etc/canaryd/probes.d").is_dir()
     program = tmp_path / "opt/canaryd/bin/canaryd"
     told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
@@ -154,7 +155,7 @@ def test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration(tmp_pa
     assert install(tmp_path, wheels, CANARYD_TORCH="tzlocal").returncode == 0
     assert list((tmp_path / "opt/canaryd-torch").glob("lib/python*/site-packages/tzlocal"))
     file = tmp_path / "etc/canaryd/canaryd.yaml"
-    assert config.load(file).worker.python == "/opt/canaryd-torch/bin/python3"
+    assert load.load(file).worker.python == "/opt/canaryd-torch/bin/python3"
     file.write_text("")
     done = install(tmp_path, wheels, CANARYD_TORCH="tzlocal")
     assert done.returncode == 0

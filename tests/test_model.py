@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from canaryd.model import Comparison, Evidence, Exactness, Outcome, Reading, Run, State, from_json, stack_id, to_json
+from canaryd.codec import from_json, to_json
+from canaryd.model import Comparison, Evidence, Exactness, Outcome, Reading, Run, State, stack_id
 
 
 def a_run(**changes: object) -> Run:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from canaryd import metrics
-from canaryd.serve import Server
+from canaryd.metrics import families
+from canaryd.web.server import Server
 from tests.command import eventually
 from tests.full_node import node
 from tests.prometheus import prometheus
@@ -26,9 +26,9 @@ def test_an_agent_sends_series_and_exemplars(tmp_path):
     full = node(1)
     for run in full.devices[0].mismatches.values():
         object.__setattr__(run, "started", now - 5)
-    page = metrics.render(full)
+    page = families.render(full)
     lines = [line for line in page.text.body.decode().splitlines() if not line.startswith("#")]
-    server = Server("127.0.0.1", 0, {"/metrics": lambda headers: metrics.answer(page, headers)})
+    server = Server("127.0.0.1", 0, {"/metrics": lambda headers: families.answer(page, headers)})
     server.start()
     try:
         with prometheus(

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import catalogue, config, trust
-from canaryd.config import ConfigError
+from canaryd.config import load, permissions, settings
+from canaryd.config.load import ConfigError
+from canaryd.engine import catalogue
 from tests.command import Daemon, canaryd, configure, environment, eventually, marked, running
 from tests.pki import Authority
 from tests.prometheus import prometheus
@@ -120,7 +121,8 @@ def test_what_kubernetes_mounts_is_believed(tmp_path):
     """A read-only mount of its own, of root's files, whatever its mode; a read-only part of a mount is no better."""
     mounted = tmp_path / "mounted"
     mounted.mkdir()
-    code = "import sys, pathlib; from canaryd import trust; [print(trust.doubt(pathlib.Path(p))) for p in sys.argv[1:]]"
+    code = "import sys, pathlib; from canaryd.config.permissions import doubt; "
+    code += "[print(doubt(pathlib.Path(p))) for p in sys.argv[1:]]"
     script = """
         mount -t tmpfs -o mode=0777 none "$1" && mkdir -m 0777 "$1/below" && echo "{}" >"$1/canaryd.yaml" || exit
         "$0" -c "$2" "$1/canaryd.yaml"
@@ -129,7 +131,7 @@ def test_what_kubernetes_mounts_is_believed(tmp_path):
     """
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, sys.executable, str(mounted), code],
-        capture_output=True, text=True, check=False, cwd=Path(config.__file__).parents[1],
+        capture_output=True, text=True, check=False, cwd=Path(settings.__file__).parents[1],
     )  # fmt: skip
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
@@ -146,7 +148,7 @@ def test_the_configuration_names_programs_and_is_believed_like_one(tmp_path, mon
     path = tmp_path / "etc" / "canaryd.yaml"
     path.parent.mkdir()
     path.write_text("listen: 127.0.0.1:19469\n")
-    assert config.load(path).file == path
+    assert load.load(path).file == path
     path.chmod(0o664)
     answer = canaryd("config", "check", "--config", path)
     assert (answer.code, answer.out) == (64, "")
@@ -157,11 +159,11 @@ def test_the_configuration_names_programs_and_is_believed_like_one(tmp_path, mon
     with pytest.raises(
         ConfigError, match=rf"named by \$CANARYD_CONFIG.*it belongs to user {STRANGER}; wanted root: chown"
     ):
-        config.load(None)
+        load.load(None)
     os.chown(path, 0, -1)
     os.chown(path.parent, STRANGER, -1)
     with pytest.raises(ConfigError, match=f"its directory {path.parent} belongs to user {STRANGER}"):
-        config.load(path)
+        load.load(path)
 
 
 def test_a_configuration_from_a_pipe_or_from_nowhere(tmp_path):
@@ -171,11 +173,11 @@ def test_a_configuration_from_a_pipe_or_from_nowhere(tmp_path):
         ["bash", "-c", script, sys.executable], capture_output=True, text=True, check=False, env=environment()
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert config.load(Path("/dev/null")).listen == ("127.0.0.1", 19469)
+    assert load.load(Path("/dev/null")).listen == ("127.0.0.1", 19469)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     pipe.chmod(0o666)
-    assert trust.doubt(pipe).startswith("it is writable by others (prw-rw-rw-)")
+    assert permissions.doubt(pipe).startswith("it is writable by others (prw-rw-rw-)")
 
 
 def test_links_without_end(tmp_path):
@@ -183,7 +185,7 @@ def test_links_without_end(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="symbolic links"):
-        trust.doubt(tmp_path / "a")
+        permissions.doubt(tmp_path / "a")
 
 
 # --- Who may come in -------------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ def test_links_without_end(tmp_path):
 
 def test_it_listens_on_loopback_unless_told_otherwise(tmp_path, state):
     """The default says so, the socket is so, and nothing is warned of; on every interface, it is."""
-    assert config.Config().listen[0] == "127.0.0.1"
+    assert settings.Config().listen[0] == "127.0.0.1"
     path = configure(tmp_path, "passes")
     state.mkdir(mode=0o750)
     with running(Daemon(path, state)) as daemon:
@@ -569,7 +571,7 @@ def test_a_mistake_in_the_configuration_repeats_no_secret(tmp_path, text):
     path = tmp_path / "canaryd.yaml"
     path.write_text(text + "\n")
     with pytest.raises(ConfigError) as caught:
-        config.load(path)
+        load.load(path)
     assert "pl4nted" not in str(caught.value)
     assert "471147114711" not in str(caught.value)
 

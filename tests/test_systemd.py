@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import cgroup, supervise
 from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
-from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.supervisor import cgroup
+from canaryd.supervisor.process import _place
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
 from canaryd.worker.__main__ import OOM_SCORE
 from tests.command import MARK, ROOT, configure, environment, eventually, marked
 
@@ -263,7 +265,7 @@ def held(pid: int | str) -> dict[str, int]:
 
 LENDS = """
 import json, subprocess, sys, threading
-from canaryd import privileges
+from canaryd.supervisor import capabilities as privileges
 
 def child():
     code = "print([l.split()[1] for l in open('/proc/self/status') if l.startswith(('CapAmb', 'CapEff'))])"
@@ -305,7 +307,8 @@ def test_the_capability_is_lent_to_one_thread_and_taken_back():
 
 def test_without_a_capability_nothing_is_changed():
     """As root or as anybody: no ambient set, nothing to lend, no error."""
-    code = "from canaryd import privileges as p; p.withdraw()\nwith p.reading_kernel_log(): print(p._held('CapAmb'))"
+    code = "from canaryd.supervisor import capabilities as p\np.withdraw()\n"
+    code += "with p.reading_kernel_log(): print(p._held('CapAmb'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
 
@@ -425,12 +428,14 @@ def test_workers_get_the_services_limits_less_the_daemons_part(tmp_path, memory,
 DIVIDES = """
 import os, sys
 from pathlib import Path
-from canaryd import cgroup, supervise
+from canaryd.supervisor import cgroup, process
+from canaryd.supervisor.protocol import WorkerSpec
+from canaryd.supervisor.series import Series
 root = Path(sys.argv[1])
 sys.stdin.readline()
 group = cgroup.divide(root)
-supervise.place_workers(group)
-with supervise.Series(supervise.WorkerSpec()) as series:
+process.place_workers(group)
+with Series(WorkerSpec()) as series:
     series.describe([])
     for pid in ("self", series._worker._process.pid):
         print(next(l for l in open(f"/proc/{pid}/cgroup") if l.startswith("0::")).strip())
@@ -472,7 +477,7 @@ def test_daemon_and_workers_part_in_a_real_group(delegated):
 
 def test_a_group_that_is_gone_costs_its_limits_and_no_worker(tmp_path, monkeypatch, caplog):
     """Workers start all the same, and the log says so once."""
-    monkeypatch.setattr(supervise._place, "group", tmp_path / "gone")
+    monkeypatch.setattr(_place, "group", tmp_path / "gone")
     for _ in range(2):
         with Series(WorkerSpec()) as series:
             assert series.describe([]).python

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from canaryd import config, schedule
-from canaryd.engine import Engine
+from canaryd.config import load as config_load
+from canaryd.engine import schedule
+from canaryd.engine.engine import Engine
 from canaryd.model import Finding, Run, State
-from canaryd.store import Store
+from canaryd.store.store import Store
 from tests import checkpoints
 from tests.command import configure
 from tests.servers import Server
@@ -39,7 +40,7 @@ class Watched:
             endpoints={"main": section},
             state_dir=str(directory / "state"),
         )
-        loaded = config.load(self.file)
+        loaded = config_load.load(self.file)
         self.engine = Engine(loaded, Store.open(loaded.state_dir))
         self.engine.discover()
 

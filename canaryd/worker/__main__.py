@@ -1,7 +1,8 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-It makes `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable from the files beside it, and nothing else
-of ours: what lies under a probe is the serving stack's own environment. Then it hands over to `canaryd.worker.runner`.
+It makes `canaryd.codec`, `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable from the files beside it,
+and nothing else of ours: what lies under a probe is the serving stack's own environment. Then it hands over to
+`canaryd.worker.runner`.
 The descriptor is the one that the protocol is written to, the word the one that starts each of its lines. Arguments
 are read by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
 """
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-OPEN = ("canaryd.model", "canaryd.probe", "canaryd.worker")
+OPEN = ("canaryd.codec", "canaryd.model", "canaryd.probe", "canaryd.worker")
 """What a probe may import of canaryd; of the last one, everything below it too."""
 OOM_SCORE = 500
 """What a worker adds to its share of memory, in thousandths, when the kernel looks for a process to kill (proc(5)): it

@@ -29,9 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Recording, Skipped, from_json, to_json
+from canaryd.codec import from_json, to_json
+from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Recording, Skipped
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
-from canaryd.worker import beside
+from canaryd.worker import limits
 
 GRACE = 5.0
 """Seconds past the supervisor's own deadline after which a worker ends itself, whatever holds the interpreter lock."""
@@ -41,6 +42,12 @@ DETAIL = 16_384
 """Characters kept of a traceback, from its end."""
 BATCH = 256
 """Readings of telemetry that travel in one message; others go at once, so that they outlive a crash."""
+ANSWERS = {
+    "capture": "canaryd.worker.canary.capture",
+    "compare": "canaryd.worker.canary.compare",
+    "reproducer": "canaryd.worker.numeric.reproducer",
+}
+"""Questions that are no probes → the module that answers them."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
@@ -50,7 +57,7 @@ MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "
 def serve(protocol: int, nonce: str) -> None:
     """Answer requests on standard input, one after the other, until it ends."""
     # Only this file talks to the supervisor: a probe's input() and its children get neither of the pipes.
-    beside.step_back()
+    limits.step_back()
     requests = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path to compute with
         os.dup2(nothing.fileno(), 0)
@@ -122,14 +129,14 @@ class Runner:
                 spec, error = None, _last_line(caught)
             self._send(kind="probe", path=path, spec=spec, error=error)
         try:
-            devices, stack, torch, reason = importlib.import_module("canaryd.worker.devices").discover()
+            devices, stack, torch, reason = importlib.import_module("canaryd.worker.numeric.stack").discover()
         except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
             devices, stack, torch, reason = [], {}, None, f"the devices could not be listed: {_last_line(caught)}"
         self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
 
     def inventory(self, request: dict[str, Any]) -> None:
         """Answer with what each vendor's module finds, or why it finds nothing."""
-        vendors = importlib.import_module("canaryd.worker.vendors")
+        vendors = importlib.import_module("canaryd.worker.telemetry.interface")
         for name, settings in request["settings"].items():
             try:
                 devices, facts, problems = vendors.inventory(name, settings)
@@ -153,7 +160,7 @@ class Runner:
 
     def follow(self, request: dict[str, Any]) -> None:
         """Send what the kernel log says, record by record, each batch followed by the position reached."""
-        log = importlib.import_module("canaryd.worker.kernel_log")
+        log = importlib.import_module("canaryd.worker.telemetry.kernel_log")
         try:
             for item in log.follow(
                 request["path"], boot=request["boot"], after=request["after"], until_end=request["until_end"]
@@ -181,9 +188,11 @@ class Runner:
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
             retest = bool(numeric and request["intensity"])
-            pace = importlib.import_module("canaryd.worker.pace") if retest else None  # before the budget starts
+            pace = (
+                importlib.import_module("canaryd.worker.numeric.stress") if retest else None
+            )  # before the budget starts
             if budget and numeric:
-                beside.make_room(device, budget)
+                limits.make_room(device, budget)
                 capped = device.backend != "cpu"
             context = Context(
                 device=device,
@@ -201,7 +210,7 @@ class Runner:
             if pace is not None:
                 facts = pace.install(context)
             if budget and numeric:
-                bursts = beside.install(context, budget)
+                bursts = limits.install(context, budget)
             begun = time.monotonic()
             try:
                 for fact in probe.run(context):
@@ -224,7 +233,7 @@ class Runner:
             outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
             traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
             detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
-            if excuse := beside.excuse(error, capped=capped) if numeric else "":
+            if excuse := limits.excuse(error, capped=capped) if numeric else "":
                 outcome, detail = Outcome.SKIPPED, excuse
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
         faulthandler.cancel_dump_traceback_later()
@@ -238,7 +247,7 @@ class Runner:
         run = request["id"]
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
-            module = importlib.import_module(f"canaryd.worker.{request['module']}")
+            module = importlib.import_module(ANSWERS[request["module"]])
             value, outcome, detail = module.answer(request["arguments"], self._progress(run)), Outcome.COMPLETED, ""
         except Skip as skip:
             value, outcome, detail = {}, Outcome.SKIPPED, str(skip)
@@ -332,7 +341,7 @@ def _plain(fact: Any) -> Any:
 def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
     """Return "stack" and "environment", or why there are none in "absent"."""
     try:
-        devices = importlib.import_module("canaryd.worker.devices")
+        devices = importlib.import_module("canaryd.worker.numeric.stack")
         return {"stack": devices.stack(device, instruction_set), "environment": devices.environment()}
     except BaseException as error:  # noqa: BLE001 - a run is delivered whatever else fails
         return {"absent": {"stack": _last_line(error)}}

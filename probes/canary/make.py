@@ -24,10 +24,19 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))  # a checkout need not be installed
 
-from canaryd.worker import canary  # noqa: E402
-from canaryd.worker.canary import DTYPES, Canary, Shape  # noqa: E402
-from canaryd.worker.canary_golden import golden_digest  # noqa: E402
-from canaryd.worker.tensors import strict_switches, torch  # noqa: E402
+from canaryd.worker.canary.golden import golden_digest  # noqa: E402
+from canaryd.worker.canary.model import (  # noqa: E402  # noqa: E402
+    DTYPES,
+    Canary,
+    Shape,
+    decode,
+    load,
+    read_safetensors,
+    save,
+    score,
+    write_safetensors,
+)
+from canaryd.worker.numeric.tensors import strict_switches, torch  # noqa: E402
 
 SEED = 20_260_101
 SHAPE = Shape(layers=4, hidden=128, heads=4, kv_heads=2, inner=256)
@@ -140,7 +149,7 @@ def simulate(model: Canary, dtype: str, reference: Any) -> float:
     tokens = sequences()
     worst = 0.0
     for _ in range(SIMULATIONS):
-        _, logits = canary.score(shaken, tokens[:, :PROMPT], tokens[:, PROMPT:])
+        _, logits = score(shaken, tokens[:, :PROMPT], tokens[:, PROMPT:])
         worst = max(worst, (logits - reference).abs().max().item())
     return worst
 
@@ -148,7 +157,7 @@ def simulate(model: Canary, dtype: str, reference: Any) -> float:
 def reference_of(model: Canary) -> Any:
     """Return the logits (texts, COUNT, vocabulary) in float64, scored in one pass."""
     tokens = sequences()
-    return canary.score(model.to("cpu", "float64"), tokens[:, :PROMPT], tokens[:, PROMPT:])[1]
+    return score(model.to("cpu", "float64"), tokens[:, :PROMPT], tokens[:, PROMPT:])[1]
 
 
 def measure(model: Canary, reference: Any) -> dict[str, dict[str, Any]]:
@@ -161,7 +170,7 @@ def measure(model: Canary, reference: Any) -> dict[str, dict[str, Any]]:
         for rows in (1, 4):
             for i in range(0, len(tokens), rows):
                 part, wanted = tokens[i : i + rows, :PROMPT], tokens[i : i + rows, PROMPT:]
-                for chosen, logits in (canary.decode(copy, part, COUNT), canary.score(copy, part, wanted)):
+                for chosen, logits in (decode(copy, part, COUNT), score(copy, part, wanted)):
                     right = right and torch.equal(chosen, wanted)
                     errors.append((logits.double() - reference[i : i + rows]).abs().max().item())
                     margin = min(margin, margins(logits.double()).min().item())
@@ -197,10 +206,10 @@ def sensitive(model: Canary) -> list[dict[str, Any]]:
 def make() -> None:
     """Train, measure and write; refuse to write a model that is not robust."""
     model = train()
-    (HERE / "weights.safetensors").write_bytes(canary.save(model))
+    (HERE / "weights.safetensors").write_bytes(save(model))
     with torch.no_grad():
         reference = reference_of(model)
-        file = canary.write_safetensors({"logits": reference}, {})
+        file = write_safetensors({"logits": reference}, {})
         (HERE / "reference.safetensors").write_bytes(file)
         stacks = {
             name: measure_stack(name, HERE / "weights.safetensors", HERE / "reference.safetensors") for name in STACKS
@@ -310,9 +319,9 @@ def check(names: list[str]) -> list[str]:
         p["text"] + p["continuation"] != TEXTS[n] for n, p in golden["prompts"].items()
     ):
         wrong.append("golden.json: other texts than this script's")
-    model = canary.load(data["weights"])
+    model = load(data["weights"])
     wrong += [f"{n}: float16 does not hold it" for n, t in model.weights.items() if not torch.equal(t, narrow(t))]
-    shipped = canary.read_safetensors(data["reference"])[0]["logits"]
+    shipped = read_safetensors(data["reference"])[0]["logits"]
     again = reference_of(model)
     tolerance = golden["tolerance"]["float64"]
     if not torch.equal(again.argmax(-1), sequences()[:, PROMPT:]):
@@ -340,8 +349,8 @@ def main() -> None:
         if asked.measure:
             weights, reference = (path.read_bytes() for path in asked.measure)
             with torch.no_grad():
-                logits = canary.read_safetensors(reference)[0]["logits"]
-                print(json.dumps(measure(canary.load(weights), logits)))
+                logits = read_safetensors(reference)[0]["logits"]
+                print(json.dumps(measure(load(weights), logits)))
         elif asked.check:
             with torch.no_grad():
                 wrong = check(list(TEXTS))

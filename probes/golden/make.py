@@ -25,10 +25,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))  # a checkout need not be installed
 
 from canaryd.model import Device  # noqa: E402
-from canaryd.worker.content import Problem  # noqa: E402
-from canaryd.worker.exact import FIXED_SEED, Case  # noqa: E402
-from canaryd.worker.integers import digest  # noqa: E402
-from canaryd.worker.tensors import bits, need_torch  # noqa: E402
+from canaryd.worker.numeric.integers import digest  # noqa: E402
+from canaryd.worker.numeric.operands import Problem  # noqa: E402
+from canaryd.worker.numeric.tensors import bits, need_torch  # noqa: E402
+from canaryd.worker.numeric.verify import FIXED_SEED, Case  # noqa: E402
 
 PROBES = ("exact_matmul", "exact_attention", "exact_integer")
 DEVICES = tuple(
@@ -44,7 +44,7 @@ DEVICES = tuple(
         ("ascend", "npu", {}),
     )
 )
-"""One device for every answer that `canaryd.worker.exact.accumulator` may give."""
+"""One device for every answer that `canaryd.worker.numeric.verify.accumulator` may give."""
 
 # Significand bits (the implicit one included), exponent bits.
 LAYOUT = {

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import from_json, to_json
+from canaryd.codec import from_json, to_json
 
 LONGEST_MESSAGE = 20_000
 """Characters: a message that repeats its whole input would fill a log."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from grafana.queries import Api
 from tests.command import ROOT, Daemon, eventually
+from tests.daemon.test_telemetry import BROKEN, Site, state_of
 from tests.prometheus import prometheus
-from tests.test_telemetry_daemon import BROKEN, Site, state_of
-from tests.worker.trees import plant
+from tests.worker.telemetry.trees import plant
 
 PROBE = Path(__file__).parent / "probes/says_all.py"
 RULES = [ROOT / "deploy/prometheus" / name for name in ("canaryd.rules.yml", "canaryd-fleet.rules.yml")]

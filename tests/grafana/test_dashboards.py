@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from canaryd import metrics
+from canaryd.metrics import families
 from canaryd.model import Cause, State
 from grafana import queries
 from grafana.queries import Window
@@ -312,7 +312,7 @@ def test_rows_have_the_fields_that_their_links_need(dashboard):
 @every
 def test_every_metric_is_one_that_canaryd_has(dashboard):
     """Or one of its process, of the scrape, or of the rules that it ships."""
-    known = OURS | set(metrics.FAMILIES) | recorded()
+    known = OURS | set(families.FAMILIES) | recorded()
     known |= set(re.findall(r"^\| `(process_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
     for query in queries.queries(dashboard):
         used = {n for n in names_in(query.text) if not n.startswith("__")}
@@ -329,7 +329,7 @@ def test_every_family_is_shown_somewhere_or_left_out_for_a_reason():
         "canaryd_recording_first_difference": "canaryd history and the dossier name it with its case",
     }
     shown = {name for d in DASHBOARDS.values() for q in queries.queries(d) for name in names_in(q.text)}
-    core = {name for name in metrics.FAMILIES if not name.startswith(READINGS_LEFT)}
+    core = {name for name in families.FAMILIES if not name.startswith(READINGS_LEFT)}
     assert core - shown == set(left_out)
 
 

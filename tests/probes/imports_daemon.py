@@ -9,10 +9,10 @@ SPEC = ProbeSpec(name="imports_daemon", summary="Reaches for the daemon's module
 
 def run(ctx):
     for name in (
-        "canaryd.supervise",
-        "canaryd.catalogue",
-        "canaryd.store",
-        "canaryd.cli",
+        "canaryd.supervisor.series",
+        "canaryd.engine.catalogue",
+        "canaryd.store.store",
+        "canaryd.cli.main",
         "yaml",
         "canaryd.worker.runner",
     ):

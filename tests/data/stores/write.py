@@ -11,7 +11,11 @@ import tempfile
 from pathlib import Path
 
 from canaryd import model
-from canaryd.store import Store
+
+try:
+    from canaryd.store.store import Store
+except ImportError:  # 0.1.0 and older
+    from canaryd.store import Store
 
 NOW = 1_790_000_000.0
 UUID = "GPU-1"
@@ -74,7 +78,7 @@ def fill(store):
         store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
         store.set_note("kernel log", "boot:7")
     if hasattr(store, "set_baselines"):
-        from canaryd.recorded import intake
+        from canaryd.judge.recordings.intake import intake
 
         known = {}
         for number in range(31):

@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canaryd import triage
+from canaryd.judge.recordings import triage
 from canaryd.model import Recording
 from canaryd.probe import Skip
-from canaryd.worker import http, prompts
-from canaryd.worker.dialects import DIALECTS, Answer, listed, parse, recognise
-from canaryd.worker.endpoint import APIS, Endpoint, Settings, injected
-from canaryd.worker.http import Reply, _message, _without
-from canaryd.worker.prompts import Prompt
+from canaryd.worker.endpoint import client, prompts
+from canaryd.worker.endpoint.canary import APIS, Endpoint, Settings, injected
+from canaryd.worker.endpoint.client import Reply, _message, _without
+from canaryd.worker.endpoint.dialects import DIALECTS, Answer, listed, parse, recognise
+from canaryd.worker.endpoint.prompts import Prompt
 from tests.fuzz.material import Choices, dumps, loaded, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, plain, scratch
-from tests.worker.served import Served, recorded
+from tests.worker.endpoint.served import Served, recorded
 
 NAMES = tuple(DIALECTS)
 PROMPT = Prompt(name="reef", text="The diver sank slowly towards the reef. " * 3)
@@ -57,7 +57,7 @@ def _parsed(data: bytes) -> None:
 
 def _parsed_json(document: Any) -> Any:
     """A document as the client reads it."""
-    return http._parsed(dumps(document))
+    return client._parsed(dumps(document))
 
 
 def sound(answer: Answer, choices: Choices) -> None:
@@ -229,7 +229,7 @@ def _said(data: bytes) -> None:
 def _document(data: bytes) -> None:
     """Any JSON, as the answer to everything that a server is asked, in every dialect."""
     text = stretched(data).decode("utf-8", "replace")
-    document = http._parsed(text)
+    document = client._parsed(text)
     with in_time(len(text) * 20):
         for dialect in DIALECTS.values():
             for forced in (False, True):

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from canaryd.model import Device, to_json
-from canaryd.worker import capture, compare
-from canaryd.worker.canary import BadFile, load, read_safetensors, write_safetensors
-from canaryd.worker.canary_golden import load_golden
-from canaryd.worker.evidence import collect
-from canaryd.worker.tensors import FORMATS, bits
+from canaryd.codec import to_json
+from canaryd.model import Device
+from canaryd.worker.canary import capture, compare
+from canaryd.worker.canary.golden import load_golden
+from canaryd.worker.canary.model import BadFile, load, read_safetensors, write_safetensors
+from canaryd.worker.numeric.evidence import collect
+from canaryd.worker.numeric.tensors import FORMATS, bits
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import in_time, one_line, plain, scratch
 

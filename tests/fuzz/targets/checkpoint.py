@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from canaryd.worker import checkpoint
+from canaryd.worker.canary import checkpoint
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import in_time, one_line, scratch
 

@@ -12,9 +12,10 @@ import json
 import math
 from pathlib import Path
 
-from canaryd import config
-from canaryd.model import to_json
-from canaryd.schema import quoted
+from canaryd.codec import to_json
+from canaryd.config import load, schema, values
+from canaryd.config.schema import quoted
+from canaryd.config.settings import Config
 from tests.fuzz.material import LETTERS, Choices, modes, seed
 from tests.fuzz.properties import one_line, scratch
 
@@ -26,8 +27,8 @@ def _load(data: bytes) -> None:
         file = place / "c.yaml"
         file.write_bytes(data)
         try:
-            found = config.load(file)
-        except config.ConfigError as error:
+            found = load.load(file)
+        except load.ConfigError as error:
             assert error.problems
             for problem in error.problems:
                 one_line(problem)
@@ -36,7 +37,7 @@ def _load(data: bytes) -> None:
                 if "larger than" not in problem:
                     assert 1 <= int(number) <= data.count(b"\n") + data.count(b"\r") + 3 * len(data) // 2 + 2, problem
             return
-        again = config.load(file)
+        again = load.load(file)
         assert again == found
         assert hash(again) == hash(found)
     bounded(found)
@@ -53,27 +54,27 @@ def bounded(value: object) -> None:
         elif setting.name == "each":
             for one in given.values():
                 bounded(one)
-        elif kind is config._DURATION and given is not None:
-            assert 0 < given <= config.MAX_SECONDS, (setting.name, given)
-        elif kind is config._SIZE:
-            assert 1 << 20 <= given <= config.MAX_BYTES, (setting.name, given)
-        elif kind is config._FRACTION:
+        elif kind is values.DURATION and given is not None:
+            assert 0 < given <= values.MAX_SECONDS, (setting.name, given)
+        elif kind is values.SIZE:
+            assert 1 << 20 <= given <= values.MAX_BYTES, (setting.name, given)
+        elif kind is values.FRACTION:
             assert 0 <= given <= 0.5, (setting.name, given)
-        elif kind is config._LISTEN:
+        elif kind is values.LISTEN:
             host, port = given
             assert 0 <= port <= 65_535
             assert "\0" not in host
-        elif kind is config._PATH and given is not None:
+        elif kind is values.PATH and given is not None:
             assert given.is_absolute(), given
             assert "\0" not in str(given)
-        elif kind is config._URL and given:
+        elif kind is values.URL and given:
             assert "@" not in given.split("/")[2], "a password would stand in a log"
 
 
 def _value(data: bytes) -> None:
     choices = Choices(data)
     text = choices.text() if choices.flag() else choices.rest().decode("utf-8", "replace")
-    for parse in (config.parse_duration, config.parse_size, config.parse_listen, config._url, config._absolute):
+    for parse in (values.parse_duration, values.parse_size, values.parse_listen, values._url, values._absolute):
         try:
             found = parse(text)
         except ValueError as error:
@@ -108,22 +109,22 @@ def _settings(cls: type, where: str = "") -> list[tuple[str, str]]:
     for setting in dataclasses.fields(cls):
         kind = setting.metadata.get("kind")
         name = f"{where}{setting.name}"
-        if isinstance(kind, config.Each):
+        if isinstance(kind, schema.Each):
             found += _settings(kind.cls, f"{where}main.")
-        elif isinstance(kind, config.Section):
+        elif isinstance(kind, schema.Section):
             found += _settings(kind.cls, f"{name}.")
         elif kind is not None:
             found.append((name, setting.metadata["sample"] or setting.metadata["default"]))
     return found
 
 
-SETTINGS = _settings(config.Config)
+SETTINGS = _settings(Config)
 
 target = modes(_load, _built, _value)
 
 
 def seeds() -> list[bytes]:
-    example = config.example()
+    example = load.example()
     active = "\n".join(line.replace("#", "", 1) if line.lstrip().startswith("#") and not line.lstrip().startswith("# ")
                        else line for line in example.split("\n"))  # fmt: skip
     files = [file.read_bytes() for file in sorted((ROOT / "tests/data/bad-config").glob("*.yaml"))]

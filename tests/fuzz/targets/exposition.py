@@ -13,13 +13,13 @@ from typing import Any
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from canaryd import page, textfile
-from canaryd.check import Result
-from canaryd.exposition import Exemplar, Exposition, Family, Page
-from canaryd.metrics import DeviceView, PollView, Snapshot, render
+from canaryd.engine.check import Result
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.metrics.exposition import Exemplar, Exposition, Family, Page
+from canaryd.metrics.families import DeviceView, PollView, Snapshot, render
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Reading, Rival, Run, State, Verdict, printable
-from canaryd.readings import READINGS
-from canaryd.status import DeviceStatus, Status
+from canaryd.report import status_page, textfile
+from canaryd.report.status import DeviceStatus, Status
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import in_time
 
@@ -119,8 +119,8 @@ def _status(text: Any) -> Status:
 
 def _page(data: bytes) -> None:
     choices = Choices(data)
-    document = page.render(_status(lambda: choices.text(60)), NOW).decode()
-    found, usual = Elements(document), Elements(page.render(_status(lambda: "x"), NOW).decode())
+    document = status_page.render(_status(lambda: choices.text(60)), NOW).decode()
+    found, usual = Elements(document), Elements(status_page.render(_status(lambda: "x"), NOW).decode())
     assert not found.open
     assert found.seen <= usual.seen, found.seen - usual.seen
     assert all(c.isprintable() or c == "\n" for c in document)

@@ -10,7 +10,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from canaryd import fleet
+from canaryd.fleet import prometheus, vote
 from canaryd.model import State
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import in_time, lines, one_line
@@ -26,7 +26,7 @@ def vector(*values: str, **labels: str) -> dict[str, Any]:
     return {"status": "success", "data": {"resultType": "vector", "result": found}}
 
 
-class Asked(fleet.Prometheus):
+class Asked(prometheus.Prometheus):
     """A Prometheus whose answers come out of a table instead of a socket; `_bytes` has a socket."""
 
     def __init__(self, choices: Choices) -> None:
@@ -55,17 +55,17 @@ def _vectors(data: bytes) -> None:
     asked = Asked(Choices(data))
     with in_time(300_000):
         try:
-            found = fleet.gather(asked)
-        except fleet.FleetError as error:
+            found = vote.gather(asked)
+        except prometheus.FleetError as error:
             one_line(str(error))
             return
         told(found)
 
 
-def told(found: fleet.Fleet) -> None:
-    lines(fleet.as_text(found, 100))
-    one_line(fleet.answer(found))
-    json.dumps(fleet.as_json(found), allow_nan=False).encode()
+def told(found: vote.Fleet) -> None:
+    lines(vote.as_text(found, 100))
+    one_line(vote.answer(found))
+    json.dumps(vote.as_json(found), allow_nan=False).encode()
     assert isinstance(found.state, State)
     assert not found.problems or found.state is not State.HEALTHY
     assert found.nodes > 0 or found.state is not State.HEALTHY
@@ -86,8 +86,8 @@ def _bytes(data: bytes) -> None:
     server.said = stretched(data)
     with in_time(len(server.said) * 20):
         try:
-            found = fleet.gather(fleet.Prometheus(f"http://127.0.0.1:{server.port}", patience=60.0))
-        except fleet.FleetError as error:
+            found = vote.gather(prometheus.Prometheus(f"http://127.0.0.1:{server.port}", patience=60.0))
+        except prometheus.FleetError as error:
             one_line(str(error))
             return
         told(found)
@@ -96,7 +96,7 @@ def _bytes(data: bytes) -> None:
 def _address(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
     try:
-        fleet.Prometheus(text)
+        prometheus.Prometheus(text)
     except ValueError as error:
         one_line(str(error))
 

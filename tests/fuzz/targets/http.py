@@ -13,7 +13,7 @@ import socket
 import threading
 
 from canaryd.probe import Skip
-from canaryd.worker.http import Client, Refused
+from canaryd.worker.endpoint.client import Client, Refused
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import in_time, one_line
 

@@ -12,11 +12,12 @@ import re
 import time
 from pathlib import Path
 
-from canaryd import events, xids
-from canaryd.config import GRADES, TelemetryConfig
+from canaryd.config.settings import TelemetryConfig
+from canaryd.config.values import GRADES
+from canaryd.judge.telemetry import events, xids
+from canaryd.judge.telemetry.signals import _grade, decode_xid
 from canaryd.model import Device, LogPosition, LogRecord
-from canaryd.telemetry import _decoded, _grade
-from canaryd.worker import kernel_log
+from canaryd.worker.telemetry import kernel_log
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import in_time, one_line, plain, scratch
 
@@ -74,7 +75,7 @@ def _checked(record: LogRecord) -> None:
     if record.kind == "xid":
         grade = _grade(happened, DEVICE, TelemetryConfig())
         assert grade in (*GRADES, xids.UNKNOWN), grade
-        _decoded(happened, DEVICE)
+        decode_xid(happened, DEVICE)
         one_line(xids.explain(int(record.name)).title)
     if record.kind == "sxid":
         one_line(xids.explain_sxid(int(record.name)).title)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.model import Device
-from canaryd.redact import Redactor, clean, cleaned, without_processes
-from canaryd.store import Store
+from canaryd.store.store import Store
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import in_time, lines
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from canaryd import scores
-from canaryd.model import to_json
+from canaryd.codec import to_json
+from canaryd.compare import score_files, scores
 from tests.fuzz.material import Choices, dumps, modes, seed, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, scratch
 
@@ -78,10 +78,10 @@ def _file(data: bytes) -> None:
             compared(found, found)
 
 
-def loaded(path: Path) -> scores.Scores | None:
+def loaded(path: Path) -> score_files.Scores | None:
     try:
-        found = scores.load(path)
-    except scores.ScoreError as error:
+        found = score_files.load(path)
+    except score_files.ScoreError as error:
         one_line(str(error))
         return None
     assert found.scores
@@ -97,10 +97,10 @@ def loaded(path: Path) -> scores.Scores | None:
     return found
 
 
-def compared(a: scores.Scores, b: scores.Scores) -> None:
+def compared(a: score_files.Scores, b: score_files.Scores) -> None:
     try:
         result = scores.compare(a, b)
-    except scores.ScoreError as error:
+    except score_files.ScoreError as error:
         one_line(str(error))
         return
     for row in result.rows:

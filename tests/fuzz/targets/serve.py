@@ -13,28 +13,29 @@ import re
 import socket
 import time
 
-from canaryd import exposition, serve
-from canaryd.exposition import Exposition, Family, Page
-from canaryd.metrics import answer
+from canaryd.metrics import exposition
+from canaryd.metrics.exposition import Exposition, Family, Page
+from canaryd.metrics.families import answer
+from canaryd.web.server import PLAIN_TEXT, Answer, Limits, Server
 from tests.fuzz.material import Choices, modes, seed, stretched
 
-LIMITS = serve.Limits(connections=8, head=0.5, idle=0.5, write=2.0, patience=0.05)
+LIMITS = Limits(connections=8, head=0.5, idle=0.5, write=2.0, patience=0.05)
 STATUSES = (200, 400, 404, 405)
 PAGE = Page({"canaryd_x": Family("gauge", ("name",), "Help.")})
 PAGE.add("canaryd_x", 1, "a")
 EXPOSED = Exposition(PAGE)
 HANGS = 20.0
 
-_servers: list[serve.Server] = []
+_servers: list[Server] = []
 
 
-def _server() -> serve.Server:
+def _server() -> Server:
     if not _servers:
         routes = {
             "/metrics": lambda headers: answer(EXPOSED, headers),
-            "/": lambda _: serve.Answer(200, serve.PLAIN_TEXT, b"page\n"),
+            "/": lambda _: Answer(200, PLAIN_TEXT, b"page\n"),
         }
-        server = serve.Server("127.0.0.1", 0, routes, LIMITS)
+        server = Server("127.0.0.1", 0, routes, LIMITS)
         server.start()
         atexit.register(server.close)
         _servers.append(server)

@@ -14,12 +14,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from canaryd import baselines, trend
-from canaryd.acks import heeded, standing
-from canaryd.baseline import begun, learn
-from canaryd.baselines import Selection
-from canaryd.config import JudgePolicy
-from canaryd.judge import decide, node
+from canaryd.cli import baseline
+from canaryd.cli.baseline import Selection
+from canaryd.codec import from_json, to_json
+from canaryd.config.settings import JudgePolicy
+from canaryd.judge.acks import heeded, standing
+from canaryd.judge.case import node
+from canaryd.judge.recordings.baseline import begun, learn
+from canaryd.judge.trends.days import Day
+from canaryd.judge.verdict import decide
 from canaryd.model import (
     Ack,
     Cause,
@@ -35,10 +38,8 @@ from canaryd.model import (
     Run,
     State,
     Verdict,
-    from_json,
-    to_json,
 )
-from canaryd.store import Store
+from canaryd.store.store import Store
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import in_time, one_line, plain, scratch
 
@@ -70,7 +71,7 @@ VERDICT = Verdict(
     since=NOW - 60,
 )  # fmt: skip
 ACK = Ack(device=DEVICE.uuid, kind="acknowledged", at=NOW - 50, reason="known", until=NOW + 1000, rules=("r",))
-DAY = trend.Day(device=DEVICE.uuid, day=int(NOW // 86400) - 1, levels=())
+DAY = Day(device=DEVICE.uuid, day=int(NOW // 86400) - 1, levels=())
 EVENT = Event(device=DEVICE.uuid, kind="xid", name="31", first=NOW - 9, last=NOW - 9)
 LINE = LogRecord(boot="b", sequence=1, at=NOW, kind="xid", name="31")
 SOUND = (DEVICE, RUN, BASELINE, VERDICT, ACK, EVENT, LINE)
@@ -145,7 +146,7 @@ def _rows(data: bytes) -> None:
         assert verdict.state is not State.HEALTHY or any(c.trials > 0 for run in runs for c in run.comparisons)
 
 
-EXPORTED = {"schema": baselines.SCHEMA, "baselines": [{"backend": "cuda", "model": "H200", **to_json(BASELINE)}]}
+EXPORTED = {"schema": baseline.SCHEMA, "baselines": [{"backend": "cuda", "model": "H200", **to_json(BASELINE)}]}
 
 
 def _imported(data: bytes) -> None:
@@ -158,22 +159,22 @@ def _imported(data: bytes) -> None:
         store.see_device(DEVICE, NOW)
     with in_time(len(text)):
         try:
-            fresh, known = baselines.imported(store, text)
+            fresh, known = baseline.imported(store, text)
         except ValueError as error:
             one_line(str(error))
             assert not store.baselines(), "refused, and yet something was taken"
             return
     assert fresh + known == len(json.loads(text)["baselines"])
-    taken = baselines.chosen(store, Selection())
+    taken = baseline.chosen(store, Selection())
     assert fresh >= len(taken)
     for one in taken:
         plain(one.baseline)
         assert one.witness
-    for shown in (baselines.table(taken), baselines.described(taken)):
+    for shown in (baseline.table(taken), baseline.described(taken)):
         for line in shown.split("\n"):
             assert line.isprintable(), line[:200]
-    document = json.dumps(baselines.document(taken), allow_nan=False)
-    assert baselines.imported(store, document) == (0, len(taken))
+    document = json.dumps(baseline.document(taken), allow_nan=False)
+    assert baseline.imported(store, document) == (0, len(taken))
 
 
 def _damaged(data: bytes) -> None:

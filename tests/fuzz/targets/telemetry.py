@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Device, Reading, printable
 from canaryd.probe import Absent, Skip
-from canaryd.readings import READINGS
-from canaryd.worker import amd, apple, ascend, drm, host, intel, machine, pci, sysfs
-from canaryd.worker.sysfs import Unreadable
-from canaryd.worker.vendors import on_the_bus
+from canaryd.worker.telemetry import amd, apple, ascend, drm, host, intel, machine, pci, sysfs
+from canaryd.worker.telemetry.interface import on_the_bus
+from canaryd.worker.telemetry.sysfs import Unreadable
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import finite, in_time, plain, scratch
 

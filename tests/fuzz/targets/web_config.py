@@ -13,10 +13,10 @@ from pathlib import Path
 
 import bcrypt
 
-from canaryd import web_config
-from canaryd.config import ConfigError
-from canaryd.serve import Answer
-from canaryd.web_config import WebConfig
+from canaryd.config.load import ConfigError
+from canaryd.web import auth
+from canaryd.web.auth import WebConfig
+from canaryd.web.server import Answer
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import in_time, one_line, scratch
 
@@ -106,7 +106,7 @@ def _asked(data: bytes) -> None:
     header = f"{choices.of(('Basic', 'basic', 'Bearer', 'Basic ', ''))} {packed}"
     if not choices.below(3):
         header = choices.text() if choices.flag() else "Basic " + choices.text()
-    given = web_config._credentials(header)
+    given = auth._credentials(header)
     said = _made[0].refusal({"authorization": header} if choices.below(8) else {}, "127.0.0.1")
     if said is None:
         assert given is not None
@@ -121,7 +121,7 @@ def _asked(data: bytes) -> None:
 def _header(data: bytes) -> None:
     text = stretched(data).decode("latin-1")
     with in_time(len(data)):
-        given = web_config._credentials(text)
+        given = auth._credentials(text)
     assert given is None or (isinstance(given[0], bytes) and b":" not in given[0])
 
 

@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canaryd import supervise
-from canaryd.config import JudgePolicy
-from canaryd.judge import decide, node
+from canaryd.codec import to_json
+from canaryd.config.settings import JudgePolicy
+from canaryd.judge.case import node
+from canaryd.judge.verdict import decide
 from canaryd.model import (
     Comparison,
     Device,
@@ -32,12 +33,14 @@ from canaryd.model import (
     Run,
     Skipped,
     State,
-    to_json,
     whole,
 )
 from canaryd.probe import Absent, ProbeSpec
-from canaryd.store import Store
-from canaryd.supervise import RunRequest, Series, WorkerSpec
+from canaryd.store.store import Store
+from canaryd.supervisor import process
+from canaryd.supervisor.process import AFTERLIFE, LostError, Worker
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
 from canaryd.worker import runner
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, plain
@@ -57,22 +60,22 @@ FACTS = (
 )
 
 
-class Wire(supervise._Worker):
+class Wire(Worker):
     """A worker whose process is one that only sleeps: its end of the protocol is held by the fuzzer.
 
     Reading, splitting, decoding and deadlines are the real ones; starting and killing a process for each of a million
-    inputs is left out (tests/test_supervise.py has real ones).
+    inputs is left out (tests/supervisor/test_series.py has real ones).
     """
 
     _theirs = -1
     """The other end of what the newest worker prints."""
 
     def __init__(self, said: bytes, *, chunk: int = 1 << 16) -> None:
-        started, supervise._spawn = supervise._spawn, _sleeping
+        started, process._spawn = process._spawn, _sleeping
         try:
             super().__init__(WorkerSpec(python="/nonexistent/python3"), "")
         finally:
-            supervise._spawn = started
+            process._spawn = started
         self._selector.unregister(self._pipes[1])  # nobody holds its other end
         self._said, self._chunk = said, chunk
 
@@ -85,7 +88,7 @@ class Wire(supervise._Worker):
         said = said.replace(b"@NONCE@", self._nonce.encode())
         for at in range(0, len(said), self._chunk):
             self._split(said[at : at + self._chunk])
-        self._protocol_ended = time.monotonic() - supervise.AFTERLIFE - 1  # it says no more
+        self._protocol_ended = time.monotonic() - AFTERLIFE - 1  # it says no more
 
     def _told(self, body: bytes) -> bytes:
         return self._nonce.encode() + b" " + body + b"\n"
@@ -124,9 +127,9 @@ def _sleeping(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
 
 def stop() -> None:
     """End the process that stood in for all workers."""
-    for process in _process:
-        process.kill()
-        process.wait()
+    for one in _process:
+        one.kill()
+        one.wait()
     _process.clear()
 
 
@@ -138,10 +141,10 @@ class Hostile(Series):
         self._given, self._chunk = said, chunk
         self._left = 4
 
-    def _ready(self, deadline: float) -> supervise._Worker:
+    def _ready(self, deadline: float) -> Worker:
         if self._worker is None:
             if not self._left:
-                raise supervise._LostError(Outcome.ERRORED, "the fuzzer has no more workers")
+                raise LostError(Outcome.ERRORED, "the fuzzer has no more workers")
             self._left -= 1
             self._worker = Wire(self._given, chunk=self._chunk)
         return self._worker

@@ -1,0 +1,182 @@
+"""Model objects to JSON and back, strictly: nothing unknown, nothing of another type."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from canaryd.model import SHARED, Finding, shared
+
+ITEMS = 64
+"""Items of the largest mapping of such texts that is kept once (ours)."""
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Turn a model object into what `json.dumps` takes: dataclasses to objects, enums to their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as `check --json` and `history --json` print it: a state is a severity there."""
+    shown = ("rule", "probe", "cause", "message", "repro", "runs", "rivals")
+    return {"severity": finding.state.value} | {name: to_json(getattr(finding, name)) for name in shown}
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """Rebuild a model object of type `kind`; the inverse of `to_json`.
+
+    Raises `ValueError` naming the place where the data does not have the wanted shape. Unknown fields are refused: they
+    mean that the writer is newer than the reader, and dropping them in silence would lose evidence.
+    """
+    wanted: Any = kind
+    try:
+        value: T = _decoder(wanted)(data)
+    except _UnfitError as error:
+        raise ValueError(f"{kind.__name__}{''.join(reversed(error.path))}: {error}") from error.__cause__
+    return value
+
+
+class _UnfitError(ValueError):
+    """Data does not have the wanted shape; on its way out it learns where."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path: list[str] = []
+        """The steps to it, the innermost first."""
+
+
+@functools.cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """Return what rebuilds a value of type `kind` from JSON data. Made once: a start reads thousands of runs."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return lambda data: data
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _object(kind)
+    if origin is typing.Union or origin is types.UnionType:
+        return _choice(args)
+    if origin is tuple:
+        return _list(args)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(args[1])
+    return _plain(kind)
+
+
+def _object(kind: Any) -> Callable[[Any], Any]:
+    fields = {name: _decoder(hint) for name, hint in typing.get_type_hints(kind).items()}
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise _UnfitError(f"wanted an object, got {type(data).__name__}")
+        if not data.keys() <= fields.keys():
+            raise _UnfitError(f"unknown field {min(data.keys() - fields.keys())!r}")
+        decoded = {}
+        for name, value in data.items():
+            try:
+                decoded[name] = fields[name](value)
+            except _UnfitError as error:
+                error.path.append(f".{name}")
+                raise
+        try:
+            return kind(**decoded)
+        except TypeError as error:
+            raise _UnfitError(str(error)) from error
+
+    return decode
+
+
+def _choice(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    decoders = [_decoder(kind) for kind in kinds]
+
+    def decode(data: Any) -> Any:
+        if type(data) in kinds:
+            # An exact match first: an integer of more than 53 bits must not become a float.
+            return data
+        for each in decoders:
+            try:
+                return each(data)
+            except ValueError:
+                continue
+        raise _UnfitError(f"got {type(data).__name__}, wanted one of {kinds}")
+
+    return decode
+
+
+def _list(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    alike = kinds[1:] == (Ellipsis,)
+    decoders = [_decoder(kind) for kind in kinds if kind is not Ellipsis]
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, (list, tuple)):
+            raise _UnfitError(f"wanted a list, got {type(data).__name__}")
+        if not alike and len(decoders) != len(data):
+            raise _UnfitError(f"wanted {len(decoders)} items, got {len(data)}")
+        found = []
+        try:
+            for each, value in zip(itertools.repeat(decoders[0]) if alike else decoders, data, strict=False):
+                found.append(each(value))
+        except _UnfitError as error:
+            error.path.append(f"[{len(found)}]")
+            raise
+        return tuple(found)
+
+    return decode
+
+
+def _mapping(kind: Any) -> Callable[[Any], Any]:
+    item = _decoder(kind)
+
+    def decode(data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise _UnfitError(f"wanted an object, got {type(data).__name__}")
+        found = {}
+        for name, value in data.items():
+            try:
+                found[shared(str(name))] = item(value)
+            except _UnfitError as error:
+                error.path.append(f".{name}")
+                raise
+        few = kind is str and len(found) <= ITEMS and all(len(value) <= SHARED for value in found.values())
+        return _known_mapping(tuple(found.items())) if few else found
+
+    return decode
+
+
+@functools.lru_cache(maxsize=512)
+def _known_mapping(items: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
+    return dict(items)
+
+
+def _plain(kind: Any) -> Callable[[Any], Any]:
+    def member(data: Any) -> Any:
+        try:
+            return kind(data)
+        except ValueError:
+            raise _UnfitError(f"{data!r} is not one of {[m.value for m in kind]}") from None
+
+    def decode(data: Any) -> Any:
+        if isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
+            return shared(data) if kind is str else data
+        if kind is float and isinstance(data, int) and not isinstance(data, bool):
+            try:
+                return float(data)
+            except OverflowError:
+                raise _UnfitError("a whole number beyond all measure") from None
+        raise _UnfitError(f"wanted {kind.__name__}, got {type(data).__name__}")
+
+    return member if issubclass(kind, enum.Enum) else decode

@@ -1,0 +1,1 @@
+"""Compare two captures, or two score files."""

@@ -1,0 +1,1 @@
+"""Declare, read and check settings."""

@@ -1,0 +1,226 @@
+"""The value types of the configuration: durations, sizes, addresses, choices."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from canaryd.config.schema import (
+    SPELLED,
+    Notes,
+    Scalar,
+    quoted,
+    read_filled,
+    read_integer,
+    read_number,
+)
+from canaryd.probe import LEVELS
+
+MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of the standard library overflow
+MAX_BYTES = 1 << 50
+GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
+"""What an Xid may call for, from nothing to a return of the part; docs/kernel-log.md explains them."""
+DIALECTS = (
+    *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
+    *("transformers", "generic"),
+)
+"""Servers whose ways an endpoint canary knows; docs/endpoint.md has them."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds that "90s", "15m", "2h" or "30d" stands for, or raise `ValueError` saying what to write."""
+    match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if not match:
+        raise ValueError(f'{quoted(text)} is not a duration; write e.g. "15m"')
+    if float(match[1]) <= 0:
+        raise ValueError(f'{quoted(text)} is not a positive duration; write e.g. "15m"')
+    if not match[2]:
+        raise ValueError(f"{quoted(text)} has no unit; write {quoted(text + 's')}")
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{quoted(text)} is longer than a century; write at most {quoted(_spoken(MAX_SECONDS))}")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that e.g. "256MiB" stands for (KiB, MiB, GiB, TiB), or raise `ValueError`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(KiB|MiB|GiB|TiB)", text)
+    if not match:
+        raise ValueError(f'{quoted(text)} is not a size; write e.g. "256MiB"')
+    size = float(match[1]) * _SIZES[match[2]]
+    if not 1024 <= size <= MAX_BYTES:
+        raise ValueError(f'{quoted(text)} is out of range; write at least "1KiB" and at most "1024TiB"')
+    return int(size)
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return (host, port) of "127.0.0.1:19469", "[::1]:19469", "name:19469" or ":19469"; raise `ValueError` otherwise.
+
+    The host is "" for all interfaces, which has to be asked for with a leading colon. Port 0 means any free port.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise ValueError(f'{quoted(text)} is not HOST:PORT; write e.g. "127.0.0.1:19469"')
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"{quoted(text)}: {quoted(port)} is not a port; write a number from 0 (any free) to 65535")
+    if re.fullmatch(r"[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*", host):
+        raise ValueError(f'{quoted(text)}: write an IPv6 address in brackets, e.g. "[::1]:{port}"')
+    if not _is_host(host):
+        raise ValueError(f"{quoted(text)}: {quoted(host)} is not a host name or address; write e.g. 127.0.0.1")
+    return host.strip("[]"), int(port)
+
+
+def _is_host(host: str) -> bool:
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            ipaddress.IPv6Address(host[1:-1])
+            return True
+        if re.fullmatch(r"[0-9.]+", host):
+            ipaddress.IPv4Address(host)
+            return True
+    except ValueError:
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9._-]*", host))
+
+
+def _store_size(text: str) -> int:
+    if (size := parse_size(text)) < 1 << 20:
+        raise ValueError(f'{quoted(text)} is too small for the store to work in; write at least "1MiB"')
+    return size
+
+
+def _absolute(text: str) -> Path:
+    if not text.startswith("/"):
+        raise ValueError(f'{quoted(text)} is not an absolute path; write e.g. "/var/lib/canaryd"')
+    return Path(text)
+
+
+def _program(text: str) -> str:
+    if not text or ("/" in text and not text.startswith("/")):
+        raise ValueError(
+            f'{quoted(text)} is neither an absolute path nor a command name; write e.g. "/opt/bin/python3"'
+        )
+    return text
+
+
+def _choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"{quoted(text)} is not {what}; write one of {', '.join(known)}")
+        return text
+
+    return Scalar(f"one of {', '.join(known)}", parse, {"enum": list(known)}, types)
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if "@" in parts.netloc:  # not repeated: it may be a password
+        raise ValueError("the address holds a name or a password; put the key into a file and name it in key_file")
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or not text.isprintable() or " " in text:
+        raise ValueError(f'{quoted(text)} is not the address of an API; write e.g. "http://127.0.0.1:8000/v1"')
+    return text.rstrip("/")
+
+
+def _half(text: str) -> float:
+    if not 0 <= (number := read_number(text)) <= 0.5:
+        raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
+    return number
+
+
+def _between(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not low <= (number := read_number(text)) <= high:
+            raise ValueError(f"{text} is out of range; write a number from {low:g} to {high:g}")
+        return number
+
+    return parse
+
+
+def parse_hours(text: str) -> tuple[int, int]:
+    """Return the minutes of the day at which "22:00-06:00" begins and ends, or raise `ValueError` saying what to write.
+
+    An end before the beginning is of the next day; "00:00-24:00" is the whole day.
+    """
+    match = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", text)
+    begin, end = (60 * int(match[i]) + int(match[i + 1]) for i in (1, 3)) if match else (0, 0)
+    if not match or max(int(match[2]), int(match[4])) > 59 or begin >= 1440 or end > 1440 or begin == end:
+        raise ValueError(f'{quoted(text)} is not a time of day; write e.g. "08:00-20:00" or "22:00-06:00"')
+    return begin, end
+
+
+def _spoken(seconds: float) -> str:
+    unit = next((u for u, size in reversed(_UNITS.items()) if seconds % size == 0), "s")
+    return f"{seconds / _UNITS[unit]:g}{unit}"
+
+
+def whole(low: int, high: int) -> Scalar:
+    """Return the type of whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        number = read_integer(text)
+        if not low <= number <= high:
+            raise ValueError(f"{text} is out of range; write a whole number from {low} to {high}")
+        return number
+
+    return Scalar("a whole number", parse, {"type": "integer", "minimum": low, "maximum": high}, ("int",))
+
+
+DURATION = Scalar(
+    'a duration, e.g. "15m"',
+    parse_duration,
+    {"type": "string", "pattern": r"^(?=.*[1-9])[0-9]+(\.[0-9]+)?[smhd]$"},
+    SPELLED,
+)
+_BYTES = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}
+SIZE = Scalar('a size, e.g. "256MiB"', _store_size, _BYTES, SPELLED)
+MEMORY = Scalar('a size, e.g. "1GiB"', parse_size, _BYTES, SPELLED)
+LISTEN = Scalar(
+    'HOST:PORT in quotes, e.g. "127.0.0.1:19469"',
+    parse_listen,
+    {"type": "string", "pattern": r"^(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):[0-9]{1,5}$"},
+    SPELLED,
+)
+LEVEL = _choice("a level", LEVELS, SPELLED)
+GRADE = _choice("a grade", GRADES, SPELLED)
+FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
+SHARE = Scalar("a number", _between(0.0001, 1), {"type": "number", "minimum": 0.0001, "maximum": 1}, ("int", "float"))
+DEGREES = Scalar("a number", _between(0, 100), {"type": "number", "minimum": 0, "maximum": 100}, ("int", "float"))
+HOURS = Scalar(
+    'hours of the day, e.g. "08:00-20:00"',
+    parse_hours,
+    {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]-[0-2][0-9]:[0-5][0-9]$"},
+    ("str",),
+)
+PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"})
+PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "string", "pattern": "^(/.*|[^/]+)$"})
+
+
+class _Unsaid(Scalar):
+    """A text that may be a secret: a mistake does not repeat it."""
+
+    def read(self, node: Any, where: str, notes: Notes) -> Any:
+        noted = len(notes.problems)
+        value = super().read(node, where, notes)
+        if notes.problems[noted:]:
+            del notes.problems[noted:]
+            notes.add(node, where, f"not text; wanted {self.wanted}")
+        return value
+
+
+VARIABLE = _Unsaid("text (in quotes)", str, {"type": "string"})
+URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
+_APIS = ("completions", "chat")
+ENFORCEMENT = _choice("a way to enforce", ("log", "act"), ("str",))
+API = _choice("an API", _APIS, ("str",))
+DIALECT = _choice("a dialect", DIALECTS, ("str",))
+FILLED = Scalar("text (in quotes)", read_filled, {"type": "string", "minLength": 1})

@@ -1,0 +1,1 @@
+"""The daemon: jobs, rounds, snapshots, the watchdog."""

@@ -1,0 +1,1 @@
+"""The RMA dossier of a device."""

@@ -1,0 +1,179 @@
+"""What must not leave the house in a dossier: secrets, users, processes; names of machines and parts by request."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import platform
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from canaryd.model import printable
+from canaryd.store.store import Store
+
+NAMED = 500
+"""Newest runs and polls of each device in which names of hosts are looked for."""
+_HEX = "[0-9a-f]"
+PATTERNS = (
+    ("url", re.compile(r"[a-zA-Z0-9+.-]{1,32}://[^\s'\"<>]+")),
+    (
+        "uuid",
+        re.compile(
+            rf"(?i)(?:\b(?:GPU|MIG|CPU|MPS|XPU|NPU)-(?:GPU-)?)?\b{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}\b"
+        ),
+    ),
+    (
+        "bus",
+        re.compile(
+            rf"(?i)\b(?:{_HEX}{{4,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.[0-7]\b|\b{_HEX}{{4}}(?:{_HEX}{{4}})?:{_HEX}{{2}}:{_HEX}{{2}}\b"
+        ),
+    ),
+    ("ip", re.compile(r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\d.])")),
+    ("ip", re.compile(rf"(?i)(?<![\w:])(?:{_HEX}{{1,4}}:){{3,7}}{_HEX}{{1,4}}(?![\w:])")),
+    (
+        "ip",
+        re.compile(rf"(?i)(?<![\w:])(?:{_HEX}{{1,4}}(?::{_HEX}{{1,4}})*)?::{_HEX}{{1,4}}(?::{_HEX}{{1,4}})*(?![\w:])"),
+    ),
+    ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
+)
+"""What names a machine, a part or a place by its look. URLs first: they hold hosts and paths."""
+LONG = 10
+"""Characters from which the number of a part is looked for inside of words too (ours): "65:00.0" has seven."""
+HOST_FIELDS = ("host", "hostname")
+"""Fields that hold the name of a host and nothing else: replaced however short it is."""
+OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
+"""Fields whose values are words of canaryd's own: a host called "device" or "healthy" must not change them."""
+NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hostname")
+"""Identity that is known by where it stands and not by its look; the part number stays, for it names a model."""
+
+
+def clean(text: str) -> str:
+    """Return a text of a device, a log or a tool that may go to strangers: printable, no secrets, no user's name."""
+    lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
+    plain = _LOGIN.sub(r"\1[left out]@", _PEM.sub("[left out]", "\n".join(lines)))
+    plain = _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain))
+    return _SECRET.sub(r"\1[left out]", _HEADER.sub(r"\1[left out]", plain))
+
+
+# Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
+_KEYS = r"(?:token|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|credential)[\w-]{0,64}"
+_GIVEN = r"['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?"
+_QUOTED = r"\"[^\"\n]+\"|'[^'\n]+'"
+_SECRET = re.compile(
+    rf"(?i)((?:{_KEYS}{_GIVEN}|--[\w-]{{0,32}}{_KEYS}\s+|\bbearer\s+(?=\S*\d)))"
+    rf"(?:{_QUOTED}|['\"]?[^\s'\",;]{{4,}})"
+)
+_HEADER = re.compile(rf"(?i)(\b(?:authorization|cookie){_GIVEN})(?:{_QUOTED}|['\"]?[^'\"\n]+)")
+_PEM = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL)
+_LOGIN = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,30}://)[^/\s]{1,200}@")
+_HOME = re.compile(r"(/(?:home|Users)/)[^/\s:'\"]+")
+_PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+")
+
+
+def without_processes(text: str) -> str:
+    """Return the output of `nvidia-smi -q` without its sections of processes."""
+    kept, depth = [], -1
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if depth >= 0 and line.strip() and indent <= depth:
+            depth = -1
+        if depth < 0 and re.match(r"\s*(?:Accounting Mode Buffer|Processes|Accounted Processes)\b", line):
+            depth = indent if re.match(r"\s*(?:Accounted )?Processes", line) else -1
+            kept.append(f"{line.rstrip().partition(':')[0].rstrip()}: left out by canaryd" if depth >= 0 else line)
+            continue
+        if depth < 0:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+class Redactor:
+    """Replaces what names a machine or a part by pseudonyms: the same thing by the same one within one dossier."""
+
+    def __init__(self, store: Store, document: Mapping[str, Any], salt: bytes | None = None) -> None:
+        self._salt = secrets.token_bytes(16) if salt is None else salt
+        self.known: dict[str, str] = {}
+        """What is looked for → its kind."""
+        for record in store.devices():
+            device = record.device
+            self._know(device.uuid, "uuid")
+            self._know(device.parent, "uuid")
+            for name in NAMING:
+                if name != "board_part_number":
+                    self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
+        self._know(document["identity"]["host"], "host")
+        self._know(platform.node(), "host")
+        for record in store.devices():
+            uuid = record.device.uuid
+            for run in (*store.runs(uuid, drill=None, limit=NAMED), *store.polls(uuid, limit=NAMED)):
+                self._know(run.environment.get("hostname", ""), "host")
+        # A part's own long number is no word, and hides in none; a host's name may be part of one.
+        whole: list[str] = []
+        words: list[str] = []
+        for name in sorted(self.known, key=len, reverse=True):
+            long = len(name) >= LONG and self.known[name] != "host"
+            (whole if long else words).append(re.escape(name))
+        either = [rf"(?<![\w-])(?:{'|'.join(words)})(?![\w-])"] if words else []
+        self._names = re.compile(rf"(?i){'|'.join([*whole, *either])}") if self.known else None
+
+    def _know(self, value: str, kind: str) -> None:
+        # A short number ("0", "1") as module or board id would turn every such number into a pseudonym, and a host
+        # called "vm" every such word. Where a field holds the host, `value` replaces it anyway.
+        if len(value) >= 3 and not (value.isdigit() and len(value) < 6):
+            self.known.setdefault(value, kind)
+            if kind == "host" and "." in value:
+                self.known.setdefault(value.partition(".")[0], kind)
+
+    def _alias(self, kind: str, value: str) -> str:
+        plain = value.lower()
+        if kind == "uuid":
+            plain = re.sub(r"^(?:[a-z]{3}-)+", "", plain)
+        if kind == "bus":
+            plain = re.sub(r"^0{4}(?=[0-9a-f]{4}:)", "", plain)
+            plain = plain if re.match(r"[0-9a-f]{4}:", plain) else f"0000:{plain}"
+            plain = plain if "." in plain else f"{plain}.0"
+        digest = hmac.new(self._salt, f"{kind} {plain}".encode(), hashlib.sha256).hexdigest()
+        return f"[{kind} {digest[:8]}]"
+
+    def text(self, text: str) -> str:
+        """Return a text with every name replaced."""
+        aliases: list[str] = []
+
+        def put(alias: str) -> str:
+            # Held apart until the end, so that no later pattern bites into a pseudonym.
+            aliases.append(alias)
+            return f"\0{len(aliases) - 1}\0"
+
+        lower = {n.lower(): k for n, k in self.known.items()}
+        url, *others = PATTERNS
+        text = url[1].sub(lambda m: put(self._alias("url", m[0])), text)
+        if self._names is not None:
+            text = self._names.sub(lambda m: put(self._alias(lower[m[0].lower()], m[0])), text)
+        for kind, pattern in others:
+            text = pattern.sub(lambda m: put(self._alias(kind, m[0])), text)  # noqa: B023  used at once
+        return re.sub(r"\0(\d+)\0", lambda m: aliases[int(m[1])], text)
+
+    def value(self, value: Any) -> Any:
+        """Return JSON data with every text in it redacted, keys included unless they are names of fields."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {k if k.isidentifier() else self.text(k): self._field(k, v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.value(v) for v in value]
+        return value
+
+    def _field(self, name: str, value: Any) -> Any:
+        if name in OWN_WORDS and isinstance(value, str):
+            return value
+        return self._alias("host", value) if name in HOST_FIELDS and value else self.value(value)
+
+
+def cleaned(value: Any) -> Any:
+    """Return JSON data whose every text is fit for strangers."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {clean(k): cleaned(v) for k, v in value.items()}
+    return [cleaned(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,126 @@
+"""What happened to a device, in order, and under which conditions."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from canaryd.dossier.facts import SHOWN, Facts
+from canaryd.formatting import moment
+from canaryd.model import Cause, Event, Outcome, State
+
+TIMELINE = 200
+"""Entries of the timeline, the newest."""
+POLLS, POINTS, SERIES = 20_000, 400, 8
+"""Polls read, points kept of one course, courses kept."""
+NEARBY = 120.0
+"""Seconds within which a poll tells the conditions of a run (ours: eight default periods)."""
+FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
+"""Sensors and domains of which courses are kept first."""
+
+
+def timeline(facts: Facts) -> tuple[list[dict[str, Any]], int]:
+    """Return what happened, oldest first: wrong runs with their conditions, verdicts, events, stacks, acks."""
+    entries = [*_wrong_runs(facts), *_stack_changes(facts)]
+    if not facts.drill:
+        entries += _told_verdicts(facts)
+        entries += [
+            {"at": e.last, "kind": e.kind, "text": _event(e), "conditions": {}}
+            for e in facts.events
+            if e.kind not in ("counter", "condition") or e.count
+        ]
+        for ack in facts.store.acks(facts.device.uuid):
+            until = f", until {moment(ack.until)}" if ack.until else ""
+            entries.append({"at": ack.at, "kind": "ack", "text": f"{ack.kind}{until}: {ack.reason}", "conditions": {}})
+    entries.sort(key=lambda e: (e["at"], e["kind"], e["text"]))
+    return entries[-TIMELINE:], max(0, len(entries) - TIMELINE)
+
+
+def _event(event: Event) -> str:
+    times = f" ({event.count:g} times since {moment(event.first)})" if event.count > 1 else ""
+    return f"{event.detail or f'{event.name}: {event.before} → {event.after}'}{times}"
+
+
+def _wrong_runs(facts: Facts) -> Iterator[dict[str, Any]]:
+    for run in facts.runs:
+        failed = run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+        if not (run.wrong or run.unknown or failed):
+            continue
+        first = run.wrong[0] if run.wrong else None
+        text = f"{run.probe} {run.outcome.value}"
+        if first is not None:
+            text = f"{run.probe}: {len(run.wrong)} wrong comparison{'s' * (len(run.wrong) > 1)}, {first.case}"
+            text += f" on {first.place}" if first.place else ""
+            text += f": {first.evidence.pattern}" if first.evidence and first.evidence.pattern else ""
+        elif run.unknown:
+            text = f"{run.probe}: {len(run.unknown)} recordings beyond what is known, {run.unknown[0]}"
+        text += f" (confirms {run.confirms})" if run.confirms else f" (called for by {run.trigger})" * bool(run.trigger)
+        kind = "wrong" if run.wrong or run.unknown else "not completed"
+        yield {"at": run.started, "kind": kind, "text": text, "conditions": _conditions(facts, run.started)}
+
+
+def _conditions(facts: Facts, at: float) -> dict[str, Any]:
+    """Return temperature, power and clocks of the poll that is nearest to a time, within two minutes."""
+    first = bisect.bisect_left(facts.telling, at - NEARBY, key=lambda p: p.started)
+    near = list(itertools.takewhile(lambda p: p.started <= at + NEARBY, itertools.islice(facts.telling, first, None)))
+    if not near:
+        return {}
+    poll = min(near, key=lambda p: abs(p.started - at))
+    chosen = sorted((r for r in poll.readings if r.name in SHOWN), key=lambda r: (SHOWN.index(r.name), _rank(r.key)))
+    found: dict[str, Any] = {}
+    for reading in chosen:
+        found.setdefault(reading.name, {"key": reading.key, "value": reading.value, "unit": reading.unit})
+    return found
+
+
+def _rank(key: str) -> tuple[int, str]:
+    return next((i for i, sensor in enumerate(FIRST_SENSORS) if f"={sensor}" in key), len(FIRST_SENSORS)), key
+
+
+def _stack_changes(facts: Facts) -> list[dict[str, Any]]:
+    before: dict[tuple[str, str], Mapping[str, str]] = {}
+    latest: dict[str, float] = {}
+    found = []
+    for run in (r for r in facts.runs if r.stack):
+        lane = (run.probe, run.instruction_set)
+        old = before.get(lane, run.stack)
+        before[lane] = run.stack
+        changed = [k for k in sorted({*old, *run.stack}) if old.get(k, "none") != run.stack.get(k, "none")]
+        if not changed:
+            continue
+        text = ", ".join(f"{k}: {old.get(k, 'none')} → {run.stack.get(k, 'none')}" for k in changed)
+        if run.started - latest.get(text, -math.inf) > 3600.0:  # every probe meets the same change within a round
+            found.append({"at": run.started, "kind": "stack", "text": text, "conditions": {}})
+        latest[text] = run.started
+    return found
+
+
+def _told_verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
+    for verdict in facts.store.verdict_history(facts.device.uuid):
+        cause = "" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}"
+        why = f": {verdict.findings[0].message}" if verdict.findings and verdict.state is not State.HEALTHY else ""
+        yield {"at": verdict.since, "kind": "verdict", "text": f"{verdict.state.value}{cause}{why}", "conditions": {}}
+
+
+def series(facts: Facts) -> list[dict[str, Any]]:
+    """Return the courses of temperature, power and clocks, each thinned to its lowest and highest points."""
+    courses: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for poll in facts.polls:
+        for reading in poll.readings:
+            if reading.name in SHOWN and isinstance(reading.value, (int, float)):
+                courses[reading.key, reading.unit].append((poll.started, float(reading.value)))
+    ordered = sorted(courses, key=lambda k: (_rank(k[0])[0], SHOWN.index(k[0].partition("{")[0]), k[0]))
+    return [{"reading": k, "unit": unit, "points": _thinned(sorted(courses[k, unit]))} for k, unit in ordered[:SERIES]]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[list[float]]:
+    size = max(1, math.ceil(len(points) / (POINTS / 2)))
+    kept: list[tuple[float, float]] = []
+    for i in range(0, len(points), size):
+        part = points[i : i + size]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return [list(p) for p in kept]

@@ -1,0 +1,311 @@
+"""Write the dossier: page, JSON, evidence, vendor logs, one archive."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from canaryd.codec import to_json
+from canaryd.config.settings import Config
+from canaryd.dossier import ocp, page
+from canaryd.dossier.advice import EXHIBITS
+from canaryd.dossier.document import SCHEMA, DossierError, gather, torch_name
+from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
+from canaryd.engine.engine import Engine
+from canaryd.formatting import moment
+from canaryd.model import Device, Outcome, Subject
+from canaryd.store.locks import Busy
+from canaryd.store.store import Store
+from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
+
+TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
+"""Seconds that a vendor's tool may take on a device that may be broken (ours)."""
+QUIET_EVENTS = ("counter", "condition", "change", "reset", "boot")
+"""Kinds of events that no line of the kernel log stands behind."""
+
+
+def write(
+    store: Store,
+    config: Config,
+    engine: Engine | None,
+    device: Device,
+    out: Path,
+    *,
+    redact: bool,
+    now: float,
+    drill: bool = False,
+    wait: float = 60.0,
+) -> Path:
+    """Write the dossier of a device below `out`, as a directory and as one archive beside it; return the directory.
+
+    Without an engine nothing is judged anew and no tensors are laid out; the dossier says so. Raises `DossierError`
+    where it cannot be written; nothing half-written stays.
+    """
+    document = gather(store, config, device, now=now, drill=drill, engine=engine)
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    slug = "endpoint" if redact and device.backend == "endpoint" else re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
+    name = f"canaryd-dossier-{slug}-{stamp}"
+    target, archive = out / name, out / f"{name}.tar.gz"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path in (target, archive):
+            if path.exists():
+                raise DossierError(f"{path}: is there already; a dossier is never overwritten: name another directory")
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=out) as part:
+            inside = Path(part) / name
+            inside.mkdir()
+            _fill(inside, document, store, engine, device, redact=redact, wait=wait)
+            packed = Path(part) / archive.name
+            _pack(inside, packed, int(now))
+            inside.rename(target)
+            packed.rename(archive)
+    except OSError as error:
+        raise DossierError(f"{out}: the dossier cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def _fill(
+    directory: Path,
+    document: dict[str, Any],
+    store: Store,
+    engine: Engine | None,
+    device: Device,
+    *,
+    redact: bool,
+    wait: float,
+) -> None:
+    contents: list[tuple[str, str]] = [
+        ("dossier.html", "the page for people; needs no network"),
+        ("dossier.json", f"the same facts for machines ({SCHEMA}; docs/dossier.schema.json of canaryd)"),
+        ("ocp.jsonl", "the same as OCP Test & Validation output, version 2.0"),
+    ]
+    absent: list[tuple[str, str]] = []
+    _lay_out(directory, document, engine, device, contents, absent, wait)
+    redactor = Redactor(store, document) if redact else None
+    fit: Callable[[str], str] = (lambda t: redactor.text(clean(t))) if redactor else clean
+    log = _log(store, device) if document["kind"] != "drill" else ""
+    if log:
+        (directory / "log.txt").write_text(fit(log), encoding="utf-8")
+        contents.append(("log.txt", "what the kernel log said of this device, as far as canaryd kept it"))
+    else:
+        absent.append(("log.txt", "no line of the kernel log about this device is kept"))
+    _vendor_tools(directory, device, fit, contents, absent, redact=redact)
+    contents.append(("SHA256SUMS", "checksums of all other files: sha256sum -c SHA256SUMS"))
+    document["contents"] = [{"file": f, "what": what} for f, what in contents]
+    document["absent"] = [{"file": f, "why": why} for f, why in absent]
+    document["redacted"] = redact
+    fitted = cleaned(document)
+    if redactor:
+        fitted = redactor.value(fitted)
+    text = json.dumps(fitted, indent=1, ensure_ascii=False, allow_nan=False)
+    (directory / "dossier.json").write_text(text + "\n", encoding="utf-8")
+    (directory / "dossier.html").write_text(page.page(fitted), encoding="utf-8")
+    (directory / "ocp.jsonl").write_text(ocp.lines(fitted), encoding="utf-8")
+    _sum_up(directory)
+
+
+def _lay_out(
+    directory: Path,
+    document: dict[str, Any],
+    engine: Engine | None,
+    device: Device,
+    contents: list[tuple[str, str]],
+    absent: list[tuple[str, str]],
+    wait: float,
+) -> None:
+    """Lay the first failing cases out as tensors and scripts; each that is not says why."""
+    laid = 0
+    for failure in document["failures"]:
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure['probe']}-{failure['case']}").strip("-")
+        part = f"evidence/{laid + 1}-{name}"
+        folder = directory / part
+        if laid >= EXHIBITS:
+            failure["exhibit_absent"] = f"only the first {EXHIBITS} failing cases are laid out"
+            continue
+        folder.mkdir(parents=True)
+        (folder / "wrong.csv").write_text(_table(failure), encoding="utf-8")
+        contents.append((f"{part}/wrong.csv", f"the wrong elements of {failure['case']} that were written down"))
+        files, why = _exhibit(folder, failure, engine, device, wait)
+        failure["exhibit"] = part
+        failure["exhibit_absent"] = why
+        whats = {"golden.npy": "the right result", "reproduce.py": "repeats the computation with torch alone"}
+        contents += [(f"{part}/{f}", whats.get(f, "operand")) for f in files]
+        if why:
+            absent.append((f"{part}/reproduce.py", why))
+        laid += 1
+    if not document["failures"]:
+        why = "no exact golden was missed, so there is no failing case to lay out"
+        if any(p["unknown"] for p in document["probes"]):
+            why += "; what a recorded case was held against is in canaryd baseline show"
+        absent.append(("evidence/", why))
+
+
+def _exhibit(
+    folder: Path, failure: Mapping[str, Any], engine: Engine | None, device: Device, wait: float
+) -> tuple[list[str], str]:
+    """Have operands, golden and script written by a worker; return the files, or why there are none."""
+    if failure["subject"] != Subject.DEVICE.value:
+        return [], "it is about the golden or the comparison itself, which no script outside of canaryd repeats"
+    if engine is None:
+        return [], "no worker with torch was at hand when this was written: run canaryd report on the host itself"
+    hosts = [d for d in engine.devices.values() if d.backend == "cpu"]
+    if not hosts:
+        return [], "no worker with torch was at hand on this host"
+    core = page.failing_core(failure)
+    arguments = {
+        "device": to_json(device),
+        "probe": failure["probe"],
+        "case": failure["case"],
+        "shape": failure["shape"],
+        "seed": failure["seed"],
+        "expected": [[e["index"], e["expected"]] for e in failure["elements"]],
+        "out": str(folder.absolute()),
+        "on": torch_name(device),
+        "environment": {
+            **{k: v for k, v in STRICT.items() if k.startswith("CU")},
+            **INSTRUCTION_SETS.get(failure["instruction_set"], {}),
+        },
+        "unset": SCRUBBED,
+        "runs": 1000,
+        "core": core,
+    }
+    try:
+        outcome, answer, detail = engine.answer(hosts[0], "reproducer", arguments, timeout=600.0, wait=wait)
+    except Busy as busy:
+        return [], f"the host was being tested: {busy}"
+    if outcome is not Outcome.COMPLETED:
+        for path in folder.glob("*.npy"):
+            path.unlink()
+        return [], detail.strip().rpartition("\n")[2] or outcome.value
+    return list(answer["files"]), ""
+
+
+def _table(failure: Mapping[str, Any]) -> str:
+    rows = io.StringIO()
+    out = csv.writer(rows, lineterminator="\n")
+    out.writerow(("run", "index", "expected", "observed", "flipped_bits"))
+    for e in failure["elements"]:
+        index, flipped = " ".join(map(str, e["index"])), int(e["expected"], 16) ^ int(e["observed"], 16)
+        bits = " ".join(str(b) for b in range(flipped.bit_length()) if flipped >> b & 1)
+        out.writerow((e["run"], index, e["expected"], e["observed"], bits))
+    return rows.getvalue()
+
+
+def _log(store: Store, device: Device) -> str:
+    events = [e for e in store.events(device=device.uuid) if e.kind not in QUIET_EVENTS]
+    lines = []
+    for e in events:
+        times = f" x{e.count:g}" if e.count > 1 else ""
+        lines.append(f"{moment(e.first)} … {moment(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " "))
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _vendor_tools(
+    directory: Path,
+    device: Device,
+    fit: Callable[[str], str],
+    contents: list[tuple[str, str]],
+    absent: list[tuple[str, str]],
+    *,
+    redact: bool,
+) -> None:
+    """Ask NVIDIA's tools, where they are; their words are cleaned like everything else."""
+    if device.backend != "cuda":
+        absent.append(("nvidia-smi-q.txt", "this is no NVIDIA device"))
+        return
+    uuid = device.part
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        absent.append(("nvidia-smi-q.txt", "nvidia-smi is not installed here"))
+    else:
+        said, why = _run([tool, "-q", "-i", uuid], TOOL_PATIENCE["nvidia-smi"])
+        if why:
+            absent.append(("nvidia-smi-q.txt", why))
+        else:
+            (directory / "nvidia-smi-q.txt").write_text(fit(without_processes(said)), encoding="utf-8")
+            contents.append(("nvidia-smi-q.txt", "nvidia-smi -q of this device, without its processes"))
+    name, tool = "nvidia-bug-report.log.gz", shutil.which("nvidia-bug-report.sh")
+    if tool is None or redact or os.geteuid() != 0:
+        why = "nvidia-bug-report.sh is not installed here" if tool is None else "nvidia-bug-report.sh asks for root"
+        absent.append((name, "it names the whole machine and cannot be redacted" if redact else why))
+        return
+    with tempfile.TemporaryDirectory() as aside:
+        made = Path(aside) / name
+        _, why = _run([tool, "--output-file", str(made)], TOOL_PATIENCE["nvidia-bug-report.sh"], cwd=aside)
+        try:
+            text = gzip.decompress(made.read_bytes()).decode("utf-8", "replace")
+        except (OSError, EOFError) as error:
+            absent.append((name, why or f"nvidia-bug-report.sh left no report: {error}"))
+            return
+    # It is the vendor's own form of report; what canaryd knows to be nobody's business is taken out of it.
+    data = fit(without_processes(text)).encode()
+    (directory / name).write_bytes(gzip.compress(data, mtime=0))
+    contents.append((name, "NVIDIA's own report of this host; processes left out, read it before you send it"))
+
+
+def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
+    """Return what a tool says, or why it says nothing; a tool that a hung driver holds is abandoned."""
+    what = Path(argv[0]).name
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return "", f"{what} could not be started: {error.strerror}"
+    try:
+        said, _ = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=5.0)
+        return "", f"{what} did not end within {patience:g} s"
+    text = said.decode("utf-8", "replace")
+    if process.returncode:
+        return "", f"{what} ended with status {process.returncode}: {text.strip().partition(chr(10))[0][:200]}"
+    return text, ""
+
+
+def _sum_up(directory: Path) -> None:
+    names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+    sums = [f"{hashlib.sha256((directory / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
+    (directory / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+
+
+def _pack(directory: Path, archive: Path, at: int) -> None:
+    """Pack a directory so that equal contents give equal bytes: sorted, one time, nobody's files."""
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile("", "wb", mtime=at, fileobj=raw) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in sorted((directory, *directory.rglob("*"))):
+            info = tarfile.TarInfo(str(path.relative_to(directory.parent)))
+            info.mtime = at
+            if path.is_dir():
+                info.type, info.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(info)
+            else:
+                info.size, info.mode = path.stat().st_size, 0o644
+                with path.open("rb") as file:
+                    tar.addfile(info, file)

@@ -1,0 +1,1 @@
+"""From a plan to a verdict: discover, schedule, run, confirm, judge."""

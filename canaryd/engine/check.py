@@ -1,0 +1,203 @@
+"""`canaryd check` and `canaryd drill`: the daemon's path, walked once, and what it found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from canaryd.engine import schedule
+from canaryd.engine.engine import Engine
+from canaryd.engine.schedule import Plan
+from canaryd.judge.telemetry.signals import Poll
+from canaryd.judge.verdict import fault_rate_bound, worst
+from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, Skipped, State, Verdict
+from canaryd.store.locks import Busy
+
+NOT_CHECKED = {
+    "quick": (
+        "instruction sets other than the first (CPU), shapes and layouts beyond one in rotation: use --level standard",
+        "products larger than 512: use --level standard",
+    ),
+    "standard": ("every layout with every shape, products larger than 2048: use --level deep",),
+    "deep": ("products larger than 4096",),
+}
+NO_ENDPOINT = "the serving engine, and the model that it serves: name it under endpoints in the configuration"
+NEVER_CHECKED = (
+    "device memory beyond what the operands touch, and links between devices",
+    "load, power and temperature that this run did not reach",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What was asked for."""
+
+    level: str = "standard"
+    devices: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    intensity: str = ""
+    """How hard to ask, as a retest does: one of `INTENSITIES`; "" for as usual."""
+    seed: int | None = None
+    instruction_set: str = ""
+    seconds: float = 0.0
+    """Repeat rounds until so much time has passed; 0 for one round."""
+    drill: str = ""
+    wait: float = 600.0
+    """How long to wait for a device that another canaryd process is testing."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a check did and found."""
+
+    level: str
+    started: float
+    seconds: float = 0.0
+    drill: str = ""
+    devices: list[Device] = field(default_factory=list)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    skipped: dict[str, list[tuple[str, Skipped]]] = field(default_factory=dict)
+    """Device → (probe, what was left out of it and why)."""
+    missed: dict[str, str] = field(default_factory=dict)
+    """Device → why something that was asked for could not be run on it."""
+    rules_out: dict[str, dict[str, float]] = field(default_factory=dict)
+    polls: dict[str, dict[str, Poll]] = field(default_factory=dict)
+    """Device → telemetry probe → what it said."""
+    events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
+    """Device → what happened to it in the last month."""
+    not_checked: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> State:
+        """The worst device's state; unknown when no device was examined."""
+        return worst(list(self.verdicts.values()))
+
+
+def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Callable[[str], None]) -> Result:
+    """Carry one check out on `devices` and return its result; a device that cannot be had is unknown, never healthy."""
+    begun = time.monotonic()
+    result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
+    entries = [e for name, e in engine.entries.items() if not options.probes or name in options.probes]
+    turn = 0
+    if not options.drill:
+        # Before and after: what a device counted while it was under test is part of the evidence.
+        engine.read_log(until_end=True)
+        engine.sweep(hold=True)
+    while True:
+        for device in filter(engine.reached, devices):
+            sets = (options.instruction_set,) if options.instruction_set and device.instruction_sets else ()
+            plans = schedule.plan_round(
+                device,
+                entries,
+                levels=engine.levels(options.level),
+                seed=schedule.new_seed() if options.seed is None else options.seed,
+                sets=sets or schedule.instruction_sets(device, options.level, turn),
+                cases=options.cases,
+                drill=options.drill,
+                intensity=options.intensity,
+            )
+            _carry_out(engine, plans, result, options.wait, on_wait)
+        turn += 1
+        if engine.stopping or time.monotonic() - begun >= options.seconds:
+            break
+    if not options.drill:
+        engine.read_log(until_end=True)
+        engine.sweep()
+        engine.watch.let_go()
+        engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
+    _conclude(engine, options, result)
+    if not options.drill:
+        engine.settle()
+    result.seconds = time.monotonic() - begun
+    return result
+
+
+def alarmed(result: Result) -> bool:
+    """Whether a drill's fault was seen by any run."""
+    return any(run.wrong or run.unknown for runs in result.runs.values() for run in runs)
+
+
+def _carry_out(
+    engine: Engine, plans: Sequence[Plan], result: Result, wait: float, on_wait: Callable[[str], None]
+) -> None:
+    for plan in plans:
+        mine = result.skipped.setdefault(plan.device.uuid, [])
+        try:
+            runs = engine.carry_out(plan, wait=wait, on_wait=on_wait)
+        except Busy as busy:
+            why = engine.stopping or str(busy)
+            mine += [(s.entry.spec.name, Skipped(case="*", reason=why)) for s in plan.steps]
+            result.missed[plan.device.uuid] = why
+            continue
+        for done in runs:
+            result.runs.setdefault(done.device, []).append(done)
+            skipped = result.skipped.setdefault(done.device, [])
+            if done.outcome is Outcome.SKIPPED:
+                skipped.append((done.probe, Skipped(case="*", reason=done.detail or "the probe gave no reason")))
+            skipped += [(done.probe, s) for s in done.skipped if (done.probe, s) not in skipped]
+        if engine.stopping:
+            result.missed[plan.device.uuid] = engine.stopping
+
+
+def _conclude(engine: Engine, options: Options, result: Result) -> None:
+    for device in result.devices:
+        uuid = device.uuid
+        verdict = engine.drill_verdict(uuid, since=result.started) if options.drill else engine.verdict(uuid)
+        result.verdicts[uuid] = _missing(verdict, result.missed.get(uuid, ""))
+        runs = result.runs.get(uuid, [])
+        result.rules_out[uuid] = fault_rate_bound(runs, drill=bool(options.drill))
+        if not options.drill:
+            result.polls[uuid] = engine.watch.polls(uuid)
+            result.events[uuid] = engine.watch.events(device)
+            result.skipped.setdefault(uuid, []).extend(_unread(result.polls[uuid]))
+        left_out = [n for n in engine.config.probes.each if engine.settings(n).enabled is False]
+        result.skipped.setdefault(uuid, []).extend(
+            (n, Skipped(case="*", reason="disabled in the configuration")) for n in left_out
+        )
+    result.problems = [*engine.problems, *engine.store.problems]
+    if engine.stopping:
+        result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
+    if engine.store.problem:
+        result.problems.append(f"unrecorded: {engine.store.problem}")
+    chosen: tuple[str, ...] = ()
+    if options.probes or options.cases:
+        chosen = (f"probes and cases other than {', '.join([*options.probes, *options.cases])}",)
+    deaf = [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]
+    unread = [f"what {', '.join(deaf)} says of itself: no telemetry probe was run for it"] if deaf else []
+    unread += [f"the kernel log: {engine.watch.log_problem}"] if engine.watch.log_problem else []
+    unread += [] if any(d.is_endpoint for d in result.devices) else [NO_ENDPOINT]
+    result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
+
+
+def _why(run: Run) -> tuple[str, str]:
+    """Return what became of a poll, unless it says so itself, and why."""
+    return "" if run.outcome is Outcome.SKIPPED else run.outcome.value, run.detail.partition("\n")[0]
+
+
+def _unread(polls: Mapping[str, Poll]) -> list[tuple[str, Skipped]]:
+    """Return the telemetry that could not be read, and why."""
+    return [
+        (probe, Skipped(case="*", reason=": ".join(filter(None, _why(poll.newest)))))
+        for probe, poll in polls.items()
+        if poll.newest is not None and poll.newest.outcome is not Outcome.COMPLETED
+    ]
+
+
+def _missing(verdict: Verdict, why: str) -> Verdict:
+    """Return the verdict of a check that missed something: earlier evidence is no substitute."""
+    if not why:
+        return verdict
+    finding = Finding(
+        rule="not-examined",
+        state=State.UNKNOWN,
+        cause=Cause.ENVIRONMENT,
+        message=f"this check could not do all it was asked for: {why}",
+    )
+    findings = tuple(sorted((*verdict.findings, finding), key=lambda f: -f.state.severity))
+    if verdict.state.severity >= State.UNKNOWN.severity:
+        return replace(verdict, findings=findings)
+    return replace(verdict, findings=findings, state=State.UNKNOWN, cause=Cause.ENVIRONMENT)

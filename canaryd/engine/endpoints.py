@@ -1,0 +1,71 @@
+"""Serving endpoints as devices: what the configuration names is watched, judged and shown like any other device."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from canaryd.config.settings import Config, EndpointConfig
+from canaryd.model import ENDPOINT, Device
+
+
+def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
+    """Return the endpoints of a configuration as devices; of `devices`, each knows those behind it by name."""
+    known = list(devices)
+    return [
+        Device(
+            uuid=f"{ENDPOINT}:{name}",
+            backend=ENDPOINT,
+            index=number,
+            model=endpoint.model or "default",
+            weak_identity=True,
+            detail={"url": endpoint.url, "behind": " ".join(d.name for d in behind(endpoint, known))},
+        )
+        for number, (name, endpoint) in enumerate(named(config).items())
+    ]
+
+
+def named(config: Config) -> Mapping[str, EndpointConfig]:
+    """Return the endpoints by name, headings under which nothing is set left out."""
+    return {name: endpoint for name, endpoint in config.endpoints.each.items() if endpoint.url}
+
+
+def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
+    """Return the devices that an endpoint answers for: those named, else all accelerators, else the CPU.
+
+    A server on another host answers for none of this one's, unless they are named.
+    """
+    parts = [d for d in devices if not d.is_endpoint]
+    if endpoint.devices:
+        return [d for d in parts if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
+    if not _here(endpoint.url):
+        return []
+    return [d for d in parts if d.backend != "cpu"] or parts
+
+
+def _here(url: str) -> bool:
+    """Whether an address is this host's: a loopback one, or its own name."""
+    host = (urlsplit(url).hostname or "").lower()
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        names = {"localhost", socket.gethostname().lower()}
+        return host in names or host.partition(".")[0] in names - {"localhost"}
+
+
+def settings(endpoint: EndpointConfig) -> dict[str, Any]:
+    """Return what a probe is told of an endpoint; paths as text, "" for what is not set."""
+    return {
+        "url": endpoint.url,
+        "model": endpoint.model or "",
+        "directory": str(endpoint.directory or ""),
+        "prompts": str(endpoint.prompts or ""),
+        "apis": list(endpoint.apis),
+        "dialect": endpoint.dialect or "",
+        "key_file": str(endpoint.key_file or ""),
+        "ca_file": str(endpoint.ca_file or ""),
+        "timeout": endpoint.timeout,
+    }

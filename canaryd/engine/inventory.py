@@ -1,0 +1,169 @@
+"""Which devices this machine has, and what changed since the last look.
+
+Two witnesses speak: the vendors' own libraries under canaryd's interpreter, and torch under the stack that is tested.
+`merge` makes one list of both; `changes` tells what is another than before. Both are pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from canaryd.config.settings import Config
+from canaryd.engine import endpoints
+from canaryd.judge import acks
+from canaryd.model import Ack, Device, Event, Verdict
+from canaryd.store.store import DeviceRecord
+from canaryd.supervisor.protocol import Description, Listing
+
+PLACEHOLDER = "undriven"
+"""`Device.detail` key of a PCI function that looks like an accelerator and that nothing drives."""
+BACKENDS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
+"""Vendor module → backend of its devices."""
+STACK = ("torch", "blas", "mkl", "onednn", "kernel")
+"""Parts of the stack under test that belong to the inventory."""
+UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
+"""Keys of `Device.detail` whose change is no event: a reboot has its own, and a cpuset says nothing of the machine."""
+
+
+def remembered(
+    record: DeviceRecord,
+    here: Collection[str],
+    config: Config,
+    now: float,
+    said: Iterable[Ack] = (),
+    *,
+    verdict: Verdict | None = None,
+) -> bool:
+    """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out.
+
+    `said` is what operators said of devices, `verdict` what was last found of this one.
+    """
+    device = record.device
+    if device.is_endpoint:  # it exists because it is configured
+        return device.uuid.partition(":")[2] in endpoints.named(config)
+    if device.uuid in here:
+        return True
+    planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
+    planned |= acks.retired(device, said, record.last_seen)
+    # The GPU was divided otherwise: its instances are others now. That acquits none of them.
+    planned |= device.parent in here and not (verdict is not None and verdict.doubted)
+    return not planned and now - record.last_seen < config.judge.watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What an inventory found."""
+
+    devices: tuple[Device, ...]
+    uncertain: frozenset[str]
+    """Backends that nobody could be asked about: a known device of one of them may still be there."""
+
+
+def bus_key(bus_id: str) -> str:
+    """Return a PCI address in one spelling, its function left out: "00000000:65:00.0" → "0000:65:00"; "" for none."""
+    match = re.fullmatch(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?", bus_id.strip())
+    if not match:
+        return ""
+    domain = int(match[1] or "0", 16)
+    return f"{domain:04x}:{match[2]}:{match[3]}".lower()
+
+
+def merge(described: Description, listing: Listing, known: Mapping[str, Device], here: Collection[str] = ()) -> Found:
+    """Return one list of what torch and the vendors' libraries see. Of those `known`, `here` were there the last time.
+
+    A device that both see has the vendor's index and identity, torch's number, and the facts of both. What was known
+    of a device and cannot be read now is kept.
+    """
+    from_torch = list(described.devices)
+    from_vendors = [d for devices in listing.devices.values() for d in devices if PLACEHOLDER not in d.detail]
+    cuda = any(d.backend == "cuda" for d in from_torch)
+    found = []
+    for device in from_vendors:
+        twin = next((t for t in from_torch if _same(device, t)), None)
+        if twin is not None:
+            from_torch.remove(twin)
+            # NVML's and torch's differ at most by a prefix; elsewhere a worker finds a device by torch's alone.
+            uuid = device.uuid if twin.weak_identity or device.backend == "cuda" else twin.uuid
+            detail = {**twin.detail, **device.detail}
+            device = replace(device, uuid=uuid, torch_index=twin.torch_index, detail=detail)  # noqa: PLW2901
+        elif device.parent and cuda:
+            # CUDA shows a process one instance only: its worker is given this one, and there it is the first.
+            device = replace(device, torch_index=0)  # noqa: PLW2901
+        found.append(device)
+    found += from_torch
+    # A device that was there a moment ago is missed by its own name, not by that of a stranger in its place.
+    missed = [d for uuid, d in known.items() if uuid in here]
+    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if PLACEHOLDER not in d.detail}
+    for device in (d for devices in listing.devices.values() for d in devices if PLACEHOLDER in d.detail):
+        if bus_key(device.detail["bus_id"]) not in claimed:
+            vendor = next(name for name, backend in BACKENDS.items() if backend == device.backend)
+            why = listing.unavailable.get(vendor, "its driver does not list it")
+            found.append(replace(device, detail={**device.detail, PLACEHOLDER: why}))
+    stack = {key: described.stack[key] for key in STACK if key in described.stack}
+    # Torch alone shows one instance of a divided GPU, and none that another variable hides: where something of the
+    # vendor is installed, only the vendor's own word is complete.
+    failing = {BACKENDS[name] for name in listing.failing if name in BACKENDS}
+    asked = {BACKENDS[name] for name in listing.devices if name in BACKENDS}
+    asked |= {d.backend for d in described.devices} - failing
+    silent = {BACKENDS[name] for name in listing.unavailable if name in BACKENDS}
+    if described.torch is None:
+        silent |= {*BACKENDS.values()}
+    return Found(devices=tuple(_filled(d, stack, listing, known) for d in found), uncertain=frozenset(silent - asked))
+
+
+def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: Mapping[str, Device]) -> Device:
+    before = known.get(device.uuid)
+    facts = {**stack, **listing.facts} if device.backend == "cpu" else {k: stack[k] for k in ("torch",) if k in stack}
+    return replace(device, detail={**(before.detail if before else {}), **facts, **device.detail})
+
+
+def _same(device: Device, other: Device) -> bool:
+    """Whether a vendor's device and torch's are one: by uuid, whatever its prefix, or by their place on the bus."""
+    if device.backend != other.backend:
+        return False
+    if device.uuid.partition("-")[2].lower() == other.uuid.partition("-")[2].lower():
+        return True
+    if device.backend == "cuda":
+        return False
+    bus, other_bus = (bus_key(d.detail.get("bus_id", "")) for d in (device, other))
+    if bus and other_bus:
+        return bus == other_bus
+    return other.weak_identity and device.index == other.index  # torch knows it by nothing but its number
+
+
+def changes(
+    known: Mapping[str, Device], here: Collection[str], found: Iterable[Device], gone: Sequence[Device], now: float
+) -> list[Event]:
+    """Return what is another than at the last inventory, one event per component, with before and after.
+
+    Of those `known`, `here` were there at the last one.
+
+    The first inventory of a machine changes nothing. A component that could not be read is no change.
+    """
+    events = []
+    for device in found:
+        before = known.get(device.uuid)
+        if before is None:
+            if known and PLACEHOLDER not in device.detail:
+                events.append(
+                    _change(device, "device", "", "found", f"{device.name} ({device.model}) is new here", now)
+                )
+            continue
+        if device.uuid not in here and PLACEHOLDER not in device.detail:
+            events.append(_change(device, "device", "gone", "found", f"{device.name} ({device.model}) is back", now))
+        for key in sorted(before.detail.keys() & device.detail.keys() - {*UNREMARKABLE}):
+            old, new = before.detail[key], device.detail[key]
+            if old != new:
+                events.append(_change(device, key, old, new, f"{key}: {old} → {new}", now))
+    for device in gone:
+        text = f"{device.name} ({device.model}) is gone"
+        events.append(_change(device, "device", "found", "gone", text, now))
+    return events
+
+
+def _change(device: Device, name: str, before: str, after: str, detail: str, now: float) -> Event:
+    return Event(
+        device=device.uuid, kind="change", name=name, first=now, last=now, before=before, after=after, detail=detail
+    )

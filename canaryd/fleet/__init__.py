@@ -1,0 +1,1 @@
+"""What a Prometheus knows about all nodes."""

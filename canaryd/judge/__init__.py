@@ -1,0 +1,1 @@
+"""Pure functions from evidence to a verdict."""

@@ -1,0 +1,1 @@
+"""Judge recorded goldens against their baselines."""

@@ -1,0 +1,1 @@
+"""Judge what devices, drivers and the kernel report."""

@@ -1,0 +1,1 @@
+"""Judge slow changes, day by day."""

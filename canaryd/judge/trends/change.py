@@ -1,0 +1,147 @@
+"""The test for a change between days, with its false-alarm chance."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canaryd.judge.trends.days import Course
+
+FALSE_ALARMS = 0.01
+"""Chance of a false alarm per device, rule and year of daily looks, from the rank test alone and however the days are
+distributed, as long as they are exchangeable (ours). `LOOKS` and the series examined share it out (Bonferroni)."""
+LOOKS = 365
+"""Looks in a year: only days that are over count, so a second look on a day sees the same."""
+SPLITS = (6, 7, 8, 10, 14, 20, 28)
+"""Days after the change that are tried: about a week at least, so that no weekend decides (ours)."""
+BEFORE, LEAST_BEFORE, WEEK = 56, 14, 7
+"""Days before the change that are looked at, and the least of them (ours). With few days before it takes more after: 6
+against 14 are that far apart by chance once in 38,760 looks, which is too often; 8 against 14 once in 319,770."""
+APART = 4.0
+"""Times the scatter of the days before (normal days: 1.4826 times the median absolute deviation) that a change must
+measure (ours). Days do depend on each other, and there the rank test alone is often wrong: where one day's level takes
+over 0.8 of the day before, in 99 of 100 years. With this and `SLOWER` in none (docs/trend.md has the table)."""
+MARKED = 1.05
+"""Least ratio of a change that `marks` shows (ours): smaller ones are of no use to anybody."""
+MARK_WARMTH = 3.0
+"""The same for temperatures, in degrees Celsius (ours)."""
+NORMAL = 1.4826
+"""Standard deviation of normal values over their median absolute deviation (Hampel 1974)."""
+
+
+def chance(after: Sequence[float], before: Sequence[float]) -> float:
+    """Return the exact chance that exchangeable values lie as far above `before` as `after` do.
+
+    One-sided Mann-Whitney test: of all ways to choose which values are the later ones, the share that puts them at
+    least so high. Of equal values the earlier is taken for the higher, so ties make no alarm. 1.0 where more than a
+    quarter of the pairs stand the wrong way round: nothing is claimed of those.
+    """
+    ordered = sorted(before)
+    higher = sum(len(ordered) - bisect.bisect_left(ordered, value) for value in after)
+    m, n = len(after), len(before)
+    if higher * 4 > m * n:
+        return 1.0
+    return sum(_ways(m, n, higher)) / math.comb(m + n, m)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways(m: int, n: int, most: int) -> tuple[int, ...]:
+    """Return, for 0 … `most`, in how many ways m values stand among n so that so many pairs are the wrong way round.
+
+    The coefficients of the Gaussian binomial: the product over i = 1 … m of (1 - q^(n+i)) / (1 - q^i).
+    """
+    ways = [1] + [0] * most
+    for i in range(1, m + 1):
+        for power in range(most, n + i - 1, -1):
+            ways[power] -= ways[power - n - i]
+        for power in range(i, most + 1):
+            ways[power] += ways[power - i]
+    return tuple(ways)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A series moved from one level to another."""
+
+    since: int
+    """First day after it, in days since the epoch."""
+    before: float
+    """Median of the days before."""
+    worst: float
+    """Median of the worst week of these: what a change is measured against."""
+    after: float
+    early: tuple[int, ...]
+    """The days before it that were looked at."""
+    late: tuple[int, ...]
+    chance: float
+    """Of the rank test for this one split."""
+
+
+def change(
+    course: Course, worse: int, threshold: float, until: float = math.inf, since: float = -math.inf
+) -> Change | None:
+    """Return the most certain change for the worse that still holds on the last day, if there is one.
+
+    `worse` is 1 where more is worse, -1 where less is. `threshold` is the chance allowed for each split. Only the days
+    from `since` to `until` are looked at.
+    """
+    days = sorted(d for d in course.days if since <= d <= until)
+    best: Change | None = None
+    for count in SPLITS:
+        early, late = days[-count - BEFORE : -count], days[-count:]
+        if len(early) < LEAST_BEFORE:
+            break
+        before, after = ([worse * course.days[d] for d in part] for part in (early, late))
+        usual = statistics.median(before)
+        scatter = NORMAL * statistics.median(abs(value - usual) for value in before)
+        if statistics.median(after) - usual <= APART * scatter:
+            continue
+        by_chance = chance(after, before)
+        if by_chance <= threshold and (best is None or by_chance < best.chance):
+            best = Change(
+                since=late[0],
+                before=worse * usual,
+                worst=worse * max(_weeks(before)),
+                after=statistics.median(course.days[d] for d in late),
+                early=tuple(early),
+                late=tuple(late),
+                chance=by_chance,
+            )
+    return best
+
+
+def _weeks(values: Sequence[float]) -> list[float]:
+    """Return the medians of whole weeks, counted from the end, of two weeks or more."""
+    return [statistics.median(values[end - WEEK : end]) for end in range(len(values), WEEK - 1, -WEEK)]
+
+
+def marks(course: Course, reading: str) -> list[Change]:
+    """Return the changes of a series in either direction, oldest first, for those who look at its course.
+
+    Each is held to `FALSE_ALARMS` per series and year, shared between the directions; it is shown when it was clearest.
+    """
+    threshold = FALSE_ALARMS / LOOKS / len(SPLITS) / 2
+    found: list[Change] = []
+    for until in sorted(course.days):
+        begun = [c.since for c in found if until - c.since >= LEAST_BEFORE]  # what was before has been told
+        for worse in (1, -1):
+            seen = change(course, worse, threshold, until, max(begun, default=-math.inf))
+            if seen is None or not _notable(seen, reading):
+                continue
+            same = found and seen.since <= found[-1].late[-1]
+            if same and (seen.after > seen.before) == (found[-1].after > found[-1].before):
+                found[-1] = min(found[-1], seen, key=lambda c: c.chance)
+            else:
+                found.append(seen)
+    return found
+
+
+def _notable(seen: Change, reading: str) -> bool:
+    if reading.startswith("temperature_celsius"):
+        return abs(seen.after - seen.before) >= MARK_WARMTH
+    low, high = sorted((abs(seen.before), abs(seen.after)))
+    return seen.before * seen.after < 0 or high >= MARKED * low

@@ -1,0 +1,488 @@
+"""What Prometheus reads of canaryd: every metric, and how the evidence becomes series.
+
+`render` turns a snapshot of the evidence into bytes whenever the evidence changes; a scrape only sends prepared bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from canaryd.judge.recordings.drift import Drift
+from canaryd.judge.telemetry.readings import READINGS, metric
+from canaryd.metrics.exposition import (
+    OF_DEVICE,
+    OF_PROBE,
+    OPENMETRICS,
+    TEXT,
+    Exemplar,
+    Exposition,
+    Family,
+    Page,
+    takes_gzip,
+    wants_openmetrics,
+)
+from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
+from canaryd.web.server import Answer
+
+STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")
+"""The parts of a stack that `canaryd_stack_info` names; the `stack` label stands for all of them."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "canaryd_build_info": Family("gauge", ("version",), "Always 1; the labels say which canaryd runs."),
+    "canaryd_device_present": Family("gauge", OF_DEVICE, "1 while the device is found, 0 after it vanished."),
+    "canaryd_device_info": Family(
+        "gauge",
+        (*OF_DEVICE, "name", "backend", "serial", "bus_id", "identity", "parent"),
+        "Always 1; identity is weak where the device label does not name the physical part; parent is the device "
+        "that an instance belongs to.",
+    ),
+    "canaryd_devices_expected": Family(
+        "gauge", (), "Accelerators that the configuration expects; absent when it does not say."
+    ),
+    "canaryd_device_state": Family(
+        "gauge", (*OF_DEVICE, "state"), "1 for the state that the device is in, 0 for every other state."
+    ),
+    "canaryd_device_cause": Family(
+        "gauge", (*OF_DEVICE, "cause"), "1 for the cause of the state that the device is in, 0 for every other cause."
+    ),
+    "canaryd_finding": Family(
+        "gauge",
+        (*OF_DEVICE, "rule", "state", "cause"),
+        "Always 1; one series for each rule of the judge that speaks now; state healthy is a note.",
+    ),
+    "canaryd_device_verdict_timestamp_seconds": Family(
+        "gauge", OF_DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
+    ),
+    "canaryd_device_state_since_timestamp_seconds": Family(
+        "gauge", OF_DEVICE, "When the device entered its state, since the epoch; absent before the first verdict."
+    ),
+    "canaryd_device_acknowledged": Family(
+        "gauge", OF_DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
+    ),
+    "canaryd_device_acknowledged_timestamp_seconds": Family(
+        "gauge", OF_DEVICE, "When the acknowledgement that stands was given, since the epoch; absent where none stands."
+    ),
+    "canaryd_stack_info": Family(
+        "gauge",
+        (*OF_DEVICE, "stack", *STACK_KEYS),
+        "Always 1; the software under the newest runs, one series for each distinct stack.",
+    ),
+    "canaryd_probe_period_seconds": Family("gauge", OF_PROBE, "How often the probe is wanted; evidence ages by it."),
+    "canaryd_probe_runs_total": Family(
+        "counter", (*OF_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
+    ),
+    "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
+    "canaryd_probe_trials_total": Family(
+        "counter", OF_PROBE, "Results of the device that were compared with a golden."
+    ),
+    "canaryd_probe_duration_seconds": Family(
+        "gauge", OF_PROBE, "Wall time of the newest run, the worker's start excluded."
+    ),
+    "canaryd_probe_last_success_timestamp_seconds": Family(
+        "gauge",
+        OF_PROBE,
+        "Start of the newest run that completed with every bit right, or of the newest poll that completed.",
+    ),
+    "canaryd_golden_fingerprint": Family(
+        "gauge",
+        (*OF_PROBE, "stack"),
+        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; stack stands "
+        "for the probe's version too, and of recorded results for the chain.",
+    ),
+    "canaryd_recordings": Family(
+        "gauge",
+        (*OF_PROBE, "reading", "status"),
+        "Cases without a golden by what the newest run gave: known bits, unknown ones, or still learning.",
+    ),
+    "canaryd_drift_ratio": Family(
+        "gauge",
+        (*OF_PROBE, "reading"),
+        "Largest distance of a recording from the nearest known one over its tolerance: 0 while the bits are known, "
+        "+Inf where a bit-stable case gave others.",
+    ),
+    "canaryd_recording_token_agreement": Family(
+        "gauge",
+        (*OF_PROBE, "reading"),
+        "Smallest share of tokens before the first that differs from the nearest known.",
+    ),
+    "canaryd_recording_first_difference": Family(
+        "gauge", (*OF_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
+    ),
+    "canaryd_fault_rate_upper_bound": Family(
+        "gauge", OF_PROBE, "Wrong results per compared result that the evidence does not rule out."
+    ),
+    "canaryd_budget_share_ratio": Family(
+        "gauge", (), "Largest part of an hour that rounds may take of a device's time: budget.share."
+    ),
+    "canaryd_budget_spent_seconds_total": Family(
+        "counter",
+        (*OF_DEVICE, "purpose"),
+        "Device time that workers took since the daemon started, of a CPU over all cores; purpose is round, forced "
+        "(for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
+    ),
+    "canaryd_budget_skipped_total": Family(
+        "counter",
+        (*OF_DEVICE, "reason"),
+        "Times since the daemon started that what was due had to wait, each reason once.",
+    ),
+    "canaryd_budget_withheld": Family(
+        "gauge", (*OF_DEVICE, "reason"), "Always 1; the reason why what is due on the device waits now."
+    ),
+    "canaryd_drill_device_state": Family(
+        "gauge", (*OF_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
+    ),
+    "canaryd_drill_runs_total": Family("counter", OF_PROBE, "Runs with an injected fault; counted nowhere else."),
+    "canaryd_drill_mismatches_total": Family(
+        "counter", OF_PROBE, "Comparisons that found a wrong bit under an injected fault; counted nowhere else."
+    ),
+    "canaryd_xid_errors_total": Family(
+        "counter", (*OF_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
+    ),
+    "canaryd_sxid_errors_total": Family(
+        "counter", (*OF_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; of the host's device."
+    ),
+    "canaryd_kernel_log_events_total": Family(
+        "counter", (*OF_DEVICE, "kind", "name"), "Other lines of the kernel log that touch a device's health."
+    ),
+    "canaryd_stack_changes_total": Family(
+        "counter",
+        (*OF_DEVICE, "component"),
+        "Changes of driver, firmware, place or software that an inventory found, by component.",
+    ),
+    "canaryd_readings_absent": Family(
+        "gauge", OF_PROBE, "Readings that the device does not give; canaryd check --json says which and why."
+    ),
+    **{metric(name): Family(kind.type, (*OF_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
+    "canaryd_kernel_log_readable": Family("gauge", (), "1 while the kernel log is read, 0 while it cannot be."),
+    "canaryd_kernel_log_lost_records_total": Family(
+        "counter", (), "Records of the kernel log that went by unread, since the daemon started."
+    ),
+    "canaryd_device_handles_held": Family(
+        "gauge", (), "1 while a worker holds a driver between polls because it has no persistence."
+    ),
+    "canaryd_released": Family("gauge", (), "1 while `canaryd release` keeps canaryd away from every device."),
+    "canaryd_store_problem": Family("gauge", (), "1 while runs cannot be stored as they should be, 0 otherwise."),
+    "canaryd_workers_abandoned_total": Family(
+        "counter", (), "Workers that survived SIGKILL and were given up, since the daemon started."
+    ),
+    "canaryd_config_last_reload_successful": Family("gauge", (), "1 if the configuration was read without problems."),
+    "canaryd_config_last_reload_success_timestamp_seconds": Family(
+        "gauge", (), "When the configuration in use was read, since the epoch."
+    ),
+}
+"""Every metric that `render` may write, in this order. docs/metrics.md repeats it; a test compares the two."""
+
+
+XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
+"""Codes that every NVIDIA device counts from 0 on, so that `increase()` sees the first one; others appear with it."""
+COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
+"""Components whose changes every device counts from 0 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollView:
+    """What is shown of one telemetry probe on one device."""
+
+    seconds: float | None
+    """Wall time of the newest poll."""
+    last_success: float | None
+    """Start of the newest poll that completed, since the epoch."""
+    absent: int
+    """Readings that it says the device does not give."""
+    period: float | None
+    """Seconds between two polls, as wanted; None where the probe has just been switched off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetView:
+    """What is shown of a device's budget."""
+
+    spent: Mapping[str, float]
+    """Purpose → seconds."""
+    skipped: Mapping[str, int]
+    """Reason → how often."""
+    withheld: str
+    """Why what is due waits now; "" where nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceView:
+    """All that is shown of one device."""
+
+    device: Device
+    present: bool
+    verdict: Verdict | None
+    """None is shown as unknown, cause undetermined."""
+    drill_verdict: Verdict | None
+    last_runs: Mapping[str, Run]
+    """Probe → its newest run, drills left out."""
+    last_success: Mapping[str, float]
+    """Probe → seconds since the epoch."""
+    fault_rate: Mapping[str, float]
+    """Probe → upper bound of wrong results per compared result."""
+    fingerprints: Mapping[tuple[str, str], int]
+    """(probe, what must be equal for it to mean anything) → an integer that a float holds exactly."""
+    periods: Mapping[str, float] = field(default_factory=dict)
+    """Probe planned for the device → seconds between two runs. Their counters show 0 before the first run, so that
+    `increase()` sees a first mismatch."""
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Stack id → the software under the newest runs, of each instruction set by itself."""
+    mismatches: Mapping[str, Run] = field(default_factory=dict)
+    """Probe → its newest run with a wrong bit: the exemplar of its counter."""
+    acknowledged: bool = False
+    """Whether an operator's acknowledgement stands for what the device is now."""
+    acknowledged_at: float | None = None
+    """When the acknowledgement that stands was given; None where none stands."""
+    polls: Mapping[str, PollView] = field(default_factory=dict)
+    """By telemetry probe."""
+    drifts: Sequence[Drift] = ()
+    """How far the newest recordings are from what is known."""
+    budget: BudgetView | None = None
+    """None where none is kept: for an endpoint."""
+    readings: Sequence[Reading] = ()
+    """What fresh polls and the newest runs say; of a name that is no metric, or with other labels, nothing is shown."""
+
+    def __post_init__(self) -> None:
+        where = f"view of {self.device.uuid}"
+        for key, value in self.fingerprints.items():
+            if not 0 <= value < 2**53:
+                raise ValueError(f"{where}: fingerprint {key} is {value}; wanted an integer in [0, 2^53)")
+        if any(run.drill for run in (*self.last_runs.values(), *self.mismatches.values())) or (
+            self.verdict and self.verdict.drill
+        ):
+            raise ValueError(
+                f"{where}: a drill among the real evidence; hand drills over as drill_verdict and counters"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The evidence at one moment."""
+
+    version: str
+    devices: Sequence[DeviceView]
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+    """The store's persistent counters: (name, label items) → count."""
+    store_problem: str
+    """A sentence, "" when all is well."""
+    abandoned_workers: int
+    config_reload_ok: bool
+    config_reloaded: float
+    """Seconds since the epoch."""
+    expected_devices: int | None
+    log_readable: bool = False
+    log_lost: int = 0
+    handles_held: bool = False
+    released: bool = False
+    share: float | None = None
+    """Part of an hour that rounds may take; None where nobody keeps a budget."""
+
+
+def render(snapshot: Snapshot) -> Exposition:
+    """Write `snapshot` in both formats.
+
+    A vanished device keeps its presence, its identity and the verdict on it, for an alarm must not end because the part
+    is gone; counters of devices that are not in the snapshot are left out.
+    """
+    page = Page(FAMILIES)
+    page.add("canaryd_build_info", 1, snapshot.version)
+    page.add("canaryd_store_problem", bool(snapshot.store_problem))
+    page.add("canaryd_workers_abandoned_total", snapshot.abandoned_workers)
+    page.add("canaryd_config_last_reload_successful", snapshot.config_reload_ok)
+    page.add("canaryd_config_last_reload_success_timestamp_seconds", snapshot.config_reloaded)
+    page.add("canaryd_kernel_log_readable", snapshot.log_readable)
+    page.add("canaryd_kernel_log_lost_records_total", snapshot.log_lost)
+    page.add("canaryd_device_handles_held", snapshot.handles_held)
+    page.add("canaryd_released", snapshot.released)
+    if snapshot.share is not None:
+        page.add("canaryd_budget_share_ratio", snapshot.share)
+    if snapshot.expected_devices is not None:
+        page.add("canaryd_devices_expected", snapshot.expected_devices)
+    counted: dict[str, set[str]] = {}
+    tallies: dict[str, list[tuple[str, dict[str, str], float]]] = {}
+    for (name, items), count in snapshot.counters.items():
+        of = dict(items)
+        if "probe" in of:
+            counted.setdefault(of["device"], set()).add(of["probe"])
+        else:
+            tallies.setdefault(of.get("device", ""), []).append((name, of, count))
+    for view in snapshot.devices:
+        device = view.device
+        labels = (device.uuid, str(device.index), device.model)
+        identity = "weak" if device.weak_identity else "strong"
+        page.add("canaryd_device_present", view.present, *labels)
+        page.add(
+            "canaryd_device_info",
+            1,
+            *labels,
+            device.name,
+            device.backend,
+            device.detail.get("serial", ""),
+            device.detail.get("bus_id", ""),
+            identity,
+            device.parent,
+        )
+        _add_verdict(page, view, labels)
+        if view.present:
+            _add_tallies(page, device, tallies.get(device.uuid, []), labels)
+            _add_telemetry(page, view, snapshot.counters, labels)
+            if view.budget is not None:
+                _add_budget(page, view.budget, labels)
+            probes = counted.get(device.uuid, set()).union(
+                view.periods, view.last_runs, view.last_success, view.fault_rate
+            )
+            _add_evidence(page, view, sorted(probes - view.polls.keys()), snapshot.counters, labels)
+    return Exposition(page)
+
+
+def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> None:
+    verdict = view.verdict
+    page.add_set("canaryd_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
+    page.add_set("canaryd_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
+    if verdict:
+        for rule, state, cause in sorted({(f.rule, f.state.value, f.cause.value) for f in verdict.findings}):
+            page.add("canaryd_finding", 1, *labels, rule, state, cause)
+        page.add("canaryd_device_verdict_timestamp_seconds", verdict.decided, *labels)
+        page.add("canaryd_device_state_since_timestamp_seconds", verdict.since, *labels)
+    page.add("canaryd_device_acknowledged", view.acknowledged, *labels)
+    if view.acknowledged_at is not None:
+        page.add("canaryd_device_acknowledged_timestamp_seconds", view.acknowledged_at, *labels)
+
+
+def _add_tallies(
+    page: Page,
+    device: Device,
+    tallies: Sequence[tuple[str, Mapping[str, str], float]],
+    labels: tuple[str, str, str],
+) -> None:
+    """Add the counters of what happened: from 0 on where that is known beforehand."""
+    xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
+    components = {key: 0.0 for key in COMPONENTS if key in device.detail}
+    for name, of, count in tallies:
+        if name == "xid_errors":
+            xids[of["xid"]] = count
+        elif name == "sxid_errors":
+            page.add("canaryd_sxid_errors_total", count, *labels, of["sxid"])
+        elif name == "kernel_log_events":
+            page.add("canaryd_kernel_log_events_total", count, *labels, of["kind"], of["name"])
+        elif name == "stack_changes":
+            components[of["component"]] = count
+    for xid, count in sorted(xids.items()):
+        page.add("canaryd_xid_errors_total", count, *labels, xid)
+    for component, count in sorted(components.items()):
+        page.add("canaryd_stack_changes_total", count, *labels, component)
+
+
+def _add_telemetry(
+    page: Page,
+    view: DeviceView,
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+) -> None:
+    for probe, poll in sorted(view.polls.items()):
+        _add_outcomes(page, view.device, probe, counters, labels)
+        page.add("canaryd_readings_absent", poll.absent, *labels, probe)
+        if poll.period is not None:
+            page.add("canaryd_probe_period_seconds", poll.period, *labels, probe)
+        if poll.seconds is not None:
+            page.add("canaryd_probe_duration_seconds", poll.seconds, *labels, probe)
+        if poll.last_success is not None:
+            page.add("canaryd_probe_last_success_timestamp_seconds", poll.last_success, *labels, probe)
+    for reading in {r.key: r for r in view.readings}.values():  # two series of one name would cost the whole page
+        kind = READINGS.get(reading.name)
+        if kind and reading.labels.keys() == {*kind.labels} and isinstance(reading.value, (int, float)):
+            page.add(
+                metric(reading.name), float(reading.value), *labels, *(reading.labels[label] for label in kind.labels)
+            )
+
+
+def _add_budget(page: Page, budget: BudgetView, labels: tuple[str, str, str]) -> None:
+    for purpose, seconds in budget.spent.items():
+        page.add("canaryd_budget_spent_seconds_total", seconds, *labels, purpose)
+    for reason, count in budget.skipped.items():
+        page.add("canaryd_budget_skipped_total", count, *labels, reason)
+    if budget.withheld:
+        page.add("canaryd_budget_withheld", 1, *labels, budget.withheld)
+
+
+def _add_outcomes(
+    page: Page,
+    device: Device,
+    probe: str,
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+    newest: Run | None = None,
+) -> None:
+    for outcome in Outcome:
+        of = {"device": device.uuid, "probe": probe, "outcome": outcome.value}
+        runs = counters.get(("probe_runs", frozenset(of.items())), 0)
+        of_this = newest if newest is not None and newest.outcome is outcome else None
+        page.add("canaryd_probe_runs_total", runs, *labels, probe, outcome.value, exemplar=_exemplar(of_this))
+
+
+def _exemplar(run: Run | None) -> Exemplar | None:
+    return Exemplar(run.id, run.started) if run is not None else None
+
+
+def _add_evidence(
+    page: Page,
+    view: DeviceView,
+    probes: Sequence[str],
+    counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float],
+    labels: tuple[str, str, str],
+) -> None:
+    if view.drill_verdict:
+        page.add_set("canaryd_drill_device_state", view.drill_verdict.state, *labels)
+    for stack_id, stack in sorted(view.stacks.items()):
+        page.add("canaryd_stack_info", 1, *labels, stack_id, *(stack.get(key, "") for key in STACK_KEYS))
+    for probe in probes:
+        of = {"device": view.device.uuid, "probe": probe}
+        _add_outcomes(page, view.device, probe, counters, labels, view.last_runs.get(probe))
+        for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
+            newest = view.mismatches.get(probe) if name == "probe_mismatches" else None
+            count = counters.get((name, frozenset(of.items())), 0)
+            page.add(f"canaryd_{name}_total", count, *labels, probe, exemplar=_exemplar(newest))
+        if probe in view.periods:
+            page.add("canaryd_probe_period_seconds", view.periods[probe], *labels, probe)
+        if probe in view.last_runs:
+            page.add("canaryd_probe_duration_seconds", view.last_runs[probe].seconds, *labels, probe)
+        if probe in view.last_success:
+            page.add("canaryd_probe_last_success_timestamp_seconds", view.last_success[probe], *labels, probe)
+        if probe in view.fault_rate:
+            page.add("canaryd_fault_rate_upper_bound", view.fault_rate[probe], *labels, probe)
+    for drift in view.drifts:
+        for status, count in drift.status.items():
+            page.add("canaryd_recordings", count, *labels, drift.probe, drift.reading, status)
+        if drift.status["known"] or drift.status["unknown"]:
+            page.add("canaryd_drift_ratio", drift.ratio, *labels, drift.probe, drift.reading)
+            page.add("canaryd_recording_token_agreement", drift.agreement, *labels, drift.probe, drift.reading)
+        if drift.first is not None:
+            page.add("canaryd_recording_first_difference", drift.first, *labels, drift.probe, drift.reading)
+    for (probe, stack_id), fingerprint in sorted(view.fingerprints.items()):
+        page.add("canaryd_golden_fingerprint", fingerprint, *labels, probe, stack_id)
+
+
+_PROCESS = CollectorRegistry()
+ProcessCollector(registry=_PROCESS)
+
+
+def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
+    """Answer a scrape: the prepared page in the format and encoding that the request's headers ask for.
+
+    The daemon's own `process_*` metrics as of now follow it: reading them takes about 0.06 ms and never waits for a
+    device.
+    """
+    if wants_openmetrics(headers.get("accept", "")):
+        media, prepared = OPENMETRICS, page.openmetrics
+        live: bytes = openmetrics.generate_latest(_PROCESS)  # type: ignore[no-untyped-call]
+    else:
+        media, prepared, live = TEXT, page.text, generate_latest(_PROCESS)
+    vary = "Vary: Accept, Accept-Encoding"
+    if takes_gzip(headers.get("accept-encoding", "")):
+        return Answer(200, media, prepared.gzip(live), (vary, "Content-Encoding: gzip"))
+    return Answer(200, media, prepared.body + live, (vary,))

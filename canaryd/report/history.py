@@ -1,0 +1,386 @@
+"""`canaryd history`: what happened to a device, newest first, and the course of its readings; for people and machines.
+
+Everything comes from the store, without touching a device. Older readings come from the summaries of days
+(`canaryd.trend.Day`), so that a look at two months costs seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from canaryd.codec import finding_json, to_json
+from canaryd.config.settings import Config
+from canaryd.formatting import DAY, HOUR, moment, spoken
+from canaryd.judge.trends import change as trends_change
+from canaryd.judge.trends import days as trends_days
+from canaryd.judge.trends.change import Change
+from canaryd.judge.trends.days import Key, Point
+from canaryd.model import Device, Event, Run, State, Verdict
+from canaryd.report import status
+from canaryd.report.status import told_of_ack, told_of_event
+from canaryd.report.svg import Line, Mark, plot
+from canaryd.store.store import Store
+
+SCHEMA = "canaryd.history/1"
+POLLS, RUNS, FAILED = 600, 400, 500
+"""Polls, runs and failed runs of all devices together that are read for one look (ours): about three seconds."""
+LEAST_READ = 50
+"""The same for one device at least."""
+HOURLY = 3 * DAY
+"""Span up to which readings are shown by the hour, and by the day beyond (ours)."""
+MOST_PAUSES = 5
+"""Pauses that are told one by one (ours): where they are more, they are a habit, and one line sums them up."""
+MOST_ITEMS, MOST_READINGS = 25, 20
+"""Lines of each kind that a terminal is shown per device; JSON has all."""
+BAD = frozenset({"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "oom", "thermal", "counter"})
+"""Kinds of events that speak against a device; other kinds of the kernel log are as harmless as a change of driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One line of the timeline; equal ones of a day are one with a count."""
+
+    at: float
+    """When it was last, in seconds since the epoch."""
+    first: float
+    kind: str
+    """"verdict", "run", "event", "ack", "stack" or "pause"."""
+    role: str
+    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+    label: str
+    """A few words, for a plot."""
+    text: str
+    """A sentence, without its time."""
+    count: int = 1
+    runs: tuple[str, ...] = ()
+    """Ids of the runs it tells of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """The course of one reading."""
+
+    key: Key
+    unit: str
+    step: float
+    """Seconds that one point stands for: an hour or a day."""
+    points: tuple[Point, ...]
+    """Oldest first, dated at the middle of their hour or day; never empty."""
+    changes: tuple[Change, ...]
+    """Where it moved to another level; days since the epoch."""
+
+    @property
+    def values(self) -> list[float]:
+        """The points without their times."""
+        return [p.value for p in self.points]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceHistory:
+    """All that is told of one device."""
+
+    device: Device
+    present: bool
+    verdict: Verdict
+    items: tuple[Item, ...]
+    """Newest first."""
+    trends: tuple[Trend, ...]
+    """What changed first."""
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Id of a stack → its parts, as far as they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All that `canaryd history` tells."""
+
+    now: float
+    since: float
+    devices: tuple[DeviceHistory, ...]
+    """The worst first."""
+    problems: tuple[str, ...]
+    asked: str | None = None
+    """The one device that was asked for; None for all."""
+
+
+def gather(
+    store: Store,
+    config: Config,
+    device: str | None,
+    since: float,
+    now: float,
+    days: Mapping[str, Sequence[trends_days.Day]] | None = None,
+) -> History:
+    """Read the history of one device (uuid or name), or of all, from `since` on; times in seconds since the epoch.
+
+    `days` are the summaries of days by device. A device that the store does not know gives no entry.
+    """
+    seen = status.gather(store, config, now, evidence={})
+    chosen = [d for d in seen.devices if device in (None, d.device.uuid, d.device.name)]
+    share = max(1, len(chosen))
+    found = []
+    for one in chosen:
+        uuid = one.device.uuid
+        summed = (days or {}).get(uuid, ())
+        most_polls, most_runs = max(LEAST_READ, POLLS // share), max(LEAST_READ, RUNS // share)
+        polls = store.polls(uuid, since=since, completed=True, limit=most_polls)
+        runs = store.runs(uuid, since=since, limit=most_runs)
+        failed = store.runs(uuid, since=since, failed=True, limit=max(LEAST_READ, FAILED // share))
+        stacks = [*(s for day in summed for s in day.stacks), *trends_days.stacks(runs)]
+        full = [part for part, most in ((polls, most_polls), (runs, most_runs)) if len(part) == most]
+        read_from = max((min(r.started for r in part) for part in full), default=since)
+        items = [
+            *_verdicts(store.verdict_history(uuid)),
+            *_pauses(summed, [*runs, *polls, *failed], read_from, now, config.judge.stale_after),
+            *_failures(failed),
+            *_events(store.events(since, uuid)),
+            *_acks(store, uuid),
+            *_stacks(stacks),
+        ]
+        shown = sorted((i for i in items if since <= i.at <= now), key=lambda i: i.at, reverse=True)
+        courses = _trends(summed, runs, polls, since, now)
+        found.append(
+            DeviceHistory(
+                device=one.device,
+                present=one.present,
+                verdict=one.verdict,
+                items=tuple(shown),
+                trends=tuple(courses),
+                stacks={s.id: s.parts for s in stacks},
+            )
+        )
+    return History(now=now, since=since, devices=tuple(found), problems=seen.problems, asked=device)
+
+
+def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
+    """Yield each change of state or cause with the findings that came with it."""
+    before: set[tuple[str, str]] = set()
+    for verdict in verdicts:
+        held = [f for f in verdict.findings if f.state is not State.HEALTHY]
+        came = [f for f in held if (f.rule, f.probe) not in before]
+        before = {(f.rule, f.probe) for f in held}
+        said = f"became {_state(verdict)}"
+        why = "; ".join(f.message.rstrip(".") for f in came)
+        text = f"{said}: {why}" if why else said
+        role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
+        role = "good" if verdict.state is State.HEALTHY else role
+        runs = tuple(r for f in came for r in f.runs)
+        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=said, text=text, runs=runs)
+
+
+def _state(verdict: Verdict) -> str:
+    return verdict.state.value + ("" if verdict.state is State.HEALTHY else f" ({verdict.cause.value})")
+
+
+def _failures(runs: Iterable[Run]) -> Iterator[Item]:
+    """Yield wrong results, unknown bits and runs that did not complete, equal ones of a day together."""
+    alike: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
+        alike[run.probe, what, int(run.started // DAY)].append(run)
+    for (probe, what, _), same in alike.items():
+        first, last = min(r.started for r in same), max(r.started for r in same)
+        times = f"{len(same)} runs" if len(same) > 1 else "a run"
+        again = sum(bool(r.confirms) for r in same)
+        confirmed = f", {again} of them to confirm" if again else ""
+        if what == "wrong":
+            wrong, trials = sum(c.wrong_trials for r in same for c in r.wrong), sum(r.trials for r in same)
+            cases = Counter(c.case for r in same for c in r.wrong)
+            text = f"{times} of {probe}{confirmed}: {wrong} of {trials} results wrong, {_cases(cases)}"
+        elif what == "unknown":
+            cases = Counter(case for r in same for case in r.unknown)
+            text = f"{times} of {probe}{confirmed}: bits that are not known, {_cases(cases)}"
+        else:
+            line = next((r.detail for r in reversed(same) if r.detail), "").strip().splitlines()
+            text = f"{times} of {probe}{confirmed} {what.replace('_', ' ')}" + (f": {line[-1]}" if line else "")
+        role = "bad" if what in ("wrong", "unknown") else "calm"
+        ids = tuple(r.id for r in same)
+        label = f"{probe}: {what.replace('_', ' ')}"
+        yield Item(at=last, first=first, kind="run", role=role, label=label, text=text, count=len(same), runs=ids)
+
+
+def _cases(cases: Counter[str]) -> str:
+    (case, _), more = cases.most_common(1)[0], len(cases) - 1
+    return f"most in {case} and {more} more cases" if more else f"in {case}"
+
+
+def _events(events: Iterable[Event]) -> Iterator[Item]:
+    """Yield what happened, equal ones of a day together."""
+    alike: dict[tuple[str, str, int], Event] = {}
+    for event in events:
+        key = event.kind, event.name, int(event.last // DAY)
+        old = alike.get(key)
+        alike[key] = event if old is None else replace(event, first=old.first, count=old.count + event.count)
+    for event in alike.values():
+        text = told_of_event(event).removeprefix(moment(event.last)).strip()
+        role = "bad" if event.kind in BAD else "calm"
+        count = 1 if event.kind in ("counter", "condition") else max(1, round(event.count))
+        label = f"{event.kind} {event.name}"
+        yield Item(at=event.last, first=event.first, kind="event", role=role, label=label, text=text, count=count)
+
+
+def _acks(store: Store, uuid: str) -> Iterator[Item]:
+    for ack in store.acks(uuid):
+        text = told_of_ack(ack).replace(f" on {moment(ack.at)}", "", 1)
+        ended = ack.kind == "acknowledged" and ack.until <= ack.at
+        label = "acknowledgement ended" if ended else ack.kind
+        yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
+
+
+def _pauses(
+    days: Sequence[trends_days.Day], seen: Sequence[Run], read_from: float, now: float, limit: float
+) -> Iterator[Item]:
+    """Yield the times of more than `limit` seconds in which nothing was recorded, from the device's first record on.
+
+    `seen` are its runs and polls, all of them from `read_from` on. A day of which only the summary is left was one on
+    which something was recorded.
+    """
+    spans = [(r.started, r.started + r.seconds) for r in seen if r.started <= now]
+    own = {int(start // DAY) for start, _ in spans}
+    kept = (d.day for d in days if (d.levels or d.stacks) and (d.day not in own or d.day * DAY < read_from))
+    spans += [(day * DAY, (day + 1) * DAY) for day in kept]
+    found: list[tuple[float, float]] = []
+    reached = math.inf  # before the first record nothing is missed
+    for start, end in [*sorted(spans), (now, now)]:
+        if start > read_from and start - reached > limit:
+            found.append((reached, start))
+        reached = end if math.isinf(reached) else max(reached, end)
+    if len(found) > MOST_PAUSES:
+        longest = spoken(max(end - start for start, end in found))
+        what = f"{len(found)} times nothing was recorded for more than {spoken(limit)}, for {longest} at most"
+        yield _pause(found[0][0], found[-1][1], what, len(found))
+    else:
+        for start, end in found:
+            yield _pause(start, end, f"nothing was recorded for {spoken(end - start)}", 1)
+
+
+def _pause(start: float, end: float, what: str, count: int) -> Item:
+    text = f"{what} (no daemon ran, or it could not)"
+    return Item(at=end, first=start, kind="pause", role="calm", label="nothing recorded", text=text, count=count)
+
+
+def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
+    """Yield where the software under the runs became another; each CPU instruction set has a stack of its own."""
+    newest: dict[str, trends_days.Stack] = {}
+    known: set[str] = set()
+    for stack in sorted(seen, key=lambda s: s.at):
+        kind = stack.parts.get("instruction_set", "")
+        before = newest.get(kind)
+        if before is not None and stack.id not in known:
+            names = sorted(k for k in {*before.parts, *stack.parts} if before.parts.get(k) != stack.parts.get(k))
+            moved = ", ".join(f"{k} {before.parts.get(k, 'none')} → {stack.parts.get(k, 'none')}" for k in names)
+            text = f"the software under the probes changed: {moved}; readings before and after are not comparable"
+            yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", label=moved, text=text)
+        known.add(stack.id)
+        newest[kind] = stack
+
+
+def _trends(
+    days: Sequence[trends_days.Day], runs: Sequence[Run], polls: Sequence[Run], since: float, now: float
+) -> list[Trend]:
+    """Return the course of each followed reading, what changed first, then what a rule looks at."""
+    daily = trends_days.courses(days, runs, polls)
+    hourly = now - since <= HOURLY
+    points: dict[Key, tuple[str, list[Point]]] = {}
+    if hourly:
+        for key, track in trends_days.tracks(runs, polls).items():
+            by_hour: dict[int, list[float]] = defaultdict(list)
+            for at, value in track.points:
+                by_hour[int(at // HOUR)].append(value)
+            how = trends_days.followed(key.reading) or trends_days.SHOWN
+            points[key] = (
+                track.unit,
+                [Point((h + 0.5) * HOUR, trends_days.level(v, how)) for h, v in sorted(by_hour.items())],
+            )
+    else:
+        for key, course in daily.items():
+            points[key] = course.unit, [Point((d + 0.5) * DAY, v) for d, v in sorted(course.days.items())]
+    step = HOUR if hourly else DAY
+    found = []
+    for key, (unit, all_) in points.items():
+        inside = tuple(p for p in all_ if since <= p.at + step / 2 and p.at - step / 2 <= now)
+        changes = trends_change.marks(daily[key], key.reading) if key in daily else []
+        shown = tuple(c for c in changes if c.since * DAY >= since - DAY)
+        if inside:
+            found.append(Trend(key=key, unit=unit, step=step, points=inside, changes=shown))
+    return sorted(found, key=_importance)
+
+
+def _importance(one: Trend) -> tuple[Any, ...]:
+    how = trends_days.followed(one.key.reading) or trends_days.SHOWN
+    return not one.changes, how is trends_days.HEAT, not how.rule, one.key
+
+
+def plots(one: DeviceHistory, since: float, now: float, most: int = MOST_READINGS) -> list[str]:
+    """Return the most telling courses as figures (`canaryd.drawing.STYLE`), with the marks of what happened."""
+    marks = [Mark(at=i.at, label=i.label, role=i.role) for i in one.items if i.role != "good"]
+    courses = [t for t in one.trends if is_telling(t)][:most]
+    return [
+        plot(
+            f"{t.key.reading} ({t.key.probe})", t.unit, [Line(name="own", points=t.points)], marks, start=since, end=now
+        )
+        for t in courses
+    ]
+
+
+def is_telling(one: Trend) -> bool:
+    """Whether a course is worth a line: not the zeros of a counter, nor heat by power where nothing changed."""
+    if one.changes:
+        return True
+    return trends_days.followed(one.key.reading) is not trends_days.HEAT and (any(one.values) or not counter(one))
+
+
+def counter(one: Trend) -> bool:
+    """Return whether a trend follows a counter."""
+    how = trends_days.followed(one.key.reading)
+    return how is not None and how.level == "mean"
+
+
+def as_json(history: History) -> dict[str, Any]:
+    """Return the object that `canaryd history --json` prints (docs/history.md, docs/history.schema.json)."""
+    return {
+        "schema": SCHEMA,
+        "now": history.now,
+        "since": history.since,
+        "devices": [
+            {
+                "device": one.device.uuid,
+                "backend": one.device.backend,
+                "index": one.device.index,
+                "name": one.device.name,
+                "model": one.device.model,
+                "present": one.present,
+                "state": one.verdict.state.value,
+                "cause": one.verdict.cause.value,
+                "state_since": one.verdict.since,
+                "findings": [finding_json(f) for f in one.verdict.findings],
+                "timeline": [to_json(item) for item in one.items],
+                "readings": [_reading(t) for t in one.trends],
+            }
+            for one in history.devices
+        ],
+        "problems": list(history.problems),
+    }
+
+
+def _reading(one: Trend) -> dict[str, Any]:
+    return {
+        "probe": one.key.probe,
+        "reading": one.key.reading,
+        "basis": one.key.basis,
+        "unit": one.unit,
+        "step": one.step,
+        "min": min(one.values),
+        "median": statistics.median(one.values),
+        "max": max(one.values),
+        "last": one.values[-1],
+        "points": [[p.at, p.value] for p in one.points],
+        "changes": [
+            {"at": c.since * DAY, "before": c.before, "after": c.after, "chance": c.chance} for c in one.changes
+        ],
+    }

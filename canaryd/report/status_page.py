@@ -1,0 +1,225 @@
+"""The daemon's own page `/`: what `canaryd status` tells, as one HTML document for browsers, walls and text browsers.
+
+No script, nothing fetched from anywhere. Its words about time are made when it is asked for, and it reloads itself.
+"""
+
+from __future__ import annotations
+
+import html
+import socket
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from urllib.parse import quote
+
+from canaryd.formatting import moment, spoken
+from canaryd.model import Cause, Finding, Rival, State, printable
+from canaryd.report.status import (
+    DeviceStatus,
+    Newest,
+    Status,
+    advice,
+    answer,
+    as_of,
+    newest_of,
+    told_of_ack,
+    told_of_events,
+)
+
+CONTENT_TYPE = "text/html; charset=utf-8"
+"""Media type of what `render` returns."""
+RELOAD = 30
+"""Seconds after which a browser asks again."""
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --card: #f6f7f9; --ink: #1b1f24; --faint: #57606a; --line: #d0d7de;
+  --healthy: #116329; --degraded: #8a5a00; --unknown: #57606a; --suspect: #a33c00; --faulty: #b3001b; }
+@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #9aa4af;
+  --line: #30363d; --healthy: #56d364; --degraded: #e3b341; --unknown: #a8b1bb; --suspect: #ff9b5e;
+  --faulty: #ff7b72; } }
+* { box-sizing: border-box; } html { font-size: clamp(100%, .5rem + .55vw, 160%); }
+body { margin: 0 auto; max-width: 75rem; padding: 1rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1, h2, h3, p, ul, dl, dd { margin: 0; } ul { padding-left: 1.2rem; } li { margin: .2rem 0; }
+.healthy { --mark: var(--healthy); } .degraded { --mark: var(--degraded); } .unknown { --mark: var(--unknown); }
+.suspect { --mark: var(--suspect); } .faulty { --mark: var(--faulty); }
+svg.shape { height: 1em; width: 1em; vertical-align: -.12em; fill: var(--mark); }
+svg.shape .ink { stroke: var(--paper); fill: none; }
+.state { color: var(--mark); font-weight: 700; text-transform: uppercase; white-space: nowrap; }
+header { border-left: .75rem solid var(--mark); padding: .25rem 0 .25rem 1rem; margin-bottom: 1.25rem; }
+header .host { color: var(--faint); }
+h1 { font-size: clamp(2.2rem, 9vw, 5rem); line-height: 1.15; }
+header .answer { font-weight: 600; font-size: clamp(1.15rem, 2.6vw, 1.8rem); line-height: 1.3; }
+header .advice { font-size: clamp(1.05rem, 2vw, 1.35rem); margin-top: .5rem; }
+.cards { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+main > h2 { font-size: 1.15rem; margin-bottom: .75rem; }
+article { background: var(--card); border: 1px solid var(--line); border-left: .4rem solid var(--mark);
+  border-radius: .3rem; padding: .6rem .8rem; min-width: 0; }
+article.loud { grid-column: 1 / -1; }
+article h3 { font-size: 1.15rem; display: flex; flex-wrap: wrap; gap: 0 .7rem; justify-content: space-between; }
+article h4 { margin: .7rem 0 0; font-size: .95rem; }
+.faint, summary, footer { color: var(--faint); font-size: .9rem; }
+.loud .finding { border-top: 1px solid var(--line); margin-top: .6rem; padding-top: .5rem; }
+.notes { color: var(--faint); font-size: .85rem; } .notes .faint { font-size: inherit; }
+.loud .notes .finding { border: 0; margin: .4rem 0; padding: 0; }
+.notes .finding p { display: inline; } .notes .finding p::before { content: " · "; }
+.finding { list-style: none; } ul.findings { padding: 0; } .finding ul { margin-top: .2rem; }
+code { font: .9em ui-monospace, monospace; background: var(--paper); border: 1px solid var(--line);
+  border-radius: .2rem; padding: .05rem .3rem; }
+details { margin-top: .4rem; } table { border-collapse: collapse; font-size: .9rem; }
+th, td { text-align: left; font-weight: 400; padding: 0 1rem 0 0; vertical-align: top; }
+.problems { border: 1px solid var(--line); border-left: .4rem solid var(--degraded); border-radius: .3rem;
+  padding: .5rem .8rem; margin-bottom: 1rem; }
+.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: 1.5rem; }
+footer { margin-top: 1.5rem; border-top: 1px solid var(--line); padding-top: .6rem; } a { color: inherit; }
+@media print { article { break-inside: avoid; } }
+"""
+
+SHAPES = {
+    State.HEALTHY: '<circle cx="12" cy="12" r="11"/><path d="M6 12l4 5 8-9" stroke-width="3" class="ink"/>',
+    State.DEGRADED: '<path d="M12 1L24 23H0z"/><path d="M12 9v6m0 2v3" stroke-width="3" class="ink"/>',
+    State.UNKNOWN: '<path d="M12 1a11 11 0 100 22 11 11 0 000-22zm0 3.5a7.5 7.5 0 110 15 7.5 7.5 0 010-15z"/>',
+    State.SUSPECT: '<path d="M12 0l12 12-12 12L0 12z"/>',
+    State.FAULTY: '<path d="M7 0h10l7 7v10l-7 7H7l-7-7V7z"/>'
+    '<path d="M7 7l10 10M17 7L7 17" stroke-width="3" class="ink"/>',
+}
+"""A shape for each state, 24 by 24: who does not see the colour sees the outline."""
+INKS = {
+    State.HEALTHY: "#116329",
+    State.DEGRADED: "#8a5a00",
+    State.UNKNOWN: "#57606a",
+    State.SUSPECT: "#a33c00",
+    State.FAULTY: "#b3001b",
+}
+"""Colours of the icon in the browser's tab, which no style sheet reaches: those of `STYLE` on white."""
+
+
+def render(status: Status, now: float) -> bytes:
+    """Return the page for a status gathered at `status.now`, as it reads at `now`; both in seconds since the epoch."""
+    current = as_of(status, now)
+    state, host = current.state, _text(socket.gethostname())
+    loud = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
+    sound = [d for d in current.devices if d.verdict.state is State.HEALTHY]
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="refresh" content="{RELOAD}">',
+        f"<title>{state.value.upper()} · {host} · canaryd</title>",
+        f'<link rel="icon" href="data:image/svg+xml,{quote(_icon(state))}">',
+        f"<style>{STYLE}</style></head><body>",
+        f'<header class="{state.value}"><p class="host">canaryd on {host}</p>',
+        f"<h1>{_state(state)}</h1>",
+        f'<p class="answer">{_text(answer(current))}</p>',
+        f'<p class="advice"><strong>Do now:</strong> {_text(advice(current))}</p></header>',
+        *_problems(current),
+        "<main>",
+        *_section("What is not healthy", loud, now),
+        *_section("Healthy", sound, now),
+        "</main>",
+        f"<footer><p>{'The daemon runs.' if current.daemon else 'No daemon runs on this state directory.'}",
+        f"Rendered at {_time(now)} from what was known at {_time(status.now)}; the page reloads itself every",
+        f"{RELOAD} seconds. The same facts: <code>canaryd status</code>, <code>canaryd status --json</code>;",
+        'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
+        "</body></html>",
+    ]
+    return "\n".join(parts).encode()
+
+
+def _problems(status: Status) -> list[str]:
+    lines = list(status.problems)
+    if status.released_until:
+        lines.append(f"released until {moment(status.released_until)}: no device is touched, and evidence grows old")
+    if not lines:
+        return []
+    listed = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    return [f'<section class="problems"><h2>About canaryd itself</h2><ul>{listed}</ul></section>']
+
+
+def _section(title: str, devices: Iterable[DeviceStatus], now: float) -> list[str]:
+    cards = [_card(d, now) for d in devices]
+    return [f"<h2>{title}</h2>", '<div class="cards">', *cards, "</div>"] if cards else []
+
+
+def _card(d: DeviceStatus, now: float) -> str:
+    verdict, device = d.verdict, d.device
+    cause = "" if verdict.cause is Cause.NONE else f" cause: <strong>{verdict.cause.value}</strong>,"
+    gone = "" if d.present else " <strong>GONE</strong>"
+    findings = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
+    notes = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
+    acks = "".join(f"<li>{_text(told_of_ack(a))}</li>" for a in d.untold)
+    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(told_of_events(d)))
+    loud = "" if verdict.state is State.HEALTHY else " loud"
+    return "\n".join(
+        [
+            f'<article class="{verdict.state.value}{loud}">',
+            f"<h3><span>{_text(device.name)}{gone}</span> {_state(verdict.state)}</h3>",
+            f'<p class="faint">{_text(device.model)}<br>{_text(device.uuid)}</p>',
+            f"<p>{cause} since {_time(verdict.since)} ({_ago(verdict.since, now)}), "
+            f"judged {_ago(verdict.decided, now)}</p>".replace("<p> ", "<p>"),
+            f"<h4>What operators said</h4><ul>{acks}</ul>" if acks else "",
+            f'<ul class="findings">{findings}</ul>' if findings else "",
+            f'<ul class="findings notes">{notes}</ul>' if notes else "",
+            f"<h4>In the last day, newest first</h4><ul>{events}</ul>" if events else "",
+            _evidence(newest_of([d]), now),
+            "</article>",
+        ]
+    )
+
+
+def _finding(finding: Finding) -> str:
+    kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
+    rivals = "".join(_rival(r) for r in finding.rivals)
+    runs = f"; runs {_text(', '.join(finding.runs))}" if finding.runs else ""
+    probe = f"{_text(finding.probe)}; " if finding.probe else ""
+    return "".join(
+        [
+            f'<li class="finding {finding.state.value}">{_text(finding.message)}',
+            f"<p>Repeat it: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
+            f"<p>Other explanations:</p><ul>{rivals}</ul>" if rivals else "",
+            f'<p class="faint">{_text(kind)}; {probe}rule {_text(finding.rule)}{runs}</p></li>',
+        ]
+    )
+
+
+def _rival(rival: Rival) -> str:
+    return (
+        f"<li><strong>{rival.cause.value}: {'rejected' if rival.rejected else 'open'}.</strong> {_text(rival.why)}</li>"
+    )
+
+
+def _evidence(newest: Newest, now: float) -> str:
+    """Return when each probe last gave evidence; the one that is the longest ago is seen without opening the list."""
+    if not newest:
+        return '<p class="faint">No probe has run yet.</p>'
+    rows = "".join(
+        f"<tr><th>{_text(probe)}</th><td>{'none yet' if at is None else f'{_ago(at, now)}, {_time(at)}'}</td></tr>"
+        for probe, at in newest.items()
+    )
+    probe, at = next(iter(newest.items()))
+    oldest = f"none yet of {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
+    many = f"{len(newest)} probes" if len(newest) > 1 else "1 probe"
+    return f"<details><summary>Newest evidence of {many}: {oldest}</summary><table>{rows}</table></details>"
+
+
+def _state(state: State) -> str:
+    shape = f'<svg class="shape" viewBox="0 0 24 24" aria-hidden="true">{SHAPES[state]}</svg>'
+    return f'<span class="state {state.value}">{shape} {state.value}</span>'
+
+
+def _icon(state: State) -> str:
+    shape = SHAPES[state].replace('class="ink"', 'stroke="#fff" fill="none"')
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="{INKS[state]}">{shape}</svg>'
+
+
+def _time(at: float) -> str:
+    exact = datetime.fromtimestamp(at, tz=timezone.utc).isoformat(timespec="seconds")
+    return f'<time datetime="{exact}">{moment(at)}</time>'
+
+
+def _ago(at: float, now: float) -> str:
+    return f"{spoken(now - at)} ago"
+
+
+def _text(text: str) -> str:
+    """Return a text as HTML: what a part calls itself may hold anything."""
+    return html.escape(printable(text))

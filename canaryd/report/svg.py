@@ -1,0 +1,261 @@
+"""Small plots as inline SVG: values over time, with the marks of what happened. Standard library only.
+
+A page includes `STYLE` once. Colours come from the page's text colour and from a few custom properties, so that a plot
+is read in light, in dark and on paper; its words stand in the caption too, for readers without pictures.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from canaryd.formatting import DAY, HOUR, MINUTE, moment, number, quantity, scale
+
+STYLE = """
+.plot { --plot-own: #2563c9; --plot-bad: #c62828; --plot-calm: #8a5a00; margin: 0 0 1.2rem; overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+  .plot { --plot-own: #6ea8ff; --plot-bad: #ff7b72; --plot-calm: #e0b050; } }
+.plot svg { display: block; width: 100%; min-width: 30rem; height: auto; }
+.plot figcaption { position: sticky; left: 0; }
+.plot text { fill: currentColor; font: 12px system-ui, sans-serif; }
+.plot .grid, .plot .axis { stroke: currentColor; opacity: .2; } .plot .axis { opacity: .6; }
+.plot polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.plot .own { stroke: var(--plot-own); } .plot circle.own { fill: var(--plot-own); stroke: none; }
+.plot .peer { stroke: currentColor; opacity: .35; } .plot circle.peer { fill: currentColor; stroke: none; }
+.plot .mark { stroke: currentColor; stroke-dasharray: 3 3; }
+.plot .bad { stroke: var(--plot-bad); } .plot text.bad { fill: var(--plot-bad); stroke: none; }
+.plot .calm { stroke: var(--plot-calm); } .plot text.calm { fill: var(--plot-calm); stroke: none; }
+.plot text.mark { stroke: none; }
+.spark { display: inline-block; vertical-align: middle; overflow: visible; }
+.spark polyline { fill: none; stroke: currentColor; stroke-width: 1.4; } .spark circle { fill: currentColor; }
+"""
+"""The style sheet of everything here."""
+W, H, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 12, 34, 26
+"""Size and margins of a plot in its own units."""
+LETTER = 7.6
+"""Width of a letter of 12 pixels, about (ours)."""
+FLAT = 0.05
+"""Least height of the value axis as a share of the largest value: noise must not fill a plot (ours)."""
+GAP = 4.0
+"""Times the usual distance of two points beyond which nothing is known between them, and no line is drawn (ours)."""
+MOST = 300
+"""Buckets of time along a line, of each of which the lowest and the highest point are drawn."""
+SHORT = (10.0, 30.0, MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR)
+STEPS = (*SHORT, *(n * DAY for n in (1, 2, 7, 14, 28, 91, 364)))
+"""Distances of the marks on the time axis."""
+TICKS = 8
+"""Marks on the time axis at most."""
+
+Point = tuple[float, float]
+"""(seconds since the epoch, value in base units)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One course of values."""
+
+    name: str
+    points: Sequence[Point]
+    """Oldest first."""
+    role: str = "own"
+    """"own" for the device at issue, "peer" for those that it is held against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at a time."""
+
+    at: float
+    label: str
+    role: str = "mark"
+    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+
+
+def plot(
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    marks: Sequence[Mark] = (),
+    *,
+    start: float | None = None,
+    end: float | None = None,
+) -> str:
+    """Return a `<figure>` with the values over time; the time axis is that of the points unless it is given.
+
+    `unit` is a reading's base unit. Without any point the figure says so in words.
+    """
+    inside = [Line(name=line.name, points=_between(line.points, start, end), role=line.role) for line in lines]
+    caption = f"<figcaption>{html.escape(_summary(title, unit, inside))}</figcaption>"
+    times = [at for line in inside for at, _ in line.points]
+    if not times:
+        return f'<figure class="plot">{caption}</figure>'
+    first, last = min(times) if start is None else start, max(times) if end is None else end
+    low, high = _range([value for line in inside for _, value in line.points])
+    across, bottom = (W - LEFT - RIGHT) / max(last - first, 1e-9), H - BOTTOM
+
+    def x(at: float) -> float:
+        return LEFT + (at - first) * across
+
+    def y(value: float) -> float:
+        return bottom - (value - low) / (high - low) * (bottom - TOP)
+
+    parts = [f'<svg viewBox="0 0 {W} {H}" role="img" aria-label="{html.escape(_summary(title, unit, inside))}">']
+    size, symbol = scale(unit, max(abs(low), abs(high)))
+    for value in _levels(low, high):
+        at_y = f"{y(value):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{W - RIGHT}" y1="{at_y}" y2="{at_y}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{number(value / size)}</text>')
+    if symbol:
+        parts.append(f'<text x="{LEFT - 8}" y="{TOP - 20}" text-anchor="end">{html.escape(symbol)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{W - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    for at, label in _times(first, last):
+        parts.append(f'<line class="axis" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        inside_x = min(x(at), W - LETTER * len(label) / 2)
+        parts.append(f'<text x="{inside_x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+    parts += _marks([m for m in marks if first <= m.at <= last], x, bottom)
+    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device at issue is drawn over its peers
+        parts += _drawn(line, first, last, x, y)
+    return f'<figure class="plot">{caption}{"".join(parts)}</svg></figure>'
+
+
+def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
+    """Return from when to when a plot goes: the time of the points, and of the marks no further away than that is long.
+
+    So the values take at least a third of the width, however long ago something else happened (ours).
+    """
+    times = [at for line in lines for at, _ in line.points]
+    first, last = min(times), max(times)
+    near = [m.at for m in marks if abs(m.at - (first + last) / 2) <= 1.5 * (last - first)]
+    return min([first, *near]), max([last, *near])
+
+
+def spark(values: Sequence[float | None], *, width: int = 120, height: int = 20) -> str:
+    """Return a line without axes, as large as a word, for a table; None is a gap. "" where there is no value."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return ""
+    low, high = _range(known)
+    across, up = (width - 4) / max(1, len(values) - 1), (height - 4) / (high - low)
+    places = [None if v is None else (2 + i * across, height - 2 - (v - low) * up) for i, v in enumerate(values)]
+    parts = [f'<svg class="spark" width="{width}" height="{height}" viewBox="0 0 {width} {height}" aria-hidden="true">']
+    stretch: list[tuple[float, float]] = []
+    for place in (*places, None):
+        if place is not None:
+            stretch.append(place)
+        elif stretch:
+            parts.append(_polyline(stretch, ""))
+            stretch = []
+    end_x, end_y = next(p for p in reversed(places) if p is not None)
+    parts.append(f'<circle cx="{end_x:.1f}" cy="{end_y:.1f}" r="2"/></svg>')
+    return "".join(parts)
+
+
+def _between(points: Sequence[Point], start: float | None, end: float | None) -> list[Point]:
+    early, late = -math.inf if start is None else start, math.inf if end is None else end
+    return [(at, v) for at, v in points if early <= at <= late and math.isfinite(v)]
+
+
+def _summary(title: str, unit: str, lines: Sequence[Line]) -> str:
+    """Return in words what the plot shows of the device at issue, for those who do not see it."""
+    points = [p for line in lines if line.role == "own" for p in line.points]
+    if not points:
+        return f"{title}: no values in this time"
+    values = [v for _, v in points]
+    said = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
+    peers = sum(line.role == "peer" and bool(line.points) for line in lines)
+    beside = f"; grey: {peers} of its peers" if peers else ""
+    return f"{title}: {said} ({moment(points[0][0], seconds=False)} to {moment(points[-1][0], seconds=False)}){beside}"
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    least = FLAT * max(abs(low), abs(high)) or 1.0
+    spare = max(0.0, least - (high - low)) / 2
+    return low - spare, high + spare
+
+
+def _levels(low: float, high: float) -> list[float]:
+    """Return round values between two bounds: three to eight steps of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / 3
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = max(n * power for n in (1, 2, 5) if n * power <= raw)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
+    """Yield the marks of the time axis, on whole hours and days of the reader's clock, with their labels."""
+    step = next((s for s in STEPS if (last - first) / s <= TICKS), STEPS[-1])
+    offset = _offset(first)
+    for k in range(math.ceil((first + offset) / step), math.floor((last + offset) / step) + 2):
+        at = k * step - offset
+        at += offset - _offset(at)  # the clock may have been put forward or back since the beginning
+        if first <= at <= last:
+            local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+            if step < MINUTE:
+                yield at, f"{local:%H:%M:%S}"
+            else:
+                yield at, f"{local:%H:%M}" if step < DAY and (local.hour or local.minute) else f"{local:%d %b}"
+
+
+def _offset(at: float) -> float:
+    """Return by how many seconds the reader's clock is ahead of UTC at a time."""
+    ahead = datetime.fromtimestamp(at, tz=timezone.utc).astimezone().utcoffset()
+    return ahead.total_seconds() if ahead is not None else 0.0
+
+
+def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) -> Iterator[str]:
+    """Yield a line for each mark, and its label as far as there is room; every label is the line's title."""
+    room = -math.inf
+    for mark in sorted(marks, key=lambda m: m.at):
+        at, label = x(mark.at), html.escape(mark.label)
+        told = html.escape(moment(mark.at))
+        yield (
+            f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
+            f"<title>{told} {label}</title></line>"
+        )
+        wide = LETTER * len(mark.label)
+        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values stands left of that
+        if begins > room and begins >= LEFT:
+            yield f'<text class="mark {mark.role}" x="{begins:.1f}" y="{TOP - 12}">{label}</text>'
+            room = begins + wide + 8
+
+
+def _drawn(
+    line: Line, first: float, last: float, x: Callable[[float], float], y: Callable[[float], float]
+) -> Iterator[str]:
+    """Yield a course of values as strokes between gaps; a value that stands alone is a dot."""
+    if not line.points:
+        return
+    usual = statistics.median([b - a for (a, _), (b, _) in itertools.pairwise(line.points)] or [0.0])
+    most = max(GAP * usual, 2 * (last - first) / MOST)
+    points = _thinned(line.points, first, last)
+    stretch: list[Point] = []
+    for (at, value), after in itertools.zip_longest(points, points[1:]):
+        stretch.append((x(at), y(value)))
+        if after is None or after[0] - at > most:
+            if len(stretch) > 1:
+                yield _polyline(stretch, line.role)
+            else:
+                yield f'<circle class="{line.role}" cx="{stretch[0][0]:.1f}" cy="{stretch[0][1]:.1f}" r="2.5"/>'
+            stretch = []
+
+
+def _thinned(points: Sequence[Point], first: float, last: float) -> list[Point]:
+    """Return at most two points per bucket of time, the lowest and the highest: no peak is lost."""
+    if len(points) <= 2 * MOST:
+        return list(points)
+    buckets: dict[int, list[Point]] = {}
+    for point in points:
+        buckets.setdefault(int((point[0] - first) / max(last - first, 1e-9) * MOST), []).append(point)
+    kept = [{min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])} for b in buckets.values()]
+    return sorted(p for both in kept for p in both)
+
+
+def _polyline(places: Sequence[tuple[float, float]], role: str) -> str:
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+    return f'<polyline class="{role}" points="{path}"/>' if role else f'<polyline points="{path}"/>'

@@ -1,0 +1,91 @@
+"""The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/remote.md).
+
+Its metrics have names of their own, canaryd_check_*: under those of the daemon a node that runs both would be counted
+twice by every alert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from canaryd import __version__
+from canaryd.engine.check import Result
+from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Family, Page
+from canaryd.model import Cause, State
+
+MODE = 0o644
+"""Of the file: node_exporter usually runs as another user."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "canaryd_check_info": Family("gauge", ("version", "level"), "Always 1; which canaryd looked, and how hard."),
+    "canaryd_check_start_time_seconds": Family("gauge", (), "When the check began, since the epoch."),
+    "canaryd_check_duration_seconds": Family("gauge", (), "How long the check took."),
+    "canaryd_check_exit_code": Family(
+        "gauge", (), "What the check exited with: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."
+    ),
+    "canaryd_check_device_state": Family(
+        "gauge", (*OF_DEVICE, "state"), "1 for the state that the check found the device in, 0 for every other state."
+    ),
+    "canaryd_check_device_cause": Family(
+        "gauge", (*OF_DEVICE, "cause"), "1 for the cause of that state, 0 for every other cause."
+    ),
+    "canaryd_check_finding": Family(
+        "gauge", (*OF_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule of the judge that spoke."
+    ),
+    "canaryd_check_trials": Family("gauge", OF_PROBE, "Results of the device that the check compared with a golden."),
+    "canaryd_check_mismatches": Family("gauge", OF_PROBE, "Comparisons of the check that found a wrong bit."),
+    "canaryd_check_fault_rate_upper_bound": Family(
+        "gauge",
+        OF_PROBE,
+        "Wrong results per compared result that the check does not rule out; absent after a mismatch.",
+    ),
+}
+"""Every metric that `render` may write, in this order. docs/remote.md repeats it; a test compares the two."""
+
+
+def render(result: Result, exit_code: int) -> bytes:
+    """Write a check's result in the text format of Prometheus."""
+    page = Page(FAMILIES)
+    page.add("canaryd_check_info", 1, __version__, result.level)
+    page.add("canaryd_check_start_time_seconds", result.started)
+    page.add("canaryd_check_duration_seconds", result.seconds)
+    page.add("canaryd_check_exit_code", exit_code)
+    for device in result.devices:
+        labels = (device.uuid, str(device.index), device.model)
+        verdict = result.verdicts.get(device.uuid)
+        page.add_set("canaryd_check_device_state", verdict.state if verdict else State.UNKNOWN, *labels)
+        page.add_set("canaryd_check_device_cause", verdict.cause if verdict else Cause.UNDETERMINED, *labels)
+        for found in sorted({(f.rule, f.state.value, f.cause.value) for f in verdict.findings} if verdict else ()):
+            page.add("canaryd_check_finding", 1, *labels, *found)
+        runs = result.runs.get(device.uuid, ())
+        for probe in sorted({run.probe for run in runs}):
+            mine = [run for run in runs if run.probe == probe]
+            page.add("canaryd_check_trials", sum(run.trials for run in mine), *labels, probe)
+            page.add("canaryd_check_mismatches", sum(len(run.wrong) for run in mine), *labels, probe)
+        for probe, rate in sorted(result.rules_out.get(device.uuid, {}).items()):
+            page.add("canaryd_check_fault_rate_upper_bound", rate, *labels, probe)
+    return page.text()
+
+
+def write(path: Path, page: bytes) -> None:
+    """Put `page` at `path` in one step: a collector sees the old file or the new one, never a part.
+
+    Raises `OSError` when the directory cannot be written; nothing is left behind then.
+    """
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # no *.prom: no collector reads it
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(page)
+            os.fchmod(number, MODE)
+            file.flush()
+            os.fsync(number)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise

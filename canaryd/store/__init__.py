@@ -1,0 +1,1 @@
+"""The memory of canaryd, in one SQLite file."""

@@ -1,0 +1,94 @@
+"""Lock files and files that are created atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+RETRY = 0.05
+"""Seconds between two tries for a lock: flock has no timeout of its own."""
+
+
+class Busy(TimeoutError):
+    """Another process kept the lock beyond the timeout; the message names it."""
+
+
+def make(path: Path) -> int:
+    """Create a file that is not there and open it; made by root, it belongs to whom its directory belongs to.
+
+    A command that root runs before the service has run would else leave a database that the service's user cannot
+    write. SQLite itself gives the log beside a database to the owner of that.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # O_EXCL follows nobody's link
+    _hand_over(fd, path.parent)
+    return fd
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory where there is none; made by root, it belongs to whom the one above it belongs to."""
+    if path.exists():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    _hand_over(fd, path.parent)
+    os.close(fd)
+
+
+def _hand_over(fd: int, directory: Path) -> None:
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # A root that may not give files away keeps them.
+            there = directory.stat()
+            os.fchown(fd, there.st_uid, there.st_gid)
+
+
+@contextlib.contextmanager
+def flock(
+    path: Path,
+    timeout: float,
+    on_wait: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Hold the file `path`, which names its holder, alone. Raises `Busy`, or `OSError` where there can be no lock."""
+    try:
+        fd = make(path)
+    except FileExistsError:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
+    try:
+        begun = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                holder = os.pread(fd, 4096, 0).decode("utf-8", "replace") or "a process that left no name"
+                waited = time.monotonic() - begun
+                if waited >= timeout or stopped():
+                    raise Busy(
+                        f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
+                    ) from error
+                if on_wait:
+                    on_wait(holder)
+                    on_wait = None
+                time.sleep(RETRY)
+        _sign(fd, f"pid {os.getpid()}: {shlex.join(sys.argv)}")
+        try:
+            yield
+        finally:
+            _sign(fd, "")
+    finally:
+        os.close(fd)
+
+
+def _sign(fd: int, name: str) -> None:
+    with contextlib.suppress(OSError):  # A full disk, or another user's file, costs the name but not the lock.
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, name.encode("utf-8", "replace")[:4096], 0)

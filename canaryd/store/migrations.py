@@ -1,0 +1,76 @@
+"""The versions of the database schema, in order."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+Migration = Callable[[sqlite3.Connection], None]
+"""Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
+
+
+def _version_1(db: sqlite3.Connection) -> None:
+    schema = """
+        CREATE TABLE runs (
+            number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
+            started REAL NOT NULL, stored REAL NOT NULL, outcome TEXT NOT NULL, failed INTEGER NOT NULL,
+            wrong INTEGER NOT NULL, drill TEXT NOT NULL, confirms TEXT NOT NULL, stack_id TEXT NOT NULL,
+            body BLOB NOT NULL);
+        CREATE INDEX runs_by_probe ON runs (device, probe);
+        CREATE INDEX runs_by_age ON runs (stored);
+        CREATE INDEX runs_by_failure ON runs (failed);
+        CREATE TABLE devices (
+            uuid TEXT PRIMARY KEY, first_seen REAL NOT NULL, last_seen REAL NOT NULL, present INTEGER NOT NULL,
+            body BLOB NOT NULL);
+        CREATE TABLE verdicts (
+            number INTEGER PRIMARY KEY, device TEXT NOT NULL, drill INTEGER NOT NULL, state TEXT NOT NULL,
+            cause TEXT NOT NULL, decided REAL NOT NULL, body BLOB NOT NULL);
+        CREATE INDEX verdicts_by_device ON verdicts (device, drill);
+        CREATE TABLE counters (name TEXT, labels TEXT, value REAL NOT NULL, PRIMARY KEY (name, labels))"""
+    for statement in schema.split(";"):
+        db.execute(statement)
+
+
+def _version_2(db: sqlite3.Connection) -> None:
+    schema = """
+        CREATE TABLE polls (
+            number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
+            started REAL NOT NULL, completed INTEGER NOT NULL, body BLOB NOT NULL);
+        CREATE INDEX polls_by_probe ON polls (device, probe, started);
+        CREATE INDEX polls_by_age ON polls (started);
+        CREATE TABLE events (
+            device TEXT, kind TEXT, name TEXT, hour INTEGER, first REAL NOT NULL, last REAL NOT NULL,
+            count REAL NOT NULL, before TEXT NOT NULL, after TEXT NOT NULL, detail TEXT NOT NULL,
+            PRIMARY KEY (device, kind, name, hour));
+        CREATE INDEX events_by_age ON events (last);
+        CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL)"""
+    for statement in schema.split(";"):
+        db.execute(statement)
+
+
+def _version_3(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE baselines (device TEXT, key TEXT, last REAL NOT NULL, body BLOB NOT NULL,"
+        " PRIMARY KEY (device, key))"
+    )
+
+
+def _version_4(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE acks (number INTEGER PRIMARY KEY, device TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL,"
+        " body BLOB NOT NULL, UNIQUE (device, kind, at))"
+    )
+
+
+def _version_5(db: sqlite3.Connection) -> None:
+    db.execute("CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day))")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
+"""In order; the database's `user_version` is the number of those it has had."""
+
+
+def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:
+    """Carry out one migration and note its version."""
+    migration(db)
+    db.execute(f"PRAGMA user_version = {version}")

@@ -1,0 +1,112 @@
+"""Database rows from model objects and back."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from canaryd.codec import to_json
+from canaryd.judge.recordings.baseline import Baseline
+from canaryd.judge.trends.days import Day
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict
+
+HOUR = 3600.0
+"""Equal events within an hour of the clock are one event with a count: a failing part cannot fill the disk."""
+RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
+ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+COUNTER = "name, labels, value"
+ADD_COUNT = (
+    f"INSERT INTO counters ({COUNTER}) VALUES (?, ?, ?)"
+    " ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value"
+)
+DEVICE = "uuid, first_seen, last_seen, present, body"
+ADD_DEVICE = (
+    f"INSERT INTO devices ({DEVICE}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (uuid) DO UPDATE"
+    " SET last_seen = excluded.last_seen, present = excluded.present, body = excluded.body"
+)
+VERDICT = "device, drill, state, cause, decided, body"
+POLL = "id, device, probe, started, completed, body"
+ADD_POLL = f"INSERT INTO polls ({POLL}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+EVENT = "device, kind, name, first, last, count, before, after, detail"
+ADD_EVENT = (
+    f"INSERT INTO events ({EVENT}, hour) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, kind, name, hour)"
+    " DO UPDATE SET first = min(first, excluded.first), last = max(last, excluded.last),"
+    " count = count + excluded.count, after = excluded.after, detail = excluded.detail"
+)
+BASELINE = "device, key, last, body"
+ADD_BASELINE = (
+    f"INSERT INTO baselines ({BASELINE}) VALUES (?, ?, ?, ?) ON CONFLICT (device, key) DO UPDATE"
+    " SET last = excluded.last, body = excluded.body"
+)
+ACK = "device, kind, at, body"
+ADD_ACK = f"INSERT INTO acks ({ACK}) VALUES (?, ?, ?, ?) ON CONFLICT (device, kind, at) DO NOTHING"
+SUMMARY = "device, day, body"
+ADD_SUMMARY = (
+    f"INSERT INTO days ({SUMMARY}) VALUES (?, ?, ?) ON CONFLICT (device, day) DO UPDATE SET body = excluded.body"
+)
+NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+
+
+def baseline_key(baseline: Baseline) -> str:
+    """Return the key of a baseline as text."""
+    return json.dumps(baseline.key, separators=(",", ":"))
+
+
+def refused(constant: str) -> float:
+    """Raise `ValueError` for NaN and infinities in JSON."""
+    raise ValueError(f"{constant} is no number")
+
+
+def pack(value: Run | Device | Verdict | Baseline | Ack | Day) -> bytes:
+    """Return a model object as compressed JSON."""
+    # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
+    return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
+
+
+def run_row(run: Run, stored: float) -> tuple[Any, ...]:
+    """Return the row of a run."""
+    wrong = len(run.wrong)
+    failed = wrong > 0 or bool(run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+    facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
+    return (*facts, run.drill, run.confirms, run.stack_id, pack(run))
+
+
+def run_counts(run: Run) -> list[tuple[str, str, float]]:
+    """Return what a run adds to the counters. Zeros too: a series must exist before its first increase."""
+    of = {"device": run.device, "probe": run.probe}
+    if run.drill:
+        return [("drill_runs", encode_labels(of), 1), ("drill_mismatches", encode_labels(of), len(run.wrong))]
+    return [
+        ("probe_runs", encode_labels({**of, "outcome": run.outcome.value}), 1),
+        ("probe_mismatches", encode_labels(of), len(run.wrong)),
+        ("probe_trials", encode_labels(of), float(run.trials)),
+    ]
+
+
+def event_row(e: Event) -> tuple[Any, ...]:
+    """Return the row of an event."""
+    hour = int(e.last // HOUR)
+    return (e.device, e.kind, e.name, e.first, e.last, e.count, e.before, e.after, e.detail, hour)
+
+
+def encode_labels(labels: Mapping[str, str]) -> str:
+    """Return labels as one sorted text."""
+    return urlencode(sorted(labels.items()))
+
+
+def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:
+    """Add a verdict, or update the newest one where state and cause are the same."""
+    device, drill, state, cause, decided, body = row
+    last = db.execute(
+        "SELECT number, state, cause FROM verdicts WHERE device = ? AND drill = ? ORDER BY number DESC LIMIT 1",
+        (device, drill),
+    ).fetchone()
+    if last and last[1:] == (state, cause):
+        db.execute("UPDATE verdicts SET decided = ?, body = ? WHERE number = ?", (decided, body, last[0]))
+    else:
+        db.execute(f"INSERT INTO verdicts ({VERDICT}) VALUES (?, ?, ?, ?, ?, ?)", row)

@@ -1,0 +1,478 @@
+"""One worker process: start it, read it, kill it, wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from canaryd.model import (
+    Outcome,
+    whole,
+)
+from canaryd.supervisor import cgroup
+from canaryd.supervisor.environment import BELOW_NORMAL, INSTRUCTION_SETS, SCRUBBED, STRICT
+from canaryd.supervisor.protocol import WorkerSpec
+from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, own_files, pack
+
+log = logging.getLogger(__name__)
+CHATTER = 65_536
+"""Bytes kept of what a worker prints."""
+MAX_LINE = 16 * 1024 * 1024
+"""Bytes in one line of the protocol beyond which it is garbled."""
+MAX_RUN = 64 * 1024 * 1024
+"""Bytes of protocol in one run beyond which it is garbled."""
+LONGEST_INTEGER = 40
+"""Characters; what is longer is no number of a device, and none that every reader of JSON can hold."""
+TICK = 0.1
+"""Longest sleep, in seconds, between two looks at the worker's process."""
+AWAY = 2.0
+"""Seconds between two looks at a worker from which this process was stopped, or its machine asleep: the worker is not
+charged for them (ours)."""
+AFTERLIFE = 1.0
+"""Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
+WAKE = 30.0
+"""Seconds after SIGKILL for one that is not held by the kernel but waits for a core to end on: one that has stepped
+back gets little of a busy one (ours)."""
+
+
+def abandoned() -> int:
+    """Return how many workers this process has given up because they survived SIGKILL."""
+    return _abandoned.count
+
+
+def stuck() -> int:
+    """Return how many of them are still there."""
+    return _abandoned.reap()
+
+
+class _Abandoned:
+    """Workers in uninterruptible sleep: counted, and reaped without waiting should they ever wake."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self.count += 1
+            self._processes.append(process)
+
+    def reap(self) -> int:
+        with self._lock:
+            self._processes = [process for process in self._processes if process.poll() is None]
+            return len(self._processes)
+
+
+_abandoned = _Abandoned()
+
+
+def place_workers(group: Path) -> None:
+    """Put every worker that is started from now on into a control group (a directory of cgroup version 2)."""
+    _place.group = group
+
+
+@dataclass
+class _Place:
+    """Where workers are put."""
+
+    group: Path | None = None
+
+    def put(self, pid: int) -> None:
+        """Move a process that has just been started, before it had time to use anything."""
+        if self.group is None:
+            return
+        try:
+            (self.group / "cgroup.procs").write_text(f"{pid}\n", encoding="ascii")
+        except ProcessLookupError:
+            pass  # it has ended already, and that tells the story
+        except OSError as error:
+            log.warning("workers share the limits of the daemon from now on: %s: %s", self.group, error.strerror)
+            self.group = None
+
+
+_place = _Place()
+
+
+class LostError(Exception):
+    """The worker is of no more use; says which outcome that is, and why."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.reason = reason
+
+
+class Worker:
+    """One process and its pipes. No method blocks for longer than its arguments say."""
+
+    def __init__(self, spec: WorkerSpec, instruction_set: str) -> None:
+        _abandoned.reap()
+        self.python = ""
+        self.chatter = bytearray()
+        self._remote = bool(spec.command)
+        self._nonce = secrets.token_hex(8)
+        self._messages: deque[dict[str, Any]] = deque()
+        self._received = 0
+        self._line = bytearray()
+        self._outgoing = bytearray()
+        self._shipped: dict[Path, str] = {}
+        self._protocol_ended: float | None = None
+        self._looked = time.monotonic()
+        self._away = 0.0  # seconds in which nobody looked
+        self._reaped = False
+        self._lock = threading.RLock()  # a signal handler may call kill() in the very thread that holds it
+        self._oom_kills = _oom_kills()
+        self._selector = selectors.DefaultSelector()  # before the process: where this fails there is nobody to leave
+        self.processor_seconds: float | None = None
+        """Processor time that it has used, children included; known once it has ended, None where it cannot be."""
+        self._lenience = self._waited_before = 0.0
+        stepping_back = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
+        if spec.nice and not self._remote and cgroup.apart(_place.group):  # else nobody could tell who is in its group
+            stepping_back |= {"CANARYD_IDLE": "1"}
+        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **stepping_back, **spec.env}
+        if self._remote:
+            try:
+                self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
+            except OSError:
+                self._selector.close()
+                raise
+            protocol, chatter = _pipe(self._process.stdout), _pipe(self._process.stderr)
+            head = {"set": setting, "unset": SCRUBBED, "entry": ENTRY, "nonce": self._nonce, "files": own_files()}
+            packed = json.dumps(head).encode()
+            self._outgoing += f"{len(packed)}\n".encode() + packed
+        else:
+            ours, theirs = os.pipe()
+            protocol = os.fdopen(ours, "rb", buffering=0)
+            argv = [spec.python, str(PACKAGE.parent / ENTRY), "--fd", str(theirs), "--nonce", self._nonce]
+            env = {name: value for name, value in os.environ.items() if name not in SCRUBBED} | setting
+            try:
+                self._process = _spawn(argv, stderr=subprocess.STDOUT, env=env, pass_fds=(theirs,))
+            except OSError:
+                self._selector.close()
+                protocol.close()
+                raise
+            finally:
+                os.close(theirs)
+            chatter = _pipe(self._process.stdout)
+        self._stdin = _pipe(self._process.stdin)
+        os.set_blocking(self._stdin.fileno(), False)
+        self._pipes = (self._stdin, protocol, chatter)
+        self._selector.register(protocol, selectors.EVENT_READ, self._read_protocol)
+        self._selector.register(chatter, selectors.EVENT_READ, self._read_chatter)
+        self._write_later()
+
+    def begin(self) -> None:
+        """Forget what was printed and received so far: a new run starts."""
+        self.chatter.clear()
+        self._received = 0
+        self._looked, self._away = time.monotonic(), 0.0
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queue one request; it is written while waiting for the answer."""
+        self._outgoing += json.dumps(message, default=str).encode() + b"\n"
+        self._write_later()
+
+    def place(self, path: Path) -> str:
+        """Return the name under which the worker finds a probe's file, sending its directory along if need be."""
+        path = path.resolve()
+        if not self._remote:
+            return str(path)
+        if path.parent not in self._shipped:
+            into = f"probes/{len(self._shipped)}"
+            try:
+                self.send({"op": "unpack", "files": pack(path.parent, into)})
+            except OSError as error:
+                raise LostError(Outcome.ERRORED, f"{path.parent} cannot be sent to worker.command: {error}") from error
+            self._shipped[path.parent] = into
+        return f"{self._shipped[path.parent]}/{path.name}"
+
+    def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
+        """Return the next message; raise `_LostError` when there will be none, or none before `deadline`.
+
+        The deadline moves by the time for which this process itself did not run.
+        """
+        while not self._messages:
+            if reason := stopped():
+                raise LostError(Outcome.ERRORED, f"stopped: {reason}")
+            now = time.monotonic()
+            if now - self._looked > AWAY:
+                self._away += now - self._looked
+                self._pump(0.0)  # what it answered meanwhile is waiting
+                continue
+            if now >= deadline + self._away and now >= deadline + self._away + self._starved():
+                raise LostError(Outcome.TIMED_OUT, "the worker did not answer before its deadline and was killed")
+            if self.exited():
+                self._drain()
+                if not self._messages:
+                    raise self._death()
+            elif self._protocol_ended is not None and now > self._protocol_ended + AFTERLIFE:
+                raise LostError(Outcome.GARBLED, "the worker closed its end of the protocol without an answer")
+            else:
+                pause, left = TICK if self._protocol_ended is None else 0.01, deadline + self._away - now
+                self._pump(min(pause, left) if left > 0 else pause)
+        return self._messages.popleft()
+
+    def be_lenient(self, seconds: float) -> None:
+        """From now on move the deadline by the time for which others had its core, by `seconds` at most."""
+        self._lenience, self._waited_before = seconds, _waited(self._process.pid)
+
+    def _starved(self) -> float:
+        return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
+
+    def exited(self) -> bool:
+        """Tell whether the process has ended, without reaping it: until then its process group's id stays its own."""
+        if self._reaped:
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # SIGCHLD is ignored in this process: the kernel reaps by itself
+            return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker and its children."""
+        with self._lock:
+            if not self._reaped:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, number)
+
+    def end(self, *, ask: Callable[[], None] | None, grace: float) -> bool:
+        """End the whole process group; return False where the worker was abandoned.
+
+        `ask` asks for it politely; SIGKILL follows when the worker is gone or `grace` seconds are over.
+        """
+        if ask is not None:
+            ask()
+            self._await_exit(grace)
+        self.signal(signal.SIGKILL)
+        patience = time.monotonic() + WAKE
+        while not (gone := self._await_exit(AFTERLIFE)) and time.monotonic() < patience:
+            if not _runnable(self._process.pid):
+                break
+        with self._lock:
+            if gone:
+                self.signal(signal.SIGKILL)  # children that were born meanwhile
+                self._weigh()
+                self._process.wait()
+            else:
+                _abandoned.add(self._process)
+            self._reaped = True
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+        return gone
+
+    def hang_up(self) -> None:
+        """Close standard input, which a worker takes as its end."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._stdin)
+        self._stdin.close()
+
+    def _weigh(self) -> None:
+        """Note what it has cost, while the kernel still knows: it forgets with the process."""
+        if not (self._remote or self._reaped):
+            self.processor_seconds = _processor_seconds(self._process.pid)
+
+    def _await_exit(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self.exited():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with contextlib.suppress(LostError):  # nonsense no longer matters
+                self._pump(min(0.01, left))  # its last words must not block it
+        with contextlib.suppress(LostError):
+            self._drain()
+        return True
+
+    def _drain(self) -> None:
+        """Read what a dead worker left in the pipes; bounded, for its children may still be writing."""
+        for _ in range(64):
+            if not self._pump(0.0):
+                break
+
+    def _pump(self, timeout: float) -> bool:
+        """Read and write what is ready within `timeout` seconds; return whether anything was."""
+        self._looked = time.monotonic()
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            key.data()
+        return bool(ready)
+
+    def _write_later(self) -> None:
+        if self._outgoing and self._stdin not in self._selector.get_map():
+            self._selector.register(self._stdin, selectors.EVENT_WRITE, self._write)
+
+    def _write(self) -> None:
+        try:
+            del self._outgoing[: os.write(self._stdin.fileno(), self._outgoing[:CHATTER])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()  # its exit tells the story
+        if not self._outgoing:
+            self._selector.unregister(self._stdin)
+
+    def _keep(self, data: bytes) -> None:
+        self.chatter += data
+        del self.chatter[:-CHATTER]
+
+    def _read_chatter(self) -> None:
+        chatter = self._pipes[2]
+        data = os.read(chatter.fileno(), CHATTER)
+        if not data:
+            self._selector.unregister(chatter)
+        self._keep(data)
+
+    def _read_protocol(self) -> None:
+        protocol = self._pipes[1]
+        data = os.read(protocol.fileno(), CHATTER)
+        if not data:
+            self._selector.unregister(protocol)
+            self._protocol_ended = time.monotonic()
+            return
+        try:
+            self._split(data)
+        except LostError:
+            self._line.clear()
+            self._selector.unregister(protocol)  # nothing after nonsense is read, let alone kept
+            raise
+
+    def _split(self, data: bytes) -> None:
+        self._received += len(data)
+        self._line += data
+        if b"\n" in data:
+            *lines, self._line = self._line.split(b"\n")
+            for line in lines:
+                self._take(bytes(line))
+        if len(self._line) > MAX_LINE or self._received > MAX_RUN:
+            raise LostError(Outcome.GARBLED, f"the worker sent {self._received} bytes, too many to be facts")
+
+    def _take(self, line: bytes) -> None:
+        if not line:
+            return
+        nonce, _, body = line.partition(b" ")
+        if nonce != self._nonce.encode():
+            if not self._remote:
+                raise LostError(Outcome.GARBLED, f"on the protocol's descriptor stood {line[:80]!r}")
+            self._keep(line + b"\n")  # what the command itself prints
+            return
+        try:
+            message = json.loads(body, parse_float=_finite, parse_int=_integer, parse_constant=_finite)
+            message = whole(message) if b"\\ud" in body.lower() else message
+        except (ValueError, RecursionError) as error:
+            raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}: {error}") from error
+        if not isinstance(message, dict):
+            raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}, not an object")
+        self._messages.append(message)
+
+    def _death(self) -> LostError:
+        with self._lock:
+            self.signal(signal.SIGKILL)  # its children first, while the group's id cannot have passed to strangers
+            self._weigh()
+            code = self._process.wait()
+            self._reaped = True
+        number = -code if code < 0 else code - 128 if self._remote and code > 128 else 0
+        if self._away and code == 1:  # stopped with us, it found its time over when it went on
+            return LostError(Outcome.ERRORED, f"stopped: canaryd itself did not run for {self._away:.0f} s meanwhile")
+        try:
+            how = f"was killed by {signal.Signals(number).name}"
+        except ValueError:
+            return LostError(Outcome.CRASHED, f"the worker exited with status {code} before it answered")
+        if number == signal.SIGKILL:
+            now = _oom_kills()
+            if now > self._oom_kills:
+                why = f"the kernel's count of out-of-memory kills rose from {self._oom_kills} to {now}"
+                return LostError(Outcome.OUT_OF_MEMORY, f"the worker {how}, and {why}")
+            how += ", not by canaryd: by hand, or by an out-of-memory killer that this machine does not count"
+        return LostError(Outcome.CRASHED, f"the worker {how}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no number that a fact may hold")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _spawn(
+    argv: Sequence[str], *, stderr: int, env: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        bufsize=0,
+        start_new_session=True,
+        env=env,
+        pass_fds=pass_fds,
+    )
+    _place.put(process.pid)
+    return process
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _waited(pid: int) -> float:
+    """Return the seconds for which a process's first thread was ready to run and others ran; 0.0 where unknown.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat": the second field, in nanoseconds.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _stat(process: Path) -> list[str]:
+    """Return what proc_pid_stat(5) says of a process or thread after its name, which may hold anything; or OSError."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
+def _runnable(pid: int) -> bool:
+    """Whether a thread of a process runs, or waits for a core: state R of proc_pid_stat(5)."""
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                if _stat(task)[:1] == ["R"]:
+                    return True
+    return False
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Return the processor time of a process and its children that have ended: fields 14 to 17 of proc_pid_stat(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        return sum(map(int, _stat(Path(f"/proc/{pid}"))[11:15])) / os.sysconf("SC_CLK_TCK")
+    return None

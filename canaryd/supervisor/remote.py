@@ -1,0 +1,58 @@
+"""Ship the worker's own files to an interpreter elsewhere (`worker.command`)."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+MAX_SHIPPED = 64 * 1024 * 1024
+"""Bytes of one probe directory that are sent through `worker.command`."""
+PACKAGE = Path(__file__).resolve().parents[1]
+ENTRY = "canaryd/worker/__main__.py"
+# Runs behind `worker.command`, where nothing of canaryd exists: unpacks it, runs it, removes it whatever became of it.
+BOOTSTRAP = """
+import sys
+sys.path = [p for p in sys.path if p]
+if sys.version_info < (3, 10):
+    sys.exit("canaryd: the worker needs Python 3.10 or newer; %s is %s" % (sys.executable, sys.version.split()[0]))
+import base64, json, os, signal, subprocess, tempfile
+signal.signal(signal.SIGTERM, lambda *_: None)
+pipe = open(0, "rb", buffering=0, closefd=False)
+size, packed = int(pipe.readline()), b""
+while len(packed) < size:
+    packed += pipe.read(size - len(packed)) or sys.exit("canaryd: standard input ended early")
+head = json.loads(packed)
+env = {k: v for k, v in os.environ.items() if k not in head["unset"]}
+env.update(head["set"])
+with tempfile.TemporaryDirectory(prefix="canaryd-") as tree:
+    for name, content in head["files"].items():
+        path = os.path.join(tree, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(content))
+    fd = os.dup(1)
+    os.dup2(2, 1)
+    argv = [sys.executable, os.path.join(tree, head["entry"]), "--fd", str(fd), "--nonce", head["nonce"]]
+    code = subprocess.call(argv, env=env, pass_fds=[fd])
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+def own_files() -> dict[str, str]:
+    """Return the files that a worker elsewhere needs, as path in the archive → base64."""
+    paths = [PACKAGE / name for name in ("__init__.py", "codec.py", "model.py", "probe.py")]
+    paths += [path for kind in ("*.py", "*.json") for path in (PACKAGE / "worker").rglob(kind)]
+    return {str(path.relative_to(PACKAGE.parent)): base64.b64encode(path.read_bytes()).decode() for path in paths}
+
+
+def pack(directory: Path, into: str) -> dict[str, str]:
+    """Return the files of a probe directory, its data included, as name below `into` → base64."""
+    files, size = {}, 0
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
+            size += path.stat().st_size
+            if size > MAX_SHIPPED:
+                raise OSError(f"its files exceed {MAX_SHIPPED} bytes; keep probes in a directory of their own")
+            files[f"{into}/{name}"] = base64.b64encode(path.read_bytes()).decode()
+    return files

@@ -1,0 +1,1 @@
+"""Canary models: goldens, checkpoints, captures."""

@@ -1,0 +1,429 @@
+"""Write what a device computed, operator by operator, into one safetensors file: `canaryd capture`.
+
+A capture is data for `canaryd.worker.compare`; it judges nothing. docs/capture.md describes the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from canaryd import __version__
+from canaryd.codec import from_json, to_json
+from canaryd.model import Device, printable
+from canaryd.probe import Skip
+from canaryd.worker.canary import hugging_face
+from canaryd.worker.canary.checkpoint import links
+from canaryd.worker.canary.golden import Golden, load_golden
+from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
+from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.tensors import (
+    FORMATS,
+    as_text,
+    bits,
+    is_refusal,
+    need_torch,
+    strict_switches,
+    torch,
+    torch_device,
+)
+
+SCHEMA = "canaryd.capture/1"
+HEADER_LIMIT = 100_000_000
+"""Bytes that a header may have: the format's own limit, since decoding gives thousands of tensors."""
+BUILT_IN = "canary"
+"""What `model` says of the built-in model."""
+HIDDEN = ("embedding", "out", "logits")
+"""Operators that a capture without operators keeps: the hidden state before the first layer, and behind each."""
+ABOUT = (
+    *("schema", "canaryd", "date", "device", "environment", "dtype", "model", "digest"),
+    *("prompts", "path", "operators", "drill", "order"),
+)
+"""Texts that every capture has."""
+SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Environment that chooses a CPU's kernels: part of the stack of a capture."""
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one device computed. Tensors are on the host, in computing order, named as `name_of` says."""
+
+    tensors: Mapping[str, Any]
+    about: Mapping[str, str]
+    """Texts by the names in `ABOUT`."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts, in the order of the file."""
+        names: list[str] = json.loads(self.about["prompts"])
+        return names
+
+
+def place_of(point: str) -> tuple[str, str]:
+    """Return layer and operator of a rounding point of the built-in model: "2.query" → ("2", "query")."""
+    layer, dot, operator = point.rpartition(".")
+    return (layer, operator) if dot else ("input" if point == "embedding" else "head", point)
+
+
+def name_of(prompt: str, step: str, layer: str, operator: str) -> str:
+    """Return the name of a tensor; `step` is "forced", or the number of a forward pass of decoding (0: the prompt)."""
+    return f"{prompt}/{step}/{layer}/{operator}"
+
+
+@dataclass
+class Recorder:
+    """Keeps the tensors that pass it, and spoils one element of one of them, once, where a drill asks for it."""
+
+    operators: bool
+    drill: str = ""
+    """Place to spoil, as "2.query"."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    places: list[str] = field(default_factory=list)
+    """All places met."""
+    struck: bool = False
+    prompt: str = ""
+    step: str = ""
+
+    def keep(self, name: str, tensor: Any) -> None:
+        """Copy a tensor to the host under its whole name."""
+        self.kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    def see(self, layer: str, operator: str, tensor: Any) -> Any:
+        """Take note of a tensor; return what the computation goes on with."""
+        place = f"{layer}.{operator}"
+        if place not in self.places:
+            self.places.append(place)
+        if place == self.drill and not self.struck:
+            tensor, self.struck = _spoilt(tensor), True
+        if self.operators or operator in HIDDEN:
+            self.keep(name_of(self.prompt, self.step, layer, operator), tensor)
+        return tensor
+
+
+def _spoilt(tensor: Any) -> Any:
+    """Return a copy in which the lowest exponent bit of the largest element is flipped: it doubles or halves."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    at = int(copy.abs().argmax())
+    bits(copy).view(-1)[at] ^= 1 << FORMATS[str(copy.dtype).removeprefix("torch.")].bits - 1
+    return copy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The built-in model.
+
+
+def files() -> Path:
+    """Return the directory of the built-in model: the checkout's or the wheel's."""
+    package = Path(__file__).resolve().parents[2]
+    checkout = package.parent / "probes" / "canary"
+    return checkout if checkout.is_dir() else package / "probes.d" / "canary"
+
+
+@functools.lru_cache(maxsize=1)
+def built_in() -> tuple[Golden, str]:
+    """Return the built-in model with its prompts, and its digest; raise `ValueError` where it is damaged."""
+    directory = files()
+    try:
+        golden = load_golden(directory)
+    except BadFile as error:
+        raise ValueError(f"{directory}: {error}. This installation is damaged: install canaryd again") from error
+    return golden, hashlib.sha256((directory / "weights.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def record(
+    model: Canary,
+    golden: Golden,
+    names: list[str],
+    recorder: Recorder,
+    *,
+    forced: bool,
+    progress: Progress = lambda _fraction, _text: None,
+) -> None:
+    """Run prompts `names` of the built-in model, one after the other, past the recorder.
+
+    `forced` scores the known continuation in one pass; otherwise it is decoded from the KV cache.
+    """
+    place = model.weights["embedding"].device
+
+    def watch(point: str, tensor: Any) -> Any:
+        if point == "embedding" and not forced:  # a forward pass begins with it
+            recorder.step = str(int(recorder.step) + 1)
+        return recorder.see(*place_of(point), tensor)
+
+    watched = Canary(model.shape, model.weights, watch)
+    for done, name in enumerate(names):
+        progress(done / len(names), f"prompt {name}")
+        row = golden.names.index(name)
+        prompt, continuation = (t[row : row + 1].to(place) for t in (golden.prompts, golden.tokens))
+        recorder.prompt, recorder.step = name, "forced" if forced else "-1"
+        if forced:
+            recorder.keep(f"{name}/input", torch.cat((prompt, continuation[:, :-1]), 1))
+            tokens, _ = score(watched, prompt, continuation)
+        else:
+            recorder.keep(f"{name}/input", prompt)
+            tokens, _ = decode(watched, prompt, continuation.shape[1])
+        recorder.keep(f"{name}/tokens", tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model of the user's own.
+
+
+def record_directory(
+    checkpoint: hugging_face.Checkpoint,
+    device: Device,
+    names: list[str],
+    recorder: Recorder,
+    *,
+    forced: bool,
+    progress: Progress,
+) -> None:
+    """Run the texts of the built-in prompts through a Hugging Face model, past the recorder.
+
+    Operators are the leaf modules of every decoder layer, under their own names, and the layer itself as "out".
+    `forced` scores prompt and continuation in one pass. Raises `Skip` where the model does not run or fit here.
+    """
+    golden, _ = built_in()
+    prompts = []
+    for name in names:
+        row = golden.names.index(name)
+        texts = [bytes(part[row].tolist()).decode("ascii") for part in (golden.prompts, golden.tokens)]
+        count = 1 if forced else golden.tokens.shape[1]
+        prompts.append(checkpoint.tokens(name, "".join(texts) if forced else texts[0], count))
+        if reason := checkpoint.room(prompts[-1]):
+            raise Skip(f"{checkpoint.settings.directory}: prompt {name}: {reason}")
+    hugging_face.check_memory(checkpoint, device, checkpoint.need(prompts))
+    model = checkpoint.load(device)
+    _hook(model.model, recorder)
+    for done, prompt in enumerate(prompts):
+        progress(done / len(prompts), f"prompt {prompt.name}")
+        recorder.prompt, recorder.step = prompt.name, "forced" if forced else "-1"
+        recorder.keep(f"{prompt.name}/input", torch.tensor([prompt.ids]))
+        seen = model.score(prompt, (0,)) if forced else model.decode(prompt)
+        recorder.keep(f"{prompt.name}/tokens", seen.logits.argmax(-1)[None])
+    model.close()
+
+
+def _hook(model: Any, recorder: Recorder) -> None:
+    """Let every leaf module and every layer of a model pass its output by the recorder."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    if not lists:
+        raise Skip(f"{type(model).__name__} has no list of layers to look into")
+    prefix = next(iter(lists)) + "."
+    known = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "logits"}
+    part = "input"
+
+    def begin(_module: Any, _given: Any) -> None:
+        nonlocal part
+        part = "input"
+        if recorder.step != "forced":
+            recorder.step = str(int(recorder.step) + 1)
+
+    def passing(layer: str, operator: str) -> Callable[[Any, Any, Any], Any]:
+        def hook(_module: Any, _given: Any, output: Any) -> Any:
+            nonlocal part
+            part = "head" if layer else part
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not isinstance(first, torch.Tensor):
+                return output
+            seen = recorder.see(layer or part, operator, first)
+            return (seen, *output[1:]) if isinstance(output, tuple) else seen
+
+        return hook
+
+    model.register_forward_pre_hook(begin)
+    for name, module in model.named_modules():
+        leaf = next(module.children(), None) is None
+        if name.startswith(prefix):
+            layer, _, operator = name.removeprefix(prefix).partition(".")
+            if leaf or not operator:
+                module.register_forward_hook(passing(layer, operator or "out"))
+        elif leaf:
+            module.register_forward_hook(passing("", known.get(module, name.rpartition(".")[2])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file.
+
+
+def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Capture as asked and write the file; return its "file", "bytes", number of "tensors", and "seconds".
+
+    Arguments: device (a `Device` as JSON), out (path), model ("" for the built-in one, or a Hugging Face directory),
+    dtype, prompts (names; none for all), operators (all operators, or hidden states, logits and tokens alone), forced
+    (one pass over a known continuation, or decoding), drill ("" or a place such as "2.query" to spoil one element of).
+    Raises `ValueError` for what cannot be meant, `Skip` for what cannot be done here.
+    """
+    need_torch()
+    started = time.monotonic()
+    device, dtype, out = from_json(Device, arguments["device"]), arguments["dtype"], Path(arguments["out"])
+    directory = Path(arguments["model"]) if arguments["model"] else None
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
+    golden, digest = built_in()
+    names = list(arguments["prompts"]) or list(golden.names)
+    unknown = [name for name in names if name not in golden.names]
+    if unknown:
+        raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(golden.names)}")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is no directory"
+        raise ValueError(f"{out}: {what}; wanted the path of a file to write")
+    checkpoint = None
+    if directory:
+        checkpoint = hugging_face.Checkpoint(hugging_face.read_settings({"directory": str(directory), "dtype": dtype}))
+        digest = links(directory)["checkpoint"]
+    recorder = Recorder(operators=bool(arguments["operators"]), drill=arguments["drill"])
+    forced = bool(arguments["forced"])
+    with strict_switches() as switches, torch.inference_mode():
+        try:
+            if checkpoint:
+                record_directory(checkpoint, device, names, recorder, forced=forced, progress=progress)
+            else:
+                model = golden.model.to(torch_device(device), dtype)
+                record(model, golden, names, recorder, forced=forced, progress=progress)
+        except RuntimeError as error:
+            if is_refusal(error):
+                raise Skip(f"{device.model} does not run {dtype}: {' '.join(str(error).split())[:300]}") from error
+            raise
+    if recorder.drill and not recorder.struck:
+        raise ValueError(f"drill {recorder.drill!r}: no such place; there are {', '.join(recorder.places)}")
+    about = {
+        "schema": SCHEMA,
+        "canaryd": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": json.dumps(to_json(device)),
+        "environment": json.dumps(_environment(device, switches, checkpoint)),
+        "dtype": dtype,
+        "model": str(directory) if directory else BUILT_IN,
+        "digest": digest,
+        "prompts": json.dumps(names),
+        "path": "forced" if forced else "decode",
+        "operators": "yes" if recorder.operators else "no",
+        "drill": recorder.drill,
+        "order": json.dumps(list(recorder.kept)),
+    }
+    data = write_safetensors(recorder.kept, about)
+    write_file(out, data)
+    return {
+        "file": str(out),
+        "bytes": len(data),
+        "tensors": len(recorder.kept),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _environment(
+    device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None
+) -> dict[str, str]:
+    """Return all that the bits may depend on beside device, dtype and model."""
+    chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
+    facts = stack.stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
+    if checkpoint:
+        facts |= {"server": checkpoint.server, "attention": checkpoint.settings.attention}
+    return facts
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; raise `ValueError` where it cannot be, with nothing left behind."""
+    parent = path.absolute().parent
+    part = None
+    try:
+        _check_room(parent, len(data))
+        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(part).chmod(0o666 & ~_umask())
+        Path(part).replace(path)
+    except OSError as error:
+        if part:
+            Path(part).unlink(missing_ok=True)
+        full = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
+        raise ValueError(f"{path}: {full}: {error.strerror}; the capture has {len(data):,} bytes") from error
+    folder = os.open(parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _check_room(directory: Path, size: int) -> None:
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{free:,} bytes are free")
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:
+    """Whether all logits of a prompt are [batch, position, vocabulary] over one vocabulary that has the tokens."""
+    tokens = held[f"{prompt}/tokens"]
+    logits = [t for name, t in held.items() if name.startswith(f"{prompt}/") and name.endswith("/head/logits")]
+    if not all(t.dim() == 3 and t.is_floating_point() and t.numel() for t in logits):
+        return False
+    if forced and any(t.shape[1] < tokens.shape[1] for t in logits):
+        return False
+    return len({t.shape[2] for t in logits}) < 2 and all(
+        bool(((tokens >= 0) & (tokens < t.shape[2])).all()) for t in logits
+    )
+
+
+def read(path: Path) -> Capture:
+    """Return a capture from its file; raise `ValueError` with one clear line for anything else."""
+    try:
+        return _read(path)
+    except ValueError as error:  # what stands in a stranger's file stands in the message
+        raise ValueError(printable(str(error))[:1000]) from error
+
+
+def _read(path: Path) -> Capture:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        tensors, about = read_safetensors(data, header_limit=HEADER_LIMIT)
+    except BadFile as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    schema = about.get("schema", "")
+    missing = [name for name in ABOUT if name not in about]
+    if schema != SCHEMA or missing:
+        said = f"its schema is {schema!r}" if schema else "it has no schema"
+        raise ValueError(f"{path} is no capture of canaryd: {said if schema != SCHEMA else f'without {missing[0]}'}")
+    try:
+        told = {name: json.loads(about[name]) for name in ("device", "environment", "order", "prompts")}
+        json.dumps([told, about, [*tensors]], ensure_ascii=False).encode()  # half a surrogate pair: written nowhere
+        from_json(Device, told["device"])
+        from_json(dict[str, str], told["environment"])
+        order, prompts = (from_json(tuple[str, ...], told[name]) for name in ("order", "prompts"))
+        held = {name: tensors[name] for name in order}
+        named = {name: held[name] for prompt in prompts for name in (f"{prompt}/input", f"{prompt}/tokens")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no capture of canaryd: its texts and tensors disagree: {error}") from error
+    if any(tensor.dtype != torch.int64 or tensor.dim() != 2 for tensor in named.values()):
+        raise ValueError(f"{path} is no capture of canaryd: its tokens are no rows of integers")
+    if about["model"] == BUILT_IN:
+        most = built_in()[0].model.shape.vocabulary
+        if any(bool(((tensor < 0) | (tensor >= most)).any()) for tensor in named.values()):
+            raise ValueError(f"{path} is no capture of canaryd: its tokens are none of the built-in model's")
+    if not all(_rows_of_logits(held, prompt, forced=about["path"] == "forced") for prompt in prompts):
+        raise ValueError(f"{path} is no capture of canaryd: its logits are no rows over a vocabulary with its tokens")
+    return Capture(held, about)

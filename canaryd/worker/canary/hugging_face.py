@@ -1,0 +1,380 @@
+"""A user's own Hugging Face model in this process: whether it fits, loading it, and what it answers.
+
+transformers is needed for this alone and is imported when a model is loaded, always offline. What a device computed
+leaves it as raw logits; digests and probabilities are taken on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canaryd.model import Device, Reading, Recording
+from canaryd.probe import Skip
+from canaryd.worker.canary import checkpoint
+from canaryd.worker.numeric import faults
+from canaryd.worker.numeric.integers import digest, mix64
+from canaryd.worker.numeric.tensors import bits, torch, torch_device
+from canaryd.worker.telemetry.sysfs import path_setting
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+ATTENTION = ("sdpa", "eager")
+PATHS = ("decode", "forced")
+"""How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
+MEMORY = 0.9
+"""Share of the free memory that a model may take where the configuration names none (ours)."""
+HEADROOM = 512 << 20
+"""Bytes for kernels, workspaces and fragments beside weights and cache (ours)."""
+TRIES = 64
+"""Weights in which a drill looks for one that shows (ours)."""
+TEXT = 4096
+"""Characters of a recording's text."""
+SAID = 200
+"""Characters kept of what transformers says when it refuses a model."""
+
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the configuration says under probes.model_canary.settings."""
+
+    directory: Path
+    dtype: str
+    """One of `DTYPES`, or "" for the checkpoint's own."""
+    prompts: Path | None
+    """A file of prompts; None for the shipped one."""
+    memory: float
+    """Share of the device's free memory that the model may take, above 0 and at most 1."""
+    attention: str
+
+
+def read_settings(given: Mapping[str, Any]) -> Settings:
+    """Return the settings; raise `ValueError` naming the one that cannot be meant, `Skip` where no model is named."""
+    known = {"directory", "dtype", "prompts", "memory", "attention"}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{unknown[0]}: is no setting of model_canary; there are {', '.join(sorted(known))}")
+    if not given.get("directory"):
+        raise Skip("no model is named: set probes.model_canary.settings.directory to a Hugging Face directory")
+    dtype, attention = given.get("dtype", ""), given.get("attention", ATTENTION[0])
+    for name, value, choices in (("dtype", dtype, ("", *DTYPES)), ("attention", attention, ATTENTION)):
+        if value not in choices:
+            raise ValueError(f"{name}: got {value!r}, wanted one of {', '.join(map(repr, choices))}")
+    memory = given.get("memory", "")
+    if memory == "":
+        memory = MEMORY
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
+        raise ValueError(f"memory: got {memory!r}, wanted a share of the free memory such as 0.5, or nothing")
+    prompts = path_setting(given, "prompts", "/etc/canaryd/prompts.json") if given.get("prompts") else None
+    return Settings(path_setting(given, "directory", "/models/mine"), dtype, prompts, float(memory), attention)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as this model's tokenizer renders it."""
+
+    name: str
+    ids: tuple[int, ...]
+    count: int
+    """Tokens to decode."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one inference gave. Host tensors."""
+
+    tokens: tuple[int, ...]
+    """The continuation: chosen when decoding, given when scoring."""
+    logits: Any
+    """Raw, in the model's format: (tokens, vocabulary) when decoding, (all positions, vocabulary) when scoring."""
+    hidden: tuple[Any, ...] = ()
+    """Per layer the state at the last position, the embedding's first; empty where it was not asked for."""
+
+
+class Checkpoint:
+    """A directory that transformers knows, with its tokenizer; nothing of its weights is loaded yet."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.transformers = _transformers()
+        try:
+            self.tensors = checkpoint.tensors(settings.directory)
+        except checkpoint.BadCheckpoint as error:
+            raise Skip(str(error)) from error
+        except OSError as error:
+            raise Skip(f"{error.filename or settings.directory}: cannot be read: {error.strerror}") from error
+        with self._refusing("configuration"):
+            self.config = self._load(self.transformers.AutoConfig)
+        self.quantised = getattr(self.config, "quantization_config", None) is not None
+        # Without its files transformers makes an empty tokenizer, to which every text is the same.
+        if not any((settings.directory / name).is_file() for name in checkpoint.VOCABULARIES):
+            names = ", ".join(checkpoint.VOCABULARIES)
+            raise Skip(f"{settings.directory}: has no tokenizer; wanted one of {names}")
+        with self._refusing("tokenizer"):
+            self.tokenizer = self._load(self.transformers.AutoTokenizer)
+        self.dtype = settings.dtype or self._own_dtype()
+
+    def tokens(self, name: str, text: str, count: int) -> Prompt:
+        """Return a prompt as token ids, with the special tokens that the tokenizer puts before plain text."""
+        return Prompt(name, tuple(self.tokenizer(text)["input_ids"]), count)
+
+    def room(self, prompt: Prompt) -> str:
+        """Return why a prompt cannot be run through this model, or ""."""
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        length = len(prompt.ids) + prompt.count
+        if not prompt.ids:
+            return "its tokenizer makes no token of it"
+        return f"{length} tokens, and the model takes {longest}" if longest and length > longest else ""
+
+    def need(self, prompts: Sequence[Prompt]) -> int:
+        """Return the bytes that the model takes on its device: weights, KV cache, logits and states of one prompt.
+
+        Weights by the headers of their files, every floating tensor in `dtype`; cache and states by the sizes in
+        config.json. An estimate: `HEADROOM` covers what kernels take besides.
+        """
+        item, text = _ITEMS[self.dtype], self.config.get_text_config()
+        length = max(len(p.ids) + p.count for p in prompts)
+        hidden, layers = _size(text, "hidden_size"), _size(text, "num_hidden_layers")
+        heads = _size(text, "num_attention_heads") or 1
+        cache = (
+            2 * layers * (_size(text, "num_key_value_heads") or heads) * (_size(text, "head_dim") or hidden // heads)
+        )
+        states = layers * hidden + 2 * _size(text, "vocab_size")
+        return self.weights() + length * item * (cache + states) + HEADROOM
+
+    def weights(self) -> int:
+        """Return the bytes of all weights in `dtype`; of a quantised model or a pickled file, as they are stored."""
+        return sum(
+            t.size if self.quantised or t.dtype not in _SAFETENSORS else math.prod(t.shape) * _ITEMS[self.dtype]
+            for t in self.tensors
+        )
+
+    def load(self, device: Device) -> Model:
+        """Return the model on its device; raise `Skip` where transformers refuses it or would make weights up."""
+        directory, wanted = self.settings.directory, getattr(torch, self.dtype)
+        with self._refusing("weights"):
+            model, report = self._load(
+                self.transformers.AutoModelForCausalLM,
+                dtype=wanted,
+                attn_implementation=self.settings.attention,
+                output_loading_info=True,
+            )
+        # transformers fills what a checkpoint lacks with random numbers, other ones each time.
+        missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        if missing:
+            raise Skip(f"{directory}: lacks {len(missing)} of the model's weights, {missing[0]} for one")
+        kinds = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
+        if not self.quantised and kinds.most_common(1)[0][0] != self.dtype:
+            raise Skip(f"{directory}: was to be loaded in {self.dtype}, and transformers gave {dict(kinds)}")
+        return Model(model.to(torch_device(device)).eval(), self.tokenizer)
+
+    @property
+    def server(self) -> str:
+        """What computes, as a link of the chain."""
+        return f"transformers {self.transformers.__version__}"
+
+    def _load(self, loader: Any, **more: Any) -> Any:
+        return loader.from_pretrained(
+            str(self.settings.directory), local_files_only=True, trust_remote_code=False, **more
+        )
+
+    def _own_dtype(self) -> str:
+        """Return the format that config.json names, or else that of most weights."""
+        named = str(getattr(self.config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
+        stored = Counter(_SAFETENSORS[t.dtype] for t in self.tensors if t.dtype in _SAFETENSORS)
+        dtype = named or (stored.most_common(1)[0][0] if stored else "")
+        if dtype not in DTYPES:
+            raise Skip(f"{self.settings.directory}: says no floating-point format that runs here; set dtype")
+        return dtype
+
+    @contextlib.contextmanager
+    def _refusing(self, part: str) -> Iterator[None]:
+        """Turn what transformers raises for a model that it does not take into `Skip`; nothing is on the device yet."""
+        try:
+            yield
+        except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
+            if "memory" in str(error):
+                raise
+            said = " ".join(str(error).split())
+            said = said if len(said) <= SAID else said[:SAID] + "…"
+            if getattr(getattr(self, "config", None), "auto_map", None) or "trust_remote_code" in str(error):
+                said = "it needs code from the checkpoint, which canaryd never runs"
+            raise Skip(f"{self.settings.directory}: {self.server} does not take its {part}: {said}") from error
+
+
+class Model:
+    """A model on its device."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def decode(self, prompt: Prompt) -> Seen:
+        """Prefill the prompt, then decode greedily from the KV cache; an end-of-text token does not end it."""
+        cache, step, tokens, logits = None, self._ids(prompt.ids), [], []
+        for _ in range(prompt.count):
+            answer = self.model(input_ids=step, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            logits.append(answer.logits[:, -1])
+            step = logits[-1].argmax(-1, keepdim=True)
+            tokens.append(step)
+        return Seen(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
+
+    def score(self, prompt: Prompt, continuation: Sequence[int], *, hidden: bool = False) -> Seen:
+        """Score prompt and continuation in one pass; with the layers' states at its end where `hidden`."""
+        ids = self._ids([*prompt.ids, *continuation[:-1]])
+        answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
+        states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
+        return Seen(tuple(continuation), answer.logits[0].cpu(), states)
+
+    def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Prompt]) -> str:
+        """Put a drill's fault into one weight that shows in every prompt's last logits; return the weight's name.
+
+        The same seed strikes the same weight. Raises `Skip` where none of `TRIES` weights shows it.
+        """
+        named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.is_contiguous()]
+        before = [self._last(prompt) for prompt in prompts]
+        for attempt in range(TRIES):
+            name, parameter = named[mix64(seed + attempt) % len(named)]
+            kept = parameter.data
+            parameter.data = kept.clone()  # the weights as loaded may be the file itself, mapped
+            fault.change(bits(parameter.data).view(-1), mix64(seed - attempt) >> 1)
+            if all(self._last(prompt) != was for prompt, was in zip(prompts, before, strict=True)):
+                return str(name)
+            parameter.data = kept
+        raise Skip(f"the fault {fault.name!r} shows in none of {TRIES} weights: nothing was injected, nothing is shown")
+
+    def close(self) -> None:
+        """Give the memory back: other probes share this process, and a server may share the device."""
+        kind = self.model.device.type
+        del self.model
+        gc.collect()
+        if kind != "cpu":
+            getattr(torch, kind).empty_cache()
+
+    def _last(self, prompt: Prompt) -> str:
+        return digest(self.score(prompt, (0,)).logits[-1])
+
+    def _ids(self, ids: Sequence[int]) -> Any:
+        return torch.tensor([list(ids)], device=self.model.device)
+
+
+def recording(case: str, seen: Seen, chain: Mapping[str, str], text: str) -> Recording:
+    """Return the fact of one inference; the digest covers the tokens and every bit of the logits.
+
+    Probabilities are taken in float32 on the host, at the positions that chose or scored the continuation.
+    """
+    logits = seen.logits[-len(seen.tokens) :].to(torch.float32)
+    chances = torch.log_softmax(logits, -1)
+    values = chances.gather(-1, torch.tensor(seen.tokens)[:, None])[:, 0]
+    best = chances.topk(2, -1).values
+    return Recording(
+        case=case,
+        digest=_sha(f"{digest(seen.logits)} {seen.tokens}"),
+        chain=chain,
+        tokens=tuple(map(str, seen.tokens)),
+        values=_finite(values),
+        margins=_finite(best[:, 0] - best[:, 1]),
+        text=text[:TEXT],
+        finish="length",
+    )
+
+
+def layers(seen: Seen, dtype: str, prompt: str) -> Iterator[Reading]:
+    """Yield a digest per layer of its output at the last position, that of the embedding first, as layer 0."""
+    for number, state in enumerate(seen.hidden):
+        labels = {"layer": str(number), "dtype": dtype, "prompt": prompt}
+        yield Reading(name="model_layer_digest", value=digest(state), labels=labels)
+
+
+def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Prompt) -> dict[str, str]:
+    """Return the chain of one prompt. The template is left out: prompts are plain text, so that it changes nothing."""
+    settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
+    return {
+        **{link: value for link, value in links.items() if link != "template"},
+        "prompt": _sha(json.dumps(prompt.ids)),
+        "settings": _sha(json.dumps(settings, sort_keys=True)),
+        "server": model.server,
+    }
+
+
+def check_memory(model: Checkpoint, device: Device, need: int) -> None:
+    """Raise `Skip` unless the model fits: on the device, and on the host that it passes through."""
+    share = model.settings.memory
+    places = [(f"on {device.name} beside what runs there", need, device_memory(device))]
+    if device.backend != "cpu":
+        places.append(("on the host, through which it is loaded", model.weights(), host_memory()))
+    for place, wanted, free in places:
+        if wanted > free * share:
+            raise Skip(
+                f"{model.settings.directory} in {model.dtype} needs {_gib(wanted)} {place}, where {_gib(free)} are free"
+                f" and {share:g} of that may be taken (memory): leave more room there, or name a smaller model"
+            )
+
+
+def device_memory(device: Device) -> int:
+    """Return the bytes of memory that are free on a device; raise `Skip` where nobody tells."""
+    target = torch_device(device)
+    if target.type == "cpu":
+        return host_memory()
+    if target.type == "mps":  # one memory for host and device
+        return min(host_memory(), int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()))
+    ask = getattr(getattr(torch, target.type), "mem_get_info", None)
+    if ask is None:
+        raise Skip(
+            f"this torch does not tell how much memory of {device.name} is free: nothing is loaded beside a server"
+        )
+    return int(ask(target)[0])
+
+
+def host_memory() -> int:
+    """Return the bytes that new programs can have without swapping: MemAvailable, or what psutil says elsewhere."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
+    try:
+        return int(importlib.import_module("psutil").virtual_memory().available)
+    except ImportError as error:
+        raise Skip("how much memory is free cannot be told here without psutil: install it beside torch") from error
+
+
+def _transformers() -> Any:
+    # Read when the library is imported; what was imported before by another probe of ours was offline as well.
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    try:
+        found = importlib.import_module("transformers")
+    except ImportError as error:
+        raise Skip(
+            f"transformers cannot be imported ({error}): pip install 'canaryd[model]' into worker.python"
+        ) from error
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _finite(values: Any) -> tuple[float | None, ...]:
+    return tuple(value if math.isfinite(value) else None for value in values.tolist())
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _gib(count: float) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

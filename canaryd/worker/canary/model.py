@@ -1,0 +1,468 @@
+"""The built-in canary model: a small decoder-only transformer over bytes, in plain torch, and its files.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache, tied head. The same code prefills, decodes and
+scores, in every floating-point format; 16-bit formats take norms, rotations and softmax in float32, as serving does.
+All of the model's arithmetic is here; docs/canary.md says what it is good for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from canaryd.model import printable
+from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.telemetry.command import output
+from canaryd.worker.telemetry.sysfs import Unreadable
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Formats that the model runs in, widest first."""
+POSITIONS = 128
+"""Longest sequence."""
+Watch = Callable[[str, Any], Any]
+"""Sees every tensor at the point where its format rounds it ("2.query", "logits"), and returns what goes on."""
+
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"}
+_HEADER_LIMIT = 1 << 20
+"""Bytes that a header of ours may have; the format itself allows 100 MB."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int = 256
+    theta: int = 10_000
+    """Base of the rotary frequencies: J. Su et al., "RoFormer", arXiv 2104.09864, section 3.2.2."""
+
+    @property
+    def head(self) -> int:
+        """Size of one attention head."""
+        return self.hidden // self.heads
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return every weight's name and shape; matrices are (out, in)."""
+        named: dict[str, tuple[int, ...]] = {"embedding": (self.vocabulary, self.hidden), "norm": (self.hidden,)}
+        for i in range(self.layers):
+            named |= {
+                f"{i}.attention_norm": (self.hidden,),
+                f"{i}.query": (self.hidden, self.hidden),
+                f"{i}.key": (self.kv_heads * self.head, self.hidden),
+                f"{i}.value": (self.kv_heads * self.head, self.hidden),
+                f"{i}.output": (self.hidden, self.hidden),
+                f"{i}.inner_norm": (self.hidden,),
+                f"{i}.gate": (self.inner, self.hidden),
+                f"{i}.up": (self.inner, self.hidden),
+                f"{i}.down": (self.hidden, self.inner),
+            }
+        return named
+
+
+class Cache:
+    """Keys and values of the positions seen so far; per layer a tensor (rows, KV heads, length, head size)."""
+
+    def __init__(self, model: Canary, rows: int, length: int) -> None:
+        shape, like = model.shape, model.weights["embedding"]
+        sizes = (rows, shape.kv_heads, length, shape.head)
+        self.keys = [like.new_zeros(sizes) for _ in range(shape.layers)]
+        self.values = [like.new_zeros(sizes) for _ in range(shape.layers)]
+        self.used = 0
+
+    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
+        """Store new positions of one layer behind those in use; return all of that layer."""
+        end = self.used + key.shape[2]
+        self.keys[layer][:, :, self.used : end] = key
+        self.values[layer][:, :, self.used : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def positions(self, count: int) -> Any:
+        """Return the positions (count,) of the next tokens."""
+        return torch.arange(self.used, self.used + count, device=self.keys[0].device)
+
+    def advance(self, count: int) -> None:
+        """Put `count` more positions in use."""
+        self.used += count
+
+
+class Slots(Cache):
+    """A cache of one shape at every step, its place a tensor: what compilers and captured graphs can repeat."""
+
+    def __init__(self, model: Canary, rows: int, length: int) -> None:
+        super().__init__(model, rows, length)
+        device = model.weights["embedding"].device
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        """How many positions are in use; `used` stays 0."""
+        self.slots = torch.arange(length, device=device)[:, None]
+
+    def clear(self) -> None:
+        """Empty it: what an earlier inference left would reach a masked sum if it were not finite."""
+        for tensor in (self.at, *self.keys, *self.values):
+            tensor.zero_()
+
+    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
+        """Store the prompt, which comes first, and return it; or store one token, and return all slots."""
+        if key.shape[2] > 1:
+            return super().extend(layer, key, value)
+        keys, values, here = self.keys[layer], self.values[layer], self.slots == self.at
+        keys.copy_(torch.where(here, key, keys))
+        values.copy_(torch.where(here, value, values))
+        return keys, values
+
+    def positions(self, count: int) -> Any:
+        """Return the positions (count,) of the next tokens."""
+        return self.at + torch.arange(count, device=self.at.device)
+
+    def advance(self, count: int) -> None:
+        """Put `count` more positions in use."""
+        self.at.add_(count)
+
+
+class Canary:
+    """A model with its weights in one format on one device."""
+
+    def __init__(self, shape: Shape, weights: Mapping[str, Any], watch: Watch | None = None) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.watch = watch
+        self.rotations = _rotations(shape, _wide(weights["embedding"]))
+
+    def to(self, target: Any, dtype: str) -> Canary:
+        """Return a copy on torch device `target` in format `dtype`; every format holds the weights exactly."""
+        kind = getattr(torch, dtype)
+        copies = {name: tensor.clone().to(kind).to(target) for name, tensor in self.weights.items()}
+        return Canary(self.shape, copies, self.watch)
+
+    def forward(self, tokens: Any, cache: Cache | None = None) -> Any:
+        """Return the logits (rows, T, vocabulary) of tokens (rows, T), which stand behind those in `cache`."""
+        weights, count = self.weights, tokens.shape[1]
+        at = cache.positions(count) if cache else torch.arange(count, device=tokens.device)
+        x = self._see("embedding", torch.nn.functional.embedding(tokens, weights["embedding"]))
+        for i in range(self.shape.layers):
+            x = self._see(f"{i}.middle", x + self._attention(i, x, at, cache))
+            x = self._see(f"{i}.out", x + self._inner(i, x))
+        if cache:
+            cache.advance(count)
+        x = self._norm("norm", x)
+        return self._see("logits", torch.nn.functional.linear(x, weights["embedding"]))
+
+    def _see(self, name: str, tensor: Any) -> Any:
+        return tensor if self.watch is None else self.watch(name, tensor)
+
+    def _linear(self, name: str, x: Any) -> Any:
+        return self._see(name, torch.nn.functional.linear(x, self.weights[name]))
+
+    def _norm(self, name: str, x: Any) -> Any:
+        wide = _wide(x)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return self._see(name, (scaled * self.weights[name].to(wide.dtype)).to(x.dtype))
+
+    def _rotate(self, name: str, x: Any, at: Any) -> Any:
+        a, b = _wide(x).chunk(2, -1)
+        cos, sin = (table[at] for table in self.rotations)
+        return self._see(name, torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
+
+    def _attention(self, i: int, x: Any, at: Any, cache: Cache | None) -> Any:
+        rows, count, _ = x.shape
+        groups, size = self.shape.kv_heads, self.shape.head
+        seen = self._norm(f"{i}.attention_norm", x)
+        query, key, value = (
+            self._linear(f"{i}.{name}", seen).view(rows, count, -1, size).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        query = self._rotate(f"{i}.rotated_query", query, at)
+        key = self._rotate(f"{i}.rotated_key", key, at)
+        if cache:
+            key, value = cache.extend(i, key, value)
+        key, value = self._see(f"{i}.keys", key), self._see(f"{i}.values", value)
+        query = query.reshape(rows, groups, -1, count, size)  # query heads of one group share their keys and values
+        scores = self._see(f"{i}.scores", torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * size**-0.5)
+        later = torch.arange(key.shape[2], device=x.device) > at[:, None]
+        scores = scores.masked_fill(later, -math.inf)
+        chances = self._see(f"{i}.softmax", torch.softmax(_wide(scores), -1).to(x.dtype))
+        mixed = self._see(f"{i}.mixed", torch.matmul(chances, value.unsqueeze(2)))
+        return self._linear(f"{i}.output", mixed.flatten(1, 2).transpose(1, 2).reshape(rows, count, -1))
+
+    def _inner(self, i: int, x: Any) -> Any:
+        seen = self._norm(f"{i}.inner_norm", x)
+        gate = torch.nn.functional.silu(self._linear(f"{i}.gate", seen))
+        return self._linear(f"{i}.down", self._see(f"{i}.active", gate * self._linear(f"{i}.up", seen)))
+
+
+def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
+    """Return cosines and sines (positions, half a head), made in float64 on the host: no device's own enter here."""
+    half = shape.head // 2
+    angles = [[position * shape.theta ** (-k / half) for k in range(half)] for position in range(POSITIONS)]
+    cosines, sines = (
+        torch.tensor([[turn(a) for a in row] for row in angles], dtype=torch.float64).to(like.dtype).to(like.device)
+        for turn in (math.cos, math.sin)
+    )
+    return cosines, sines
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[str]:
+    """Let torch.compile work in this process alone and write below a temporary directory only, removed at the end.
+
+    Gives the names and versions of the compilers that torch itself calls, which the stack does not have. Raises what
+    torch raises where it cannot compile for this Python.
+    """
+    name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="canaryd-compile-") as directory:
+        os.environ[name] = directory  # before the imports: one of them makes the directory that it finds there
+        try:
+            dynamo, inductor, utils = (
+                importlib.import_module(f"torch.{part}") for part in ("_dynamo", "_inductor", "_inductor.utils")
+            )
+            with (
+                utils.fresh_inductor_cache(dir=directory),
+                inductor.config.patch(compile_threads=1),  # more would be processes that stay
+                dynamo.config.patch(cache_size_limit=64),  # every format and batch goes through the same two functions
+            ):
+                _headers_below(directory, inductor.config)
+                yield _backends([name for name in inductor.config.cpp.cxx if name])
+            torch.compiler.reset()
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def _headers_below(directory: str, config: Any) -> None:
+    """Keep precompiled headers, which halve the time, in `directory`; have none where that cannot be."""
+    cache = vars(importlib.import_module("torch._inductor.codecache"))
+    places = {"_HEADER_DIR": "headers", "_HEADER_LOCK_DIR": "locks"}
+    made: Any = cache.get("_precompile_header")
+    # torch has no setting for their place, and asks openssl for a checksum of them.
+    if places.keys() <= cache.keys() and hasattr(made, "cache_clear") and shutil.which("openssl"):
+        cache.update({name: f"{directory}/{place}" for name, place in places.items()})
+        made.cache_clear()
+    elif hasattr(config, "cpp_cache_precompile_headers"):
+        config.cpp_cache_precompile_headers = False
+
+
+def _backends(cxx: list[str]) -> str:
+    found = []
+    for name in cxx:
+        with contextlib.suppress(Unreadable):
+            found.append(output([name, "--version"], 10.0).partition("\n")[0].strip())
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found.append(f"triton {importlib.metadata.version('triton')}")
+    return ", ".join(found)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raise `TimeoutError` in the main thread once `what` has taken too long: compilers may wait for a disk."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"{what} took longer than {seconds:.3g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("time_limit works in the main thread alone, where a worker runs its probes")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # again: an exception in a callback may go unheard
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _wide(x: Any) -> Any:
+    """Return float32 for 16-bit tensors, the tensor itself otherwise."""
+    return x.to(torch.float32) if x.element_size() == 2 else x
+
+
+def decode(model: Canary, prompts: Any, count: int) -> tuple[Any, Any]:
+    """Prefill `prompts` (rows, P), then decode greedily from the KV cache, one token at a time.
+
+    Returns tokens (rows, count) and the logits (rows, count, vocabulary) that each was chosen by.
+    """
+    cache = Cache(model, prompts.shape[0], prompts.shape[1] + count - 1)
+    logits = [model.forward(prompts, cache)[:, -1]]
+    tokens = [logits[0].argmax(-1)]
+    while len(tokens) < count:
+        logits.append(model.forward(tokens[-1][:, None], cache)[:, -1])
+        tokens.append(logits[-1].argmax(-1))
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def score(model: Canary, prompts: Any, continuation: Any) -> tuple[Any, Any]:
+    """Score a given `continuation` (rows, count) of `prompts` in one pass; returns the same as `decode`."""
+    logits = model.forward(torch.cat((prompts, continuation[:, :-1]), 1))[:, prompts.shape[1] - 1 :].contiguous()
+    return logits.argmax(-1), logits
+
+
+class Decoder:
+    """Decodes as `decode` does, by two calls whose shapes never change: a prefill, and one step for every token.
+
+    `compile` and `capture` put a compiled or a captured call in their place.
+    """
+
+    def __init__(self, model: Canary, rows: int, prompt: int, count: int) -> None:
+        self.model = model
+        self.count = count
+        self.slots = Slots(model, rows, prompt + count - 1)
+        self.token = self.slots.at.new_zeros(rows, 1)
+        self.prefill: Callable[[Any], Any] = self._prefill
+        self.step: Callable[[], Any] = self._step
+
+    def __call__(self, prompts: Any) -> tuple[Any, Any]:
+        """Return what `decode` returns."""
+        self.slots.clear()
+        logits = [self.prefill(prompts).clone()]
+        tokens = [self.token.clone()]
+        while len(tokens) < self.count:
+            logits.append(self.step().clone())
+            tokens.append(self.token.clone())
+        return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+    def compile(self) -> None:
+        """Let torch.compile make both calls; it works at the first inference, inside `compiler`."""
+        self.prefill, self.step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (self._prefill, self._step))
+
+    def capture(self) -> None:
+        """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
+        self.slots.clear()
+        with torch.cuda.device(self.token.device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # libraries make their workspaces at the first call: not while capturing
+                self._step()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._step()
+
+        def replay() -> Any:
+            graph.replay()
+            return logits
+
+        self.step = replay
+
+    def _prefill(self, prompts: Any) -> Any:
+        return self._choose(self.model.forward(prompts, self.slots))
+
+    def _step(self) -> Any:
+        return self._choose(self.model.forward(self.token, self.slots))
+
+    def _choose(self, logits: Any) -> Any:
+        last = logits[:, -1]
+        self.token.copy_(last.argmax(-1, keepdim=True))
+        return last
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files: the safetensors format (https://github.com/huggingface/safetensors, section "Format").
+
+
+class BadFile(ValueError):
+    """A file that is not what it should be; the text says where and how."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(printable(said)[:1000])
+
+
+def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file that holds host tensors and texts."""
+    codes = {getattr(torch, name): code for code, name in _SAFETENSORS.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    parts, at = [], 0
+    for name, tensor in tensors.items():
+        whole = tensor.detach().contiguous()
+        parts.append(ctypes.string_at(whole.data_ptr(), whole.nbytes))  # needs no numpy; tolist takes 20 times as long
+        end = at + len(parts[-1])
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(parts)
+
+
+def read_safetensors(data: bytes, *, header_limit: int = _HEADER_LIMIT) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors and texts of a safetensors file; raise `BadFile` for anything that the format forbids.
+
+    The tensors must cover the data without gap or overlap, as the format demands. `header_limit` is in bytes.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(header_limit, len(data) - 8):
+        raise BadFile(f"{len(data)} bytes with a header of {size}: wanted at most {header_limit}, inside the file")
+    try:
+        header = json.loads(data[8 : 8 + size], object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise BadFile("the header is not an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise BadFile("__metadata__: wanted texts by name")
+    body, tensors, at = bytearray(memoryview(data)[8 + size :]), {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: _begin(*item)):
+        dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
+            raise BadFile(f"{name}: wanted a known dtype and positive sizes, got {entry['dtype']!r} and {shape!r}")
+        kind = getattr(torch, dtype)
+        count = math.prod(shape)
+        if begin != at or end - begin != count * kind.itemsize or end > len(body):
+            raise BadFile(f"{name}: bytes {begin} to {end} of {len(body)}: wanted {count * kind.itemsize} from {at}")
+        # One copy each: alignment is then the allocator's, not the file's.
+        tensors[name] = torch.frombuffer(body, dtype=torch.uint8, count=end - begin, offset=begin).clone()
+        tensors[name] = tensors[name].view(kind).view(shape)
+        at = end
+    if at != len(body):
+        raise BadFile(f"{len(body) - at} bytes behind the last tensor")
+    return tensors, metadata
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
+
+
+def _begin(name: str, entry: Any) -> int:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise BadFile(f"{name}: wanted dtype, shape and data_offsets")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise BadFile(f"{name}: data_offsets {offsets!r}: wanted two numbers of bytes")
+    begin: int = offsets[0]
+    return begin
+
+
+def save(model: Canary) -> bytes:
+    """Return the file of a model: its weights and, as texts, its sizes."""
+    return write_safetensors(model.weights, {name: str(size) for name, size in asdict(model.shape).items()})
+
+
+def load(data: bytes) -> Canary:
+    """Return the model that `save` wrote; raise `BadFile` where sizes and tensors do not fit together."""
+    weights, metadata = read_safetensors(data)
+    try:
+        shape = Shape(**{name: int(text) for name, text in metadata.items()})
+        wanted = shape.tensors() if shape.layers <= len(weights) else {}
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadFile(f"__metadata__ does not give the sizes of a model: {error}") from error
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if found != wanted:
+        differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        raise BadFile(f"{differ[0]}: {found.get(differ[0])}, wanted {wanted.get(differ[0])}")
+    return Canary(shape, weights)

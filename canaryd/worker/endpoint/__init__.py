@@ -1,0 +1,1 @@
+"""Ask a model server and record what it answers."""

@@ -1,0 +1,1 @@
+"""Exact and recorded operations on a device."""

@@ -1,0 +1,242 @@
+"""Queries, keys and values whose attention has one right answer.
+
+Letters: B batch, H query heads, G key/value heads, L queries, S keys, D head dimension. Softmax is exact in two places
+only: where one score is exactly 0 and every other so far below that its exponential vanishes (one-hot), and where 2**k
+scores are exactly 0 and the rest vanish (uniform: the mean of 2**k integers). Both are built with *codes*: a key
+carries a bit code, a query asks for one, and their product is minus a large gap times the number of differing bits.
+
+Why the answer does not depend on the kernel. The winners' scores are exactly 0: every term of q.k is 0, whatever the
+scale or the order of summation, so their exponential is exactly 1 (a kernel that folds the scale into exp2 would not
+give exactly 1 for a nonzero maximum). Kernels for 16-bit formats may approximate even exp(0) (torch's on CPUs is off by
+5e-5): numerator and denominator then carry the same factor, and rounding to 11 or 8 bits restores the answer as long as
+the approximation errs by less than 2**-12. That is an assumption about rounding, so 16-bit attention is of class R.
+
+The others are at most -gap: below -104 the exponential is under half the smallest float32 subnormal, for float64 under
+2**-53 of any value here. Rescaling by online softmax multiplies what came before the winner by that same zero. The sum
+of 2**k ones is exact, and so is the sum of their values by the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.model import Exactness
+from canaryd.worker.numeric.integers import below, bit_length, permutation, signed, significant_bits
+from canaryd.worker.numeric.operands import Bound, Inexact, Problem
+from canaryd.worker.numeric.tensors import Format, torch
+
+GAP = 128.0
+"""Least distance of a losing score below the winner, after scaling, for float32 and narrower: exp(-104) already
+rounds to zero in float32 with subnormals."""
+GAP_FLOAT64 = 1024.0
+"""The same for float64, where exp(-745) is the last nonzero value."""
+LARGEST_SCORE = 60_000.0
+"""No score may leave float16, in which some kernels keep scores."""
+
+CONTENTS = ("onehot", "uniform", "rising", "falling")
+MASKS = ("none", "causal", "bool", "float")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention problem to build."""
+
+    content: str
+    form: Format
+    mask: str
+    B: int
+    H: int
+    G: int
+    L: int
+    S: int
+    D: int
+
+    @property
+    def shape(self) -> str:
+        """Sizes in words."""
+        return f"B={self.B} H={self.H} G={self.G} L={self.L} S={self.S} D={self.D}"
+
+
+def build(spec: Attention, seed: int) -> Problem:
+    """Build query (B, H, L, D), key and value (B, G, S, D), a mask (L, S) or an empty tensor, and the golden.
+
+    Raises `Inexact` when the sizes leave no room for the codes or the values break the bound.
+    """
+    B, H, G, L, S = spec.B, spec.H, spec.G, spec.L, spec.S
+    size = {"uniform": 8}.get(spec.content, 1)  # keys per group: the winners of one query
+    member = _groups(spec, seed, size)  # (B, G, S): which group a key belongs to; masked decoys share a group
+    ask = _asked(spec, seed, size)  # (B, H, L): which group a query asks for
+    values = _values(spec, seed, member, size)  # (B, G, S, D) int64
+    allowed = _allowed(spec, seed, size)
+    gap = GAP_FLOAT64 if spec.form.name == "float64" else GAP
+    if spec.content in ("rising", "falling"):
+        query, key = _ladder(spec, seed, gap)
+    else:
+        query, key = _coded(spec, ask, member, gap)
+    owner = torch.arange(H) // (H // G)
+    # (B, H, L, S): the live keys of every query, from group membership and mask alone; all integer work.
+    live = (member[:, owner].view(B, H, 1, S) == ask.view(B, H, L, 1)) & allowed.view(1, 1, L, S)
+    if not bool((live.sum(-1) == torch.where(ask == 0, 1, size)).all()):
+        raise Inexact(f"{spec}: a query does not have the number of live keys it should have")
+    total = live.to(torch.int64) @ values[:, owner]
+    bound = Bound(int((live.to(torch.int64) @ values[:, owner].abs()).max()), 1 << _accumulator(spec.form))
+    if bool((total == 0).any()) or significant_bits(total) > spec.form.bits:
+        raise Inexact(f"{spec}: an answer is zero or not representable")
+    work = torch.float64
+    count = live.sum(-1, keepdim=True).to(work)  # a power of two: the division is exact
+    golden = (total.to(work) / count).to(spec.form.dtype)
+    mask = torch.zeros(0)
+    if spec.mask == "bool":
+        mask = allowed
+    elif spec.mask == "float":
+        mask = torch.zeros((L, S), dtype=torch.float32).masked_fill(~allowed, -torch.inf).to(spec.form.dtype)
+    return Problem(
+        operands=(query.to(spec.form.dtype), key.to(spec.form.dtype), values.to(work).to(spec.form.dtype), mask),
+        golden=golden.contiguous(),
+        exactness=Exactness.UNIVERSAL if spec.form.bits >= 24 else Exactness.ROUNDED,
+        bound=bound,
+        shape=spec.shape,
+        witnessed=_witness(spec, member, ask, allowed, values, total, owner, seed),
+    )
+
+
+def _accumulator(form: Format) -> int:
+    """Significant bits of the sum over keys: softmax and its product with the values accumulate in float32 at least."""
+    return 53 if form.name == "float64" else 24
+
+
+def _groups(spec: Attention, seed: int, size: int) -> Any:
+    """Key 0 is a group of its own (the early rows of a causal mask see nothing else); the rest in groups of `size`."""
+    n = (spec.S - 1) // size
+    masked = spec.mask in ("bool", "float")
+    if n < 1 or (masked and spec.S < 3):
+        raise Inexact(f"{spec}: fewer keys than one group")
+    group = torch.full((spec.S,), n + 1, dtype=torch.int64)  # left-over keys: a group that nobody asks for
+    group[0] = 0
+    group[1 : 1 + n * size] = 1 + torch.arange(n * size) // size
+    member = group.expand(spec.B, spec.G, spec.S).clone()
+    if spec.mask in ("none", "float", "bool"):  # any order will do unless rows see only what came before
+        half = spec.S if spec.mask == "none" else (spec.S - 1) // 2
+        for b in range(spec.B):
+            for g in range(spec.G):
+                order = 1 + permutation(seed, f"keys {b} {g}", spec.S - 1)
+                member[b, g, 1:] = member[b, g, order]
+        if masked:
+            # The masked second half repeats the groups of the first with other values: only the mask removes them.
+            n = (half - 1) // size
+            first = torch.full((half,), n + 1, dtype=torch.int64)
+            first[0] = 0
+            first[1 : 1 + n * size] = 1 + torch.arange(n * size) // size
+            member[..., :half] = first
+            member[..., half:] = n + 1
+            member[..., half : 2 * half] = first
+    if spec.content in ("rising", "falling"):
+        member = torch.ones((spec.B, spec.G, spec.S), dtype=torch.int64)
+        member[..., _winner(spec, seed)] = 0
+    return member
+
+
+def _winner(spec: Attention, seed: int) -> int:
+    """Position of the winning key of a ladder: last where maxima rise, first where they fall or rows see little."""
+    if spec.mask != "none":
+        return 0
+    return spec.S - 1 - int(below(seed, "winner", (1,), min(4, spec.S))) if spec.content == "rising" else 0
+
+
+def _asked(spec: Attention, seed: int, size: int) -> Any:
+    """Choose a group for every query, among those whose keys it can all see."""
+    if spec.content in ("rising", "falling"):
+        return torch.zeros((spec.B, spec.H, spec.L), dtype=torch.int64)
+    seen = torch.full((spec.L,), spec.S)
+    if spec.mask == "causal":
+        seen = torch.arange(1, spec.L + 1).clamp(max=spec.S)  # torch aligns its causal mask at the top left
+    elif spec.mask != "none":
+        seen = torch.full((spec.L,), (spec.S - 1) // 2)
+    groups = (seen - 1) // size  # whole groups visible beside key 0
+    raw = below(seed, "ask", (spec.B, spec.H, spec.L), 1 << 40)
+    return torch.where(groups > 0, 1 + raw % groups.clamp(min=1), 0)
+
+
+def _allowed(spec: Attention, seed: int, size: int) -> Any:  # noqa: ARG001  one signature for the builders
+    allowed = torch.ones((spec.L, spec.S), dtype=torch.bool)
+    if spec.mask == "causal":
+        return allowed.tril()
+    if spec.mask != "none":
+        allowed[:, (spec.S - 1) // 2 :] = False
+    return allowed
+
+
+def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
+    """Full significands: any for a group of one; for a larger group pairs that cancel and two that leave the mean."""
+    p = spec.form.bits if size == 1 else min(spec.form.bits, _accumulator(spec.form) - 4)
+    values = signed(seed, "v", (spec.B, spec.G, spec.S, spec.D), 1 << (p - 1), (1 << p) - 1)
+    if size == 1:
+        return values
+    # Within a group in order of position: x, -x, y, -y, … and last s - w after w, with an odd s of p - 2 bits.
+    order = torch.argsort(member, dim=-1, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(spec.S).expand_as(order).contiguous())
+    start = torch.searchsorted(member.gather(-1, order).contiguous(), member.contiguous())
+    place = (rank - start).unsqueeze(-1)  # 0 … size - 1 within the group
+    before = order.gather(-1, (rank - 1).clamp(min=0)).unsqueeze(-1).expand_as(values)
+    odd = 2 * signed(seed, "s", tuple(values.shape), 1, (1 << (p - 3)) - 1) + 1
+    small = signed(seed, "w", tuple(values.shape), 1, (1 << (p - 1)) - 1)
+    values = torch.where(place == size - 2, small, values)
+    previous = values.gather(2, before)
+    values = torch.where(place % 2 == 1, -previous, values)
+    return torch.where(place == size - 1, odd + values, values)
+
+
+def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
+    """Codes in pairs: a key holds (c, 1 - c), a query minus (1 - c, c), so that equal codes meet only zeros."""
+    width = max(1, int(bit_length(member).max()))
+    repeat = spec.D // (2 * width)
+    if repeat < 1:
+        raise Inexact(f"{spec}: head dimension {spec.D} has no room for {width} code bits")
+    scale = spec.D**-0.5
+    amplitude = 2.0 ** max(0, -(-(int(gap / scale / repeat)).bit_length() // 2))
+    if spec.form.name != "float64" and amplitude**2 * repeat * width * scale > LARGEST_SCORE:
+        raise Inexact(f"{spec}: scores would leave float16")
+    places = torch.arange(width)
+    asked = ((ask.unsqueeze(-1) >> places) & 1).to(torch.float64)
+    held = ((member.unsqueeze(-1) >> places) & 1).to(torch.float64)
+    query = -amplitude * torch.cat([1 - asked, asked], dim=-1)
+    key = amplitude * torch.cat([held, 1 - held], dim=-1)
+    pad = spec.D - 2 * width * repeat
+
+    def widen(t: Any, fill: float) -> Any:
+        wide = t.repeat(1, 1, 1, repeat)
+        return torch.cat([wide, torch.full((*wide.shape[:-1], pad), fill, dtype=wide.dtype)], dim=-1)
+
+    return widen(query, 0.0), widen(key, 1.0)
+
+
+def _ladder(spec: Attention, seed: int, gap: float) -> tuple[Any, Any]:
+    """Scores that climb to the winner (or fall from it) in steps, so that a running maximum is replaced many times."""
+    winner = _winner(spec, seed)
+    distance = (torch.arange(spec.S) - winner).abs().to(torch.float64)
+    steps = torch.ceil(distance / max(1.0, spec.S / 128))  # at most 128 steps: exact in bfloat16, within float16
+    scale = spec.D**-0.5
+    amplitude = 2.0 ** (int(gap / scale)).bit_length()  # one step is between one gap and two: 128 steps fit float16
+    query = torch.zeros((spec.B, spec.H, spec.L, spec.D), dtype=torch.float64)
+    key = torch.ones((spec.B, spec.G, spec.S, spec.D), dtype=torch.float64)
+    query[..., 0] = -amplitude / 16
+    key[..., 0] = 16 * steps
+    return query, key
+
+
+def _witness(
+    spec: Attention, member: Any, ask: Any, allowed: Any, values: Any, total: Any, owner: Any, seed: int
+) -> bool:
+    """Recompute sampled answers in plain Python from the definition; False when one differs."""
+    shape = tuple(total.shape)
+    for sample in below(seed, "witness", (16, 4), 1 << 40).tolist():
+        b, h, row, d = (value % size for value, size in zip(sample, shape, strict=True))
+        g, wanted = int(owner[h]), int(ask[b, h, row])
+        groups, column = member[b, g].tolist(), values[b, g, :, d].tolist()
+        seen = allowed[row].tolist()
+        if sum(v for v, m, ok in zip(column, groups, seen, strict=True) if ok and m == wanted) != int(
+            total[b, h, row, d]
+        ):
+            return False
+    return spec.S > 0

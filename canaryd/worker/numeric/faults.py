@@ -1,0 +1,123 @@
+"""Software faults for drills and for tests of detection: small, named, in the tensor on the device.
+
+Each fault says what a broken unit would do to a result (or an operand) and works on the bits in place. A drill run
+carries the fault's name everywhere it goes and never counts against the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.worker.numeric.integers import mix64
+from canaryd.worker.numeric.tensors import bits, torch
+
+Change = Callable[[Any, int], None]
+"""Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
+
+
+def _flip_low(flat: Any, choice: int) -> None:
+    flat[choice % flat.numel()] ^= 1
+
+
+def _zero(flat: Any, choice: int) -> None:
+    flat[choice % flat.numel()] = 0
+
+
+def _swap(flat: Any, choice: int) -> None:
+    """Exchange one element with the next that differs from it."""
+    first = choice % flat.numel()
+    rolled = flat.roll(-first)
+    different = torch.nonzero(rolled != rolled[0])
+    if different.numel():
+        second = (first + int(different[0])) % flat.numel()
+        value = flat[first].clone()
+        flat[first] = flat[second]
+        flat[second] = value
+
+
+def _nan(flat: Any, choice: int) -> None:
+    # All exponent and mantissa bits set is NaN in every IEEE-like format, and -1's neighbour in an integer result.
+    flat[choice % flat.numel()] = (1 << (flat.element_size() * 8 - 1)) - 1
+
+
+def _stuck(flat: Any, choice: int) -> None:
+    """Bit 0 reads 1 in every sixteenth element: a lane with a stuck wire."""
+    flat[choice % 16 :: 16] |= 1
+
+
+def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element whatever the choice
+    flat[flat.numel() // 2] ^= 1 << (flat.element_size() * 8 - 2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What to change, where in the computation, and how often."""
+
+    name: str
+    summary: str
+    change: Change
+    operand: bool = False
+    """True: applied to an operand before the product; False: to the result after it."""
+    always: bool = False
+    """True: in every result of every case; False: in the first result of one case."""
+
+
+FAULTS = {
+    f.name: f
+    for f in (
+        Fault("flip", "one element, lowest bit flipped, once", _flip_low),
+        Fault("zero", "one element turned to zero, once", _zero),
+        Fault("swap", "two elements exchanged, once", _swap),
+        Fault("nan", "one element turned to NaN, once", _nan),
+        Fault(
+            "stuck",
+            "lowest bit stuck at one in every sixteenth element of an operand",
+            _stuck,
+            operand=True,
+            always=True,
+        ),
+        Fault("consistent", "the same exponent bit of the same element wrong in every result", _same_bit, always=True),
+    )
+}
+
+
+@dataclass
+class Injector:
+    """Applies one fault during a run: to everything, or once to the case that the seed chose."""
+
+    fault: Fault | None
+    seed: int
+    target: str = ""
+    """Name of the case that a one-shot fault strikes."""
+    spent: bool = False
+
+    def arm(self, cases: list[str]) -> None:
+        """Choose the case for a one-shot fault; the seed decides."""
+        if cases:
+            self.target = cases[mix64(self.seed) % len(cases)]
+
+    def before(self, case: str, operand: Any) -> None:
+        """Change an uploaded operand in place."""
+        if self._due(case, operand=True):
+            self._apply(operand)
+
+    def after(self, case: str, result: Any) -> None:
+        """Change a result in place."""
+        if self._due(case, operand=False):
+            self._apply(result)
+
+    def _due(self, case: str, *, operand: bool) -> bool:
+        fault = self.fault
+        if fault is None or fault.operand is not operand:
+            return False
+        return fault.always or (case == self.target and not self.spent)
+
+    def _apply(self, tensor: Any) -> None:
+        assert self.fault is not None
+        self.spent = True
+        raw = bits(tensor)
+        # A transposed operand is not contiguous: change its storage order, which is what memory would suffer.
+        flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
+        self.fault.change(flat, mix64(self.seed + 1) >> 1)

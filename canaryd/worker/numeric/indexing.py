@@ -1,0 +1,128 @@
+"""Integer and index problems whose answers are made by plain Python, one element at a time.
+
+Index operations were the first wrong kernels of real incidents (scatter, modulo). Their right answer is one value on
+every device and stack. The golden shares no code with what it judges: no torch kernel, no vector instruction.
+
+Letters: n elements, D columns of an embedding, E experts of a mixture.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+from canaryd.model import Exactness
+from canaryd.worker.numeric.integers import below, permutation, signed, stream
+from canaryd.worker.numeric.operands import Bound, Problem
+from canaryd.worker.numeric.tensors import torch
+
+Builder = Callable[[int, int], tuple[tuple[Any, ...], list[Any]]]
+"""(seed, n) → operands, golden as nested lists of Python integers."""
+
+
+def _gather(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    table, index = stream(seed, "table", (n,)), below(seed, "index", (n,), n)
+    values = table.tolist()
+    return (table, index), [values[i] for i in index.tolist()]
+
+
+def _embedding(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    # Bit patterns of the whole int32 range ride through a gather of rows, as token embeddings do.
+    table = (stream(seed, "table", (n // 16, 16)) % (1 << 31)).to(torch.int32)
+    index = below(seed, "index", (n // 8,), n // 16)
+    rows = table.tolist()
+    return (table, index), [rows[i] for i in index.tolist()]
+
+
+def _scatter(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    values, place = stream(seed, "values", (n,)), permutation(seed, "place", n)
+    out = [0] * n
+    for i, v in zip(place.tolist(), values.tolist(), strict=True):
+        out[i] = v
+    return (values, place), out
+
+
+def _index_add(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    # Many sources per target: integer addition is exact in every order, so atomics do not matter.
+    values, place = signed(seed, "values", (n,), 1, 1 << 40), below(seed, "place", (n,), n // 8)
+    out = [1] * (n // 8)
+    for i, v in zip(place.tolist(), values.tolist(), strict=True):
+        out[i] += v
+    return (values, place), out
+
+
+def _cumsum(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    values = signed(seed, "values", (n,), 1, 1 << 40)
+    return (values,), list(accumulate(values.tolist()))
+
+
+def _sort(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    values = stream(seed, "values", (n,))
+    return (values,), sorted(values.tolist())
+
+
+def _topk(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    values = permutation(seed, "keys", n) * 3 + 1  # unique keys: one right set of indices
+    ranked = sorted(range(n), key=values.tolist().__getitem__, reverse=True)
+    return (values,), ranked[: n // 16]
+
+
+def _modulo(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    values, by = signed(seed, "values", (n,), 1, 1 << 62), below(seed, "by", (n,), 151_936) + 1
+    return (values, by), [v % m for v, m in zip(values.tolist(), by.tolist(), strict=True)]
+
+
+def _bucketize(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    edges = torch.sort(stream(seed, "edges", (n // 16,))).values
+    values = stream(seed, "values", (n,))
+    limits = edges.tolist()
+    return (values, edges), [bisect_left(limits, v) for v in values.tolist()]
+
+
+def _experts(seed: int, n: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """Route tokens to experts, group them, change each by its expert's number, and put them back in place."""
+    tokens, expert = stream(seed, "tokens", (n,)) >> 2, below(seed, "expert", (n,), 64)
+    return (tokens, expert), [t ^ (e * 0x9E3779B9) for t, e in zip(tokens.tolist(), expert.tolist(), strict=True)]
+
+
+def _compute_experts(tokens: Any, expert: Any) -> Any:
+    order = torch.argsort(expert, stable=True)
+    grouped = tokens.index_select(0, order)
+    counts = torch.zeros(64, dtype=torch.int64, device=tokens.device).index_add_(0, expert, torch.ones_like(expert))
+    number = torch.repeat_interleave(torch.arange(64, device=tokens.device), counts, output_size=tokens.numel())
+    return torch.empty_like(tokens).scatter_(0, order, grouped ^ (number * 0x9E3779B9))
+
+
+OPERATIONS: dict[str, tuple[Builder, Callable[..., Any]]] = {
+    "gather": (_gather, lambda table, index: table.gather(0, index)),
+    "embedding": (_embedding, lambda table, index: table.index_select(0, index)),
+    "scatter": (_scatter, lambda values, place: torch.zeros_like(values).scatter_(0, place, values)),
+    "index_add": (
+        _index_add,
+        lambda values, place: torch.ones(values.numel() // 8, dtype=torch.int64, device=values.device).index_add_(
+            0, place, values
+        ),
+    ),
+    "cumsum": (_cumsum, lambda values: values.cumsum(0)),
+    "sort": (_sort, lambda values: torch.sort(values).values),
+    "topk": (_topk, lambda values: torch.topk(values, values.numel() // 16).indices),
+    "modulo": (_modulo, lambda values, by: torch.remainder(values, by)),  # noqa: PLW0108  torch may be missing
+    "bucketize": (_bucketize, lambda values, edges: torch.bucketize(values, edges)),  # noqa: PLW0108
+    "experts": (_experts, _compute_experts),
+}
+"""Name → how to build it and how the device computes it."""
+
+
+def build(name: str, n: int, seed: int) -> Problem:
+    """Build one integer problem of n elements; `Problem.operands` are int64 or int32 tensors, the golden likewise."""
+    operands, answer = OPERATIONS[name][0](seed, n)
+    golden = torch.tensor(answer, dtype=operands[0].dtype if name == "embedding" else torch.int64)
+    return Problem(
+        operands=operands,
+        golden=golden,
+        exactness=Exactness.UNIVERSAL,
+        bound=Bound(int(golden.abs().max()), 1 << 63),
+        shape=f"n={n}",
+    )

@@ -1,0 +1,120 @@
+"""Integer arithmetic that the goldens rest on: reproducible streams, exact rounding, and an order-sensitive digest.
+
+Nothing here uses a floating-point operation, and everything is defined by two's-complement int64 arithmetic modulo
+2**64, so that it gives the same bits on every torch, every backend and every vendor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from canaryd.worker.numeric.tensors import bits, torch
+
+# SplitMix64: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the
+# finaliser is David Stafford's Mix13. Constants as signed int64.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2 = 0x94D049BB133111EB - (1 << 64)
+_CHUNK = 1 << 20
+_MASK64 = (1 << 64) - 1
+
+
+def _mix(z: Any) -> Any:
+    # torch shifts int64 arithmetically: the mask makes the shift a logical one.
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def mix64(value: int) -> int:
+    """Return SplitMix64's finaliser of one unsigned 64-bit integer, in plain Python."""
+    z = value & _MASK64
+    z = ((z ^ (z >> 30)) * (_MIX1 & _MASK64)) & _MASK64
+    z = ((z ^ (z >> 27)) * (_MIX2 & _MASK64)) & _MASK64
+    return z ^ (z >> 31)
+
+
+def derive(seed: int, name: str) -> int:
+    """Return the seed of the stream called `name` under `seed`; unsigned, below 2**63."""
+    text = name.encode()
+    return mix64(mix64(seed) ^ (zlib.crc32(text) | zlib.adler32(text) << 32)) >> 1
+
+
+def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
+    """Return int64 values uniform on 0 … 2**63 - 1, shape `shape`, on the host; a pure function of its arguments."""
+    count = 1
+    for size in shape:
+        count *= size
+    start = derive(seed, name)
+    index = torch.arange(1, count + 1, dtype=torch.int64)
+    return (_mix(index * _GAMMA + start) & ((1 << 63) - 1)).view(shape)
+
+
+def below(seed: int, name: str, shape: tuple[int, ...], limit: int) -> Any:
+    """Return int64 values on 0 … limit - 1. The bias of the remainder is below limit / 2**63."""
+    return stream(seed, name, shape) % limit
+
+
+def signed(seed: int, name: str, shape: tuple[int, ...], low: int, high: int) -> Any:
+    """Return int64 values whose magnitude is uniform on low … high (low ≥ 1) and whose sign is random."""
+    raw = stream(seed, name, shape)
+    magnitude = low + (raw >> 1) % (high - low + 1)
+    return torch.where((raw & 1) == 0, magnitude, -magnitude)
+
+
+def permutation(seed: int, name: str, n: int) -> Any:
+    """Return a permutation of 0 … n - 1."""
+    return torch.argsort(stream(seed, name, (n,)), stable=True)
+
+
+def bit_length(values: Any) -> Any:
+    """Return the number of bits of |value| for int64 values of magnitude below 2**62."""
+    magnitude = values.abs()
+    length = torch.zeros_like(magnitude)
+    for step in (32, 16, 8, 4, 2, 1):
+        above = magnitude >= (1 << step)
+        length = length + above.to(torch.int64) * step
+        magnitude = torch.where(above, magnitude >> step, magnitude)
+    return length + (magnitude > 0).to(torch.int64)
+
+
+def significant_bits(values: Any) -> int:
+    """Return the largest number of bits between the highest and the lowest set bit of any value, both included."""
+    lowest = bit_length(values & -values)
+    return int((bit_length(values) - lowest + (lowest > 0).to(torch.int64)).max())
+
+
+def round_significand(values: Any, precision: int) -> Any:
+    """Round int64 values to `precision` significant bits, to nearest, ties to even, by integer arithmetic."""
+    magnitude = values.abs()
+    shift = (bit_length(values) - precision).clamp(min=0)
+    quotient = magnitude >> shift
+    remainder = magnitude - (quotient << shift)
+    half = (torch.ones_like(shift) << shift) >> 1
+    up = (remainder > half) | ((remainder == half) & (shift > 0) & ((quotient & 1) == 1))
+    rounded = (quotient + up.to(torch.int64)) << shift
+    return torch.where(values < 0, -rounded, rounded)
+
+
+def digest(tensor: Any) -> str:
+    """Return 64 bits, as hex, that depend on every bit of the tensor and on its place; computed where the tensor lies.
+
+    The sum of mixed (bits, index) pairs modulo 2**64: an exchange of two different elements, a moved row or a single
+    flipped bit each change it, but for a chance of 2**-64.
+    """
+    flat = bits(tensor.contiguous()).view(-1)
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64)
+        index = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=part.device)
+        total += int(_mix(_mix(part + _MIX2) + index * _GAMMA).sum())
+    return f"{mix64(total + flat.numel()):016x}"
+
+
+def combine(digests: list[tuple[str, str]]) -> int:
+    """Fold named digests into one integer below 2**53, which a Prometheus sample carries without loss."""
+    total = 0
+    for name, value in sorted(digests):
+        total = mix64(total ^ derive(int(value, 16), name))
+    return total & ((1 << 53) - 1)

@@ -1,0 +1,344 @@
+"""What goes into an exact product: operands whose every partial sum is exact, and the one right answer.
+
+Letters: M, N, K the sizes of a product; P ≤ M and Q ≤ N the sizes of the *pools*. Rows of A are drawn from a pool of P
+integer rows and columns of B from a pool of Q integer columns, each with a power of two of its own; the answer of the
+pools (P x Q, integer arithmetic) then gives the whole answer by indexing, and a large product costs a small golden.
+
+The bound. Let the products of one output be a_k b_k, integers in units of 2**u. Every kernel adds some of them in some
+order, keeping partial sums in an accumulator of `bits` significant bits. Any partial sum is an integer multiple of the
+unit and at most S = sum |a_k b_k| in magnitude; with S < 2**bits each is exactly representable, so no addition rounds,
+whatever the order, the split, the tile or the fusion of multiply and add. `Bound` computes S over the real data and
+refuses to build a problem that breaks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.model import Exactness
+from canaryd.worker.numeric.integers import (
+    below,
+    bit_length,
+    permutation,
+    round_significand,
+    signed,
+    significant_bits,
+    stream,
+)
+from canaryd.worker.numeric.tensors import Format, torch
+
+POOL = 128
+"""Rows (columns) of a pool: 128 x 128 distinct dot products are enough for variety and cost about a millisecond."""
+
+INT8_NARROW = 63
+"""|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
+saturating 16-bit arithmetic (VPMADDUBSW) and are healthy."""
+
+
+class Inexact(AssertionError):
+    """A problem whose exactness does not follow from its data. A defect of canaryd, never of a device."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest sum of magnitudes over the outputs, in units of the products, and what it must stay below."""
+
+    magnitude: int
+    limit: int
+
+    def __post_init__(self) -> None:
+        """Raise `Inexact` when a partial sum might round."""
+        if self.magnitude >= self.limit:
+            raise Inexact(f"partial sums reach {self.magnitude}, the accumulator is exact below {self.limit}")
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Integer operands of the pools: `a` (P, K), `b` (K, Q), int64."""
+
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands, the one right answer, and why it is right. All tensors on the host."""
+
+    operands: tuple[Any, ...]
+    golden: Any
+    exactness: Exactness
+    bound: Bound
+    shape: str
+    witnessed: bool = True
+    """False when a second way of making the golden (float64 products of the integers) disagreed with the first."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product to build: `M` x `K` times `K` x `N`, `batch` of them (0: no batch dimension)."""
+
+    content: str
+    source: Format
+    target: Format
+    accumulator: int
+    """Significant bits of the narrowest container that a kernel may use for a partial sum."""
+    M: int
+    N: int
+    K: int
+    batch: int = 0
+    layout: str = "nn"
+    """For A then B: "n" row-major, "t" stored transposed."""
+
+    @property
+    def shape(self) -> str:
+        """Sizes in words."""
+        return f"{f'batch={self.batch} ' if self.batch else ''}M={self.M} N={self.N} K={self.K}"
+
+
+def _split(total: int, cap_a: int, cap_b: int) -> tuple[int, int]:
+    """Share `total` bits between two operands as evenly as their caps allow; (0, 0) when not even 1 + 1 fit."""
+    if total < 2:
+        return 0, 0
+    a = min(cap_a, (total + 1) // 2)
+    b = min(cap_b, total - a)
+    return min(cap_a, total - b), b
+
+
+def _log2_ceil(n: int) -> int:
+    return max(0, (n - 1).bit_length())
+
+
+def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
+    """Every product live. All products even but one, which is odd: no sum is zero, and none is a power of two only."""
+    K, p = product.K, product.source.bits
+    a_bits, b_bits = _split(product.accumulator - _log2_ceil(K) - 1, p, p - 1)
+    live = K
+    if not a_bits:  # too many terms for the accumulator: fewer live products, the rest zero in B
+        a_bits, b_bits = 1, 1
+        live = 1 << max(0, product.accumulator - 3)
+    a = signed(seed, "a", (P, K), 1, (1 << a_bits) - 1)
+    b = 2 * signed(seed, "b", (K, Q), 1, (1 << b_bits) - 1)
+    order = permutation(seed, "live", K)
+    b[order[live:]] = 0
+    odd = order[0]
+    a[:, odd] |= 1
+    b[odd] |= 1
+    return Pools(a, b)
+
+
+def _sparse(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
+    """Few live products per dot, spread over K by rotation: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K."""
+    K = product.K
+    live = min(live, K)
+    stride = max(1, K // live)
+    offset = below(seed, "offset", (P, 1), K)
+    position = (offset + stride * torch.arange(live).view(1, live)) % K
+    value = signed(seed, "a", (P, live), 1 << (a_bits - 1), (1 << a_bits) - 1)
+    b = signed(seed, "b", (K, Q), 1 << (b_bits - 1), (1 << b_bits) - 1)
+    for attempt in range(64):
+        a = torch.zeros((P, K), dtype=torch.int64).scatter_(1, position, value)
+        zero_rows = ((a @ b) == 0).any(dim=1)
+        if not bool(zero_rows.any()):
+            return Pools(a, b)
+        # A zero answer would hide the commonest corruption (a value turned to zero): draw those rows again.
+        again = signed(seed, f"a again {attempt}", (P, live), 1 << (a_bits - 1), (1 << a_bits) - 1)
+        value = torch.where(zero_rows.view(P, 1), again, value)
+    raise Inexact(f"{product.content}: rows without a zero answer were not found in 64 draws")
+
+
+def _full(product: Product, seed: int, P: int, Q: int) -> Pools:
+    """Full significands on both sides and as many live products as the accumulator holds."""
+    p, acc = product.source.bits, product.accumulator
+    if 2 * p <= acc:
+        return _sparse(product, seed, P, Q, p, p, 1 << (acc - 2 * p))
+    narrow = acc // 4  # too wide to multiply fully: one side wide, the other narrow, four live products
+    return _sparse(product, seed, P, Q, min(p, acc - 2 - narrow), narrow, 4)
+
+
+def _permute(product: Product, seed: int, P: int, Q: int) -> Pools:
+    """A permutation with signs times full significands: each output is one operand, moved."""
+    b_bits = min(product.source.bits, product.target.bits, product.accumulator)
+    return _sparse(product, seed, P, Q, 1, b_bits, 1)
+
+
+def _cancel(product: Product, seed: int, P: int, Q: int) -> Pools:
+    """Sums that climb to half of the accumulator's range and come back to at most 8 significant bits.
+
+    Columns k and k' of A are equal; row k' of B is minus row k, plus 1 or -1 at one k per column. The answer is that
+    one element of A, small and exact in every output format, so an error of one unit in the accumulator is seen. The
+    terms of the first half share the sign of their row and column: with random signs they would stay near zero.
+    """
+    pairs, p = product.K // 2, product.source.bits
+    if not pairs:
+        raise Inexact(f"{product}: a single term cannot cancel")
+    a_cap = min(p, product.target.bits, 8)
+    total = product.accumulator - _log2_ceil(2 * pairs)
+    live = pairs
+    if total < 3:
+        live, total = 1 << (product.accumulator - 4), 3
+    a_bits, b_bits = _split(total, a_cap, p)
+    if b_bits < 2:
+        a_bits, b_bits = total - 2, 2
+    sign = signed(seed, "sign", (1, pairs), 1, 1)
+    a = sign * signed(seed, "row sign", (P, 1), 1, 1)
+    a = a * signed(seed, "a", (P, pairs), 1 << (a_bits - 1), (1 << a_bits) - 1).abs()
+    b = sign.T * signed(seed, "column sign", (1, Q), 1, 1)
+    b = b * signed(seed, "b", (pairs, Q), 1 << (b_bits - 1), (1 << b_bits) - 2).abs()
+    order = permutation(seed, "live", pairs)
+    b[order[live:]] = 0
+    chosen = order[below(seed, "chosen", (1, Q), live)]
+    delta = torch.zeros_like(b).scatter_(0, chosen, signed(seed, "delta", (1, Q), 1, 1))
+    rest = product.K - 2 * pairs  # an odd K leaves one term over
+    a = torch.cat([a, a, signed(seed, "rest", (P, rest), 1, 1)], dim=1)
+    b = torch.cat([b, delta - b, torch.zeros((rest, Q), dtype=torch.int64)], dim=0)
+    ends = torch.arange(2 * pairs, product.K)
+    shuffle = torch.cat([permutation(seed, "up", pairs), pairs + permutation(seed, "down", pairs), ends])
+    return Pools(a[:, shuffle], b[shuffle])
+
+
+CONTENTS: dict[str, Callable[[Product, int, int, int], Pools]] = {
+    "dense": _dense,
+    "full": _full,
+    "permute": _permute,
+    "cancel": _cancel,
+    "scaled": _dense,  # with powers of two on rows, columns and along K
+    "band": _full,  # with one power of two that moves everything to the edge of the format's range
+}
+"""Content classes of float products by name (docs/goldens.md says what each is for)."""
+
+
+def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any, Any, Any]:
+    """Choose exponents for rows (M), columns (N) and along K, such that nothing is subnormal or overflows.
+
+    `top` is the bit length of the largest |answer| or operand sum. A term's unit becomes 2**(row + column).
+    """
+    source, target = product.source, product.target
+    low = max(target.emin, source.emin, -126)  # -126: partial sums live in float32 (or wider) accumulators
+    high = min(target.emax, 127) - top
+    wide = {"scaled": 20, "permute": 8, "band": 0}.get(product.content, 0)
+    a_low, a_high = source.emin, source.emax - int(bit_length(pools.a).max())
+    b_low, b_high = source.emin, source.emax - int(bit_length(pools.b).max())
+    low, high = max(low, a_low + b_low), min(high, a_high + b_high)
+    if low > high:
+        raise Inexact(f"{product}: no exponent keeps the answer normal and finite in {target.name}")
+    base = min(max(0, low), high)
+    if product.content == "band":
+        edges = [e for e in (low + 4, -40, 40, high - 4, low, high) if low <= e <= high]
+        base = edges[int(below(seed, "band", (1,), len(edges)))]
+    spread = min(wide, (high - low) // 2)
+    base = min(max(base, low + spread), high - spread)
+    # Split the base between the operands, then keep each operand's own exponents inside its own format.
+    a_base = min(max(base // 2, a_low), a_high)
+    b_base = base - a_base
+    if not b_low <= b_base <= b_high:
+        b_base = min(max(b_base, b_low), b_high)
+        a_base = base - b_base
+    half = min(spread // 2, a_base - a_low, a_high - a_base, b_base - b_low, b_high - b_base)
+    along = min(
+        spread - half, a_base - half - a_low, a_high - a_base - half, b_base - half - b_low, b_high - b_base - half
+    )
+    rows = a_base + _around(seed, "rows", product.M, half)
+    columns = b_base + _around(seed, "columns", product.N, half)
+    return rows, columns, _around(seed, "along", product.K, max(0, along))
+
+
+def _around(seed: int, name: str, n: int, width: int) -> Any:
+    return below(seed, name, (n,), 2 * width + 1) - width
+
+
+def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
+    """Assign one of `pool` rows to each of batch x n rows; every pool row is used when there are enough."""
+    count = max(1, batch) * n
+    if count <= pool:
+        return permutation(seed, name, pool)[:count].view(max(1, batch), n)
+    index = stream(seed, name, (count,)) % pool
+    index[permutation(seed, f"{name} all", count)[:pool]] = torch.arange(pool)
+    return index.view(max(1, batch), n)
+
+
+def _stored(tensor: Any, how: str) -> Any:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if how == "t" else tensor.contiguous()
+
+
+def build(product: Product, seed: int) -> Problem:
+    """Build the operands and the golden of one floating-point product from `seed`; a pure function of its arguments.
+
+    Returns operands A (…, M, K) and B (…, K, N) in `source.dtype` and the golden (…, M, N) in `target.dtype`. Raises
+    `Inexact` when the bound, the range or the absence of zeros does not hold.
+    """
+    batch, M, N = product.batch, product.M, product.N
+    P, Q = min(POOL, M * max(1, batch)), min(POOL, N * max(1, batch))
+    pools = CONTENTS[product.content](product, seed, P, Q)
+    answer = pools.a @ pools.b
+    bound = Bound(int((pools.a.abs() @ pools.b.abs()).max()), 1 << product.accumulator)
+    if bool((answer == 0).any()):
+        raise Inexact(f"{product}: an answer is zero")
+    # The second way: float64 holds these integers and their sums exactly, and runs on another unit of the processor.
+    witness = (pools.a.to(torch.float64) @ pools.b.to(torch.float64)).to(torch.int64)
+    rounded = round_significand(answer, product.target.bits)
+    exactness = Exactness.UNIVERSAL if significant_bits(answer) <= product.target.bits else Exactness.ROUNDED
+    top = max(int(bit_length(rounded).max()), bound.magnitude.bit_length())
+    rows, columns, along = _exponents(product, seed, pools, top)
+    r = _pick(seed, "row", batch, M, P)
+    c = _pick(seed, "column", batch, N, Q)
+    # Powers of two scale exactly; the work format holds every significand, float64 for float64 and float32 otherwise.
+    work = torch.float64 if product.source.bits > 24 else torch.float32
+    two = torch.tensor(2.0, dtype=torch.float64)
+    a = (pools.a.to(torch.float64) * two**along).to(work)[r] * (two**rows).to(work).view(1, M, 1)
+    b = (pools.b.T.to(torch.float64) * two**-along).to(work)[c] * (two**columns).to(work).view(1, N, 1)
+    golden = rounded.to(work)[r.view(-1, M, 1), c.view(-1, 1, N)]
+    golden = golden * (two**rows).to(work).view(1, M, 1) * (two**columns).to(work).view(1, 1, N)
+    a, b = a.to(product.source.dtype), b.transpose(1, 2).to(product.source.dtype)
+    golden = golden.to(product.target.dtype)
+    if not batch:
+        a, b, golden = a[0], b[0], golden[0]
+    problem = Problem(
+        operands=(_stored(a, product.layout[0]), _stored(b, product.layout[1])),
+        golden=golden.contiguous(),
+        exactness=exactness,
+        bound=bound,
+        shape=product.shape,
+        witnessed=bool((witness == answer).all()),
+    )
+    _check_range(problem, product)
+    return problem
+
+
+def _check_range(problem: Problem, product: Product) -> None:
+    """Raise `Inexact` unless operands and golden are finite and normal, and the golden has no zero."""
+    for tensor, form, zeros in (
+        (problem.golden, product.target, False),
+        *((t, product.source, True) for t in problem.operands),
+    ):
+        size = (tensor.to(torch.float32) if tensor.element_size() == 1 else tensor).abs()  # FP8 has no arithmetic
+        if not bool(torch.isfinite(size.max())):  # the largest of values with a NaN among them is NaN
+            raise Inexact(f"{product}: a value is not finite")
+        smallest = float((size.masked_fill_(size == 0, torch.inf) if zeros else size).min())
+        if smallest < 2.0**form.emin:
+            raise Inexact(f"{product}: {smallest} is zero or subnormal in {form.name}")
+
+
+def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int) -> Problem:
+    """Build an int8 product with int32 results: `wide` uses -128…127 on both sides, `narrow` keeps |b| ≤ 63."""
+    a = below(seed, "a", (M, K), 256) - 128
+    b = below(seed, "b", (K, N), 256) - 128 if content == "wide" else signed(seed, "b", (K, N), 1, INT8_NARROW)
+    answer = a @ b
+    for attempt in range(64):
+        zero_rows = (answer == 0).any(dim=1, keepdim=True)
+        if not bool(zero_rows.any()):
+            break
+        a = torch.where(zero_rows, below(seed, f"a again {attempt}", (M, K), 256) - 128, a)
+        answer = a @ b
+    else:
+        raise Inexact(f"int8 {content}: rows without a zero answer were not found in 64 draws")
+    witness = (a.to(torch.float64) @ b.to(torch.float64)).to(torch.int64)
+    return Problem(
+        operands=(_stored(a.to(torch.int8), layout[0]), _stored(b.to(torch.int8), layout[1])),
+        golden=answer.to(torch.int32).contiguous(),
+        exactness=Exactness.UNIVERSAL,
+        bound=Bound(int((a.abs() @ b.abs()).max()), 1 << 31),
+        shape=f"M={M} N={N} K={K}",
+        witnessed=bool((witness == answer).all()),
+    )

@@ -1,0 +1,339 @@
+"""Computing recorded cases: fresh uploads, bits recorded, distances held against their bounds, kernels named."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject, reading_key
+from canaryd.probe import Absent, Fact
+from canaryd.worker.numeric import error_bounds, evidence, verify
+from canaryd.worker.numeric.integers import combine, derive
+from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
+from canaryd.worker.numeric.tensors import host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
+
+GRID = 8
+"""Tiles along each axis of a result, seen as a matrix of its last axis, whose means a recording keeps."""
+STEP = {"cpu": 64, "other": 512}
+"""Bytes that whatever torch allocates is aligned to, on the CPU and elsewhere: what a fresh upload may be moved by."""
+OFFSETS = 16
+"""Places that an upload may begin at, in steps."""
+LATE = "the budget"
+"""How the reason begins for which a case was not reached."""
+SHOWN = 200
+"""Characters of kernel names that stand in a chain behind their digest."""
+
+_launched: dict[tuple[str, str], str] = {}
+"""(device, case) → the kernels that one call of it ran: looked up once per process, a profiler takes long to start."""
+
+
+class Made:
+    """A case's operands and what its result may be, made on a host core; and what it has given so far."""
+
+    def __init__(self, kernel: Kernel, core: int) -> None:
+        self.kernel = kernel
+        self.core = core
+        """The host core that made it."""
+        self.operands = kernel.build(kernel.seed)
+        self.prompt = fingerprint(*self.operands)
+        self.bounded: error_bounds.Bounded | None = None
+        """Known once a result has shown its format."""
+        self.seconds: list[float] = []
+        self.ratios: list[float | None] = []
+        """Largest error over its bound, per float32 result; None where one was not finite."""
+        self.digests: set[str] = set()
+        self.clean = self.broken = 0
+
+
+class Recorder:
+    """One run of recorded cases on one device."""
+
+    def __init__(self, session: verify.Session, settings: str) -> None:
+        self.session = session
+        self.settings = settings
+        """Fingerprint of the switches."""
+        self._made: dict[str, Made] = {}
+        self._why: dict[str, tuple[Kernel, str]] = {}
+        """Case → why it was not run."""
+        self._unnamed = ""
+
+    def missed(self, kernel: Kernel) -> None:
+        """Note that a case's turn did not come."""
+        self._why[kernel.name] = kernel, f"{LATE} of {self.session.ctx.budget:g} s was spent before its turn"
+
+    def refused(self, kernel: Kernel) -> bool:
+        """Return whether a case was not run, by refusal or for want of time."""
+        return kernel.name in self._why
+
+    def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
+        """Compute a case once from a fresh upload; yield new bits, and a comparison where a bound is broken."""
+        made = self._made.get(kernel.name)
+        if made is None:
+            maker = self.session.makers(kernel.name, self._place(kernel, turn))[0]
+            with on_core(maker):
+                made = Made(kernel, maker)
+            try:
+                result = self._compute(made, turn)
+            except Exception as error:
+                if not is_refusal(error):
+                    raise
+                said = (str(error).splitlines() or ["no reason given"])[0][: verify.SAID]
+                self._why[kernel.name] = kernel, f"this torch on {self.session.ctx.device.backend} refuses it: {said}"
+                return
+            self._made[kernel.name] = made
+        else:
+            result = self._compute(made, turn)
+        with on_core(made.core):
+            found, ratio = self._judge(made, result)
+            if result.dtype is torch.float32:
+                made.ratios.append(ratio)
+            recording = self._recording(made, result)
+        # Of equal bits one recording is enough, unless a baseline is being learnt: that counts them.
+        if self.session.ctx.baselining or recording.digest not in made.digests:
+            yield recording
+        made.digests.add(recording.digest)
+        if found is None:
+            made.clean += 1
+        else:
+            made.broken += 1
+            yield self._broken(made, found, turn)
+
+    def summary(self) -> Iterator[Fact]:
+        """Yield what was compared and clean, what was not run and why, and the readings of each kind of kernel."""
+        for made in self._made.values():
+            if made.clean:
+                yield self._comparison(made, trials=made.clean)
+        yield from self._skipped()
+        if self._unnamed:
+            yield Absent(name="kernels", reason=self._unnamed)
+        yield self._fingerprint()
+        yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
+        kinds = {k.kind: None for k in [*(m.kernel for m in self._made.values()), *(k for k, _ in self._why.values())]}
+        for kind in kinds:
+            yield from self._readings(kind)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _place(self, kernel: Kernel, turn: int) -> int | None:
+        """Return the one core that computes on a CPU: another each turn, for it must not change the bits.
+
+        Never all of them: how many threads share a sum may change them.
+        """
+        ctx = self.session.ctx
+        if ctx.device.backend != "cpu":
+            return None
+        cores = self.session.cores
+        return cores[(derive(ctx.seed, f"core of {kernel.name}") + turn) % len(cores)]
+
+    def _upload(self, made: Made, turn: int) -> tuple[Any, ...]:
+        """Copy the operands into new allocations, each moved by what another allocation may be moved by."""
+        device = torch_device(self.session.ctx.device)
+        step, fresh = STEP["cpu" if device.type == "cpu" else "other"], []
+        for number, tensor in enumerate(made.operands):
+            seed = derive(self.session.ctx.seed, f"offset {turn} {number} of {made.kernel.name}")
+            offset = seed % OFFSETS * step
+            raw = torch.empty(offset + tensor.nbytes, dtype=torch.uint8, device=device)
+            fresh.append(raw[offset:].view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        return tuple(fresh)
+
+    def _compute(self, made: Made, turn: int) -> Any:
+        """Return a result as a host tensor; the first of a case is computed twice, for loading kernels takes time."""
+        ctx, kernel = self.session.ctx, made.kernel
+        operands = self._upload(made, turn)
+        self.session.injector.before(kernel.name, operands[0])
+        with on_core(self._place(kernel, turn)):
+            if not made.seconds:
+                kernel.compute(*operands)
+            result, seconds = _time(ctx.device, kernel, operands)
+        made.seconds.append(seconds)
+        self.session.injector.after(kernel.name, result)
+        if ctx.device.backend in ("cuda", "rocm") and (ctx.device.uuid, kernel.name) not in _launched:
+            names, why = launched(ctx.device, lambda: kernel.compute(*operands))
+            _launched[ctx.device.uuid, kernel.name] = names
+            self._unnamed = self._unnamed or why
+        return result.cpu()
+
+    def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
+        """Return what breaks its bound, and the largest error over its bound; None where it is not finite."""
+        form = error_bounds.form_of(result)
+        if made.bounded is None:
+            made.bounded = made.kernel.judged(made.operands, form)
+        reference, tolerance = made.bounded
+        ratio = (result.to(torch.float64) - reference).abs() / tolerance
+        largest = float(ratio.max())  # of values with a NaN among them: NaN
+        if largest <= 1.0:
+            return None, largest
+        expected = reference.to(form.dtype)
+        return evidence.collect(expected, torch.where(ratio <= 1.0, expected, result)), (
+            largest if bool(torch.isfinite(ratio).all()) else None
+        )
+
+    def _recording(self, made: Made, result: Any) -> Recording:
+        kernel = made.kernel
+        chain = {"dtype": kernel.dtype, "prompt": made.prompt, "settings": self.settings, "client": MAKER}
+        if names := _launched.get((self.session.ctx.device.uuid, kernel.name)):
+            chain["kernel"] = names
+        return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
+
+    def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
+        """Return what a broken bound says: about the host, if it makes operands or reference otherwise once more."""
+        assert made.bounded is not None
+        first = self._compute(made, turn)
+        second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
+        with on_core(second):
+            twin = Made(made.kernel, second)
+            bounded = made.kernel.judged(twin.operands, error_bounds.form_of(first))
+        pairs = zip((*made.operands, *made.bounded), (*twin.operands, *bounded), strict=True)
+        if not all(host_same_bits(a, b) for a, b in pairs):
+            text = "the host made operands or reference twice, unlike"
+            doubt = self._comparison(made, wrong=1, found=evidence.collect_nothing(made.bounded[0], text))
+            return replace(doubt, subject=Subject.HOST, place=self.session.makers_name(made.core, second))
+        again = [first, *(self._compute(made, turn) for _ in range(verify.FRESH_UPLOADS - 1))]
+        count = sum(1 for result in again if self._judge(made, result)[0])
+        found = replace(found, reproduced=f"{count} of {len(again)} fresh uploads wrong")
+        place = self.session.place_name(self._place(made.kernel, turn))
+        return replace(self._comparison(made, wrong=1, found=found), place=place)
+
+    def _comparison(self, made: Made, *, trials: int = 1, wrong: int = 0, found: Evidence | None = None) -> Comparison:
+        kernel, device = made.kernel, self.session.ctx.device
+        return Comparison(
+            case=kernel.name,
+            shape=kernel.name.partition("@")[2],
+            seed=verify.FIXED_SEED,
+            exactness=Exactness.MARGIN,
+            place="device" if device.backend != "cpu" else "",
+            trials=trials,
+            wrong_trials=wrong,
+            evidence=found,
+            characterised=verify.accumulator(device, "float32").characterised,
+        )
+
+    def _fingerprint(self) -> Reading | Absent:
+        """Return one integer over the bits of every case that this device can run, or why there is none.
+
+        Equal devices on equal chains are voted on by it. A case whose bits vary within one run is no witness, and left
+        out of some runs alone it would make them differ: so there is no fingerprint then.
+        """
+        late = [k.name for k, reason in self._why.values() if reason.startswith(LATE)]
+        varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
+        why = ""
+        if self.session.ctx.cases or late or not self._made:
+            why = "not all cases that this device can run were run: others would have another fingerprint"
+        elif varied:
+            why = f"bits vary: {varied[0]} gave more than one result, as did {len(varied)} cases in all"
+        if why:
+            return Absent(name="golden_fingerprint", reason=why)
+        digests = [(name, digest) for name, made in self._made.items() for digest in made.digests]
+        return Reading(name="golden_fingerprint", value=combine(digests), unit="1")
+
+    def _skipped(self) -> Iterator[Skipped]:
+        """Yield what was not run; a format or an attention kernel of which nothing was, as one."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for kernel, reason in self._why.values():
+            groups.setdefault((_group(kernel.name), reason), []).append(kernel.name)
+        ran = {_group(name) for name in self._made}
+        for (group, reason), names in groups.items():
+            whole = group not in ran and len([1 for other, _ in groups if other == group]) == 1
+            yield from (Skipped(case=case, reason=reason) for case in ([group] if whole else names))
+
+    def _readings(self, kind: str) -> Iterator[Reading | Absent]:
+        labels = {"kind": kind}
+        """Yield the largest error over its bound, and the mean over the cases of the median time of one call.
+
+        The error is of float32 results alone: one rounding to 16 bits takes all of a bound, in every healthy run.
+        """
+        mine = [m for m in self._made.values() if m.kernel.kind == kind]
+        ratios = [ratio for m in mine for ratio in m.ratios]
+        finite = [ratio for ratio in ratios if ratio is not None]
+        late = [k.name for k, reason in self._why.values() if k.kind == kind and reason.startswith(LATE)]
+        partly = late or not mine or self.session.ctx.cases
+        if finite and len(finite) == len(ratios) and not partly:
+            yield Reading(name="recorded_error_ratio", value=max(finite), unit="1", labels=labels)
+        else:
+            why = "a result is not finite" if ratios else "no case of this kind with a float32 result was run"
+            why = "not all cases of this kind were run: the largest would be of others than before" if partly else why
+            yield Absent(name=reading_key("recorded_error_ratio", labels), reason=why)
+        if partly:
+            why = "not all cases of this kind were run: their mean would be of others than before"
+            yield Absent(name=reading_key("kernel_seconds", labels), reason=why)
+        else:
+            mean = statistics.fmean(statistics.median(m.seconds) for m in mine)
+            yield Reading(name="kernel_seconds", value=mean, unit="seconds", labels=labels)
+
+
+def _group(name: str) -> str:
+    """Return the first parts of a name: kind and format, of attention kind, kernel and format."""
+    parts = name.partition("@")[0].split("/")
+    return "/".join(parts[: 3 if parts[0] == "sdpa" else 2])
+
+
+def _time(device: Device, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[Any, float]:
+    """Return the result of one call and the seconds it took: by the device's own events where it has them."""
+    if device.backend in ("cuda", "rocm"):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = kernel.compute(*operands)
+        end.record()
+        end.synchronize()
+        return result, start.elapsed_time(end) / 1e3
+    synchronize(device)
+    begun = time.perf_counter()
+    result = kernel.compute(*operands)
+    synchronize(device)
+    return result, time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch in the calling thread: tensors are so small here that a pool of threads costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fingerprint(*tensors: Any) -> str:
+    """Return 16 hex digits over the raw bytes of contiguous host tensors (SHA-256, which hardware does fast)."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+    return found.hexdigest()[:16]
+
+
+def tiles(result: Any) -> tuple[float | None, ...]:
+    """Return the means of up to 8 x 8 tiles of a host tensor seen as a matrix of its last axis, row by row; None where
+    one is not finite. In float64.
+    """  # noqa: D205  the sentence needs two lines
+    matrix = result.to(torch.float64).reshape(-1, result.shape[-1])
+    rows, columns = (min(GRID, size) for size in matrix.shape)
+    means = [float(t.mean()) for row in matrix.tensor_split(rows, 0) for t in row.tensor_split(columns, 1)]
+    return tuple(mean if math.isfinite(mean) else None for mean in means)
+
+
+def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the kernels that a call runs on the device as a digest and names, and "" or why that is not known."""
+    profiler = torch.profiler
+    try:
+        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+            call()
+            synchronize(device)
+        names = sorted(e.name for e in seen.events() if "CUDA" in str(e.device_type))
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # no device activity, counters that another holds or that are barred
+        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.SAID]}"
+    if not names:
+        return "", "torch's profiler shows no kernel of a call that ran one"
+    text = " + ".join(names)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {text[:SHOWN]}", ""

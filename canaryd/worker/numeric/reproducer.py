@@ -1,0 +1,345 @@
+"""Lay out a failing case for somebody who has no canaryd: operands, golden, and a script that needs torch alone.
+
+The tensors are made anew from case and seed on the host, and held against what was expected when the case failed; a
+case that does not come out the same is not laid out. docs/dossier.md describes the files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from canaryd.codec import from_json
+from canaryd.model import Device, Exactness
+from canaryd.probe import Skip
+from canaryd.worker.numeric import attention, indexing
+from canaryd.worker.numeric.operands import Problem, Product, build, build_int8
+from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, on_core, visible_cores
+from canaryd.worker.numeric.verify import accumulator
+
+Progress = Callable[[float, str], None]
+
+LARGEST = 256 << 20
+"""Bytes of operands and golden that one case may have: more is nothing to send by mail (ours)."""
+DESCRIPTIONS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<i2",
+    "float8_e4m3fn": "|u1",
+    "float8_e5m2": "|u1",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int8": "|i1",
+    "bool": "|b1",
+}
+"""torch dtype → NumPy's name of what is in the file; formats that NumPy lacks are stored as integers of their width."""
+INTEGER_CODE = {
+    "gather": "a.gather(0, b)",
+    "embedding": "a.index_select(0, b)",
+    "scatter": "torch.zeros_like(a).scatter_(0, b, a)",
+    "index_add": "torch.ones(a.numel() // 8, dtype=torch.int64, device=a.device).index_add_(0, b, a)",
+    "cumsum": "a.cumsum(0)",
+    "sort": "torch.sort(a).values",
+    "topk": "torch.topk(a, a.numel() // 16).indices",
+    "modulo": "torch.remainder(a, b)",
+    "bucketize": "torch.bucketize(a, b)",
+    "experts": "torch.empty_like(a).scatter_(0, order, grouped ^ (number * 0x9E3779B9))",
+}
+"""Integer operation → the expression that computes it from the operands a and b, as `indexing.OPERATIONS` does."""
+BEFORE = {
+    "experts": (
+        "order = torch.argsort(b, stable=True)",
+        "grouped = a.index_select(0, order)",
+        "counts = torch.zeros(64, dtype=torch.int64, device=a.device).index_add_(0, b, torch.ones_like(b))",
+        "number = torch.repeat_interleave(torch.arange(64, device=a.device), counts, output_size=a.numel())",
+    )
+}
+"""Integer operation → the statements before that expression."""
+WHY = {
+    Exactness.UNIVERSAL: "every partial sum and the result are exactly representable, so any order of summation on any"
+    "\nhealthy device gives these bits",
+    Exactness.ROUNDED: "the sum is exact in any order and is rounded once to the result's format, to nearest even",
+}
+SCRIPT = Template('''"""Repeat a computation that came out wrong. It needs torch and the files beside it, nothing else.
+
+    python reproduce.py DEVICE [RUNS] [--core N]        for example: python reproduce.py $device 1000$option
+
+What: $what.
+Why golden.npy is right: $why.
+Exit status: 0 every run was right, 1 at least one was wrong, 2 it could not be run.
+"""
+
+import argparse
+import ast
+import os
+import sys
+import warnings
+from pathlib import Path
+
+# The libraries read these when they start: what would change numbers goes, and the kernels are the same.
+for name in $unset:
+    os.environ.pop(name, None)
+os.environ.update($environment)
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
+try:
+    import torch
+    import torch.nn.attention
+except (ImportError, OSError) as error:
+    print(f"not run: torch cannot be loaded in {sys.executable}: {error}", file=sys.stderr)
+    sys.exit(2)
+
+CORE = "$core"  # the processor's core that was wrong; any: none is known
+HERE = Path(__file__).resolve().parent
+
+
+def load(name, dtype, columns_first=False):
+    """Read a .npy file; bfloat16 and float8 are stored as integers of the same width."""
+    data = (HERE / name).read_bytes()
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    flat = torch.frombuffer(bytearray(data[begin:]), dtype=torch.uint8).view(dtype)
+    tensor = flat.reshape(ast.literal_eval(data[10:begin].decode())["shape"])
+    return tensor.mT.contiguous().mT if columns_first else tensor
+
+
+def bits(tensor):
+    """View the raw bits as integers."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(width[tensor.element_size()])
+
+
+def compute($names):
+    """The computation under test."""
+$before    return $compute
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", help="as torch calls it: cpu, cuda:0, xpu:0, …")
+    parser.add_argument("runs", nargs="?", type=int, default=$runs)
+    parser.add_argument("--core", default=CORE, help="CPU: run on this core alone; default: $core")
+    options = parser.parse_args()
+    where = options.device
+    if options.runs < 1:
+        parser.error(f"RUNS is {options.runs}: wanted 1 or more")
+    if options.core != "any":
+        if options.core not in map(str, os.sched_getaffinity(0)):
+            parser.error(f"core {options.core} is not usable here: --core N names another, --core any pins to none")
+        os.sched_setaffinity(0, {int(options.core)})
+        torch.set_num_threads(1)
+        where += f", core {options.core}"
+$switches
+    golden = bits(load("golden.npy", torch.$golden_dtype))
+    host = [$loads]
+    width = golden.element_size() * 8
+    wrong = 0
+    for run in range(options.runs):
+        if run % 100 == 0:  # fresh copies on the device
+            operands = [t.clone(memory_format=torch.preserve_format).to(options.device) for t in host]
+        result = bits(compute(*operands).cpu())
+        bad = (result != golden).nonzero()
+        wrong += len(bad) > 0
+        for at in bad[:10].tolist():
+            want, have = (int(t[tuple(at)]) % 2**width for t in (golden, result))
+            flipped = [bit for bit in range(width) if (want ^ have) >> bit & 1]
+            print(f"run {run}: element {at}: expected {want:#x}, got {have:#x}, flipped bits {flipped}")
+        if len(bad) > 10:
+            print(f"run {run}: {len(bad)} of {golden.numel()} elements are wrong")
+    print(f"{wrong} of {options.runs} runs were wrong on {where}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception as error:
+        print(f"not run: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+''')
+"""The script; `compute`, the operands and the switches differ from case to case."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One case to lay out."""
+
+    problem: Problem
+    compute: str
+    """A torch expression of the operands in `names`."""
+    names: tuple[str, ...]
+    switches: Sequence[str] = ()
+    """Statements that put torch's switches where the probe had them."""
+    before: Sequence[str] = ()
+    """Statements that lead to `compute`."""
+
+
+def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
+    """Make one case of an exact probe again from its name and seed; raise `Skip` for what cannot be made again."""
+    makers = {"exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer}
+    if probe not in makers:
+        raise Skip(f"the operands of {probe} are not made from a seed alone, so they are not laid out as files")
+    try:
+        return makers[probe](case, seed, device)
+    except (KeyError, ValueError, IndexError) as error:
+        raise Skip(f"{probe} {case}: this version of canaryd does not know the case ({error})") from error
+
+
+def _sizes(case: str) -> tuple[list[str], list[int]]:
+    name, _, sizes = case.partition("@")
+    return name.split("/"), [int(n) for n in sizes.split("x")]
+
+
+def _product(case: str, seed: int, device: Device) -> Exhibit:
+    (label, content, kind, layout), sizes = _sizes(case)
+    source, _, target = label.partition(">")
+    if source == "int8":
+        M, N, K = sizes
+        return Exhibit(build_int8(content, M, N, K, layout, seed), "torch._int_mm(a, b)", ("a", "b"))
+    target = target or source
+    batch, M, N, K = [0] * (4 - len(sizes)) + sizes
+    fixed = re.fullmatch(r"fixed(\d+)", kind)
+    room = int(fixed[1]) if fixed else accumulator(device, source).bits
+    product = Product(content, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
+    output = f"torch.{FORMATS[target].dtype}".replace("torch.torch.", "torch.")
+    if source.startswith("float8"):
+        one = "torch.ones((), device=a.device)"
+        compute = f"torch._scaled_mm(a, b, scale_a={one}, scale_b={one}, out_dtype={output})"
+    else:
+        compute = "torch.matmul(a, b)" if FORMATS[source].dtype == FORMATS[target].dtype else ""
+        compute = compute or f"torch.mm(a, b, out_dtype={output})"
+    switches = (
+        f"torch.backends.cuda.matmul.allow_tf32 = {source == 'tfloat32'}",
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
+    )
+    return Exhibit(build(product, seed), compute, ("a", "b"), switches)
+
+
+def _attention(case: str, seed: int, device: Device) -> Exhibit:  # noqa: ARG001  one signature for the makers
+    (form, content, _, kernel, mask), (B, H, G, L, S, D) = _sizes(case)
+    problem = attention.build(attention.Attention(content, FORMATS[form], mask, B, H, G, L, S, D), seed)
+    options = ", is_causal=True" if mask == "causal" else ""
+    options += ", enable_gqa=True" if H != G else ""
+    options += ", attn_mask=mask" if mask in ("bool", "float") else ""
+    names = ("query", "key", "value", "mask") if mask in ("bool", "float") else ("query", "key", "value")
+    compute = f"torch.nn.functional.scaled_dot_product_attention(query, key, value{options})"
+    switches = (
+        f"kernel = torch.nn.attention.SDPBackend.{kernel.upper()}",
+        "torch.nn.attention.sdpa_kernel(kernel).__enter__()  # this kernel and no other",
+        "torch.backends.cuda.matmul.allow_tf32 = False",
+    )
+    return Exhibit(problem, compute, names, switches)
+
+
+def _integer(case: str, seed: int, device: Device) -> Exhibit:  # noqa: ARG001  one signature for the makers
+    (_, name, _), (n,) = _sizes(case)
+    problem = indexing.build(name, n, seed)
+    names = ("a", "b")[: len(problem.operands)]
+    return Exhibit(problem, INTEGER_CODE[name], names, before=BEFORE.get(name, ()))
+
+
+def npy(tensor: Any) -> bytes:
+    """Return a tensor as the bytes of a .npy file, version 1.0, in C order (NumPy Enhancement Proposal 1)."""
+    if sys.byteorder != "little":
+        raise Skip("this host stores numbers with the highest byte first, and the files are written the other way")
+    whole = tensor.detach().cpu().contiguous()
+    kind = DESCRIPTIONS[str(whole.dtype).removeprefix("torch.")]
+    shape = f"({', '.join(map(str, whole.shape))}{',' * (whole.dim() == 1)})"
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
+    text += " " * (-(len(text) + 11) % 64) + "\n"
+    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin-1")
+    return head + ctypes.string_at(whole.data_ptr(), whole.nbytes)
+
+
+def script(
+    made: Exhibit,
+    what: str,
+    device: str,
+    environment: Mapping[str, str],
+    unset: Sequence[str],
+    runs: int,
+    core: int | None = None,
+) -> str:
+    """Return `reproduce.py` for a case; `environment` is what the libraries read when they start, `unset` must go.
+
+    The script pins itself to `core` unless it is told another one.
+    """
+    loads = []
+    for name, tensor in zip(made.names, made.problem.operands, strict=False):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        columns = ", columns_first=True" if not tensor.is_contiguous() else ""
+        loads.append(f'load("{name}.npy", torch.{dtype}{columns})')
+    return SCRIPT.substitute(
+        what=what,
+        why=WHY[made.problem.exactness],
+        device=device,
+        core="any" if core is None else core,
+        option="" if core is None else f" --core {core}",
+        environment=repr(dict(sorted(environment.items()))),
+        unset="(" + "".join(f"\n    {name!r}," for name in unset) + "\n)" if unset else "()",
+        names=", ".join(made.names),
+        before="".join(f"    {line}\n" for line in made.before),
+        compute=made.compute,
+        runs=runs,
+        switches="".join(f"    {line}\n" for line in made.switches).rstrip("\n"),
+        golden_dtype=str(made.problem.golden.dtype).removeprefix("torch."),
+        loads=", ".join(loads),
+    )
+
+
+def disagreement(golden: Any, expected: Sequence[tuple[Sequence[int], str]]) -> str:
+    """Return where the golden made now is not what was expected when the case failed; "" where it is."""
+    raw, width = bits(golden), golden.element_size() * 8
+    for index, text in expected:
+        try:
+            value = int(raw[tuple(index)]) % (1 << width)
+        except IndexError:
+            return f"it has no element {list(index)}"
+        if value != int(text, 16):
+            return f"element {list(index)} is {value:#x}, and {text} was expected then"
+    return ""
+
+
+def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Write operands, golden and script of one failing case into a directory; return its "files" and "bytes".
+
+    Arguments: device (a `Device` as JSON, the one that failed), probe, case, shape, seed, expected (pairs of index and
+    bits as hex, from the evidence), out (an existing directory), on (how torch calls the device), environment and
+    unset (for the script), runs (the script's default number), core (the host core that was
+    wrong: the script runs on it, and no tensor is made there; None: not known).
+    Raises `Skip` for a case that cannot be made again as it was.
+    """
+    need_torch()
+    device, case, out = from_json(Device, arguments["device"]), str(arguments["case"]), Path(arguments["out"])
+    progress(0.0, case)
+    suspect = arguments["core"]
+    cores = [c for c in visible_cores() if c != suspect]
+    with on_core(cores[0] if cores and suspect is not None else None):
+        made = exhibit(arguments["probe"], case, int(arguments["seed"]), device)
+    problem = made.problem
+    if problem.shape != arguments["shape"]:
+        raise Skip(f"made again, {case} has the shape {problem.shape}; the one that failed had {arguments['shape']}")
+    if not problem.witnessed:
+        raise Skip(f"{case}: integer and float64 arithmetic of this host disagree on the golden made now")
+    if why := disagreement(problem.golden, arguments["expected"]):
+        raise Skip(f"made again, the golden of {case} is another one: {why}")
+    tensors = {**dict(zip(made.names, problem.operands, strict=False)), "golden": problem.golden}
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    if size > LARGEST:
+        raise Skip(f"{case}: its tensors take {size:,} bytes, more than the {LARGEST:,} that are laid out")
+    names = []
+    for name, tensor in tensors.items():
+        (out / f"{name}.npy").write_bytes(npy(tensor))
+        names.append(f"{name}.npy")
+    what = f"{arguments['probe']} {case}, {problem.shape}, seed {arguments['seed']}"
+    environment, unset = arguments["environment"], arguments["unset"]
+    text = script(made, what, arguments["on"], environment, unset, int(arguments["runs"]), suspect)
+    (out / "reproduce.py").write_text(text, encoding="utf-8")
+    return {"files": [*names, "reproduce.py"], "bytes": size, "exactness": problem.exactness.value}

@@ -1,0 +1,64 @@
+"""How large a product may be: from the time that a case has and the speed that the device shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.probe import Context
+from canaryd.worker.numeric.integers import below
+from canaryd.worker.numeric.operands import Product, build
+from canaryd.worker.numeric.tensors import Format, synchronize, torch_device
+
+SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
+"""What one product may take, per level: a tenth or less of a case's share, so that each golden is used many times."""
+LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
+"""Largest side of a square product, per level: beyond it the golden's making costs more than it finds."""
+
+
+def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
+    """Return floating-point operations per second of this device for products of these formats, by a 192-cube.
+
+    The best of three after one unmeasured product: the first one pays for loading kernels.
+    """
+    n = 192
+    product = Product("permute", source, target, 8, n, n, n, 0, "nt")
+    operands = tuple(t.to(torch_device(device)) for t in build(product, 1).operands)
+    best = float("inf")
+    for attempt in range(4):
+        started = time.perf_counter()
+        compute(operands, None)
+        synchronize(device)
+        if attempt:
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * n**3 / best
+
+
+def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
+    """Return M, N, K and batch (0 for none) of the case called `name`, for a measured speed in operations per second.
+
+    A full name that was asked for, "name@64x48x256", brings its own sizes: a confirmation must meet the same operands
+    whatever speed the device shows this time. Otherwise they follow from the level's time for one product; they vary
+    with the seed and need not be multiples of a tile.
+    """
+    for want in ctx.cases:
+        asked, _, sizes = want.partition("@")
+        if asked == name and re.fullmatch(r"(\d+x)?\d+x\d+x\d+", sizes):
+            *batch, M, N, K = map(int, sizes.split("x"))
+            return M, N, K, batch[0] if batch else 0
+    side = (speed * SECONDS[ctx.level] / 2.0) ** (1 / 3)
+    # FP8 and int8 kernels want sixteenths; every other format also meets ragged edges.
+    ragged = 0 if name.startswith("float8") else int(below(ctx.seed, f"ragged {name}", (1,), 16))
+    n = max(48, int(min(side, LARGEST[ctx.level])) // 16 * 16)
+    rows = (1, 2, 3, 4, 7, 8, 13, 16, 31, 32)
+    m = 16 if name.startswith("float8") else rows[int(below(ctx.seed, f"rows {name}", (1,), len(rows)))]
+    if kind == "square":
+        return n - ragged, n - ragged, n - ragged, 0
+    if kind == "prefill":
+        return max(32, n // 32 * 16) - ragged, n * 2 - ragged, n, 0
+    if kind == "decode":
+        return m, n * 2 - ragged, n * 2, 0
+    return max(16, n // 2) - ragged, max(16, n // 2), max(16, n // 2), 4

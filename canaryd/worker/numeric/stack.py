@@ -1,0 +1,223 @@
+"""What accelerators this interpreter can reach, and what the stack under test is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+from pathlib import Path
+
+from canaryd.model import Device
+from canaryd.worker.numeric.tensors import torch, visible_cores, why_no_torch
+
+
+def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
+    """Return the devices, the stack facts common to all, torch's version or None, and why torch is missing or None."""
+    devices = [cpu()]
+    if torch is None:
+        return devices, {}, None, why_no_torch
+    devices += [*_cuda(), *_mps(), *_xpu()]
+    return devices, stack(devices[0], ""), str(torch.__version__), None
+
+
+def cpu() -> Device:
+    """Return the host's processors as one device.
+
+    The key is derived from /etc/machine-id and the model name, which every user of the machine reads alike. It names
+    the installation and not the silicon, so the identity is weak; the processor's own number (PPIN), where the kernel
+    shows it, is recorded beside it.
+    """
+    info = _read("/proc/cpuinfo")
+    model = _field(info, "model name") or _field(info, "Model") or platform.processor() or platform.machine()
+    sockets = len(set(re.findall(r"^physical id\s*:\s*(\d+)", info, re.MULTILINE))) or 1
+    machine = _read("/etc/machine-id").strip() or socket.gethostname()
+    digest = hashlib.sha256(f"canaryd cpu {machine} {model}".encode()).hexdigest()
+    ppin = _read("/sys/devices/system/cpu/cpu0/topology/ppin").strip()
+    virtual = bool(re.search(r"^flags\s*:.*\bhypervisor\b", info, re.MULTILINE))
+    cores = visible_cores()
+    detail = {
+        "architecture": platform.machine(),
+        "sockets": str(sockets),
+        "cores": _ranges(cores),
+        "microcode": _field(info, "microcode") or "not given",
+        "virtual": "yes" if virtual else "no",
+    }
+    if ppin and int(ppin, 0):
+        detail["serial"] = ppin
+    return Device(
+        uuid="CPU-" + "-".join((digest[:8], digest[8:12], digest[12:16], digest[16:20], digest[20:32])),
+        backend="cpu",
+        index=0,
+        model=" ".join(model.split()),
+        torch_index=None if torch is None else 0,
+        weak_identity=True,
+        instruction_sets=_instruction_sets(info),
+        detail=detail,
+    )
+
+
+def _instruction_sets(info: str) -> tuple[str, ...]:
+    """Execution paths torch can be told to use at start: its own choice, AVX2 where that is a step down, the least."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ("native", "baseline")
+    flags = set((_field(info, "flags") or "").split())
+    return ("native", "avx2", "baseline") if "avx512f" in flags else ("native", "baseline")
+
+
+def _cuda() -> list[Device]:
+    if not torch.cuda.is_available():
+        return []
+    backend = "rocm" if torch.version.hip else "cuda"
+    found = []
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
+        bus = f"{getattr(props, 'pci_domain_id', 0):04x}:{getattr(props, 'pci_bus_id', 0):02x}:00.0"
+        uuid = str(getattr(props, "uuid", ""))
+        detail = {
+            "bus_id": bus,
+            "memory_bytes": str(props.total_memory),
+            "capability": f"{props.major}.{props.minor}",
+            "multiprocessors": str(props.multi_processor_count),
+        }
+        found.append(
+            Device(
+                uuid=f"GPU-{uuid.removeprefix('GPU-')}" if uuid else f"GPU-at-{socket.gethostname()}-{bus}",
+                backend=backend,
+                index=index,
+                torch_index=index,
+                model=props.name,
+                weak_identity=not uuid,
+                detail=detail,
+            )
+        )
+    return found
+
+
+def _mps() -> list[Device]:
+    if not torch.backends.mps.is_available():
+        return []
+    host = cpu()
+    return [
+        Device(
+            uuid=host.uuid.replace("CPU-", "MPS-"),
+            backend="mps",
+            index=0,
+            torch_index=0,
+            model=host.model,
+            weak_identity=True,
+        )
+    ]
+
+
+def _xpu() -> list[Device]:
+    xpu = getattr(torch, "xpu", None)
+    if xpu is None or not xpu.is_available():
+        return []
+    found = []
+    for index in range(xpu.device_count()):
+        props = xpu.get_device_properties(index)
+        uuid = str(getattr(props, "uuid", ""))
+        found.append(
+            Device(
+                uuid=f"XPU-{uuid}" if uuid else f"XPU-at-{socket.gethostname()}-{index}",
+                backend="xpu",
+                index=index,
+                torch_index=index,
+                model=props.name,
+                weak_identity=not uuid,
+                detail={"memory_bytes": str(props.total_memory)},
+            )
+        )
+    return found
+
+
+def stack(device: Device, instruction_set: str) -> dict[str, str]:
+    """Return the software that a result on `device` may depend on. Equal stacks give equal mappings."""
+    facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    if torch is None:
+        return facts
+    facts["torch"] = str(torch.__version__)
+    facts["torch_git"] = str(getattr(torch.version, "git_version", "") or "not given")[:12]
+    config = torch.__config__.show()
+    for name, pattern in (
+        ("blas", r"BLAS_INFO=(\w+)"),
+        ("mkl", r"Math Kernel Library Version ([\w.-]+)"),
+        ("onednn", r"MKL-DNN v([\d.]+)"),
+    ):
+        match = re.search(pattern, config)
+        facts[name] = match.group(1) if match else "none"
+    facts["threads"] = str(torch.get_num_threads())
+    if device.backend == "cpu":
+        facts["instruction_set"] = instruction_set or "native"
+        facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        facts["int8_pairs"] = "may saturate" if int8_pairs_saturate() else "exact"
+        facts["visible_cores"] = str(len(visible_cores()))
+        facts["microcode"] = device.detail.get("microcode", "not given")
+    if device.backend in ("cuda", "rocm"):
+        facts["cuda"] = str(torch.version.cuda or torch.version.hip)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        match = re.search(r"Kernel Module\s+(?:for \w+\s+)?([\d.]+)", _read("/proc/driver/nvidia/version"))
+        facts["driver"] = match.group(1) if match else _read("/sys/module/amdgpu/version").strip() or "not given"
+        facts["capability"] = device.detail.get("capability", "not given")
+        facts["multiprocessors"] = device.detail.get("multiprocessors", "not given")
+        facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
+    return facts
+
+
+def int8_pairs_saturate() -> str:
+    """Return why u8 x s8 products may saturate on this CPU under this worker's instruction set, or "" if they cannot.
+
+    Without VNNI or AMX the kernels add pairs of products in saturating 16-bit arithmetic: with full-range operands a
+    healthy processor is "wrong" by design.
+    """
+    flags = set((_field(_read("/proc/cpuinfo"), "flags") or "").split())
+    limited = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    if limited:
+        return f"ONEDNN_MAX_CPU_ISA={limited} selects kernels that saturate full-range int8 pairs by design"
+    if not flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+        return "this processor has no VNNI or AMX: kernels saturate full-range int8 pairs by design"
+    return ""
+
+
+def environment() -> dict[str, str]:
+    """Return the conditions of the moment that a reader of a run may want beside it."""
+    facts = {"hostname": socket.gethostname()}
+    if hasattr(os, "getloadavg"):
+        facts["load_1m"] = f"{os.getloadavg()[0]:.2f}"
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    if boot:
+        facts["boot_id"] = boot
+    return facts
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(info: str, name: str) -> str | None:
+    match = re.search(rf"^{re.escape(name)}\s*:\s*(.*)$", info, re.MULTILINE)
+    return match.group(1).strip() if match else None
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write (0, 1, 2, 5) as "0-2,5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1][1:] = [n]
+        else:
+            parts.append([n])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def capability(device: Device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device as (major, minor); (0, 0) for everything else."""
+    if device.backend != "cuda":
+        return 0, 0
+    major, _, minor = device.detail.get("capability", "0.0").partition(".")
+    return int(major), int(minor)

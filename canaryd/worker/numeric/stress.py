@@ -1,0 +1,182 @@
+"""What a retest does to the device between trials: steady load, load that comes and goes, or nothing for a while.
+
+The trials stay what they are; only the moment at which they run is chosen. Load is one product of random numbers after
+another, in memory of its own. It runs between trials and not beside them, so that a wrong result has one author: on a
+CPU over all visible cores, whichever core the trials are pinned to; on an accelerator up to the moment of the trial,
+whose kernels queue directly behind the last product. All lengths are ours.
+
+What it cannot do: pulses of a host's making last milliseconds and reach voltage regulators and clock control, not the
+resonances of a package at megahertz; how far clocks fall in a pause depends on the driver and on what else the host
+does. Telemetry says what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from canaryd.probe import Absent, Context, Reading
+from canaryd.worker.numeric.tensors import can_pin, need_torch, torch, torch_device, visible_cores
+
+WARM_UP = 30.0
+"""Seconds of load before the first trial: die and package are then near the heat of serving, a heavy cooler is not."""
+PAUSE = 10.0
+"""Seconds of idling before the first trial, and again before each later group of them."""
+BEFORE = 0.25
+"""Part of the budget that warming up, or one pause, takes at most."""
+LOAD = 0.5
+"""Seconds of load, steady or pulsed, before each later group of trials: five times as long as these take."""
+PULSE = 0.01
+"""Seconds of one burst of load, and of the pause behind it."""
+GROUP = {"steady": 0.1, "pulsed": 0.1, "idle": 1.0}
+"""Seconds of trials until the next load or pause. After idling it is the climb of clocks and voltage that counts."""
+SMALLEST, LARGEST = 512, 4096
+"""Sides of the square product: as large as it takes to last for `WORTH`. The largest holds 96 MiB on an accelerator and
+192 MiB on a CPU, which a serving node can spare."""
+WORTH = 0.002
+"""Seconds that one product should last, so that launching it does not matter."""
+
+
+def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
+    """Give a retest its `Context.pace`; return what tells at the end under which conditions its trials ran.
+
+    Raises `Skip` where there is no torch to make load with.
+    """
+    if ctx.intensity not in GROUP:
+        return list
+    need_torch()
+    ctx.pace = pace = Pace(ctx)
+    return pace.facts
+
+
+class Pace:
+    """The load, or the pauses, of one run; call it between trials."""
+
+    def __init__(self, ctx: Context) -> None:
+        """Remember where load may run, before a trial is pinned to one core."""
+        self._ctx = ctx
+        self._cores = visible_cores()
+        self._load: _Load | None = None
+        self._began: float | None = None
+        self._trials_until = 0.0
+        self._ends_idle = True
+        self.load_seconds = self.pause_seconds = self.operations = 0.0
+
+    def __call__(self) -> None:
+        """Load the device or let it idle, if the trials since the last time have had their turn and time is left."""
+        now = self._ctx.clock()
+        first = self._began is None
+        if first:
+            self._began = self._trials_until = now
+        if self._ctx.left <= 0.0 or now < self._trials_until:
+            return
+        before = self._ctx.budget * BEFORE
+        if self._ctx.intensity == "idle":
+            self._pause(min(PAUSE, before))
+        elif self._ctx.intensity == "steady":
+            self._work(min(WARM_UP, before) if first else LOAD)
+            self._ends_idle = False
+        else:
+            self._pulses(min(WARM_UP, before) if first else LOAD)
+        if self._load is not None and not (self._ends_idle or self._ctx.device.backend == "cpu"):
+            self._load.enqueue()  # not waited for: on an accelerator the trial queues directly behind it
+        self._trials_until = self._ctx.clock() + GROUP[self._ctx.intensity]
+
+    def facts(self) -> list[Reading | Absent]:
+        """Return the seconds under load and idle between the trials, the part that load took, and how fast it was."""
+        if self._began is None:
+            reason = f"{self._ctx.intensity} retest: no trial of this probe asked for it (ctx.pace), they ran as usual"
+            return [Absent(name="load_seconds", reason=reason), Absent(name="pause_seconds", reason=reason)]
+        whole = max(self._ctx.clock() - self._began, 1e-9)
+        facts: list[Reading | Absent] = [
+            Reading(name="load_seconds", value=self.load_seconds, unit="seconds"),
+            Reading(name="pause_seconds", value=self.pause_seconds, unit="seconds"),
+            Reading(name="load_duty", value=self.load_seconds / whole, unit="1"),
+        ]
+        if self.load_seconds > 0.0:
+            speed = self.operations / self.load_seconds
+            facts.append(Reading(name="load_speed", value=speed, unit="flops per second"))
+        return facts
+
+    def _pulses(self, seconds: float) -> None:
+        """Alternate bursts and pauses; trials come behind a burst and, the next time, at the end of a pause."""
+        end = self._ctx.clock() + seconds
+        while self._ctx.clock() < end and self._ctx.left > 0.0:
+            self._work(PULSE)
+            self._pause(PULSE)
+        self._ends_idle = not self._ends_idle
+        if not self._ends_idle:
+            self._work(PULSE)
+
+    def _pause(self, seconds: float) -> None:
+        began = self._ctx.clock()
+        time.sleep(min(seconds, self._ctx.left))
+        self.pause_seconds += self._ctx.clock() - began
+
+    def _work(self, seconds: float) -> None:
+        began = self._ctx.clock()
+        end = began + min(seconds, self._ctx.left)
+        with _on_all(self._cores):
+            if self._load is None:
+                self._load = _Load(torch_device(self._ctx.device))
+                began = self._ctx.clock()  # finding its size is not the load that was asked for
+            while self._ctx.clock() < end:
+                self._load.enqueue()
+                self._load.finish()
+                self.operations += self._load.operations
+        self.load_seconds += self._ctx.clock() - began
+
+
+class _Load:
+    """Products of random numbers, `PULSE` seconds of them at a time."""
+
+    def __init__(self, device: Any) -> None:
+        # Of narrow formats float16 is the one that every accelerator has; 4,096 products of it stay far below infinity.
+        dtype = torch.float32 if device.type == "cpu" else torch.float16
+        random = torch.Generator().manual_seed(0)  # of its own: nobody else's numbers may depend on it
+        self._count, n = 1, SMALLEST
+        while True:
+            self._a, self._b = (torch.randn((n, n), generator=random).to(device, dtype) for _ in range(2))
+            self._out = torch.empty_like(self._a)
+            seconds = min(self._timed() for _ in range(3))
+            if seconds >= WORTH or n >= LARGEST:
+                break
+            n *= 2
+        self._count = max(1, round(PULSE / seconds))
+        self.operations = self._count * 2.0 * n**3
+        """Floating-point operations of one `enqueue`."""
+
+    def _timed(self) -> float:
+        began = time.perf_counter()
+        self.enqueue()
+        self.finish()
+        return time.perf_counter() - began
+
+    def enqueue(self) -> None:
+        """Ask for the products; on an accelerator they are not done when this returns."""
+        for _ in range(self._count):
+            torch.matmul(self._a, self._b, out=self._out)
+
+    def finish(self) -> None:
+        """Wait for the products."""
+        self._out[0, 0].item()
+
+
+@contextlib.contextmanager
+def _on_all(cores: tuple[int, ...]) -> Iterator[None]:
+    """Let torch use all of `cores`, even where the trials are pinned to one; put back what was."""
+    threads = torch.get_num_threads()
+    pinned = os.sched_getaffinity(0) if can_pin() else None
+    try:
+        # Affinity first: threads of the pool inherit it from this thread when they are made.
+        if pinned is not None:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if pinned is not None:
+            os.sched_setaffinity(0, pinned)

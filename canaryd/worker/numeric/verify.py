@@ -1,0 +1,408 @@
+"""Running exact goldens: made twice, uploaded, computed, compared on the device and on the host, explained.
+
+A probe names its cases and how to compute them; `verify` does the rest and yields comparisons.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from canaryd.model import Comparison, Device, Evidence, Reading, Skipped, Subject
+from canaryd.probe import Absent, Context, Fact, Skip
+from canaryd.worker.numeric import evidence, faults
+from canaryd.worker.numeric.integers import combine, derive, digest
+from canaryd.worker.numeric.operands import Problem
+from canaryd.worker.numeric.stack import capability
+from canaryd.worker.numeric.tensors import (
+    as_text,
+    bits,
+    can_pin,
+    host_same_bits,
+    is_late_refusal,
+    is_refusal,
+    need_torch,
+    on_core,
+    same_bits,
+    strict_switches,
+    torch,
+    upload,
+    visible_cores,
+)
+
+FIXED_SEED = 20_260_101
+"""Seed of the fixed cases, whose golden digests ship with the package and whose results make the fingerprint."""
+FRESH_UPLOADS = 3
+"""Fresh uploads tried at once after a mismatch, in the same process."""
+WRONG_ENOUGH = 3
+"""Wrong results after which an upload is not repeated further."""
+SAID = 90
+"""Characters kept of what a backend says when it refuses a problem."""
+BURST = 8
+"""Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
+BURST_BYTES = 64 << 20
+"""Memory that the results of one burst may hold."""
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """What may hold a partial sum on a backend, and whether exactness up to there was shown on healthy devices."""
+
+    bits: int
+    characterised: bool
+    why: str
+
+
+def accumulator(device: Device, source: str) -> Accumulator:
+    """Return the narrowest container that a kernel of `device` may use for partial sums of `source` products.
+
+    Sources: NVIDIA CUDA C++ Programming Guide (float32 accumulation of tensor cores, when reduced-precision reduction
+    is off); M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021 (additions inside a block are
+    aligned and truncated: two bits of margin); DeepSeek-V3 report, section 3.3.2 (FP8 on Hopper accumulates about 14
+    bits: one bit of margin). x86 CPUs: `benchmarks/clean_runs.py`, see benchmarks/results/.
+    """
+    x86 = device.backend == "cpu" and device.detail.get("architecture") in ("x86_64", "AMD64")
+    if source == "float64":
+        return Accumulator(53, x86, "float64 products and sums")
+    if source.startswith("float8"):
+        return Accumulator(13, x86, "Hopper's FP8 accumulation keeps about 14 bits")
+    if device.backend == "cpu":
+        if x86 or source == "float32":
+            return Accumulator(24, x86, "float32 partial sums")
+        return Accumulator(11 if source == "float16" else 24, False, "Arm kernels may accumulate in float16")
+    if device.backend in ("cuda", "rocm"):
+        # The two bits of margin are only owed by tensor cores before Hopper, and by matrix cores nobody characterised.
+        margin = 0 if source == "float32" or capability(device) >= (9, 0) else 2
+        return Accumulator(24 - margin, False, "float32 partial sums, reduced-precision reduction off")
+    narrow = {"float32": 24, "float16": 11, "bfloat16": 8}
+    return Accumulator(narrow.get(source, 8), False, "no document: the narrowest container imaginable")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden to verify: how to build it from a seed, and how the device computes it."""
+
+    name: str
+    """"dtype/content/shape-kind/layout@sizes": the part before "@" is stable, the sizes follow from the budget."""
+    build: Callable[[int], Problem]
+    compute: Callable[[tuple[Any, ...], Any], Any]
+    """(operands on the device, a result to reuse or None) → result, contiguous."""
+    characterised: bool = True
+    struck: int = 0
+    """Which operand an injected operand fault strikes: one in which every bit reaches the result."""
+    fixed: bool = False
+    """True: built from FIXED_SEED, one trial, part of the fingerprint."""
+
+
+def chosen(ctx: Context, name: str) -> bool:
+    """Return whether the caller asked for this case: no restriction, its full name, or a prefix at a "/" or "@"."""
+    return not ctx.cases or any(
+        name == want or (name.startswith(want) and name[len(want)] in "/@") for want in ctx.cases
+    )
+
+
+def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
+    """Return why the device does not take this kind of problem, or "" after it has computed this one.
+
+    Anything else that goes wrong is raised: a failing device must not pass for a kernel that is not there.
+    """
+    try:
+        compute(upload(problem.operands, device), None)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        said = (str(error).splitlines() or ["no reason given"])[0]
+        return f"this torch on {device.backend} refuses it: {said if len(said) <= SAID else said[:SAID] + '…'}"
+    return ""
+
+
+def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
+    """Keep the cases that were asked for; a full name with sizes keeps only that one."""
+    kept = [case for case in cases if chosen(ctx, case.name)]
+    if ctx.cases and not kept:
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; the first of {len(cases)} here is {cases[0].name}")
+    return kept
+
+
+@dataclass
+class Session:
+    """One run of an exact probe on one device: places, cores for the goldens, fault injection, totals."""
+
+    ctx: Context
+    cores: tuple[int, ...] = field(default_factory=visible_cores)
+    injector: faults.Injector = field(init=False)
+    trials: int = 0
+    elements: int = 0
+    made_twice: int = 0
+    digests: list[tuple[str, str]] = field(default_factory=list)
+    places: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
+        if self.ctx.drill and self.ctx.drill not in faults.FAULTS:
+            raise Skip(f"no fault is called {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
+        fault = faults.FAULTS[self.ctx.drill] if self.ctx.drill else None
+        self.injector = faults.Injector(fault, self.ctx.seed)
+
+    def _draw(self, case: str) -> int:
+        """Draw a number for a case from the run's seed: the same when the case is confirmed, alone or not."""
+        return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
+
+    def place(self, case: str) -> int | None:
+        """Return where a case runs on a CPU: half of them on all cores together (None), half on one core alone."""
+        draw = self._draw(case)
+        if self.ctx.device.backend != "cpu" or draw & 1:
+            return None
+        return self.cores[(draw >> 1) % len(self.cores)]
+
+    def place_name(self, core: int | None) -> str:
+        """Return the place in words, as it stands in comparisons and findings."""
+        if self.ctx.device.backend != "cpu":
+            return "device"
+        if core is None:
+            return f"all {torch.get_num_threads()} threads"
+        return f"core {core}" if can_pin() else "one thread"
+
+    def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
+        """Return two host cores to make a golden on, away from others where there is a choice, from the first of all.
+
+        Twice the same where there is no other: what passes shows by making it again, and only what stays does not.
+        """
+        others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
+        others = others or list(self.cores)
+        first = others[(self._draw(case) >> 20) % len(others)]
+        second = next((c for c in [*others[::-1], *self.cores] if c != first), first)
+        return first, second
+
+    @staticmethod
+    def makers_name(first: int, second: int) -> str:
+        """Return the makers of a golden in words, as it stands in comparisons and findings."""
+        if not can_pin():
+            return "two threads"
+        return f"cores {first} and {second}" if first != second else f"core {first} alone"
+
+
+def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipped: Path | None) -> Iterator[Fact]:
+    """Verify the fixed cases once each and the fresh cases for the rest of the budget; yield every fact of the run.
+
+    `shipped` is the file of golden digests made elsewhere. Raises `Skip` when there is nothing to do.
+    """
+    need_torch()
+    session = Session(ctx)
+    fixed, fresh = _asked_for(ctx, fixed, fresh)
+    start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run begins elsewhere
+    fresh = [*fresh[start:], *fresh[:start]]
+    digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}
+    if shipped and not digests:
+        yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
+    session.injector.arm([c.name for c in fresh or fixed])
+    fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill must not miss its turn
+    with strict_switches() as switches:
+        yield Reading(name="switches", value=as_text(switches))
+        for number, case in enumerate([*fixed, *fresh]):
+            remaining = len(fixed) + len(fresh) - number
+            ctx.progress(number / (len(fixed) + len(fresh)), case.name)
+            # A loaded machine still gets fresh operands: the same fixed ones for ever would prove little.
+            needed = case.fixed or ctx.cases or number == len(fixed)
+            if ctx.left <= 0.0 and not needed:
+                yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+                continue
+            # A fixed case is brief, unless a retest is about it.
+            brief = case.fixed and not (ctx.intensity and ctx.cases)
+            seconds = 0.0 if brief else ctx.left / remaining
+            try:
+                yield from _verify(session, case, seconds, digests.get(case.name, ""))
+            except RuntimeError as error:
+                if not is_late_refusal(error):
+                    raise
+                yield Skipped(case=case.name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    if ctx.drill and not session.injector.spent:
+        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+    yield Reading(name="trials", value=session.trials, unit="1")
+    yield Reading(name="elements_compared", value=session.elements, unit="1")
+    yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
+    yield Reading(name="places", value=", ".join(sorted(session.places)))
+    if fixed and not ctx.cases and len(session.digests) == len(fixed):
+        yield Reading(name="golden_fingerprint", value=combine(session.digests), unit="1")
+
+
+def _asked_for(ctx: Context, fixed: Sequence[Case], fresh: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+    kept = restrict(ctx, [*fixed, *fresh])
+    return [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
+
+
+def case_seed(ctx: Context, case: Case) -> int:
+    """Return the seed of a case's operands: fixed, or derived from the run's seed and the case's stable name."""
+    return FIXED_SEED if case.fixed else derive(ctx.seed, case.name.partition("@")[0])
+
+
+def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Iterator[Fact]:
+    ctx = session.ctx
+    core = session.place(case.name)
+    seed = case_seed(ctx, case)
+    started = ctx.clock()
+    problem, doubts = _make(session, case, seed, core, shipped)
+    yield from doubts
+    if doubts:
+        return  # a golden in doubt accuses nobody but its maker
+    comparison, comparator = _measure(session, case, problem, seed, core, seconds - (ctx.clock() - started))
+    if comparison.digest:  # of the first upload alone: a wrong result must show in the fingerprint, not void it
+        session.digests.append((case.name, comparison.digest))
+    if comparison.wrong:
+        again = []
+        for _ in range(FRESH_UPLOADS):
+            problem, doubts = _make(session, case, seed, core, shipped)
+            yield from doubts
+            if doubts:
+                break
+            again.append(_measure(session, case, problem, seed, core, 0.0)[0])
+        comparison = _with_reproduction(comparison, again)
+        yield from (c for c in again if c.wrong)
+    yield comparison
+    if comparator is not None:
+        yield comparator
+
+
+def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Comparison:
+    assert comparison.evidence is not None
+    wrong = [c.evidence for c in again if c.evidence is not None]
+    same = sum(1 for e in wrong if e.first == comparison.evidence.first)
+    text = f"{len(wrong)} of {len(again)} fresh uploads wrong"
+    if wrong:
+        text += f", {same} with the same bits in the same elements"
+    return replace(comparison, evidence=replace(comparison.evidence, reproduced=text))
+
+
+def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
+    """Build a problem twice on the host, and return it with what speaks against it (nothing, on a sound host)."""
+    first, second = session.makers(case.name, core)
+    with on_core(first):
+        problem = case.build(seed)
+    doubts = []
+
+    def doubt(place: str, text: str, other: Any = None) -> None:
+        found = None
+        if other is not None and other.shape == problem.golden.shape and not host_same_bits(other, problem.golden):
+            found = evidence.collect(problem.golden, other)
+        else:
+            found = evidence.collect_nothing(problem.golden)
+        doubts.append(
+            Comparison(
+                case=case.name,
+                shape=problem.shape,
+                seed=seed,
+                exactness=problem.exactness,
+                subject=Subject.HOST,
+                place=place,
+                wrong_trials=1,
+                evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.wrong else text),
+            )
+        )
+
+    with on_core(second):
+        twin = case.build(seed)
+    session.made_twice += can_pin() and first != second
+    pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
+    if all(host_same_bits(a, b) for a, b in pairs):
+        _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
+    else:
+        doubt(session.makers_name(first, second), "the host made operands or golden twice, unlike", twin.golden)
+    maker = f"core {first}" if can_pin() else "one thread"
+    if not problem.witnessed:
+        doubt(maker, "integer and float64 arithmetic of the host disagree on the golden")
+    if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
+        doubt(maker, f"golden has digest {made}, the one made elsewhere and shipped is {shipped}")
+    return problem, doubts
+
+
+def _agree(results: list[Any], golden: Any) -> list[bool]:
+    """Compare results with the golden where they lie; on an accelerator with one synchronisation for all of them."""
+    if golden.device.type == "cpu":
+        return [same_bits(result, golden) for result in results]
+    raw = bits(golden)
+    return [not differs for differs in torch.stack([(bits(r) != raw).any() for r in results]).tolist()]
+
+
+def _spoil(results: list[Any]) -> None:
+    """Overwrite results once they are compared: the next ones may land in this memory, and a kernel that writes
+    nothing must not find it right already.
+    """  # noqa: D205  the sentence needs two lines
+    for result in results:
+        bits(result).fill_(-1 if result.element_size() > 1 else 255)
+
+
+def _measure(
+    session: Session, case: Case, problem: Problem, seed: int, core: int | None, seconds: float
+) -> tuple[Comparison, Comparison | None]:
+    """Compute and compare for `seconds` over one upload; return the comparison, and one more if the comparator errs."""
+    ctx = session.ctx
+    operands = upload(problem.operands, ctx.device)
+    (golden,) = upload((problem.golden,), ctx.device)
+    session.injector.before(case.name, operands[case.struck])
+    burst = 1 if golden.device.type == "cpu" else max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes)))
+    place = session.place_name(core)
+    session.places.add(place)
+    trials = wrong = 0
+    found = None
+    observed_digest = ""
+    comparator_erred = ""
+    buffers: list[Any] = [None] * burst
+    with on_core(core):
+        started = ctx.clock()
+        while True:
+            ctx.pace()
+            size = 1 if trials == 0 else burst
+            results = [case.compute(operands, buffers[i]) for i in range(size)]
+            for i, result in enumerate(results):
+                session.injector.after(case.name, result)
+                buffers[i] = result
+            agreed = _agree(results, golden)
+            if trials == 0:
+                # The comparator can be the broken part: the host compares the first result of every upload itself.
+                with on_core(None if core is None else session.makers(case.name, core)[0]):
+                    host_says = host_same_bits(results[0].cpu(), problem.golden)
+                if host_says != agreed[0]:
+                    words = ("differs", "equals") if agreed[0] else ("equals", "differs")
+                    comparator_erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
+                    agreed[0] = agreed[0] and host_says
+                if case.fixed:
+                    observed_digest = digest(results[0])
+            trials += size
+            for result, right in zip(results, agreed, strict=True):
+                if not right:
+                    wrong += 1
+                    if found is None:
+                        found = _evidence(problem.golden, result)
+            _spoil(results)
+            if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() - started >= seconds):
+                break
+    session.trials += trials
+    session.elements += trials * golden.numel()
+    comparison = Comparison(
+        case=case.name,
+        shape=problem.shape,
+        seed=seed,
+        exactness=problem.exactness,
+        place=place,
+        trials=trials,
+        wrong_trials=wrong,
+        evidence=found,
+        digest=observed_digest,
+        characterised=case.characterised,
+    )
+    if not comparator_erred:
+        return comparison, None
+    doubt = evidence.collect_nothing(problem.golden, comparator_erred)
+    return comparison, replace(
+        comparison, subject=Subject.COMPARATOR, trials=1, wrong_trials=1, evidence=doubt, digest=""
+    )
+
+
+def _evidence(golden: Any, result: Any) -> Evidence:
+    observed = result.cpu()
+    if host_same_bits(observed, golden):
+        return evidence.collect_nothing(golden, "the device saw a difference that the host's copy does not show")
+    return evidence.collect(golden, observed)

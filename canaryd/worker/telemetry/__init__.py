@@ -1,0 +1,1 @@
+"""Read what devices, drivers and the host report."""

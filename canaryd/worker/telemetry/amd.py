@@ -1,0 +1,395 @@
+"""AMD accelerators: what the amdgpu driver gives in sysfs, and amdsmi where ROCm has installed it.
+
+sysfs: the kernel's Documentation/gpu/amdgpu (driver-misc, thermal, ras). amdsmi: the Python reference of AMD SMI 7.0.
+Devices are always found through sysfs; a reading of amdsmi stands in the place of the one with the same name and
+labels. Not asked for: `amdsmi_get_pcie_info`, which measures for up to a second, and stored error records (CPER), which
+outlive what they report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from canaryd.model import Device, Reading
+from canaryd.probe import Absent
+from canaryd.worker.telemetry.drm import Card, cards, driver_version, texts
+from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.sysfs import (
+    Unreadable,
+    aer,
+    attempt,
+    count,
+    entries,
+    hwmon,
+    path_setting,
+    pcie,
+    read_bytes,
+    read_count,
+    read_text,
+)
+
+VENDOR = 0x1002
+ACCELERATORS = (0x0380, 0x1200)
+"""PCI classes, 16 bits, of data-centre parts: other display controller, processing accelerator."""
+LEAST_MEMORY = 8 << 30
+"""Bytes of own memory from which a GPU counts as one that models are served on (ours)."""
+KINDS = {"ce": "corrected", "ue": "uncorrected", "de": "deferred"}
+"""The kernel's words for errors that were corrected, could not be, or wait in memory until somebody reads them."""
+PAGES = {"R": "reserved", "P": "pending", "F": "unreservable"}
+FIRMWARE = ("smc", "sos", "mec", "sdma", "vcn", "ta_ras", "ta_xgmi", "asd", "rlc")
+"""Firmware whose version tells one state of a node from another; the driver lists more."""
+
+
+def devices(settings: Mapping[str, Any]) -> list[Device]:
+    """Return the accelerators that the amdgpu driver runs, with serial numbers and versions as far as it tells them."""
+    root, library = _settings(settings)
+    found = []
+    for index, card in enumerate(_accelerators(root)):
+        # Where both know, sysfs speaks: the words must not change with the library's fate.
+        detail = _amdsmi().detail(card.bus_id) if library else {}
+        detail |= {"bus_id": card.bus_id, "driver": driver_version(root, card.driver)}
+        files = {"serial": "serial_number", "vbios": "vbios_version", "board_part_number": "product_number"}
+        detail |= texts(card.device, files | {"unique_id": "unique_id", "product": "product_name"})
+        detail |= texts(card.device / "fw_version", {f"firmware_{name}": f"{name}_fw_version" for name in FIRMWARE})
+        chip = detail.pop("unique_id", "").lower().removeprefix("0x")
+        named = re.fullmatch(r"[0-9a-f]{1,16}", chip) is not None and int(chip, 16) != 0
+        found.append(
+            Device(
+                uuid=f"GPU-{chip.zfill(16)}" if named else f"GPU-{card.bus_id}",
+                backend="rocm",
+                index=index,
+                model=detail.pop("product", f"AMD GPU [1002:{card.product:04x}]"),
+                weak_identity=not named,
+                detail=detail,
+            )
+        )
+    return found
+
+
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+    """Yield what driver and library say about the device now; raise `Unavailable` where it is not there."""
+    root, library = _settings(settings)
+    bus_id = device.detail.get("bus_id", "")
+    card = next((card for card in _accelerators(root) if card.bus_id == bus_id), None)
+    if device.backend != "rocm" or card is None:
+        raise Unavailable(f"{device.name}: no AMD accelerator with a driver at PCI address {bus_id or 'unknown'}")
+    given = list(_amdsmi().readings(bus_id)) if library else []
+    yield from given
+    keys, names = {reading.key for reading in given}, {reading.name for reading in given}
+    for fact in _from_sysfs(root, card):
+        if isinstance(fact, Reading):
+            if fact.key not in keys:
+                yield fact
+        elif fact.name not in keys | names:
+            yield fact
+
+
+def close() -> None:
+    """Shut amdsmi down, which lets go of its device files."""
+    library = _loaded.pop("amdsmi", None)
+    if library is not None and library.api is not None:
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            library.api.amdsmi_shut_down()
+
+
+def _settings(settings: Mapping[str, Any]) -> tuple[Path, bool]:
+    if unknown := sorted(set(settings) - {"sysfs", "amdsmi"}):
+        raise ValueError(f"{unknown[0]}: not a setting of amd_telemetry; it has amdsmi and sysfs")
+    library = settings.get("amdsmi", True)
+    if not isinstance(library, bool):
+        raise ValueError(f"amdsmi: got {library!r}, wanted true or false")  # noqa: TRY004 - a setting, not a call
+    return path_setting(settings, "sysfs", "/sys"), library
+
+
+def _accelerators(root: Path) -> list[Card]:
+    return [card for card in cards(root, VENDOR) if card.driver == "amdgpu" and _serves(card)]
+
+
+def _serves(card: Card) -> bool:
+    """Tell an accelerator from the display of a processor: by memory of its own, or by its class where that is unread.
+
+    The class alone will not do: the second display of a portable computer is a 0x0380 too.
+    """
+    try:
+        return read_count(card.device / "mem_info_vram_total") >= LEAST_MEMORY
+    except Unreadable:
+        return card.pci_class >> 8 in ACCELERATORS
+
+
+# --- sysfs -----------------------------------------------------------------------------------------------------------
+
+
+def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
+    yield from _errors(card)
+    yield from _pages(card)
+    yield from hwmon(root, f"bus/pci/devices/{card.bus_id}")
+    for limit, name in (("enforced", "cap"), ("default", "cap_default"), ("min", "cap_min"), ("max", "cap_max")):
+        yield attempt("power_limit_watts", partial(_cap, card, f"power1_{name}"), "watts", {"limit": limit})
+    for domain, name in (("graphics", "pp_dpm_sclk"), ("memory", "pp_dpm_mclk")):
+        yield attempt("clock_hertz", partial(_clock, card.device / name, most=False), "hertz", {"domain": domain})
+        yield attempt("clock_max_hertz", partial(_clock, card.device / name, most=True), "hertz", {"domain": domain})
+    for engine, name in (("gpu", "gpu_busy_percent"), ("memory", "mem_busy_percent")):
+        yield attempt("utilization_ratio", partial(_percent, card.device / name), "1", {"engine": engine})
+    for reading, name in (("memory_total_bytes", "mem_info_vram_total"), ("memory_used_bytes", "mem_info_vram_used")):
+        yield attempt(reading, partial(read_count, card.device / name), "bytes")
+    yield count("pcie_replays_total", card.device / "pcie_replay_count")
+    yield from pcie(root, card.bus_id)
+    yield from aer(root, card.bus_id)
+    for name in ("throttle_active", "energy_joules_total"):
+        yield Absent(name=name, reason="only amdsmi gives it, and it is not installed or does not answer")
+
+
+def _errors(card: Card) -> Iterator[Reading | Absent]:
+    """Yield the error counts per block of the chip; xgmi_wafl is the links between devices."""
+    yield attempt("ecc_enabled", partial(_protected, card), "", {"when": "current"})
+    try:
+        files = entries(card.device / "ras", "*_err_count")
+    except Unreadable as error:
+        yield Absent(name="ecc_errors_total", reason=str(error))
+        return
+    for file in files:
+        location = file.name.removesuffix("_err_count")
+        try:
+            counts = re.findall(r"^(ue|ce|de)\s*:\s*(\d{1,19})\s*$", read_text(file), re.MULTILINE)
+        except Unreadable as error:
+            yield Absent(name=f"ecc_errors_total{{location={location}}}", reason=str(error))
+            continue
+        if not counts:
+            yield Absent(name=f"ecc_errors_total{{location={location}}}", reason=f"{file} holds no count")
+        for kind, number in dict(counts).items():
+            labels = {"kind": KINDS[kind], "location": location}
+            yield Reading(name="ecc_errors_total", value=int(number), unit="1", labels=labels)
+    if not files:
+        yield Absent(name="ecc_errors_total", reason="the driver counts no errors of this device")
+
+
+def _protected(card: Card) -> int:
+    """Return 1 while the memory controllers' error handling (block 0, umc) is on."""
+    text = read_text(card.device / "ras/features")
+    mask = re.match(r"feature mask:\s*0x([0-9a-fA-F]{1,16})\b", text)
+    if not mask:
+        raise Unreadable(f"{card.device}/ras/features holds no feature mask")
+    return int(mask.group(1), 16) & 1
+
+
+def _pages(card: Card) -> Iterator[Reading | Absent]:
+    """Yield how many pages of memory are bad, by status; an empty list is the good news."""
+    path = card.device / "ras/gpu_vram_bad_pages"
+    try:
+        lines = [line for line in read_bytes(path).decode(errors="replace").splitlines() if line.strip()]
+    except Unreadable as error:
+        yield Absent(name="memory_bad_pages", reason=str(error))
+        return
+    pages = [re.fullmatch(r"\s*0x[0-9a-fA-F]+\s*:\s*0x[0-9a-fA-F]+\s*:\s*([RPF])\s*", line) for line in lines]
+    if not all(pages):
+        yield Absent(name="memory_bad_pages", reason=f"{path} holds lines that are no bad pages")
+        return
+    numbers = Counter(PAGES[page.group(1)] for page in pages if page)
+    for status in PAGES.values():
+        yield Reading(name="memory_bad_pages", value=numbers[status], unit="1", labels={"status": status})
+
+
+def _cap(card: Card, name: str) -> float:
+    for chip in entries(card.device / "hwmon", "hwmon[0-9]*"):
+        if (chip / name).exists():
+            return read_count(chip / name) / 1e6
+    raise Unreadable("no hwmon chip of the device gives it")
+
+
+def _clock(path: Path, *, most: bool) -> int:
+    """Return hertz from a list of levels such as "1: 2100Mhz *", where the star marks the one in use."""
+    levels = re.findall(r"^(?:\d+|S):\s*(\d{1,6})\s*[Mm][Hh]z\s*(\*?)\s*$", read_text(path), re.MULTILINE)
+    wanted = [int(clock) for clock, star in levels if star or most]
+    if not wanted:
+        raise Unreadable(f"{path} holds no clock in use")
+    return max(wanted) * 10**6
+
+
+def _percent(path: Path) -> float:
+    number = read_count(path)
+    if number > 100:
+        raise Unreadable(f"{path} holds {number}, not a percentage")
+    return number / 100
+
+
+# --- amdsmi ----------------------------------------------------------------------------------------------------------
+
+
+class _Library:
+    """amdsmi, initialised once per worker; where it cannot be used it gives nothing."""
+
+    def __init__(self) -> None:
+        self.api: ModuleType | None = None
+        self.why = ""
+        """Why a library that is there cannot be used; "" where there is none."""
+        self.handles: dict[str, Any] = {}
+        place = _installed()
+        if place is None:
+            return
+        noise = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(noise):
+                self.api = _import(place)
+                self.api.amdsmi_init()
+                for handle in self.api.amdsmi_get_processor_handles():
+                    self.handles[str(self.api.amdsmi_get_gpu_device_bdf(handle)).lower()] = handle
+        except Exception as error:  # noqa: BLE001 - KeyError, AttributeError, OSError and its own have all been seen
+            said = " ".join((noise.getvalue() or str(error)).split())
+            self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {said[:200]}"
+
+    def detail(self, bus_id: str) -> dict[str, str]:
+        """Return identity and versions, and which library told them."""
+        if self.api is None:
+            return {"library": self.why} if self.why else {}
+        found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
+        board = self._ask("amdsmi_get_gpu_board_info", bus_id)
+        wanted = {
+            "serial": _at(board, "product_serial"),
+            "board_part_number": _at(board, "model_number"),
+            "product": _at(board, "product_name"),
+            "unique_id": _at(self._ask("amdsmi_get_gpu_asic_info", bus_id), "asic_serial"),
+        }
+        return found | {k: v.strip() for k, v in wanted.items() if isinstance(v, str) and v.strip() not in ("", "N/A")}
+
+    def readings(self, bus_id: str) -> Iterator[Reading]:
+        """Yield what the library gives; what it does not give is left to sysfs."""
+        if self.api is None or bus_id not in self.handles:
+            return
+        yield from self._errors(bus_id)
+        pages = self._ask("amdsmi_get_gpu_bad_page_info", bus_id)
+        if isinstance(pages, list) and all(_at(page, "status") in (0, 1, 2) for page in pages):
+            numbers = Counter(list(PAGES.values())[int(_at(page, "status"))] for page in pages)
+            for status in PAGES.values():
+                yield Reading(name="memory_bad_pages", value=numbers[status], unit="1", labels={"status": status})
+        yield from self._heat(bus_id)
+        yield from self._power(bus_id)
+        for domain, name in (("graphics", "GFX"), ("memory", "MEM")):
+            clock = self._ask("amdsmi_get_clock_info", bus_id, ("AmdSmiClkType", name))
+            for reading, key in (("clock_hertz", "clk"), ("clock_max_hertz", "max_clk")):
+                if (value := _number(clock, key, 1, 10_000)) is not None:  # MHz
+                    yield Reading(name=reading, value=value * 10**6, unit="hertz", labels={"domain": domain})
+        use = self._ask("amdsmi_get_gpu_activity", bus_id)
+        for engine, key in (("gpu", "gfx_activity"), ("memory", "umc_activity")):
+            if (value := _number(use, key, 0, 100)) is not None:
+                yield Reading(name="utilization_ratio", value=value / 100, unit="1", labels={"engine": engine})
+        memory = self._ask("amdsmi_get_gpu_vram_usage", bus_id)
+        total = _number(memory, "vram_total", 1, 1 << 30)  # MiB
+        for reading, key in (("memory_total_bytes", "vram_total"), ("memory_used_bytes", "vram_used")):
+            if total and (value := _number(memory, key, 0, total)) is not None:
+                yield Reading(name=reading, value=value * (1 << 20), unit="bytes")
+
+    def _errors(self, bus_id: str) -> Iterator[Reading]:
+        for block in getattr(self.api, "AmdSmiGpuBlock", ()):
+            state = self._ask("amdsmi_get_gpu_ecc_status", bus_id, ("AmdSmiGpuBlock", block.name))
+            if getattr(state, "name", "") != "ENABLED":
+                continue  # a block that does not count answers 0
+            counts = self._ask("amdsmi_get_gpu_ecc_count", bus_id, ("AmdSmiGpuBlock", block.name))
+            for kind, key in (("corrected", "correctable"), ("uncorrected", "uncorrectable"), ("deferred", "deferred")):
+                if (value := _number(counts, f"{key}_count", 0, 1 << 63)) is not None:
+                    labels = {"kind": kind, "location": block.name.lower()}
+                    yield Reading(name="ecc_errors_total", value=value, unit="1", labels=labels)
+
+    def _heat(self, bus_id: str) -> Iterator[Reading]:
+        for name, metric, label in (
+            ("temperature_celsius", "CURRENT", "sensor"),
+            ("temperature_threshold_celsius", "CRITICAL", "threshold"),
+        ):
+            for sensor, kind in (("edge", "EDGE"), ("junction", "HOTSPOT"), ("mem", "VRAM")):
+                arguments = (("AmdSmiTemperatureType", kind), ("AmdSmiTemperatureMetric", metric))
+                value = _plain(self._ask("amdsmi_get_temp_metric", bus_id, *arguments))
+                # The reference says millidegrees, AMD's own tool prints degrees: no chip between 0.15 and 150 degrees
+                # can be taken for the other.
+                degrees = value / 1000 if value is not None and value > 1000 else value
+                if degrees is not None and 0 < degrees <= 150:
+                    labels = {label: sensor if metric == "CURRENT" else f"{sensor}_crit"}
+                    yield Reading(name=name, value=degrees, unit="celsius", labels=labels)
+        # Measured over a tenth of a second by the library itself.
+        violations = self._ask("amdsmi_get_violation_status", bus_id)
+        for reason, key in (
+            ("prochot", "prochot_thrm"),
+            ("power", "ppt_pwr"),
+            ("thermal", "socket_thrm"),
+            ("vr_thermal", "vr_thrm"),
+            ("memory_thermal", "hbm_thrm"),
+        ):
+            active = _at(violations, f"active_{key}")
+            if isinstance(active, bool) or active in (0, 1):
+                yield Reading(name="throttle_active", value=int(active), labels={"reason": reason})
+
+    def _power(self, bus_id: str) -> Iterator[Reading]:
+        power = self._ask("amdsmi_get_power_info", bus_id)
+        for key in ("current_socket_power", "average_socket_power"):  # one of them, depending on the generation
+            if (value := _number(power, key, 1, 10_000)) is not None:
+                yield Reading(name="power_watts", value=value, unit="watts")
+                break
+        caps = self._ask("amdsmi_get_power_cap_info", bus_id)
+        for limit, prefix in (("enforced", ""), ("default", "default_"), ("min", "min_"), ("max", "max_")):
+            if (value := _number(caps, f"{prefix}power_cap", 10**6, 4 * 10**9)) is not None:  # microwatts
+                yield Reading(name="power_limit_watts", value=value / 1e6, unit="watts", labels={"limit": limit})
+        energy = self._ask("amdsmi_get_energy_count", bus_id)
+        steps = _number(energy, "energy_accumulator", 1, 1 << 63)
+        step = _number(energy, "counter_resolution", 1e-6, 1e6)
+        if steps is not None and step is not None:  # microjoules
+            yield Reading(name="energy_joules_total", value=steps * step / 1e6, unit="joules")
+
+    def _ask(self, function: str, bus_id: str, *arguments: tuple[str, str]) -> Any:
+        """Call a function with members of the library's enumerations; None for every way in which it can fail."""
+        try:
+            members = [getattr(getattr(self.api, enumeration), member) for enumeration, member in arguments]
+            with contextlib.redirect_stdout(io.StringIO()):
+                return getattr(self.api, function)(self.handles[bus_id], *members)
+        except Exception:  # noqa: BLE001 - not supported, no permission, unknown to this version: sysfs answers instead
+            return None
+
+
+_loaded: dict[str, _Library] = {}
+
+
+def _amdsmi() -> _Library:
+    if "amdsmi" not in _loaded:
+        _loaded["amdsmi"] = _Library()
+    return _loaded["amdsmi"]
+
+
+def _installed() -> Path | None:
+    """Return ROCm's directory if the C library is there; without it the Python package cannot even be imported."""
+    roots = [os.environ.get("ROCM_HOME", ""), os.environ.get("ROCM_PATH", ""), "/opt/rocm"]
+    for root in filter(None, roots):
+        if (Path(root) / "lib/libamd_smi.so").exists():
+            return Path(root)
+    return None
+
+
+def _import(rocm: Path) -> ModuleType:
+    """Import the package that ROCm ships with the library: one from elsewhere may miss what this library has."""
+    shipped = str(rocm / "share/amd_smi")
+    sys.path.insert(0, shipped)
+    try:
+        return importlib.import_module("amdsmi")
+    finally:
+        sys.path.remove(shipped)
+
+
+def _at(answer: Any, key: str) -> Any:
+    return answer.get(key) if isinstance(answer, Mapping) else None
+
+
+def _number(answer: Any, key: str, least: float, most: float) -> float | None:
+    """Return a field within its bounds, or None: what a device lacks is "N/A" or the greatest number of its type."""
+    value = _plain(_at(answer, key))
+    return value if value is not None and least <= value <= most else None
+
+
+def _plain(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

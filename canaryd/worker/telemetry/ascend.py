@@ -1,0 +1,304 @@
+"""Huawei Ascend NPUs: what `npu-smi info` prints, in the forms of its versions 21 to 25.
+
+One table lists all devices; three questions per card add memory errors, the memory's heat and the clocks. A fourth asks
+for fault codes where the table says that a device is not well. Answers are shared by the devices of a sweep.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canaryd.model import Device, Reading, printable
+from canaryd.probe import Absent
+from canaryd.worker.telemetry.command import NotInstalled, command_setting, output
+from canaryd.worker.telemetry.interface import NotHere, Unavailable
+from canaryd.worker.telemetry.sysfs import Unreadable, aer, attempt, path_setting, pcie
+
+PATIENCE = 4.0
+"""Seconds that one answer of npu-smi may take; it is slow on a busy machine."""
+FRESH = 5.0
+"""Seconds for which an answer, or its failure, stands for all devices that it speaks of."""
+STATES = ("ok", "warning", "alarm", "critical", "unknown")
+CODES = 16
+"""Fault codes of one device that are told."""
+MEBIBYTE = 1 << 20
+_BUS_ID = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]")
+
+_answers: dict[tuple[str, ...], tuple[float, str | Unreadable]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chip:
+    """One chip, as two rows of the table describe it."""
+
+    npu: str
+    chip: str
+    name: str
+    health: str
+    bus_id: str
+    """"" where the table names none, as in some virtual machines."""
+    values: Mapping[str, str]
+    """Column → what stands there."""
+
+
+def devices(settings: Mapping[str, Any]) -> list[Device]:
+    """Return the NPUs that npu-smi lists; raise `Unavailable` where it cannot be asked."""
+    smi, _ = _settings(settings)
+    chips = _listed(smi)
+    found = []
+    for index, chip in enumerate(chips):
+        card = _pairs(_quiet(smi, "board", chip.npu))
+        known = {
+            "serial": card.get("serialnumber"),
+            "driver": card.get("softwareversion"),
+            "firmware": card.get("firmwareversion"),
+            "product": card.get("productname"),
+            "board_id": card.get("boardid"),
+            "die_id": _pairs(_quiet(smi, "board", chip.npu, chip.chip)).get("vdieid"),
+        }
+        detail = {"npu": chip.npu, "chip": chip.chip}
+        given = {key: printable(text)[:200] for key, text in known.items() if text}
+        detail |= {key: text for key, text in given.items() if text.upper() not in ("NA", "N/A", "-")}
+        if chip.bus_id:
+            detail["bus_id"] = chip.bus_id
+        several = sum(other.npu == chip.npu for other in chips) > 1
+        place = chip.bus_id or f"{chip.npu}-{chip.chip}"
+        serial = detail.get("serial", "") + (f"-{chip.chip}" if several else "")
+        found.append(
+            Device(
+                uuid=f"NPU-{serial if 'serial' in detail else place}",
+                backend="npu",
+                index=index,
+                model=printable(f"Ascend {chip.name.removeprefix('Ascend')}")[:200],
+                weak_identity="serial" not in detail,
+                detail=detail,
+            )
+        )
+    return found
+
+
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+    """Yield what npu-smi says about the NPU now; raise `Unavailable` where it cannot be asked or does not list it."""
+    smi, root = _settings(settings)
+    place = (device.detail.get("npu"), device.detail.get("chip"))
+    if device.backend != "npu":
+        raise Unavailable(f"{device.name} is not an Ascend NPU")
+    chips = _listed(smi)
+    chip = next((chip for chip in chips if (chip.npu, chip.chip) == place), None)
+    if chip is None:
+        raise Unavailable(f"{device.name}: npu-smi lists no chip {place[1]} of NPU {place[0]}")
+    alone = sum(other.npu == chip.npu for other in chips) == 1
+    yield from _health(smi, chip, alone=alone)
+    yield from _table(chip)
+    for question, ask in (("memory", _memory), ("ecc", _errors), ("common", _clocks)):
+        yield from ask(partial(_field, smi, question, chip, alone=alone))
+    if chip.bus_id:
+        yield from pcie(root, chip.bus_id)
+        yield from aer(root, chip.bus_id)
+
+
+def close() -> None:
+    """Forget the answers."""
+    _answers.clear()
+
+
+def _settings(settings: Mapping[str, Any]) -> tuple[str, Path]:
+    if unknown := sorted(set(settings) - {"npu_smi", "sysfs"}):
+        raise ValueError(f"{unknown[0]}: not a setting of ascend_telemetry; it has npu_smi and sysfs")
+    return command_setting(settings, "npu_smi", "npu-smi"), path_setting(settings, "sysfs", "/sys")
+
+
+# --- readings --------------------------------------------------------------------------------------------------------
+
+
+def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Reading | Absent]:
+    status = chip.health.lower()
+    if status not in STATES:
+        yield Absent(name="device_health", reason=f"npu-smi gives {chip.health[:40]!r}, not a state of health")
+        return
+    yield Reading(name="device_health", value=1, labels={"status": status})
+    if status == "ok":
+        return
+    try:
+        said = _section(_ask(smi, "health", chip.npu), chip.chip, alone=alone).get("errorcode", "")
+    except Unreadable as error:
+        yield Absent(name="device_fault", reason=str(error))
+        return
+    codes = re.findall(r"\b(?:0x)?([0-9A-Fa-f]{8})\b", said)
+    for code in list(dict.fromkeys(code.upper() for code in codes))[:CODES]:
+        yield Reading(name="device_fault", value=1, labels={"code": code})
+    if not codes:
+        yield Absent(name="device_fault", reason="npu-smi names no fault code")
+
+
+def _table(chip: _Chip) -> Iterator[Reading | Absent]:
+    def column(name: str, least: float, most: float) -> float:
+        return _number(chip.values.get(name), f"column {name}", least, most)
+
+    def memory(part: int) -> float:
+        for name in ("HBM-Usage(MB)", "Memory-Usage(MB)"):  # a device has one of the two; the other is 0 / 0
+            used, _, total = chip.values.get(name, "").partition("/")
+            both = [_number(text, f"column {name}", 0, 1 << 24) for text in (used, total)] if total else [0, 0]
+            if both[1] > 0:
+                return both[part] * MEBIBYTE
+        raise Unreadable("npu-smi's table gives no memory")
+
+    yield attempt("power_watts", lambda: column("Power(W)", 0.1, 10_000), "watts")
+    yield attempt("temperature_celsius", lambda: column("Temp(C)", -40, 200), "celsius", {"sensor": "core"})
+    yield attempt("utilization_ratio", lambda: column("AICore(%)", 0, 100) / 100, "1", {"engine": "aicore"})
+    yield attempt("memory_used_bytes", lambda: memory(0), "bytes")
+    yield attempt("memory_total_bytes", lambda: memory(1), "bytes")
+
+
+def _memory(field: Callable[..., float]) -> Iterator[Reading | Absent]:
+    heat = partial(field, "HBM Temperature(C)", -40, 200)
+    yield attempt("temperature_celsius", heat, "celsius", {"sensor": "memory"})
+
+
+def _errors(field: Callable[..., float]) -> Iterator[Reading | Absent]:
+    """Yield the counts of the stacked memory; those of the DDR memory are printed for devices that have none."""
+    for kind, bits in (("corrected", "Single"), ("uncorrected", "Double")):
+        labels = {"kind": kind, "location": "hbm"}
+        now = partial(field, f"HBM {bits} Bit Error Count", 0, 1 << 32)
+        yield attempt("ecc_errors_total", now, "1", labels)
+        life = partial(field, f"HBM {bits} Bit Aggregate Total Err Cnt", 0, 1 << 32)
+        yield attempt("ecc_aggregate_errors_total", life, "1", labels)
+    # The counts for single bits are reserved and always 0 (npu-smi reference, 25.5): not told.
+    isolated = partial(field, "HBM Double Bit Isolated Pages Count", 0, 1 << 32)
+    yield attempt("retired_pages", isolated, "1", {"cause": "double_bit"})
+    yield attempt(
+        "retired_pages_pending", lambda: int(field("HBM Double Bit Next-Isolated Pages Count", 0, 1 << 32) > 0)
+    )
+
+
+def _clocks(field: Callable[..., float]) -> Iterator[Reading | Absent]:
+    for name, column in (("clock_hertz", "Aicore curFreq(MHZ)"), ("clock_max_hertz", "Aicore Freq(MHZ)")):
+        megahertz = partial(field, column, 1, 10_000)
+        yield attempt(name, lambda ask=megahertz: ask() * 10**6, "hertz", {"domain": "aicore"})  # type: ignore[misc]
+
+
+# --- npu-smi ---------------------------------------------------------------------------------------------------------
+
+
+def _listed(smi: str) -> list[_Chip]:
+    """Return the chips of the table; raise `Unavailable` where there is no table."""
+    try:
+        text = _answer(smi, "info")
+    except NotInstalled as error:
+        raise NotHere(str(error)) from error
+    except Unreadable as error:
+        raise Unavailable(str(error)) from error
+    if "Health" not in text:
+        raise Unavailable(f"{smi} info prints no table of devices")
+    return _chips(text)
+
+
+def _chips(text: str) -> list[_Chip]:
+    """Take the table apart: per chip a row of its card, then its own, each under its own headings."""
+    found: list[_Chip] = []
+    headings: dict[str, list[str]] = {"Health": [], "Bus-Id": []}
+    card: tuple[str, str, str, dict[str, str]] | None = None
+    for line in text.splitlines():
+        if "Process id" in line:
+            break
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.lstrip().startswith("|") else []
+        if len(cells) != 3 or not cells[0]:
+            continue
+        first, second, third = cells[0].split(), cells[1], cells[2]
+        if second in headings:
+            headings[second] = third.split()
+        elif first[0].isdigit() and len(first) == 2 and not first[1].isdigit():
+            card = (first[0], first[1], second, _columns(headings["Health"], third))
+        elif all(word.isdigit() for word in first) and card is not None:
+            bus_id = second.lower() if _BUS_ID.fullmatch(second) else ""
+            values = card[3] | _columns(headings["Bus-Id"], third)
+            npu, name, health, _ = card
+            found.append(_Chip(npu=npu, chip=first[0], name=name, health=health, bus_id=bus_id, values=values))
+            card = None
+    return found
+
+
+def _columns(headings: list[str], cell: str) -> dict[str, str]:
+    """Pair headings with values such as "97.6" or "0 / 0"; nothing where they do not pair up."""
+    values = re.findall(r"\S+\s*/\s*\S+|\S+", cell)
+    return dict(zip(headings, values, strict=True)) if len(values) == len(headings) else {}
+
+
+def _field(smi: str, question: str, chip: _Chip, name: str, least: float, most: float, *, alone: bool) -> float:
+    """Return one number of the answer to `npu-smi info -t <question>`; raise `Unreadable`."""
+    fields = _section(_ask(smi, question, chip.npu), chip.chip, alone=alone)
+    return _number(fields.get(_key(name)), f"npu-smi info -t {question}: {name}", least, most)
+
+
+def _section(text: str, chip: str, *, alone: bool) -> dict[str, str]:
+    """Return what is said of one chip: its block names it, before or after the values; one alone may go unnamed."""
+    found: dict[str, str] = {}
+    for block in re.split(r"\n\s*\n", text):
+        pairs = [(_key(key), value) for key, value in _lines(block)]
+        fields = dict(pairs)
+        if len(fields) != len(pairs) or "chipname" in fields:
+            continue  # chips without a line between them, or the board's controller
+        if fields.get("chipid") == chip or (alone and "chipid" not in fields):
+            found |= fields
+    return found
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Return the first value of every key."""
+    found: dict[str, str] = {}
+    for key, value in _lines(text):
+        found.setdefault(_key(key), value)
+    return found
+
+
+def _lines(text: str) -> list[tuple[str, str]]:
+    return [(key, value.strip()) for key, value in re.findall(r"^\s*([^:\n]+?)\s*:[ \t]*(.*)$", text, re.MULTILINE)]
+
+
+def _key(name: str) -> str:
+    """Return a key without blanks and capitals: versions differ in both, as in "Temperature (C)"."""
+    return re.sub(r"\s+", "", name).lower()
+
+
+def _number(text: str | None, where: str, least: float, most: float) -> float:
+    if text is None:
+        raise Unreadable(f"{where}: not printed by this version or for this device")
+    if not re.fullmatch(r"-?\d{1,12}(\.\d{1,6})?", text.strip()):
+        raise Unreadable(f"{where}: {text.strip()[:40]!r} is not a number")
+    number = float(text) if "." in text else int(text)
+    if not least <= number <= most:
+        raise Unreadable(f"{where}: {text.strip()} cannot be meant")
+    return number
+
+
+def _ask(smi: str, question: str, npu: str, chip: str = "") -> str:
+    return _answer(smi, "info", "-t", question, "-i", npu, *(("-c", chip) if chip else ()))
+
+
+def _quiet(smi: str, question: str, npu: str, chip: str = "") -> str:
+    """Return an answer, or "" where there is none: identity is told as far as it is known."""
+    try:
+        return _ask(smi, question, npu, chip)
+    except Unreadable:
+        return ""
+
+
+def _answer(*argv: str) -> str:
+    """Return what a command prints, once for all devices of a sweep; raise `Unreadable`."""
+    now = time.monotonic()
+    asked, answer = _answers.get(argv, (float("-inf"), ""))
+    if now - asked > FRESH:
+        try:
+            answer = output(argv, PATIENCE)
+        except Unreadable as error:
+            answer = error
+        _answers[argv] = (time.monotonic(), answer)
+    if isinstance(answer, Unreadable):
+        raise answer
+    return answer

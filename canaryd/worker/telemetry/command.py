@@ -1,0 +1,47 @@
+"""What a vendor's command prints: asked with a deadline, and every failure is a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from canaryd.worker.telemetry.sysfs import Unreadable
+
+
+class NotInstalled(Unreadable):
+    """There is no such command here."""
+
+
+def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str:
+    """Return a setting that is a command's name or path; raise `ValueError` for anything else."""
+    given = settings.get(name, default)
+    if not isinstance(given, str) or not given.strip() or "\0" in given:
+        raise ValueError(f"{name}: got {given!r}, wanted the name or path of a command such as {default!r}")
+    return given
+
+
+def output(argv: Sequence[str], timeout: float) -> str:
+    """Return what a command prints on standard output; raise `Unreadable` where it fails or takes over `timeout` s."""
+    import subprocess  # noqa: PLC0415 - only where there is a command to ask
+
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},  # words and decimal points as documented
+        )
+    except FileNotFoundError:
+        raise NotInstalled(f"{argv[0]} is not installed, or not in PATH") from None
+    except subprocess.TimeoutExpired:
+        raise Unreadable(f"{' '.join(argv)} did not answer within {timeout:.1f} s") from None
+    except OSError as error:
+        raise Unreadable(f"{argv[0]} cannot be started: {error.strerror or error}") from None
+    text = done.stdout.decode(errors="replace")
+    if done.returncode:
+        said = (done.stderr.decode(errors="replace").strip() or text.strip() or "nothing").splitlines()[-1]
+        raise Unreadable(f"{' '.join(argv)} failed with status {done.returncode} and said: {said[:200]}")
+    return text

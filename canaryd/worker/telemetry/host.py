@@ -1,0 +1,458 @@
+"""The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
+
+Linux gives it in /proc and /sys (docs/host.md says which file gives what); elsewhere psutil gives a part of it. No
+series is per core, so that a large machine costs few of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import stat
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from canaryd.model import Device, Reading
+from canaryd.probe import Absent
+from canaryd.worker.telemetry import machine
+from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.sysfs import (
+    Denied,
+    Unreadable,
+    attempt,
+    celsius,
+    count,
+    entries,
+    inputs,
+    optional_entries,
+    optional_text,
+    path_setting,
+    read_bytes,
+    read_count,
+    read_text,
+    rpm,
+    unreadable,
+)
+
+Fact = Reading | Absent
+
+MOST_SENSORS = 128
+"""Temperatures and fans read of one machine; each costs a series, and some a transfer over a slow bus."""
+MOST_CLOCKS = 16
+"""Processors asked for their clock: before Linux 5.18 each answer may take 10 ms (arch/x86/kernel/cpu/aperfmperf.c)."""
+MOST_PROCESSORS = 1 << 17
+"""Processors of one machine; the kernel itself is built for 8,192 at most."""
+UNWATCHED = "no EDAC driver watches the memory: errors are not known"
+RASDAEMON_TABLES = (
+    *("mc_event", "mce_record", "aer_event", "extlog_event", "non_standard_event", "arm_event", "devlink_event"),
+    *("disk_errors", "memory_failure_event", "signal_event", "reri_event"),
+    *("cxl_poison_event", "cxl_aer_ue_event", "cxl_aer_ce_event", "cxl_overflow_event", "cxl_generic_event"),
+    *("cxl_general_media_event", "cxl_dram_event", "cxl_memory_module_event", "cxl_memory_sparing_event"),
+)
+"""Tables that rasdaemon writes, 0.6.8 to 0.8.5 (its ras-record.c)."""
+
+
+class Roots(NamedTuple):
+    """Where the kernel's trees and rasdaemon's database lie."""
+
+    sysfs: Path
+    proc: Path
+    rasdaemon: Path
+
+
+def roots(settings: Mapping[str, Any]) -> Roots:
+    """Return the paths of the settings sysfs, proc and rasdaemon; raise `ValueError` for a wrong or unknown one."""
+    if unknown := sorted(set(settings) - set(Roots._fields)):
+        raise ValueError(f"{unknown[0]}: not a setting of host_telemetry; it has {', '.join(Roots._fields)}")
+    return Roots(
+        path_setting(settings, "sysfs", "/sys"),
+        path_setting(settings, "proc", "/proc"),
+        path_setting(settings, "rasdaemon", "/var/lib/rasdaemon/ras-mc_event.db"),
+    )
+
+
+def devices(settings: Mapping[str, Any]) -> list[Device]:
+    """Return no device: the processors are found together with the software under test."""
+    roots(settings)
+    return []
+
+
+def close() -> None:
+    """Do nothing: no file stays open."""
+
+
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what the machine says about itself now; raise `Unavailable` for a device that is not its processors."""
+    if device.backend != "cpu":
+        raise Unavailable(f"{device.name} is not a processor: host telemetry is read for the cpu device")
+    where = roots(settings)
+    if sys.platform != "linux":
+        yield from portable()
+        return
+    yield from edac(where.sysfs)
+    yield attempt("machine_check_exceptions_total", partial(_machine_checks, where.proc), "1")
+    yield from throttling(where.sysfs)
+    yield from sensors(where.sysfs)
+    yield from clocks(where)
+    yield attempt("load_average", lambda: float(_line(where.proc / "loadavg", r"^([0-9]{1,9}\.[0-9]{1,9}) ")), "1")
+    yield from memory(where.proc)
+    yield from pressure(where.proc)
+    yield from cores(where.sysfs)
+    yield from clock_source(where.sysfs)
+    yield attempt("boot_time_seconds", lambda: int(_line(where.proc / "stat", r"^btime ([0-9]{1,12})$")), "seconds")
+    yield attempt("crash_records", partial(_crash_records, where), "1")
+    yield from rasdaemon(where)
+
+
+def edac(sysfs: Path) -> Iterator[Fact]:
+    """Yield memory errors by controller and module; without a controller, that they are not known.
+
+    Per module where the driver gives it, else per channel and row (the older layout), else per controller.
+    """
+    reason = UNWATCHED
+    try:
+        controllers = entries(sysfs / "devices/system/edac/mc", "mc[0-9]*")
+    except Unreadable as error:
+        controllers = []
+        if isinstance(error, Denied):
+            reason = str(error)
+    if not controllers:
+        yield Absent(name="edac_controllers", reason=reason)
+        yield Absent(name="edac_errors_total", reason=reason)
+        return
+    yield Reading(name="edac_controllers", value=len(controllers), unit="1")
+    for controller in controllers:
+        try:
+            counters = _edac_counters(controller)
+        except Unreadable as error:
+            yield Absent(name=f"edac_errors_total{{controller={controller.name}}}", reason=str(error))
+            continue
+        for kind, module, path in counters:
+            labels = {"kind": kind, "controller": controller.name, "dimm": module}
+            yield count("edac_errors_total", path, labels)
+
+
+def _edac_counters(controller: Path) -> list[tuple[str, str, Path]]:
+    """Return (kind, module, file) for each counter of a controller; names of modules are made unique."""
+    found = []
+    modules = [*entries(controller, "dimm[0-9]*"), *entries(controller, "rank[0-9]*")]
+    modules = [path for path in modules if (path / "dimm_ce_count").exists()]
+    labels = [" ".join(optional_text(path / "dimm_label").split())[:60] for path in modules]
+    for path, label in zip(modules, labels, strict=True):
+        name = label if label and labels.count(label) == 1 else f"{label} {path.name}".strip()
+        found += [("corrected", name, path / "dimm_ce_count"), ("uncorrected", name, path / "dimm_ue_count")]
+    if not found:
+        for row in entries(controller, "csrow[0-9]*"):
+            found += [
+                ("corrected", f"{row.name} {path.name.removesuffix('_ce_count')}", path)
+                for path in entries(row, "ch[0-9]*_ce_count")
+            ]
+            found.append(("uncorrected", row.name, row / "ue_count"))
+    if not found:
+        return [("corrected", "all", controller / "ce_count"), ("uncorrected", "all", controller / "ue_count")]
+    found.append(("corrected", "unknown", controller / "ce_noinfo_count"))
+    found.append(("uncorrected", "unknown", controller / "ue_noinfo_count"))
+    return found
+
+
+def _machine_checks(proc: Path) -> int:
+    """Return the machine check exceptions of all online processors; MCP in the same file only counts polls."""
+    for line in reversed(read_bytes(proc / "interrupts").splitlines()):
+        if match := re.fullmatch(rb" *MCE:((?: +[0-9]{1,20})+)(?: +[A-Z].*)?", line):
+            return sum(map(int, match.group(1).split()))
+    raise Unreadable("the kernel counts no machine checks here: a virtual machine, or not an x86 processor")
+
+
+def throttling(sysfs: Path) -> Iterator[Fact]:
+    """Yield how often cores and packages slowed down for heat.
+
+    Each processor has both counters: siblings share those of a core, and all processors of a package those of the
+    package (Documentation/ABI/testing/sysfs-devices-system-cpu). One spell of heat slows many cores down, so their sum
+    would tell their number: the highest of all stands for how often it happened.
+    """
+    try:
+        processors = entries(sysfs / "devices/system/cpu", "cpu[0-9]*")
+        processors = [path for path in processors if (path / "thermal_throttle").exists()]
+        reason = "this processor or kernel does not count thermal throttling"
+    except Unreadable as error:
+        processors, reason = [], str(error)
+    for scope in ("core", "package"):
+        labels = {"scope": scope}
+        if processors:
+            read_all = partial(_throttled, processors, scope)
+            yield attempt("throttle_events_total", read_all, "1", labels)
+        else:
+            yield Absent(name=f"throttle_events_total{{scope={scope}}}", reason=reason)
+
+
+def _throttled(processors: list[Path], scope: str) -> int:
+    return max(read_count(path / f"thermal_throttle/{scope}_throttle_count") for path in processors)
+
+
+def sensors(sysfs: Path) -> Iterator[Fact]:
+    """Yield temperatures, critical temperatures and fans of the machine, those of accelerators left out.
+
+    A sensor is called "chip/device/label": chips of one kind are told apart by what they sit on, not by a number that
+    changes from boot to boot. Sensors of one name are one, the hottest; so are the cores of a processor.
+    """
+    temperatures: dict[str, list[Path]] = defaultdict(list)
+    fans: dict[str, Path] = {}
+    denied = ""
+    try:
+        chips = [chip for chip in entries(sysfs / "class/hwmon", "hwmon*") if not _of_accelerator(chip)]
+    except Unreadable as error:
+        chips, denied = [], str(error) if isinstance(error, Denied) else ""
+    for chip in chips:
+        owner = f"{optional_text(chip / 'name')[:40] or 'chip'}/{_owner(chip)}"
+        try:
+            for path, label in inputs(chip, "temp"):
+                temperatures[f"{owner}/{re.sub('^Core [0-9]+$', 'hottest core', label)}"].append(path)
+            fans |= {f"{owner}/{label}": path for path, label in inputs(chip, "fan")}
+        except Unreadable:
+            continue  # it was taken out while we looked
+    for zone in optional_entries(sysfs / "class/thermal", "thermal_zone*"):
+        if not optional_entries(zone, "hwmon*"):  # one that has such a chip was read above
+            temperatures[f"{optional_text(zone / 'type')[:40] or 'zone'}/{zone.name}"].append(zone / "temp")
+    if not temperatures:
+        reason = denied or "no sensor: neither a hwmon chip nor a thermal zone gives a temperature"
+        yield Absent(name="temperature_celsius", reason=reason)
+    if not fans:
+        yield Absent(name="fan_rpm", reason=denied or "no hwmon chip gives a fan")
+    for number, (sensor, paths) in enumerate(temperatures.items()):
+        if number == MOST_SENSORS:
+            reason = f"only the first {MOST_SENSORS} of {len(temperatures)} sensors are read"
+            yield Absent(name="temperature_celsius{sensor=others}", reason=reason)
+            break
+        yield attempt("temperature_celsius", partial(_hottest, paths), "celsius", {"sensor": sensor})
+        critical = paths[0].with_name(paths[0].name.replace("_input", "_crit"))
+        if critical != paths[0] and critical.exists():
+            labels = {"threshold": f"{sensor}_crit"}
+            yield attempt("temperature_threshold_celsius", partial(celsius, critical), "celsius", labels)
+    for number, (fan, path) in enumerate(fans.items()):
+        if number == MOST_SENSORS:
+            yield Absent(name="fan_rpm{fan=others}", reason=f"only the first {MOST_SENSORS} of {len(fans)} are read")
+            break
+        yield attempt("fan_rpm", partial(rpm, path), "1", {"fan": fan})
+
+
+def _owner(chip: Path) -> str:
+    """Name what a chip sits on: "coretemp.0", "nvme0", "0000:00:18.3"; its own number where it sits on nothing."""
+    device = chip / "device"
+    return device.resolve().name if device.exists() else chip.name
+
+
+def _hottest(paths: list[Path]) -> float:
+    return max(map(celsius, paths))
+
+
+def _of_accelerator(chip: Path) -> bool:
+    """Tell whether a chip sits on a display controller or a processing accelerator (PCI classes 0x03 and 0x12)."""
+    return optional_text(chip / "device/class")[:4] in ("0x03", "0x12")
+
+
+def clocks(where: Roots) -> Iterator[Fact]:
+    """Yield the mean clock of the processors and the highest that one can have."""
+    policies = optional_entries(where.sysfs / "devices/system/cpu/cpufreq", "policy[0-9]*")
+    sample = policies[:: max(1, -(-len(policies) // MOST_CLOCKS))]
+    now = [khz * 1e3 for path in sample if (khz := _number(path / "scaling_cur_freq"))]
+    if not now:
+        text = optional_text(where.proc / "cpuinfo")
+        now = [float(mhz) * 1e6 for mhz in re.findall(r"^cpu MHz\s*:\s*([0-9]{1,6}\.[0-9]{1,6})$", text, re.MULTILINE)]
+    most = [khz * 1e3 for path in sample if (khz := _number(path / "cpuinfo_max_freq"))]
+    for name, hertz in (("clock_hertz", sum(now) / max(1, len(now))), ("clock_max_hertz", max(most, default=0.0))):
+        if hertz:
+            yield Reading(name=name, value=round(hertz), unit="hertz", labels={"domain": "cpu"})
+        else:
+            yield Absent(name=f"{name}{{domain=cpu}}", reason="neither a cpufreq driver nor the processor says it")
+
+
+def memory(proc: Path) -> Iterator[Fact]:
+    """Yield memory and swap of the machine."""
+
+    def kib(field: str) -> int:
+        return int(_line(proc / "meminfo", rf"^{field}:\s+([0-9]{{1,18}}) kB$"))
+
+    yield attempt("memory_total_bytes", lambda: kib("MemTotal") * 1024, "bytes")
+    yield attempt("memory_available_bytes", lambda: kib("MemAvailable") * 1024, "bytes")
+    yield attempt("swap_total_bytes", lambda: kib("SwapTotal") * 1024, "bytes")
+    yield attempt("swap_used_bytes", lambda: _less(kib("SwapTotal"), kib("SwapFree"), proc / "meminfo") * 1024, "bytes")
+
+
+def _less(total: int, free: int, path: Path) -> int:
+    if free > total:
+        raise Unreadable(f"{path} gives more swap that is free than there is")
+    return total - free
+
+
+def pressure(proc: Path) -> Iterator[Fact]:
+    """Yield the share of the last minute lost to waiting (Documentation/accounting/psi.rst)."""
+    for resource in ("cpu", "memory", "io"):
+        for kind in ("some", "full"):
+            labels = {"resource": resource, "kind": kind}
+            if (resource, kind) == ("cpu", "full"):
+                reason = "not defined for a whole machine: the kernel writes 0"
+                yield Absent(name="pressure_ratio{kind=full,resource=cpu}", reason=reason)
+            else:
+                yield attempt("pressure_ratio", partial(_pressure, proc / "pressure" / resource, kind), "1", labels)
+
+
+def _pressure(path: Path, kind: str) -> float:
+    return round(float(_line(path, rf"^{kind} .*\bavg60=([0-9]{{1,3}}\.[0-9]{{1,6}})\b")) / 100, 6)
+
+
+def cores(sysfs: Path) -> Iterator[Fact]:
+    """Yield how many processors are online, and how many are there but offline."""
+    base = sysfs / "devices/system/cpu"
+    yield attempt("cpu_cores", lambda: len(_ids(base / "online")), "1", {"state": "online"})
+
+    def offline() -> int:
+        # The kernel's own list `offline` also holds processors that could be plugged in, but are not there.
+        return len(_ids(base / "present") - _ids(base / "online"))
+
+    yield attempt("cpu_cores", offline, "1", {"state": "offline"})
+
+
+def _ids(path: Path) -> set[int]:
+    """Return the numbers of a list such as "0-3,8"."""
+    text = read_text(path)
+    if not re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*", text):
+        raise Unreadable(f"{path} holds {text[:40]!r}, not a list of processors")
+    spans = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
+    if sum(last - first + 1 for first, last in spans if last >= first) > MOST_PROCESSORS:
+        raise Unreadable(f"{path} lists more than {MOST_PROCESSORS} processors: {text[:40]!r}…")
+    return {number for first, last in spans for number in range(first, last + 1)}
+
+
+def clock_source(sysfs: Path) -> Iterator[Fact]:
+    """Yield what the kernel measures time with."""
+    try:
+        source = read_text(sysfs / "devices/system/clocksource/clocksource0/current_clocksource")
+    except Unreadable as error:
+        yield Absent(name="clock_source", reason=str(error))
+    else:
+        yield Reading(name="clock_source", value=1, unit="1", labels={"source": source[:40]})
+
+
+def _crash_records(where: Roots) -> int:
+    """Return the number of records in pstore; an empty directory without a backend says nothing."""
+    # Where pstore is not mounted, its mount point is an empty directory too.
+    if not re.search(r"^\S+ \S+ pstore ", optional_text(where.proc / "mounts"), re.MULTILINE):
+        raise Unreadable("pstore is not mounted: whether the last kernel crashed is not known from it")
+    if optional_text(where.sysfs / "module/pstore/parameters/backend") in ("", "(null)"):
+        raise Unreadable("pstore has no storage on this machine: it cannot keep records of a crash")
+    return len(entries(where.sysfs / "fs/pstore"))
+
+
+def rasdaemon(where: Roots) -> Iterator[Fact]:
+    """Yield how many events rasdaemon has recorded, by table, and whether it may miss single ones.
+
+    The highest row number stands for the count: rasdaemon only ever adds rows, and a million of them need no scan.
+    """
+    try:
+        yield from _ras_events(where.rasdaemon)
+    except Unreadable as error:
+        yield Absent(name="ras_events_total", reason=str(error))
+    instance = "instances/rasdaemon/buffer_percent"
+    paths = [where.sysfs / "kernel/tracing" / instance, where.sysfs / "kernel/debug/tracing" / instance]
+    path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # tracefs is for root alone
+    yield attempt("rasdaemon_wakeup_ratio", lambda: read_count(path) / 100, "1")
+
+
+def _ras_events(path: Path) -> Iterator[Fact]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(error, path) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable(f"{path} is not a file")
+    if not status.st_size:
+        raise Unreadable(f"{path} is empty: rasdaemon has not set it up")
+    try:
+        import sqlite3  # noqa: PLC0415 - most machines have no such database, and some Pythons no sqlite3
+    except ImportError:
+        raise Unreadable("this Python has no sqlite3") from None
+    try:
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=0.2)
+    except sqlite3.Error as error:
+        raise Unreadable(f"{path} cannot be opened: {error}") from None
+    try:
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        tables = [name for name in RASDAEMON_TABLES if name in names]
+        for table in tables:
+            labels = {"table": table}
+            try:
+                # The name is one of our own list.
+                ((events,),) = connection.execute(f"SELECT max(rowid) FROM {table}")  # noqa: S608
+                yield Reading(name="ras_events_total", value=int(events or 0), unit="1", labels=labels)
+            except (sqlite3.Error, ValueError) as error:
+                yield Absent(name=f"ras_events_total{{table={table}}}", reason=f"{path}: {error}")
+    except sqlite3.Error as error:
+        raise Unreadable(f"{path} cannot be read: {error}") from None
+    finally:
+        connection.close()
+    if not tables:
+        raise Unreadable(f"{path} holds no table that rasdaemon writes")
+
+
+def portable() -> Iterator[Fact]:
+    """Yield what psutil gives where there is no /proc: macOS above all."""
+    system = platform.system()
+    for name in ("edac_errors_total", "machine_check_exceptions_total", "temperature_celsius", "fan_rpm"):
+        yield Absent(name=name, reason=f"not read on {system}")
+    for name, unit, labels, function in PORTABLE:
+        yield attempt(name, partial(_from_psutil, function), unit, labels)
+
+
+PORTABLE: tuple[tuple[str, str, Mapping[str, str], Callable[[Any], float | None]], ...] = (
+    ("load_average", "1", {}, lambda psutil: psutil.getloadavg()[0]),
+    ("memory_total_bytes", "bytes", {}, lambda psutil: psutil.virtual_memory().total),
+    ("memory_available_bytes", "bytes", {}, lambda psutil: psutil.virtual_memory().available),
+    ("swap_total_bytes", "bytes", {}, lambda psutil: psutil.swap_memory().total),
+    ("swap_used_bytes", "bytes", {}, lambda psutil: psutil.swap_memory().used),
+    ("boot_time_seconds", "seconds", {}, lambda psutil: psutil.boot_time()),
+    ("cpu_cores", "1", {"state": "online"}, lambda psutil: psutil.cpu_count()),
+    ("clock_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().current * 1e6 or None),
+    ("clock_max_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().max * 1e6 or None),
+)
+"""Name, unit, labels and what asks psutil; None where it does not know."""
+
+
+def _from_psutil(function: Callable[[Any], float | None]) -> float:
+    try:
+        import psutil  # only needed away from Linux
+
+        value = function(psutil)
+    except Exception as error:  # noqa: BLE001 - psutil raises what the system's calls raise
+        raise Unreadable(f"psutil: {type(error).__name__}: {error}") from None
+    if value is None:
+        raise Unreadable("psutil does not know it on this machine")
+    return value
+
+
+def facts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the machine is made of and runs, for the inventory; what cannot be read is left out."""
+    where = roots(settings)
+    if sys.platform != "linux":
+        return {"kernel": f"{platform.release()} {platform.version()}"}
+    return machine.facts(where.sysfs, where.proc)
+
+
+def _line(path: Path, pattern: str) -> str:
+    """Return the first group of a pattern in a file; raise `Unreadable` where it does not match."""
+    match = re.search(pattern, read_text(path), re.MULTILINE)
+    if not match:
+        raise Unreadable(f"{path} holds nothing of the form {pattern}")
+    return match.group(1)
+
+
+def _number(path: Path) -> int:
+    """Return a clock in kHz, 0 where there is none."""
+    try:
+        return read_count(path)
+    except Unreadable:
+        return 0

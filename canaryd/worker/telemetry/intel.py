@@ -1,0 +1,151 @@
+"""Intel discrete GPUs: what the xe and i915 drivers give in sysfs.
+
+The files are those of the kernel's documentation: Documentation/ABI/testing/sysfs-driver-intel-xe-hwmon and
+-i915-hwmon, Documentation/gpu/xe/xe_gt_freq.rst, and drivers/gpu/drm/i915/gt/intel_gt_sysfs_pm.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canaryd.model import Device, Reading
+from canaryd.probe import Absent
+from canaryd.worker.telemetry.drm import Card, cards, driver_version
+from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.pci import INTEGRATED
+from canaryd.worker.telemetry.sysfs import Unreadable, aer, attempt, entries, hwmon, path_setting, pcie, read_count
+
+VENDOR = 0x8086
+DRIVERS = ("xe", "i915")
+THROTTLE = ("pl1", "pl2", "pl4", "thermal", "prochot", "ratl", "vr_thermalert", "vr_tdc")
+"""The reasons that both drivers know."""
+
+
+def devices(settings: Mapping[str, Any]) -> list[Device]:
+    """Return the discrete GPUs. The driver tells no serial number, so the identity names the slot and is weak."""
+    root = _root(settings)
+    return [
+        Device(
+            uuid=f"XPU-{card.bus_id}",
+            backend="xpu",
+            index=index,
+            model=f"Intel GPU [8086:{card.product:04x}]",
+            weak_identity=True,
+            detail={"bus_id": card.bus_id, "driver": driver_version(root, card.driver)},
+        )
+        for index, card in enumerate(_discrete(root))
+    ]
+
+
+def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
+    """Yield what the driver says about the GPU now; raise `Unavailable` where it is not there."""
+    root = _root(settings)
+    bus_id = device.detail.get("bus_id", "")
+    card = next((card for card in _discrete(root) if card.bus_id == bus_id), None)
+    if device.backend != "xpu" or card is None:
+        raise Unavailable(f"{device.name}: no discrete Intel GPU with a driver at PCI address {bus_id or 'unknown'}")
+    yield from hwmon(root, f"bus/pci/devices/{card.bus_id}")
+    yield from _power(card)
+    units = _units(card)
+    for domain, actual, most, _ in units:
+        yield attempt("clock_hertz", partial(_megahertz, actual), "hertz", {"domain": domain})
+        yield attempt("clock_max_hertz", partial(_megahertz, most), "hertz", {"domain": domain})
+    if not units:
+        for name in ("clock_hertz", "clock_max_hertz"):
+            yield Absent(name=name, reason="the driver lists no graphics unit of the device")
+    for reason in THROTTLE:
+        files = [Path(prefix + reason) for _, _, _, prefix in units]
+        yield attempt("throttle_active", partial(_throttled, files), "", {"reason": reason})
+    yield attempt("memory_total_bytes", partial(_memory, card), "bytes")
+    yield from pcie(root, card.bus_id)
+    yield from aer(root, card.bus_id)
+    yield Absent(name="ecc_errors_total", reason="the xe and i915 drivers give no memory error counts in sysfs")
+
+
+def close() -> None:
+    """Nothing is held between two reads."""
+
+
+def _root(settings: Mapping[str, Any]) -> Path:
+    if unknown := sorted(set(settings) - {"sysfs"}):
+        raise ValueError(f"{unknown[0]}: not a setting of intel_telemetry; it has sysfs")
+    return path_setting(settings, "sysfs", "/sys")
+
+
+def _discrete(root: Path) -> list[Card]:
+    return [card for card in cards(root, VENDOR) if card.driver in DRIVERS and (VENDOR, card.bus_id) != INTEGRATED]
+
+
+def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
+    """Return per graphics unit: its name, the files of its clock and of its highest one, and how a reason's begins."""
+    found = []
+    for tile in _entries(card.device, "tile[0-9]*"):  # xe
+        for unit in _entries(tile, "gt[0-9]*"):
+            clocks = unit / "freq0"
+            name = f"{tile.name}/{unit.name}"
+            found.append((name, clocks / "act_freq", clocks / "rp0_freq", f"{clocks}/throttle/reason_"))
+    for unit in _entries(card.path / "gt", "gt[0-9]*"):  # i915
+        prefix = f"{unit}/throttle_reason_"
+        found.append((unit.name, unit / "rps_act_freq_mhz", unit / "rps_RP0_freq_mhz", prefix))
+    return found
+
+
+def _entries(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return entries(directory, pattern)
+    except Unreadable:
+        return []
+
+
+def _megahertz(path: Path) -> int:
+    """Return hertz; 0 is what a unit that sleeps really runs at."""
+    return read_count(path) * 10**6
+
+
+def _throttled(files: list[Path]) -> int:
+    """Return 1 where any unit is held down for the reason; a unit that does not know the reason has no say."""
+    flags, failure = [], Unreadable("the driver gives no reasons for lower clocks")
+    for file in files:
+        try:
+            flags.append(read_count(file))
+        except Unreadable as error:
+            failure = error
+    if not flags:
+        raise failure
+    if max(flags) > 1:
+        raise Unreadable(f"the driver gives {max(flags)} for a flag")
+    return max(flags)
+
+
+def _power(card: Card) -> Iterator[Reading | Absent]:
+    """Yield energy and limits: channel 1 is the card, channel 2 the package, where a driver has but that."""
+    chips = _entries(card.device / "hwmon", "hwmon[0-9]*")
+    yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
+    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", {"limit": "enforced"})
+    yield attempt("power_limit_watts", partial(_channel, chips, "power", "_rated_max"), "watts", {"limit": "default"})
+
+
+def _channel(chips: list[Path], kind: str, suffix: str) -> float:
+    """Return the first channel's value, from millionths; a limit of 0 means that there is none."""
+    failure = Unreadable("no hwmon chip of the device gives it")
+    for chip in chips:
+        for channel in (1, 2):
+            try:
+                value = read_count(chip / f"{kind}{channel}{suffix}")
+            except Unreadable as error:
+                failure = error
+                continue
+            if kind == "power" and value == 0:
+                raise Unreadable("the power limit is disabled")
+            return value / 1e6
+    raise failure
+
+
+def _memory(card: Card) -> int:
+    tiles = _entries(card.device, "tile[0-9]*")
+    if not tiles:
+        raise Unreadable(f"the {card.driver} driver does not give the size of the memory")
+    return sum(read_count(tile / "physical_vram_size_bytes") for tile in tiles)

@@ -1,0 +1,202 @@
+"""Calls to NVML: one library handle, typed errors, handles of GPUs and MIG instances."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.worker.telemetry.interface import NotHere, Unavailable
+
+Ask = Callable[[], Any]
+"""Returns a value or raises `Missing`."""
+Check = Callable[[Any], Any]
+"""Turns a raw value into base units; raises `Missing` for a value by which the driver says that it has none."""
+
+
+class Missing(Exception):
+    """One thing could not be read; the argument is the reason that people will read, `code` is NVML's."""
+
+    def __init__(self, reason: str, code: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 6, 13, 15
+"""The nvmlReturn_t values that decide what is asked next."""
+LOST = (
+    "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
+)
+OLD_PACKAGE = "this version of nvidia-ml-py does not know this call"
+INVALID = "the driver gave no valid value"
+REASONS = {
+    NOT_SUPPORTED: "not supported by this device",
+    4: "permission denied: run as root",
+    10: "the driver did not answer in time",
+    FUNCTION_NOT_FOUND: "the driver does not know this call",
+    14: "the device's InfoROM is corrupted",
+    16: "the device must be reset before this can be read",
+    999: "the driver reports an unknown error (999)",
+}
+"""nvmlReturn_t of one call → why there is no reading."""
+NO_LIBRARY = "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"
+NO_START = {
+    4: "no permission to use the NVIDIA driver: run as root, or give this user access to /dev/nvidia*",
+    9: "the NVIDIA driver is not loaded: load its kernel module (modprobe nvidia)",
+    12: NO_LIBRARY,
+    18: "the driver was upgraded but the old kernel module is still loaded: reboot or reload it",
+}
+"""nvmlReturn_t of nvmlInit → why nothing can be asked."""
+_nvml: ModuleType | None = None
+
+
+def close() -> None:
+    """Let go of the driver. A GPU without persistence is reset by this when nobody else holds it."""
+    global _nvml
+    if _nvml is not None:
+        nvml, _nvml = _nvml, None
+        with contextlib.suppress(Exception):  # there is nothing left to let go of
+            nvml.nvmlShutdown()
+
+
+def library() -> ModuleType:
+    """Return pynvml with NVML started; raise `Unavailable`."""
+    global _nvml  # noqa: PLW0603 - the library's own state is global too
+    if _nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except Exception as error:
+            text = f"nvidia-ml-py cannot be imported ({type(error).__name__}: {error}): install it beside canaryd"
+            raise Unavailable(text) from error
+        try:
+            nvml.nvmlInit()
+        except Exception as error:
+            code = getattr(error, "value", 0)
+            kind = NotHere if code in (9, 12) else Unavailable  # images carry the library to machines without a GPU
+            raise kind(NO_START.get(code) or f"NVML does not start: {_said(error)}") from error
+        _nvml = nvml
+    return _nvml
+
+
+def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
+    """Return what one call returns; raise `Missing` with the reason, or `Unavailable` where the GPU is lost."""
+    call = getattr(nvml, name, None)
+    if call is None:
+        raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
+    try:
+        return call(*arguments)
+    except Exception as error:
+        # pynvml answers a missing function in two ways: as an error code, and as NVMLLibraryMismatchError.
+        code = getattr(error, "value", FUNCTION_NOT_FOUND if "Mismatch" in type(error).__name__ else 0)
+        if code == GPU_IS_LOST:
+            raise Unavailable(LOST) from error
+        raise Missing(REASONS.get(code, f"NVML: {_said(error)}"), code) from error
+
+
+def first(nvml: ModuleType, names: Iterable[str], *arguments: Any) -> Any:
+    """Return the answer of the first call that package and driver both know; the newest name comes first."""
+    missing = Missing(OLD_PACKAGE)
+    for name in names:
+        try:
+            return ask_nvml(nvml, name, *arguments)
+        except Missing as error:
+            missing = error
+            if error.code != FUNCTION_NOT_FOUND:
+                break
+    raise missing
+
+
+def _said(error: Exception) -> str:
+    code = getattr(error, "value", None)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if code is None else f"{text} ({code})"
+
+
+def device_count(nvml: ModuleType) -> int:
+    """Return how many GPUs NVML counts; raise `Unavailable`."""
+    try:
+        return parse_count(ask_nvml(nvml, "nvmlDeviceGetCount"))
+    except Missing as error:
+        raise Unavailable(f"the driver does not count its GPUs: {error}") from error
+
+
+def device_handle(nvml: ModuleType, device: Device) -> Any:
+    """Return the handle of a GPU or a MIG instance; raise `Unavailable` where it does not answer or is gone."""
+    handle = _gpu_handle(nvml, device.parent or device.uuid, device.detail.get("bus_id", ""))
+    if not device.parent:
+        return handle
+    for _, instance in instance_handles(nvml, handle):
+        if ask_text(nvml, "nvmlDeviceGetUUID", instance) == device.uuid:
+            return instance
+    raise Unavailable(f"MIG instance {device.uuid} is no longer there: its GPU was divided anew")
+
+
+def _gpu_handle(nvml: ModuleType, uuid: str, bus_id: str) -> Any:
+    """Look where the GPU was, then everywhere. A search by UUID fails for every GPU when one is lost (nvml.h)."""
+    if bus_id:
+        try:
+            handle = ask_nvml(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
+            if ask_nvml(nvml, "nvmlDeviceGetUUID", handle) == uuid:
+                return handle
+        except Missing as error:
+            if error.code != NOT_FOUND:
+                raise Unavailable(f"the GPU at {bus_id} does not answer: {error}") from error
+    silent: dict[str, None] = {}
+    for index in range(device_count(nvml)):
+        try:
+            handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
+            if ask_nvml(nvml, "nvmlDeviceGetUUID", handle) == uuid:
+                return handle
+        except (Missing, Unavailable) as error:
+            silent[str(error)] = None
+    if silent:
+        raise Unavailable(f"GPU {uuid} is not among those that answer; of others the driver says: {'; '.join(silent)}")
+    raise Unavailable(f"GPU {uuid} is no longer there: the driver does not list it")
+
+
+def instance_handles(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the handles of MIG instances with their numbers; nothing where the GPU is not divided."""
+    try:
+        divided = ask_nvml(nvml, "nvmlDeviceGetMigMode", handle)[0] == 1
+        places = ask_nvml(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) if divided else 0
+    except Missing:
+        return
+    for number in range(places):
+        try:
+            yield number, ask_nvml(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        except Missing:
+            continue  # an empty place
+
+
+def ask_text(nvml: ModuleType, name: str, *arguments: Any) -> str:
+    """Return a text that NVML gives, "" where it gives none."""
+    try:
+        given = ask_nvml(nvml, name, *arguments)
+    except Missing:
+        return ""
+    text = (given.decode(errors="replace") if isinstance(given, bytes) else str(given)).strip()
+    return "" if text.upper() in ("N/A", "[N/A]", "UNKNOWN", "0") else text
+
+
+def known(ask: Ask) -> str:
+    """Return a value as text, "" where it could not be read."""
+    try:
+        return str(ask())
+    except Missing:
+        return ""
+
+
+def parse_count(raw: Any) -> int:
+    """Return a number that cannot be negative; raise `Missing` for the values by which NVML and DCGM say "none"."""
+    value = int(raw)
+    if value < 0 or value == 0xFFFFFFFF or 0x7FFFFFF0 <= value <= 0x7FFFFFFF or value >= 0x7FFFFFFFFFFFFFF0:
+        raise Missing(INVALID)
+    return value
+
+
+def field_value(nvml: ModuleType, check: Check, name: str, *arguments: Any) -> Any:
+    """Return what one call gives, checked and in base units."""
+    return check(ask_nvml(nvml, name, *arguments))

@@ -1,0 +1,138 @@
+"""`canaryd baseline pin|unpin|export|import`, and who witnesses what, as operators meet them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canaryd.cli.baseline import Selection, accepted, chosen, document, imported, pinned
+from canaryd.judge.recordings.baseline import LEARN, Baseline, begun, learn
+from canaryd.model import Device, Outcome, Recording, Run
+from canaryd.store.store import REACHED_NOTE, Retention, Store
+from tests.command import canaryd
+
+NOW, DAY = 1_790_000_000.0, 86_400.0
+GPUS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="H100") for i in range(2)]
+EVERYTHING = Selection()
+
+
+def learnt(of: Device, digest="a" * 16, *, times=LEARN) -> Baseline:
+    recording = Recording(case="gemm/prefill", digest=digest, chain={"dtype": "bfloat16"}, values=(1.0, 2.0))
+    run = Run(
+        id="r1",
+        device=of.uuid,
+        probe="recorded_kernels",
+        probe_version=1,
+        started=NOW - DAY,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+        recordings=(recording,),
+        stack={"torch": "2.13"},
+    )
+    baseline = begun(run, recording)
+    for _ in range(times):
+        baseline = learn(baseline, run, recording)
+    return baseline
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = Store.open(tmp_path / "state", now=lambda: NOW)
+    for device in GPUS:
+        found.see_device(device, NOW)
+    return found
+
+
+def test_siblings_with_a_vector_in_common_are_witnesses(store):
+    """One that gives other bits is none, nor is one that has not learnt yet."""
+    store.set_baselines([learnt(GPUS[0]), learnt(GPUS[1])])
+    assert [one.witness for one in chosen(store, EVERYTHING)] == ["cuda:1", "cuda:0"]
+    store.set_baselines([learnt(GPUS[1], "b" * 16)])
+    assert [one.witness for one in chosen(store, EVERYTHING)] == ["nobody", "nobody"]
+    store.set_baselines([learnt(GPUS[1], times=LEARN - 1)])
+    assert chosen(store, Selection(device="cuda:0"))[0].witness == "nobody"
+
+
+def test_a_pinned_baseline_is_kept_for_good_and_takes_nothing(store):
+    """Pruning passes it by, and so does `accept`; let go, it is as any other."""
+    store.set_baselines([learnt(GPUS[0])])
+    assert len(pinned(store, EVERYTHING, "acceptance test of 2026")) == 1
+    assert chosen(store, EVERYTHING)[0].witness == "operator"
+    (mine,) = store.baselines()
+    other = Recording(case=mine.case, digest="c" * 16, chain=mine.chain, values=(9.0, 9.0))
+    run = Run(
+        id="r2",
+        device=mine.device,
+        probe=mine.probe,
+        probe_version=1,
+        started=NOW,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+        recordings=(other,),
+        stack=mine.stack,
+    )
+    store.add_run(run)
+    assert accepted(store, EVERYTHING, "looks right") == []
+    later = NOW + Retention().failures + 2 * DAY
+    store.set_note(REACHED_NOTE, repr(later))
+    store.prune(later)
+    assert len(store.baselines()) == 1
+    assert len(pinned(store, EVERYTHING, "")) == 1
+    store.prune(later)
+    assert store.baselines() == []
+
+
+def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
+    """And comes back as its own where the history of the same device was lost."""
+    store.set_baselines([learnt(GPUS[0])])
+    text = json.dumps(document(chosen(store, EVERYTHING)))
+    elsewhere = Store.open(tmp_path / "elsewhere", now=lambda: NOW)
+    mine = Device(uuid="GPU-9", backend="cuda", index=0, model="H100")
+    elsewhere.see_device(mine, NOW)
+    elsewhere.set_baselines([learnt(mine)])
+    assert imported(elsewhere, text) == (1, 0)
+    assert imported(elsewhere, text) == (0, 1)
+    own, far = sorted(chosen(elsewhere, EVERYTHING), key=lambda one: one.device.uuid, reverse=True)
+    assert (own.witness, far.baseline.imported) == ("GPU-0", "cuda H100")
+    lost = Store.open(tmp_path / "lost", now=lambda: NOW)
+    lost.see_device(GPUS[0], NOW)
+    assert imported(lost, text) == (1, 0)
+    assert lost.baselines(GPUS[0].uuid) == [learnt(GPUS[0])]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("not json", "no JSON"),
+        ("[]", "wanted an object"),
+        ('{"schema": "canaryd.check/1"}', "canaryd.baselines/1"),
+        ('{"schema": "canaryd.baselines/1", "baselines": [{"device": 7}]}', "Baseline.device"),
+        ('{"schema": "canaryd.baselines/1", "baselines": [3]}', "wanted an object"),
+    ],
+)
+def test_what_is_no_export_is_refused_whole(store, text, said):
+    """With what was wanted, and nothing taken in."""
+    with pytest.raises(ValueError, match=said):
+        imported(store, text)
+    assert store.baselines() == []
+
+
+def test_the_commands(store, tmp_path):
+    """Export goes to standard output, import takes a file; pin wants a device and a reason."""
+    store.set_baselines([learnt(GPUS[0])])
+    common = ("--state-dir", tmp_path / "state")
+    listed = canaryd("baseline", "list", *common)
+    assert "witness" in listed.out.splitlines()[0]
+    assert "nobody" in listed.out
+    assert canaryd("baseline", "pin", "cuda:0", *common).code == 64
+    assert "pinned" in canaryd("baseline", "pin", "cuda:0", "--reason", "golden unit", *common).out
+    assert "pinned: golden unit" in canaryd("baseline", "show", "cuda:0", *common).out
+    assert "no longer pinned" in canaryd("baseline", "unpin", "cuda:0", *common).out
+    file = Path(tmp_path / "baselines.json")
+    file.write_text(canaryd("baseline", "export", *common).out)
+    other = ("--state-dir", tmp_path / "other")
+    assert canaryd("baseline", "import", file, *other).out.startswith("1 baselines taken in, 0 were known")
+    missing = canaryd("baseline", "import", tmp_path / "none.json", *other)
+    assert (missing.code, "none.json" in missing.err) == (64, True)

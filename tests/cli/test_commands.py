@@ -1,0 +1,288 @@
+"""The command line: lists, configuration, help, and every way to use it wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+from canaryd import __version__
+from canaryd.cli.arguments import parser
+from tests.command import BUILTIN, ROOT, canaryd, configure, environment
+
+COMMANDS = ("check", "drill", "run", "config", "probes", "devices")
+
+
+@pytest.fixture
+def common(tmp_path):
+    """A configuration with one light probe, and a state directory."""
+    return ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+
+
+# --- Help ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command():
+    """With a line each, and the exit statuses below."""
+    answer = canaryd("--help", COLUMNS="120")
+    assert (answer.code, answer.err) == (0, "")
+    for command in COMMANDS:
+        assert f"\n    {command} " in answer.out
+    assert "0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage" in " ".join(answer.out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_its_options(command):
+    """Each option has a text of its own, and the two that all commands take are there."""
+    answer = canaryd(command, "--help", COLUMNS="120")
+    assert (answer.code, answer.err) == (0, "")
+    assert "--config FILE" in answer.out
+    assert "--state-dir DIR" in answer.out
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    for action in subparsers.choices[command]._actions:
+        assert action.help or action.choices, action
+        assert not action.option_strings or action.option_strings[-1] in answer.out
+
+
+def test_version():
+    """The package's own."""
+    answer = canaryd("--version")
+    assert (answer.code, answer.out) == (0, f"canaryd {__version__}\n")
+
+
+# --- Lists -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_probes_lists_the_catalogue(tmp_path):
+    """Name, what it stresses, and where it comes from."""
+    (tmp_path / "empty.yaml").touch()
+    answer = canaryd("probes", "--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
+    assert (answer.code, answer.err) == (0, "")
+    listed = [line.split()[0] for line in answer.out.splitlines()]
+    assert sorted([*listed, "model_canary"]) == list(BUILTIN)  # that one runs only where it is asked for
+    assert [name for name in listed if name.startswith("exact")] == ["exact_integer", "exact_matmul", "exact_attention"]
+    for line in answer.out.splitlines():
+        assert f"(builtin: {ROOT}/probes/{line.split()[0]}.py)" in line
+
+
+def test_probes_names_the_broken_ones(tmp_path):
+    """The others are listed all the same."""
+    config = configure(tmp_path, "passes", "raises_at_import")
+    answer = canaryd("probes", "--config", config, "--state-dir", tmp_path / "state")
+    assert answer.code == 3
+    assert answer.out.startswith("passes ")
+    assert "raises_at_import.py: ImportError: no module named unobtainium" in answer.err
+
+
+def test_devices_are_listed_with_their_identity(common):
+    """As JSON, the processor at least; present or not."""
+    answer = canaryd("devices", *common)
+    assert answer.code == 0
+    (cpu,) = [device for device in answer.document if device["backend"] == "cpu"]
+    assert cpu["uuid"].startswith("CPU-")
+    assert cpu["present"] is True
+    assert cpu["model"]
+    assert isinstance(cpu["weak_identity"], bool)
+
+
+# --- Configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_config_check_says_ok(common):
+    """And which file it read."""
+    answer = canaryd("config", "check", *common)
+    assert (answer.code, answer.out, answer.err) == (0, f"{common[1]}: ok\n", "")
+
+
+def test_config_check_says_everything_at_once(tmp_path):
+    """Each mistake on a line with its place; exit 64."""
+    config = tmp_path / "canaryd.yaml"
+    config.write_text("listen: nowhere\njudge: {stale_after: 1yr}\nprobes: {exact_matmul: {periode: 1h}}\n")
+    answer = canaryd("config", "check", "--config", config)
+    assert (answer.code, answer.out) == (64, "")
+    lines = answer.err.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["canaryd"] * 3
+    for number, words in ((1, "listen"), (2, "judge.stale_after"), (3, 'did you mean "period"')):
+        assert any(f"{config}:{number}: " in line and words in line for line in lines), lines
+
+
+def test_config_example_is_a_configuration(tmp_path):
+    """It can be written to a file and used as it is."""
+    answer = canaryd("config", "example")
+    assert answer.code == 0
+    config = tmp_path / "canaryd.yaml"
+    config.write_text(answer.out)
+    assert canaryd("config", "check", "--config", config).code == 0
+
+
+def test_config_schema_is_a_json_schema():
+    """Of the draft that it names."""
+    answer = canaryd("config", "schema")
+    assert answer.code == 0
+    jsonschema.Draft202012Validator.check_schema(answer.document)
+    assert not jsonschema.Draft202012Validator(answer.document).is_valid({"listn": ":1"})
+
+
+# --- Wrong use -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("chekc",), "invalid choice: 'chekc'"),
+        (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
+        (("check", "--level", "quickly"), "invalid choice: 'quickly'"),
+        (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
+        (("check", "--for", "30"), '"30" has no unit; write "30s"'),
+        (("check", "--wait", "-1s"), "--wait"),
+        (("check", "--seed", "-5"), "'-5' is not a seed"),
+        (("check", "--seed", "9007199254740992"), "'9007199254740992' is not a seed"),
+        (("check", "--seed", "1e3"), "'1e3' is not a seed"),
+        (("check", "--instruction-set", "avx9"), "invalid choice: 'avx9'"),
+        (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
+        (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
+        (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
+        (("config", "chekc"), "invalid choice: 'chekc'"),
+        (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
+        (("check", "--config", "/"), "/: a directory"),
+        (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
+        (("check", "--report", "/"), "--report /: cannot be written"),
+    ],
+)
+def test_wrong_use_is_told_in_words(tmp_path, arguments, said):
+    """Exit 64, nothing on standard output, and a sentence with what was given."""
+    answer = canaryd(*arguments, XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
+    assert (answer.code, answer.out) == (64, "")
+    assert said in answer.err
+    assert list(tmp_path.iterdir()) == []  # it has not even begun
+
+
+@pytest.mark.parametrize("command", ["check", "drill"])
+def test_an_unknown_device_or_probe_is_told_with_those_there_are(common, command):
+    """Both at once; exit 64, and nothing has run."""
+    answer = canaryd(command, "--device", "cuda:99", "--device", "cpu", "--probe", "exact_matmull", *common)
+    assert (answer.code, answer.out) == (64, "")
+    assert "--device cuda:99: no such device here; there are cpu:0" in answer.err
+    assert "--probe exact_matmull: no such probe; there are passes" in answer.err
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "--listen", "127.0.0.1:0"), ("probes",), ("devices",)])
+def test_a_database_of_a_newer_canaryd_is_left_alone(common, command):
+    """Exit 64 with the way out; the file is not touched."""
+    state = common[-1]
+    state.mkdir()
+    with sqlite3.connect(state / "canaryd.db") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    before = (state / "canaryd.db").read_bytes()
+    answer = canaryd(*command, *common)
+    assert (answer.code, answer.out) == (64, "")
+    assert "was written by a newer canaryd" in answer.err
+    assert "upgrade canaryd, or choose another --state-dir" in answer.err
+    assert (state / "canaryd.db").read_bytes() == before
+
+
+def test_a_damaged_database_is_set_aside_and_the_check_goes_on(common):
+    """Said on standard error and in the report."""
+    state = common[-1]
+    state.mkdir()
+    (state / "canaryd.db").write_bytes(b"this is not a database" * 1000)
+    answer = canaryd("check", "--json", *common)
+    assert answer.code == 3, "what was found before is not known, so nothing is healthy"
+    assert {f["rule"] for d in answer.document["devices"] for f in d["findings"] if f["severity"] == "unknown"} == {
+        "history-lost"
+    }
+    assert "a fresh one was begun" in answer.err
+    assert any("a fresh one was begun" in problem for problem in answer.document["problems"])
+    assert len(list(state.glob("canaryd.db.corrupt-*"))) == 1
+
+
+def test_a_case_that_does_not_exist_is_unknown(tmp_path):
+    """Nothing was looked at, so nothing is healthy; the reason names what there is."""
+    (tmp_path / "empty.yaml").touch()
+    pytest.importorskip("torch")
+    common = ("--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
+    options = ("--level", "quick", "--device", "cpu", "--probe", "exact_integer", "--case", "int64/nonsense")
+    answer = canaryd("check", "--json", *options, *common)
+    assert answer.code == 3
+    reasons = [part["reason"] for part in answer.document["devices"][0]["skipped"]]
+    assert any("no case matches int64/nonsense" in reason for reason in reasons)
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """`canaryd config example | head -1` leaves no complaint."""
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-m", "canaryd", "config", "example"]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment(), stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=30
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_locale_without_unicode_costs_no_report(tmp_path):
+    """What cannot be written is escaped."""
+    (tmp_path / "probes.d").mkdir()
+    config = configure(tmp_path, "passes")
+    probe = tmp_path / "probes.d/passes.py"
+    probe.write_text(probe.read_text().replace("not on this device", "nicht für dieses Gerät …"))
+    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", PYTHONIOENCODING="ascii")
+    assert answer.code == 0
+    assert "nicht f\\xfcr dieses Ger\\xe4t \\u2026" in answer.out
+
+
+def test_the_configuration_can_be_named_by_the_environment(tmp_path):
+    """For containers; an option wins over it."""
+    config = configure(tmp_path, "passes")
+    answer = canaryd("config", "check", CANARYD_CONFIG=str(config))
+    assert (answer.code, answer.out) == (0, f"{config}: ok\n")
+    (tmp_path / "other.yaml").write_text("{}")
+    answer = canaryd("config", "check", "--config", tmp_path / "other.yaml", CANARYD_CONFIG=str(config))
+    assert answer.out == f"{tmp_path}/other.yaml: ok\n"
+
+
+def test_json_is_ascii_safe(common):
+    """A document can be piped through anything."""
+    document = canaryd("check", "--json", *common).out
+    assert document.isascii()
+    assert json.loads(document)["schema"] == "canaryd.check/1"
+
+
+def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
+    """An uncaught exception would exit with 1, which means degraded: a broken installation exits with 3."""
+    package = tmp_path / "canaryd"
+    shutil.copytree(ROOT / "canaryd", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "store" / "store.py").write_text("raise RuntimeError('half an upgrade')\n")
+    command = [sys.executable, "-m", "canaryd", "check"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "half an upgrade" in done.stderr
+    assert "nothing is known" in done.stderr
+
+
+def test_a_file_is_no_state_directory(tmp_path):
+    """A state directory that is a file is a mistake to be told, not a reason to run unrecorded."""
+    wrong = tmp_path / "file"
+    wrong.touch()
+    for command in ("check", "status", "run"):
+        answer = canaryd(command, "--config", configure(tmp_path, "passes"), "--state-dir", wrong)
+        assert answer.code == 64
+        assert answer.err == f"canaryd: {wrong}: is no directory; name one for --state-dir or state_dir\n"
+
+
+def test_text_fits_a_narrow_terminal(tmp_path):
+    """Sentences are broken where the terminal ends."""
+    config = configure(tmp_path, "skips")
+    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", COLUMNS="60")
+    told = [line for line in answer.out.splitlines() if line.lstrip().startswith(("not checked", "- "))]
+    assert told
+    assert max(map(len, told)) < 60

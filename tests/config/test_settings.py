@@ -1,0 +1,420 @@
+"""The configuration: defaults, strict reading, exact messages, the schema and the example."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import os
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canaryd.config.load import ConfigError, example, json_schema, load
+from canaryd.config.schema import Section, quoted
+from canaryd.config.settings import (
+    Config,
+    EndpointConfig,
+    EndpointsConfig,
+    JudgePolicy,
+    ProbesConfig,
+    ProbeSettings,
+    default_state_dir,
+)
+from canaryd.config.values import parse_duration, parse_listen, parse_size
+
+ROOT = Path(__file__).parents[2]
+BAD = sorted((Path(__file__).parents[1] / "data" / "bad-config").glob("*.yaml"))
+
+SCHEMA_CANNOT_TELL = {
+    # two settings against each other
+    "python-and-command",
+    "keep-failures-shorter",
+    "keep-failures-watch",
+    "repeat-gap",
+    # bounds inside a text
+    "duration-century",
+    "listen-ipv4-bad",
+    "listen-port-range",
+    "size-small",
+    "size-zero",
+    # JSON has no NaN
+    "fraction-nan",
+    # values inside a probe's own settings
+    "probe-settings-infinite",
+    "deep",
+    "nul",
+    # what a YAML library hides from a schema
+    "alias-bomb",
+    "count-octal",
+    "duplicate-in-settings",
+    "duplicate-top",
+}
+
+FULL = """
+listen: "[::1]:0"
+state_dir: /srv/canaryd
+worker:
+  command: [docker, exec, -i, vllm, python3]
+  env: {OMP_NUM_THREADS: "4", EMPTY: ""}
+  grace: 1.5s
+probes:
+  directories: [/srv/probes]
+  exact_matmul: {enabled: yes, period: 30m, timeout: 90s, level: deep}
+  acme_ring:
+    enabled: off
+    settings: {on: 1, when: 2026-01-02, mode: 0755, ratio: 1e-3, deep: [{a: null}, true, text]}
+  bare:
+schedule: {level: quick, jitter: 0, run_at_start: No}
+judge: {stale_after: 1d, confirm_runs: 5, repeat_window: 12h, repeat_gap: 2m, week_count: 4, week: 8d, watch: 60d}
+store: {keep_successes: 7d, keep_failures: 800d, max_size: 1.5GiB}
+devices: {include: [cuda, "cpu:0"], expected: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("CANARYD_CONFIG", raising=False)
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "canaryd.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def is_yaml(path: Path) -> bool:
+    try:
+        yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, ValueError):
+        return False
+    return True
+
+
+def problems(path: Path | None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+# --- Good files ------------------------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    """Without a file every setting has its documented default."""
+    defaults = Config()
+    assert defaults.listen == ("127.0.0.1", 19469)
+    assert defaults.judge == JudgePolicy(
+        stale_after=7200.0,
+        confirm_runs=3,
+        repeat_window=86400.0,
+        repeat_gap=60.0,
+        week_count=3,
+        week=7 * 86400.0,
+        watch=30 * 86400.0,
+    )
+    assert (defaults.schedule.level, defaults.schedule.jitter, defaults.schedule.run_at_start) == (
+        "quick",
+        0.1,
+        True,
+    )
+    assert (defaults.store.keep_successes, defaults.store.keep_failures) == (45 * 86400.0, 400 * 86400.0)
+    assert defaults.store.max_size == 256 << 20
+    assert (defaults.worker.python, defaults.worker.command, defaults.worker.env) == (None, (), {})
+    assert (defaults.worker.grace, defaults.devices.include, defaults.devices.expected) == (2.0, (), None)
+    assert defaults.probes.each == {}
+    assert defaults.file is None
+
+
+def test_full_file(tmp_path):
+    """Every setting can be given, and a probe's own settings arrive as the plain values that were typed."""
+    path = write(tmp_path, FULL)
+    loaded = load(path)
+    assert loaded.listen == ("::1", 0)
+    assert loaded.state_dir == Path("/srv/canaryd")
+    assert loaded.worker.command == ("docker", "exec", "-i", "vllm", "python3")
+    assert loaded.worker.env == {"OMP_NUM_THREADS": "4", "EMPTY": ""}
+    assert loaded.worker.grace == 1.5
+    assert loaded.probes == ProbesConfig(
+        directories=(Path("/srv/probes"),),
+        each={
+            "exact_matmul": ProbeSettings(enabled=True, period=1800.0, timeout=90.0, level="deep"),
+            "acme_ring": ProbeSettings(
+                enabled=False,
+                settings={
+                    "on": 1,
+                    "when": "2026-01-02",
+                    "mode": "0755",
+                    "ratio": 0.001,
+                    "deep": [{"a": None}, True, "text"],
+                },
+            ),
+            "bare": ProbeSettings(),
+        },
+    )
+    assert loaded.schedule.run_at_start is False
+    assert loaded.judge.watch == 60 * 86400.0
+    assert loaded.store.max_size == 3 << 29
+    assert loaded.devices.include == ("cuda", "cpu:0")
+    assert loaded.devices.expected == 8
+    assert loaded.file == path
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# only a comment\n", "---\n", "{}\n", "worker:\nprobes:\n", "\ufeff{}\r\n", "~\n"]
+)
+def test_empty_files(tmp_path, text):
+    """A file that sets nothing is fine and means the defaults."""
+    assert load(write(tmp_path, text)) == Config()
+
+
+def test_null_means_default_only_where_that_is_the_default(tmp_path):
+    """`null` is accepted for a setting that has no value by default."""
+    assert load(write(tmp_path, "worker: {python: null}\ndevices: {expected: ~}\n")) == Config()
+
+
+@pytest.mark.parametrize("word", ["true", "True", "yes", "on", "ON"])
+def test_booleans_as_yaml_spells_them(tmp_path, word):
+    """A boolean may be spelled in every way that YAML 1.1 knows."""
+    assert load(write(tmp_path, f"schedule: {{run_at_start: {word}}}\n")).schedule.run_at_start is True
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("127.0.0.1:19469", ("127.0.0.1", 19469)),
+        ("[::1]:19469", ("::1", 19469)),
+        (":19469", ("", 19469)),
+        ("localhost:0", ("localhost", 0)),
+        ("0.0.0.0:65535", ("0.0.0.0", 65535)),
+    ],
+)
+def test_listen_forms(tmp_path, text, wanted):
+    """Address, bracketed IPv6, name, and a leading colon for every interface."""
+    assert parse_listen(text) == wanted
+    assert load(write(tmp_path, f'listen: "{text}"\n')).listen == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":", "host:", "host:+1", "host:\uff11", "[::1:1", "[]:1", "a b:1", "[host]:1", "::1"]
+)
+def test_listen_refused(text):
+    """What is not HOST:PORT is refused with a sentence."""
+    with pytest.raises(ValueError, match=re.escape(quoted(text))):
+        parse_listen(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("15m", 900.0), ("2h", 7200.0), ("30d", 2592000.0), ("1.5h", 5400.0)]
+)
+def test_durations(text, seconds):
+    """Seconds, minutes, hours and days, whole or decimal."""
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", "1e3s", "1 m", "15M", "1h30m", "\u0663s", "nan", "infs", "1.s", "9" * 500 + "s"]
+)
+def test_durations_refused(text):
+    """Nothing else is a duration: no compounds, spaces, other digits, or numbers that overflow."""
+    with pytest.raises(ValueError, match=r"is not a duration|century"):
+        parse_duration(text)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_value_or_a_sentence(text):
+    """The parsers return something usable or raise a message of one line, whatever they are given."""
+    for parse in (parse_duration, parse_size, parse_listen):
+        said, value = "", None
+        try:
+            value = parse(text)
+        except ValueError as error:
+            said = str(error)
+        assert ("write" in said and "\n" not in said) or value is not None
+
+
+@given(st.binary(max_size=200) | st.text("{}[]:,-#&*!|>'\"%@` \n\tablisten01", max_size=60).map(str.encode))
+def test_any_file_is_a_configuration_or_a_list_of_problems(tmp_path_factory, data):
+    """No content of a file makes `load` fail otherwise than with problems that name file and line."""
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(data)
+    found = [f"{path}:1: x"]
+    try:
+        load(path)
+    except ConfigError as error:
+        found = error.problems
+    assert found
+    assert all(re.match(rf"{re.escape(str(path))}:\d+: \S", problem) for problem in found)
+
+
+# --- Bad files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
+def test_bad_file(path):
+    """A bad file gives exactly the messages that its first lines announce, in file order."""
+    wants = re.findall(r"^# wants: (.*)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    assert wants
+    assert problems(path) == [f"{path}:{want}" for want in wants]
+
+
+def test_named_file_must_exist(tmp_path, monkeypatch):
+    """A file named on the command line or in the environment must be there; the message says who named it."""
+    path = tmp_path / "nowhere.yaml"
+    advice = "name an existing one, or none for the defaults"
+    assert problems(path) == [f"{path}: no such file; {advice}"]
+    monkeypatch.setenv("CANARYD_CONFIG", str(path))
+    assert problems(None) == [f"{path}: no such file (named by $CANARYD_CONFIG); {advice}"]
+
+
+def test_which_file_is_read(tmp_path, monkeypatch):
+    """The argument wins over $CANARYD_CONFIG, which wins over the system's file, which may be missing."""
+    system, named, given_ = (tmp_path / name for name in ("system", "named", "given"))
+    assert load(None, system_file=system) == Config()
+    for port, path in enumerate((system, named, given_), 1):
+        path.write_text(f'listen: ":{port}"\n')
+    assert load(None, system_file=system).listen == ("", 1)
+    monkeypatch.setenv("CANARYD_CONFIG", str(named))
+    assert load(None, system_file=system).listen == ("", 2)
+    assert load(given_, system_file=system).listen == ("", 3)
+    monkeypatch.setenv("CANARYD_CONFIG", "")
+    assert load(None, system_file=system).file == system
+
+
+def test_unreadable_files(tmp_path):
+    """A directory, a link to itself and an endless file are refused with a reason, not with a traceback."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert problems(tmp_path) == [f"{tmp_path}: a directory; name a YAML file"]
+    assert problems(loop) == [f"{loop}: cannot be read: {os.strerror(errno.ELOOP)}; make it readable or name another"]
+    assert problems(Path("/dev/zero")) == ["/dev/zero: larger than 1 MiB; this cannot be a configuration of canaryd"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_permission(tmp_path):
+    """A file without read permission is named with the system's reason."""
+    path = write(tmp_path, "{}")
+    path.chmod(0)
+    assert problems(path) == [f"{path}: cannot be read: Permission denied; make it readable or name another"]
+
+
+# --- State directory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uid", "environ", "wanted"),
+    [
+        (0, {"HOME": "/root", "XDG_STATE_HOME": "/x"}, "/var/lib/canaryd"),
+        (1000, {"HOME": "/home/a"}, "/home/a/.local/state/canaryd"),
+        (1000, {"HOME": "/home/a", "XDG_STATE_HOME": "/x"}, "/x/canaryd"),
+        (1000, {"HOME": "/home/a", "XDG_STATE_HOME": "relative"}, "/home/a/.local/state/canaryd"),
+        (1000, {}, "/var/lib/canaryd"),
+    ],
+)
+def test_default_state_dir(uid, environ, wanted, monkeypatch):
+    """Root keeps state in /var/lib, people in their state directory, users without a home in /var/lib."""
+    monkeypatch.setattr("canaryd.config.settings.STATE_DIRECTORY", Path("/var/lib/canaryd-that-is-not-there"))
+    wanted = wanted.replace("/var/lib/canaryd", "/var/lib/canaryd-that-is-not-there")
+    assert default_state_dir(uid, environ) == Path(wanted)
+
+
+# --- Comparing, schema, example --------------------------------------------------------------------------------------
+
+
+def test_a_reload_sees_what_changed(tmp_path):
+    """Configurations and their sections compare by value and hash alike, wherever they were read from."""
+    first = load(write(tmp_path, FULL))
+    (tmp_path / "other.yaml").write_text(FULL)
+    again = load(tmp_path / "other.yaml")
+    assert first == again
+    assert hash(first) == hash(again)
+    changed = load(write(tmp_path, FULL.replace("on: 1", "on: 2").replace("expected: 8", "expected: 7")))
+    differing = [
+        f.name for f in dataclasses.fields(Config) if f.compare and getattr(first, f.name) != getattr(changed, f.name)
+    ]
+    assert differing == ["probes", "devices"]
+
+
+def test_json_schema_accepts_good_files(tmp_path):
+    """The schema is a valid draft 2020-12 schema and accepts what `load` accepts."""
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for text in (FULL, example(), "", "worker:\n"):
+        validator.validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("path", [p for p in BAD if is_yaml(p)], ids=lambda p: p.stem)
+def test_json_schema_refuses_bad_files(path):
+    """The schema refuses every bad file that YAML can load, but for the rules that no schema can state."""
+    document = yaml.safe_load(path.read_bytes())
+    valid = jsonschema.Draft202012Validator(json_schema()).is_valid(document)
+    assert valid == (path.stem in SCHEMA_CANNOT_TELL)
+
+
+def test_example_is_shipped():
+    """deploy/canaryd.yaml is what `canaryd config example` prints."""
+    assert (ROOT / "deploy" / "canaryd.yaml").read_text() == example()
+
+
+def test_example_sets_nothing(tmp_path):
+    """The example as it stands means the defaults."""
+    loaded = load(write(tmp_path, example()))
+    probes, endpoints = {"exact_matmul": ProbeSettings()}, {"main": EndpointConfig()}
+    assert loaded == dataclasses.replace(
+        Config(), probes=ProbesConfig(each=probes), endpoints=EndpointsConfig(each=endpoints)
+    )
+
+
+SETTING_LINES = [i for i, line in enumerate(example().splitlines()) if re.match(r" *#\w", line)]
+
+
+@pytest.mark.parametrize("number", SETTING_LINES, ids=lambda i: example().splitlines()[i].strip(" #"))
+def test_each_line_of_the_example_can_be_uncommented(tmp_path, number):
+    """Deleting one "#" gives a valid file, which changes nothing unless the text above it says what the default is."""
+    lines = example().splitlines()
+    first = lines.index("endpoints:")
+    if first < number < lines.index("", first):  # an endpoint without its address is a mistake
+        lines = [line.replace("#", "") if "#url:" in line else line for line in lines]
+    untouched = load(write(tmp_path, "\n".join(lines)))
+    lines[number] = lines[number].replace("#", "", 1)
+    loaded = load(write(tmp_path, "\n".join(lines)))
+    told = "".join(itertools.takewhile(lambda line: re.match(" *# ", line), reversed(lines[:number])))
+    assert loaded == untouched or "Default: " in told
+
+
+def test_example_and_schema_have_every_setting():
+    """No setting is missing from the example or from the schema."""
+
+    def leaves(cls) -> list[str]:
+        kinds = [(f.name, f.metadata["kind"]) for f in dataclasses.fields(cls) if "kind" in f.metadata]
+        return [n for name, kind in kinds for n in (leaves(kind.cls) if isinstance(kind, Section) else [name])]
+
+    def properties(schema: dict) -> list[str]:
+        below = [properties(s) if "properties" in s else [name] for name, s in schema["properties"].items()]
+        each = schema["additionalProperties"]
+        return [name for names in below for name in names] + (properties(each) if each else [])
+
+    shown = re.findall(r"^ *#(\w+):", example(), re.MULTILINE)
+    assert shown == leaves(Config)
+    assert sorted(properties(json_schema())) == sorted(shown)
+
+
+def test_license_is_apache_2():
+    """LICENSE is the unchanged text of the Apache License 2.0."""
+    text = (ROOT / "LICENSE").read_text()
+    assert text.strip().startswith("Apache License\n")
+    assert text.rstrip().endswith("limitations under the License.")
+    assert "Copyright [yyyy] [name of copyright owner]" in text
+
+
+def test_everybody_shares_the_system_state_directory_once_it_exists(tmp_path, monkeypatch):
+    """A person's command beside the daemon uses the daemon's directory, with its locks and history."""
+    monkeypatch.setattr("canaryd.config.settings.STATE_DIRECTORY", tmp_path)
+    assert default_state_dir(1000, {"HOME": "/home/a"}) == tmp_path

@@ -1,0 +1,409 @@
+"""`canaryd run` as it is deployed: a real process with real workers, scraped, signalled, stopped and killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from canaryd.store.store import Store
+from tests.command import (
+    RUN_ID,
+    Daemon,
+    canaryd,
+    catalogue,
+    configure,
+    environment,
+    eventually,
+    intervals,
+    running,
+)
+
+STOP = 5.0
+"""Seconds within which SIGTERM ends a daemon, whatever its workers do."""
+
+
+@pytest.fixture
+def state(tmp_path):
+    return tmp_path / "state"
+
+
+def begun(log: Path) -> list[int]:
+    """Return the process ids of the probe `records`, one for each time it has begun."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [int(line.split()[1]) for line in lines if line.startswith("begin ")]
+
+
+def uuid_of(daemon: Daemon) -> str:
+    """Return the uuid of the processor, as the metrics know it."""
+    page = daemon.get("/metrics")[1]
+    return next(part for part in page.split('"') if part.startswith("CPU-"))
+
+
+def needs(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed here")
+    return path
+
+
+# --- Serving ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_serves_before_the_first_round_ends(tmp_path, state):
+    """Metrics at once, and no health before there is evidence; then, with the evidence, both."""
+    log = tmp_path / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 2.0}}}
+    with running(Daemon(configure(tmp_path, "records", each=each), state)) as daemon:
+        assert daemon.value("canaryd_build_info") == 1
+        assert daemon.get("/readyz")[0] == 503
+        eventually(lambda: begun(log))
+        assert intervals(log) == []
+        status, reasons = daemon.get("/healthz")
+        assert status == 503
+        assert "records: no evidence yet" in eventually(lambda: daemon.get("/healthz")[1])
+        assert reasons
+        assert daemon.value("canaryd_device_state", state="unknown") == 1
+        eventually(lambda: daemon.get("/healthz") == (200, "ok\n"))
+        assert daemon.get("/readyz") == (200, "ready\n")
+        eventually(lambda: daemon.value("canaryd_device_state", state="healthy") == 1)
+        assert daemon.get("/nowhere")[0] == 404
+
+
+def test_stale_evidence_is_no_health(tmp_path, state):
+    """When the device cannot be had for longer than the limit: 503 with the age, and 200 again afterwards."""
+    config = configure(tmp_path, "records", judge={"stale_after": "3s"})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/healthz")[0] == 200)
+        with Store.open(state) as store, store.lock(uuid_of(daemon), timeout=20):
+            eventually(lambda: daemon.get("/healthz")[0] == 503)
+            assert "cpu:0 records: newest evidence is " in daemon.get("/healthz")[1]
+            assert daemon.get("/readyz")[0] == 200
+            eventually(lambda: daemon.value("canaryd_device_state", state="unknown") == 1)
+        eventually(lambda: daemon.get("/healthz")[0] == 200)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A daemon on a sound device that several tests look at: (daemon, configuration, state directory, log)."""
+    directory = tmp_path_factory.mktemp("watched")
+    log = directory / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 0.2, "fingerprint": 77}}}
+    config = configure(directory, "records", "passes", "skips", each=each)
+    with running(Daemon(config, directory / "state")) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        yield daemon, config, directory / "state", log
+
+
+def test_the_page_passes_promtool(watched):
+    """`promtool check metrics` has nothing to say about the live page."""
+    promtool = needs("promtool")
+    page = watched[0].get("/metrics")[1]
+    done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_prometheus_scrapes_it(watched, tmp_path):
+    """The target is up, and the device's state can be queried."""
+    program = needs("prometheus")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    target = watched[0].address.removeprefix("http://")
+    jobs = [{"job_name": "canaryd", "static_configs": [{"targets": [target]}]}]
+    config = tmp_path / "prometheus.yml"
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+    argv = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    prometheus = subprocess.Popen(
+        [*argv, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def query(text: str) -> list[dict]:
+        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": text})
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+
+    try:
+        eventually(lambda: query('up{job="canaryd"} == 1'))
+        states = eventually(lambda: query("canaryd_device_state"))
+        assert {sample["metric"]["state"] for sample in states} == {
+            "healthy", "degraded", "unknown", "suspect", "faulty",
+        }  # fmt: skip
+        assert len(eventually(lambda: query("canaryd_golden_fingerprint == 77"))) == 1
+        assert query('canaryd_probe_runs_total{probe="records",outcome="completed"} > 0')
+    finally:
+        prometheus.terminate()
+        prometheus.wait(30)
+
+
+def test_a_check_beside_it_is_counted_and_never_meets_it(watched):
+    """They share the record, and the device's lock."""
+    daemon, config, state, log = watched
+    answer = canaryd("check", "--for", "6s", "--json", "--config", config, "--state-dir", state)
+    runs = [run["id"] for run in answer.document["devices"][0]["runs"] if run["probe"] == "records"]
+    assert len(runs) > 1
+
+    def counted() -> bool:
+        with Store.open(state) as store:
+            stored = len(store.runs(probe="records"))
+        total = daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed")
+        return total is not None and total >= stored - 1  # one may have ended since the page was made
+
+    eventually(counted)
+    assert daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed") > len(runs)
+    times = intervals(log)
+    assert len(times) > len(runs)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+
+
+def test_a_drill_beside_it_shows_as_a_drill(watched):
+    """Its counters and its state arrive in the metrics; the device stays what it was."""
+    daemon, config, state, _ = watched
+    before = daemon.value("canaryd_probe_mismatches_total", probe="records")
+    answer = canaryd("drill", "--probe", "records", "--config", config, "--state-dir", state)
+    assert answer.code == 2
+    eventually(lambda: daemon.value("canaryd_drill_device_state", state="faulty") == 1)
+    assert daemon.value("canaryd_drill_runs_total", probe="records") == 4
+    assert daemon.value("canaryd_drill_mismatches_total", probe="records") == 4
+    assert daemon.value("canaryd_probe_mismatches_total", probe="records") == before == 0
+    assert daemon.value("canaryd_device_state", state="faulty") == 0
+    assert daemon.value("canaryd_device_state", state="suspect") == 0
+
+
+def test_a_skipped_probe_is_counted_and_keeps_the_device_unknown(watched):
+    """No evidence is not health, and the reason is a finding, not a number."""
+    daemon = watched[0]
+    eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="skips", outcome="skipped"))
+    assert daemon.value("canaryd_device_state", state="healthy") == 0
+    assert daemon.get("/healthz")[0] == 503
+    assert "cpu:0 skips: no evidence yet" in daemon.get("/healthz")[1]
+
+
+def test_it_never_loads_torch(watched):
+    """Neither the file of a library in its memory, nor a heavy module in an interpreter that imports the daemon."""
+    maps = Path(f"/proc/{watched[0].popen.pid}/maps").read_text()
+    assert "libpython" in maps or "python" in maps
+    assert "torch" not in maps
+    code = "import canaryd.cli.main, canaryd.daemon.daemon, sys; print(sorted(m for m in sys.modules if '.' not in m))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert not {"torch", "numpy", "pynvml", "amdsmi"} & set(json.loads(done.stdout.replace("'", '"')))
+
+
+# --- Starting and stopping -------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_one_clear_line(tmp_path, state):
+    """Exit 64: who might have it, and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ("--config", configure(tmp_path, "passes"), "--state-dir", state)
+        answer = canaryd("run", "--listen", f"127.0.0.1:{port}", *options, timeout=20)
+    assert (answer.code, answer.out) == (64, "")
+    (line,) = answer.err.splitlines()
+    assert line.startswith(f"canaryd: cannot listen on 127.0.0.1:{port}: ")
+    assert "stop it or choose another port" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_stops_at_once_with_a_worker_that_will_not(tmp_path, state, number):
+    """Within five seconds, status 0, no process left, no run stored that canaryd itself cut short."""
+    log = tmp_path / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 600, "stubborn": True}}}
+    with running(Daemon(configure(tmp_path, "records", each=each), state)) as daemon:
+        eventually(lambda: begun(log))
+        code, seconds = daemon.end(number)
+        assert (code, daemon.others()) == (0, [])
+        assert seconds < STOP
+    assert not any("Traceback" in line for line in daemon.lines)
+    with Store.open(state) as store:
+        assert store.runs() == []
+
+
+def test_it_stops_at_once_while_it_looks_for_devices(tmp_path, state):
+    """The first inventory may hang in a driver: that does not hold the stop either."""
+    config = configure(tmp_path, "hangs_at_import")
+    with running(Daemon(config, state)) as daemon:
+        assert daemon.address
+        eventually(daemon.others)
+        time.sleep(0.5)
+        code, seconds = daemon.end()
+        assert (code, daemon.others()) == (0, [])
+        assert seconds < STOP
+
+
+def test_it_goes_on_after_a_restart(tmp_path, state):
+    """Counters go on counting, and the state is known again from the record."""
+    config = configure(tmp_path, "mismatches")
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.value("canaryd_device_state", state="faulty") == 1)
+        eventually(lambda: daemon.value("canaryd_probe_mismatches_total", probe="mismatches") == 4)
+        assert daemon.end()[0] == 0
+    config = configure(tmp_path, "mismatches", schedule={"run_at_start": False})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.value("canaryd_device_state", state="faulty") == 1)
+        assert daemon.value("canaryd_probe_mismatches_total", probe="mismatches") == 4
+
+
+def test_a_stopped_worker_is_timed_out_and_recorded(tmp_path, state):
+    """SIGSTOP, as a debugger or a frozen cgroup would: the deadline holds, and the daemon goes on."""
+    log = tmp_path / "log"
+    each = {"records": {"timeout": "2s", "period": "1h", "settings": {"log": str(log), "seconds": 1.0}}}
+    with running(Daemon(configure(tmp_path, "records", "passes", each=each), state)) as daemon:
+        (worker,) = eventually(lambda: begun(log))
+        os.kill(worker, signal.SIGSTOP)
+        eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="records", outcome="timed_out") == 1)
+        assert " records timed_out: " in daemon.line("timed_out")
+        eventually(lambda: worker not in daemon.others(), 5)
+        eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="passes", outcome="completed"))
+
+
+def test_a_broken_probe_does_not_silence_the_others(tmp_path, state):
+    """A fingerprint that is no number, a crash, a file that cannot be imported: the page goes on changing."""
+    each = {"records": {"settings": {"fingerprint": "not a number"}}, "second": {"settings": {"fingerprint": 2**60}}}
+    config = configure(tmp_path, "records", "records:second", "crashes", "raises_at_import", "passes", each=each)
+    with running(Daemon(config, state)) as daemon:
+        for probe in ("records", "second", "passes"):
+            eventually(lambda probe=probe: daemon.value("canaryd_probe_runs_total", probe=probe, outcome="completed"))
+        eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="crashes", outcome="crashed"))
+        assert daemon.value("canaryd_golden_fingerprint") is None
+        daemon.line("raises_at_import.py: ImportError")
+
+
+# --- Configuration while it runs -------------------------------------------------------------------------------------
+
+
+def test_a_bad_file_is_refused_and_a_good_one_takes_effect(tmp_path, state):
+    """SIGHUP: the metric shows a refused file, the daemon goes on with the old one, and the next good one counts."""
+    config = configure(tmp_path, "passes")
+    good = config.read_text()
+    name = "canaryd_config_last_reload_successful"
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        assert daemon.value(name) == 1
+        config.write_text("judge: {stale_after: soon}\n")
+        daemon.send(signal.SIGHUP)
+        eventually(lambda: daemon.value(name) == 0)
+        daemon.line(f"{config}:1: judge.stale_after: ")
+        daemon.line("the old one stays in force")
+        assert daemon.value("canaryd_probe_runs_total", probe="passes", outcome="completed") >= 1
+
+        catalogue(tmp_path / "probes.d", "echoes")
+        config.write_text(json.dumps(json.loads(good) | {"devices": {"expected": 5}}))
+        daemon.send(signal.SIGHUP)
+        eventually(lambda: daemon.value(name) == 1)
+        eventually(lambda: daemon.value("canaryd_devices_expected") == 5)
+        eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="echoes", outcome="completed"))
+        # What the command line gave still wins: nothing has changed about these two.
+        assert not any("takes effect at the next restart" in line for line in daemon.lines)
+        assert daemon.end()[0] == 0
+
+
+# --- Killed ----------------------------------------------------------------------------------------------------------
+
+
+def kill_again_and_again(tmp_path: Path, state: Path, times: int) -> None:
+    names = [f"passes:p{number}" for number in range(12)]
+    config = configure(tmp_path, *names)
+    logged: set[str] = set()
+    for number in range(times):
+        with running(Daemon(config, state)) as daemon:
+            daemon.line("serves http://")
+            if number % 2:
+                daemon.line(" completed: ")
+            time.sleep(random.uniform(0.0, 0.6))
+            daemon.end(signal.SIGKILL)
+            eventually(lambda daemon=daemon: daemon.others() == [], 10)
+        logged |= {found[0] for line in daemon.lines if " completed: " in line and (found := RUN_ID.search(line))}
+    with Store.open(state) as store:
+        assert store.problems == []
+        lost = [run for run in logged if store.run(run) is None]
+        counted = sum(value for (name, _), value in store.counters().items() if name == "probe_runs")
+        assert (lost, counted) == ([], len(store.runs()))
+    assert len(logged) >= times
+
+
+def test_a_killed_daemon_has_lost_no_run_that_it_logged(tmp_path, state):
+    """SIGKILL at any moment, ten times: every run whose id was logged is stored, and counted once."""
+    kill_again_and_again(tmp_path, state, 10)
+
+
+@pytest.mark.slow
+def test_a_daemon_killed_fifty_times_has_lost_no_run_that_it_logged(tmp_path, state):
+    """The same, longer; part of .ci/full."""
+    kill_again_and_again(tmp_path, state, 50)
+
+
+def test_a_second_daemon_shares_the_device(tmp_path, state):
+    """On another port and the same state directory: they take turns, and nobody crashes."""
+    log = tmp_path / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 0.5}}}
+    config = configure(tmp_path, "records", each=each)
+    with running(Daemon(config, state)) as first, running(Daemon(config, state)) as second:
+        eventually(lambda: len(begun(log)) >= 3)
+        assert (first.end()[0], second.end()[0]) == (0, 0)
+        lines = first.lines + second.lines
+    times = intervals(log)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+    assert not any("Traceback" in line or " ERROR " in line for line in lines)
+
+
+def test_an_abandoned_worker_does_not_outlive_its_daemon(tmp_path, state):
+    """SIGKILL for the daemon: its worker sees the end of its requests and goes, with its children."""
+    log = tmp_path / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 600, "stubborn": True}}}
+    with running(Daemon(configure(tmp_path, "records", each=each), state)) as daemon:
+        eventually(lambda: begun(log))
+        daemon.end(signal.SIGKILL)
+        eventually(lambda: daemon.others() == [], 10)
+
+
+def test_no_health_without_a_device(tmp_path, state):
+    """Fresh evidence of the last life is not enough when the devices cannot even be listed."""
+    config = configure(tmp_path, "passes")
+    assert canaryd("check", "--config", config, "--state-dir", state).code == 0
+    config = configure(tmp_path, "passes", worker={"python": "/nonexistent/python"})
+    with running(Daemon(config, state)) as daemon:
+        daemon.line("worker.python (/nonexistent/python) cannot be started")
+        eventually(lambda: "/nonexistent/python" in daemon.get("/healthz")[1])
+        assert daemon.get("/healthz")[0] == 503
+        assert daemon.get("/readyz")[0] == 503
+
+
+HEAP = 64 << 20
+"""Bytes of address space that glibc reserves for a further heap, aligned to as many (malloc/arena.c, HEAP_MAX_SIZE)."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
+def test_threads_share_one_heap(tmp_path, state):
+    """Heaps of single threads never shrink: there are none."""
+    log = tmp_path / "log"
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log)}}})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: begun(log))
+        eventually(lambda: daemon.get("/readyz")[0] in (200, 503))
+        lines = Path(f"/proc/{daemon.popen.pid}/maps").read_text().splitlines()
+        parts = [(*(int(end, 16) for end in line.split()[0].split("-")), line.split()[1:]) for line in lines]
+        further = [
+            begin
+            for (begin, middle, used), (again, end, kept) in itertools.pairwise(parts)
+            if begin % HEAP == 0 and (middle, end - begin) == (again, HEAP) and (used[0], kept[0]) == ("rw-p", "---p")
+        ]
+        assert not further

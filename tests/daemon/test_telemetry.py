@@ -1,0 +1,636 @@
+"""Telemetry from a device's own words to the verdict, the metric and `canaryd status`: real daemons on the stand-in.
+
+The vendor's library is `tests/nvml`, under the real pynvml. A host with that many GPUs needs a torch that sees them, or
+no exact golden is asked for: `TORCH` is what canaryd asks of torch to list devices, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
+from canaryd.engine.engine import Engine
+from canaryd.judge.telemetry import signals
+from canaryd.judge.telemetry.readings import READINGS, metric
+from canaryd.model import Outcome, State
+from canaryd.store.store import Store
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from probes.nvidia_telemetry import SPEC
+from tests.command import BUILTIN, ROOT, Daemon, bare_python, canaryd, configure, eventually, running
+from tests.nvml_stand_in import StandIn
+from tests.worker.telemetry.trees import plant
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed in this interpreter"
+)
+
+TORCH = {
+    "torch/nn/__init__.py": "",
+    "torch/nn/attention.py": "",
+    "torch/__init__.py": """
+import os
+from types import SimpleNamespace as Names
+
+__version__ = "2.9.0"
+
+def _uuids():
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or open(os.environ["TORCH_STAND_IN"]).read()).split(",")
+
+def _properties(index):
+    return Names(uuid=_uuids()[index].removeprefix("GPU-"), name="NVIDIA H200", total_memory=1 << 37, major=9, minor=0,
+                 multi_processor_count=132, pci_domain_id=0, pci_bus_id=0x10 + index)
+
+cuda = Names(is_available=lambda: True, device_count=lambda: len(_uuids()), get_device_properties=_properties)
+backends = Names(mps=Names(is_available=lambda: False), cpu=Names(get_cpu_capability=lambda: "AVX2"),
+                 cudnn=Names(version=lambda: 91002))
+version = Names(cuda="13.0", hip=None, git_version="0" * 40)
+__config__ = Names(show=lambda: "BLAS_INFO=mkl")
+get_num_threads = lambda: 1
+""",
+}
+"""A torch on which nothing can be computed, but which lists the GPUs that stand in the file TORCH_STAND_IN."""
+SWEEP = 5.0
+"""Seconds between two sweeps: the daemon makes no faster ones."""
+STALE = signals.stale_after(SWEEP)
+BROKEN = "NVRM: Xid (PCI:0000:{}:00): {}, pid=4242, name=python3, {}"
+
+
+class Site:
+    """One machine of several GPUs, with its host's trees and its kernel's log, and a canaryd set up on it."""
+
+    def __init__(self, directory: Path, gpus: int = 8, *, torch: bool = True, **nvidia: object) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self.machine = StandIn(directory, gpus)
+        self.uuids = self.machine.uuids
+        self.state = directory / "state"
+        self.log = directory / "kmsg"
+        self.log.touch()
+        self.sysfs, self.proc = directory / "sys", directory / "proc"
+        self.say_of_the_host()
+        for number in range(gpus):
+            facts = {"vendor": "0x10de", "device": "0x2335", "class": "0x030200"}
+            plant(self.sysfs / f"bus/pci/devices/0000:1{number:x}:00.0", facts)
+        host = {"sysfs": str(self.sysfs), "proc": str(self.proc), "rasdaemon": str(directory / "none.db")}
+        each = {
+            "passes": {"period": "1h"},
+            "nvidia_telemetry": {"period": "5s", "settings": {"sysfs": str(self.sysfs)}, **nvidia},
+            "host_telemetry": {"period": "5s", "settings": host},
+        }
+        worker = {"python": bare_python()}
+        if torch:
+            plant(directory / "site", TORCH)
+            self.seen_by_torch = directory / "seen_by_torch"
+            self.seen_by_torch.write_text(",".join(self.uuids))
+            worker["env"] = {"PYTHONPATH": str(directory / "site"), "TORCH_STAND_IN": str(self.seen_by_torch)}
+        log = {"kernel_log": str(self.log)}
+        self.config = configure(directory, "passes", each=each, worker=worker, telemetry=log)
+        if torch:  # the probe stands for the exact goldens, which events call for
+            probe = directory / "probes.d/passes.py"
+            probe.write_text(probe.read_text().replace(", numeric=False", ""))
+        self._sequence = itertools.count()
+
+    def say_of_the_host(self, corrected: int = 0, uncorrected: int = 0, machine_checks: int = 0) -> None:
+        """Write what the host counts of errors in its memory and its processors."""
+        mc0 = self.sysfs / "devices/system/edac/mc/mc0"
+        counts = {"dimm0/dimm_ce_count": f"{corrected}", "dimm0/dimm_ue_count": f"{uncorrected}"}
+        plant(mc0, {**counts, "dimm0/dimm_label": "A1", "ce_noinfo_count": "0", "ue_noinfo_count": "0"})
+        plant(self.proc, {"interrupts": f"           CPU0\n MCE:  {machine_checks}   Machine check exceptions"})
+
+    def hear(self, *texts: str) -> None:
+        """Let the kernel say something."""
+        with self.log.open("a") as log:
+            log.writelines(f"4,{next(self._sequence)},{int(time.monotonic() * 1e6)},-;{text}\n" for text in texts)
+
+    @contextlib.contextmanager
+    def daemon(self):
+        """Run `canaryd run` on this machine."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.machine.environment.items():
+                patch.setenv(name, value)
+            process = Daemon(self.config, self.state)
+        with running(process):
+            yield process
+
+    def run(self, *arguments: object, there: bool = True):
+        """Run another command on this machine; `there` says whether it has the vendor's library."""
+        extra = self.machine.environment if there else {}
+        return canaryd(*arguments, "--config", self.config, "--state-dir", self.state, **extra)
+
+    def status(self) -> dict[str, dict]:
+        """Return the devices of `canaryd status --json` by uuid."""
+        return {d["device"]: d for d in self.run("status", "--json").document["devices"]}
+
+    def runs(self, device: str) -> list:
+        """Return the stored runs of a device."""
+        with Store.open(self.state) as store:
+            return store.runs(device)
+
+    def triggers(self, device: str) -> str:
+        """Return why exact goldens ran out of turn on a device."""
+        return "; ".join(run.trigger for run in self.runs(device) if run.trigger)
+
+
+def success(daemon: Daemon, device: str, probe: str = "nvidia_telemetry") -> float:
+    """Return when the newest poll of a device that completed was started; 0.0 for none."""
+    return daemon.value("canaryd_probe_last_success_timestamp_seconds", device=device, probe=probe) or 0.0
+
+
+def state_of(daemon: Daemon, device: str) -> tuple[str, str]:
+    """Return the state and the cause that /metrics shows of a device."""
+    page = list(text_string_to_metric_families(daemon.get("/metrics")[1]))
+    found = []
+    for what in ("state", "cause"):
+        samples = [s for f in page for s in f.samples if s.name == f"canaryd_device_{what}"]
+        found.append(next((s.labels[what] for s in samples if s.labels["device"] == device and s.value), ""))
+    return found[0], found[1]
+
+
+def shown(page: str, device: str) -> dict[tuple[str, frozenset], float]:
+    """Return the readings that a page shows of a device: (metric, its own labels) → value."""
+    names = {metric(name) for name in READINGS}
+    return {
+        (s.name, frozenset((k, v) for k, v in s.labels.items() if k not in ("device", "index", "model"))): s.value
+        for family in text_string_to_metric_families(page)
+        for s in family.samples
+        if s.name in names and s.labels["device"] == device
+    }
+
+
+def spoken(text: str) -> str:
+    """Return a text as if its lines had never been wrapped."""
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """Eight GPUs under one daemon, healthy but for a link that has lost half its lanes under load: (site, daemon)."""
+    site = Site(tmp_path_factory.mktemp("fleet"))
+    site.machine.set(5, "utilization.gpu", 90)
+    site.machine.set(5, "pcie_width", 8)  # from the start: it takes a minute to be held against a device
+    with site.daemon() as daemon:
+        for uuid in site.uuids:
+            eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
+        yield site, daemon
+
+
+# --- What a sound machine shows ---------------------------------------------------------------------------------------
+
+
+def test_every_reading_of_every_gpu_is_exported(fleet):
+    """What the probe yields and what /metrics shows are the same names, labels and values."""
+    site, daemon = fleet
+    page = daemon.get("/metrics")[1]
+    series = Series(WorkerSpec(env=dict(site.machine.environment)))
+    settings = {"sysfs": str(site.sysfs)}
+    try:
+        gpus = series.inventory({"nvidia": settings}).devices["nvidia"]
+        assert [gpu.uuid for gpu in gpus] == site.uuids
+        for gpu in gpus:
+            request = RunRequest(
+                probe_path=ROOT / "probes/nvidia_telemetry.py",
+                spec=SPEC,
+                device=gpu,
+                level="quick",
+                seed=0,
+                settings=settings,
+            )
+            run = series.run(request, 20.0)
+            assert run.outcome is Outcome.COMPLETED, run.detail
+            direct = {(metric(r.name), frozenset(r.labels.items())): float(r.value) for r in run.readings}
+            assert len(direct) > 100
+            assert shown(page, gpu.uuid) == direct
+            assert daemon.value("canaryd_readings_absent", device=gpu.uuid) == len(run.absent)
+    finally:
+        series.close()
+
+
+def test_nothing_is_held_between_polls(fleet):
+    """Where persistence is on, each sweep has a worker that ends with it; the daemon itself never holds anything."""
+    site, daemon = fleet
+    begun, idle, longest, holders = time.monotonic(), time.monotonic(), 0.0, set()
+    while time.monotonic() - begun < 2.5 * SWEEP:
+        held = site.machine.holders()
+        holders |= held.keys()
+        now = time.monotonic()
+        longest = max(longest, now - idle)
+        if held:
+            idle = now
+        time.sleep(0.02)
+    assert len(holders) >= 2
+    assert daemon.popen.pid not in holders
+    assert longest > SWEEP / 2
+    assert eventually(lambda: not site.machine.holders() and not holders.intersection(daemon.others()))
+    assert daemon.value("canaryd_device_handles_held") == 0
+
+
+# --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Three GPUs, the first divided in two, under one daemon: (site, daemon, instances)."""
+    site = Site(tmp_path_factory.mktemp("mixed"), gpus=3, timeout="2s")
+    site.machine.divide(0, 2)
+    instances = [f"MIG-00000000-0000-4000-800{n}-000000000000" for n in range(2)]
+    with site.daemon() as daemon:
+        for uuid in (*site.uuids, *instances):
+            eventually(lambda uuid=uuid: success(daemon, uuid))
+        yield site, daemon, instances
+
+
+def test_instances_are_devices_of_their_own(mixed):
+    """They have their own readings and their own runs; the divided GPU is polled, and not asked to compute."""
+    site, daemon, instances = mixed
+    for instance in instances:
+        eventually(lambda instance=instance: state_of(daemon, instance) == ("healthy", "none"))
+        assert daemon.value("canaryd_device_info", device=instance, parent=site.uuids[0]) == 1
+        assert daemon.value("canaryd_memory_total_bytes", device=instance) == 18253611008
+        assert [run.outcome for run in site.runs(instance)] == [Outcome.COMPLETED]
+    assert daemon.value("canaryd_memory_total_bytes", device=site.uuids[0]) == 150754820096
+    assert daemon.value("canaryd_mig_enabled", device=site.uuids[0]) == 1
+    site.hear(BROKEN.format("10", 31, "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS"))
+    for instance in instances:
+        eventually(lambda instance=instance: site.triggers(instance) == "Xid 31")
+    assert site.runs(site.uuids[0]) == []
+    assert "xid-application" in {f["rule"] for f in site.status()[instances[1]]["findings"]}
+
+
+def test_a_call_that_hangs_costs_a_worker_and_nothing_else(mixed):
+    """/metrics answers meanwhile, other GPUs are read on, and of the one that hangs the last success stands still."""
+    site, daemon, _ = mixed
+    hung, sound = site.uuids[1:]
+    site.machine.hang(1, "nvmlDeviceGetPowerUsage")
+    seconds, holding = [], 0
+    end = time.monotonic() + SWEEP + 3.0  # a sweep begins within this, and hangs for most of the rest
+    while time.monotonic() < end:
+        begun = time.monotonic()
+        assert daemon.get("/metrics")[0] == 200
+        seconds.append(time.monotonic() - begun)
+        holding += bool(site.machine.holders())
+        time.sleep(0.05)
+    eventually(
+        lambda: daemon.value("canaryd_probe_runs_total", device=hung, probe="nvidia_telemetry", outcome="timed_out")
+    )
+    print(f"{len(seconds)} scrapes: median {statistics.median(seconds):.4f} s, slowest {max(seconds):.4f} s")
+    assert len(seconds) >= 50
+    assert holding >= 10  # of them while a worker hung
+    assert statistics.median(seconds) < 0.1
+    assert max(seconds) < 1.0
+    stands = success(daemon, hung)
+    before = success(daemon, sound)
+    eventually(lambda: success(daemon, sound) > before)
+    assert success(daemon, hung) == stands < success(daemon, sound) - SWEEP / 2
+
+
+def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
+    """For two minutes the last readings stand; then they vanish, and the device is unknown with the reason."""
+    machine = StandIn(tmp_path, gpus=2)
+    for name, value in machine.environment.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "kmsg"
+    log.touch()
+    each = {name: ProbeSettings(enabled=False) for name in BUILTIN}
+    each["nvidia_telemetry"] = ProbeSettings(period=SWEEP, timeout=0.5)
+    config = Config(
+        state_dir=tmp_path / "state",
+        worker=WorkerConfig(python=bare_python(), grace=0.2),
+        probes=ProbesConfig(each=each),
+        telemetry=TelemetryConfig(kernel_log=log),
+    )
+    with Store.open(config.state_dir) as store:
+        engine = Engine(config, store)
+        engine.discover()
+        engine.sweep()
+        machine.hang(1, "nvmlDeviceGetPowerUsage")
+        engine.sweep()
+        hung, sound = machine.uuids[1], machine.uuids[0]
+        poll = engine.watch.polls(hung)["nvidia_telemetry"]
+        assert poll.newest.outcome is Outcome.TIMED_OUT
+        assert engine.watch.polls(sound)["nvidia_telemetry"].newest.outcome is Outcome.COMPLETED
+        assert machine.holders() == {}
+        rules = lambda uuid: {f.rule: f for f in engine.verdict(uuid).findings}  # noqa: E731
+        last = poll.completed.started
+        engine.clock = lambda: last + STALE - 1
+        assert "telemetry-stale" not in rules(hung)
+        assert engine.watch.readings(hung, engine.clock())
+        engine.clock = lambda: last + STALE + 0.01  # the other was polled a second time, later
+        assert "telemetry-stale" not in rules(sound)
+        stale = rules(hung)["telemetry-stale"]
+        assert stale.state is State.UNKNOWN
+        assert "a call into the driver hung" in stale.message
+        assert engine.verdict(hung).state is State.UNKNOWN
+        assert engine.watch.readings(hung, engine.clock()) == ()
+        assert engine.watch.readings(sound, engine.clock())
+
+
+# --- Without persistence ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_without_persistence_one_worker_holds_until_it_is_released(tmp_path):
+    """Counts survive from poll to poll; a release lets go, which clears them, and no poll is made until its end."""
+    site = Site(tmp_path, gpus=2, torch=False)
+    site.machine.set("*", "persistence", 0)
+    device = site.uuids[0]
+
+    def errors() -> float | None:
+        labels = {"device": device, "kind": "corrected", "location": "sram"}
+        return daemon.value("canaryd_ecc_errors_total", **labels)
+
+    with site.daemon() as daemon:
+        eventually(lambda: daemon.value("canaryd_device_handles_held") == 1 and errors() == 0)
+        (holder,) = eventually(site.machine.holders)
+        assert holder in daemon.others()
+        site.machine.set(0, "volatile.corrected.sram", 7)
+        eventually(lambda: errors() == 7)
+        before = success(daemon, device)
+        eventually(lambda: success(daemon, device) > before + 1.5 * SWEEP)
+        assert errors() == 7
+        assert list(site.machine.holders()) == [holder]
+        note = next(f for f in site.status()[device]["findings"] if f["rule"] == "persistence-off")
+        assert note["severity"] == "healthy"
+
+        answer = site.run("release", "--for", "10m")
+        assert (answer.code, answer.err) == (0, "")
+        assert site.machine.holders() == {}
+        assert daemon.value("canaryd_released") == 1
+        assert "released until" in site.run("status").out
+        assert site.run("status", "--json").document["released_until"] > time.time() + 300
+        before, end = success(daemon, device), time.monotonic() + 1.5 * SWEEP
+        while time.monotonic() < end:
+            assert site.machine.holders() == {}
+            time.sleep(0.05)
+        assert success(daemon, device) == before
+
+        assert site.run("release", "--end").code == 0
+        eventually(lambda: success(daemon, device) > before)
+        assert len(eventually(site.machine.holders)) == 1
+        assert daemon.value("canaryd_released") == 0
+        assert errors() == 0  # as on a real driver: this is what holding it prevents
+
+
+# --- Killed and started again -----------------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_is_killed_counts_everything_once(tmp_path):
+    """What was counted stays, what happened meanwhile is counted, and neither a second time."""
+    site = Site(tmp_path, gpus=1, torch=False)
+    (device,) = site.uuids
+
+    def counted() -> tuple[float | None, ...]:
+        return tuple(daemon.value("canaryd_xid_errors_total", device=device, xid=xid) for xid in ("31", "63", "64"))
+
+    def rises() -> dict[str, float]:
+        total: Counter[str] = Counter()  # what happened in two hours of the clock is two events
+        for event in site.status()[device]["events"]:
+            total[event["name"]] += event["count"] if event["kind"] == "counter" else 0
+        return dict(+total)
+
+    fault = BROKEN.format("10", "{}", "Ch 00000008")
+    counter = "ecc_aggregate_errors_total{kind=corrected,location=dram}"
+    with site.daemon() as daemon:
+        eventually(lambda: success(daemon, device))
+        site.hear(fault.format(31), fault.format(31))
+        eventually(lambda: counted() == (2, 0, 0))
+        site.machine.set(0, "aggregate.corrected.dram", 3)
+        eventually(lambda: rises() == {counter: 3})
+        daemon.end(signal.SIGKILL)
+        eventually(lambda: not daemon.others())
+    site.hear(fault.format(63))
+    site.machine.set(0, "aggregate.corrected.dram", 8)
+    with site.daemon() as daemon:
+        eventually(lambda: success(daemon, device) and counted() == (2, 1, 0) and rises() == {counter: 8})
+        daemon.end(signal.SIGKILL)
+    with site.daemon() as daemon:
+        site.hear(fault.format(64))
+        eventually(lambda: success(daemon, device) and counted() == (2, 1, 1))
+        assert rises() == {counter: 8}
+
+
+def test_what_the_kernel_said_before_the_first_start_is_counted(tmp_path):
+    """The log is read from its beginning, and nothing of it is passed over while the devices are not yet known."""
+    site = Site(tmp_path, gpus=1, torch=False)
+    site.hear(BROKEN.format("10", 31, "Ch 00000008"), *["nothing of interest"] * 3)
+    with site.daemon() as daemon:
+        eventually(lambda: success(daemon, site.uuids[0]))
+        eventually(
+            lambda: daemon.value("canaryd_xid_errors_total", device=site.uuids[0], xid="31") == 1, within=3 * SWEEP
+        )
+
+
+# --- canaryd check ----------------------------------------------------------------------------------------------------
+
+
+def test_a_check_tells_what_devices_say(tmp_path):
+    """In text how many readings there are, in JSON each of them, with the absences and their reasons."""
+    site = Site(tmp_path)
+    site.machine.set(2, "remapped.pending", 1)
+    report = tmp_path / "report.json"
+    answer = site.run("check", "--level", "quick", "--report", report)
+    assert answer.code == 1, answer.out
+    document = json.loads(report.read_text())
+    devices = {d["device"]: d for d in document["devices"]}
+    assert devices.keys() > {*site.uuids}
+    for uuid in site.uuids:
+        told = devices[uuid]["telemetry"]["nvidia_telemetry"]
+        assert told["completed"]
+        assert {"name": "power_watts", "labels": {}, "value": 112.345} in told["readings"]
+        assert told["absent"]["fan_ratio"] == "not supported by this device"
+        line = f"nvidia_telemetry {len(told['readings']):,} readings, {len(told['absent'])} not given here"
+        assert spoken(answer.out).count(line) == len(site.uuids)
+        assert devices[uuid]["state"] == ("degraded" if uuid == site.uuids[2] else "healthy")
+    assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["row-remap-pending"]
+    assert "a memory row waits to be replaced" in spoken(answer.out)
+    assert site.machine.holders() == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (None, "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"),
+        (9, "the NVIDIA driver is not loaded"),
+        (18, "the driver was upgraded but the old kernel module is still loaded"),
+        (4, "no permission to use the NVIDIA driver: run as root"),
+    ],
+)
+def test_a_gpu_that_cannot_be_asked_is_not_healthy(tmp_path, code, reason):
+    """One clear line, and exit 3: the GPU is on the bus, whatever its driver says."""
+    site = Site(tmp_path, gpus=1, torch=False)
+    if code is not None:
+        site.machine.fail(None, "nvmlInitWithFlags", code)
+    report = tmp_path / "report.json"
+    answer = site.run("check", "--level", "quick", "--report", report, there=code is not None)
+    assert answer.code == 3, answer.out
+    document = json.loads(report.read_text())
+    by_backend = {d["backend"]: d for d in document["devices"]}
+    for told in by_backend["cpu"]["findings"]:  # the host may say that devices are missing; of itself all is well
+        assert (told["rule"], reason in told["message"]) == ("devices-unlisted", True)
+    assert by_backend["cuda"]["device"] == "PCI-0000:10:00.0"
+    assert by_backend["cuda"]["state"] == "unknown"
+    (finding,) = by_backend["cuda"]["findings"]
+    assert reason in finding["message"]
+    assert "\n" not in finding["message"]
+    skipped = [s["reason"] for s in by_backend["cuda"]["skipped"] if s["probe"] == "nvidia_telemetry"]
+    assert len(skipped) == 1
+    assert skipped[0].startswith(reason)
+    lines = [line for line in answer.out.replace("\n   ", "").splitlines() if reason in spoken(line)]
+    assert {"-", "skipped"} <= {line.split()[0] for line in lines} <= {"-", "skipped", "problem:"}
+    assert "verdict: UNKNOWN" in answer.out
+
+
+# --- Findings ---------------------------------------------------------------------------------------------------------
+
+FINDINGS = {
+    0: {"row-remap-failed": "faulty", "xid-recovery": "suspect"},
+    1: {"sram-threshold": "faulty", "gpu-lost": "suspect"},
+    2: {"row-remap-pending": "degraded", "xid-application": "healthy"},
+    3: {"uncorrected-error": "suspect", "recovery-action": "suspect"},
+    4: {"corrected-errors-rising": "degraded"},
+    5: {"throttled": "degraded", "pcie-width": "degraded"},
+    6: {"nvlink-errors": "degraded"},
+    7: {"gpu-lost": "suspect"},
+}
+"""GPU → rule → how much it weighs; `provoke` brings each about."""
+STATES = {
+    **dict.fromkeys((0, 1), ("faulty", "hardware")),
+    **dict.fromkeys((3, 7), ("suspect", "hardware")),
+    **dict.fromkeys((2, 4, 6), ("degraded", "hardware")),
+    5: ("degraded", "environment"),
+}
+HOST = {
+    "sxid": "degraded",
+    "machine-check": "suspect",
+    "host-uncorrected-error": "suspect",
+    "dimm-errors-rising": "degraded",
+}
+TRIGGERS = {0: "Xid 48", 2: "Xid 31", 3: "uncorrected ECC error", 4: "corrected errors jumped", 5: "throttled"}
+"""GPU → why exact goldens are run on it out of turn."""
+
+
+def provoke(site: Site) -> None:
+    """Let something happen to every GPU and to the host."""
+    machine = site.machine
+    machine.set(0, "remapped.failed", 1)
+    machine.set(1, "sram.threshold", 1)
+    machine.set(2, "remapped.pending", 1)
+    machine.set(3, "volatile.uncorrected.dram", 1)
+    machine.set(3, "recovery_action", 1)
+    machine.set(4, "volatile.corrected.dram", 1500)
+    machine.set(5, "throttle_ns.hw_thermal", 100 * 10**9)
+    machine.set(6, "nvlink.3.recovery", 1)
+    machine.lose(7)
+    site.say_of_the_host(corrected=20, uncorrected=1, machine_checks=1)
+    site.hear(
+        BROKEN.format("10", 48, "An uncorrectable double bit error (DBE) has been detected on GPU in the framebuffer"),
+        BROKEN.format("11", 79, "GPU has fallen off the bus."),
+        BROKEN.format("12", 31, "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x7"),
+        "nvidia-nvswitch1: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 63 LTSSM Fault Up",
+        "mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 1: be00000000000000",
+        "EDAC MC0: 1 UE memory read error on A1 (channel:0 slot:0)",
+    )
+
+
+@pytest.fixture(scope="module")
+def provoked(fleet):
+    """The fleet after everything has happened: (site, daemon, uuid of the host)."""
+    site, daemon = fleet
+    host = next(uuid for uuid in site.status() if uuid.startswith("CPU-"))
+    provoke(site)
+    return site, daemon, host
+
+
+def test_each_finding_reaches_verdict_metric_and_status(provoked):
+    """Each rule is found where it was provoked, with its weight, and nowhere else."""
+    site, daemon, host = provoked
+    wanted = {site.uuids[gpu]: rules for gpu, rules in FINDINGS.items()} | {host: HOST}
+
+    def found() -> dict[str, dict[str, str]]:
+        return {u: {f["rule"]: f["severity"] for f in d["findings"]} for u, d in site.status().items()}
+
+    with contextlib.suppress(AssertionError):  # what is missing is told by the comparison
+        eventually(lambda: all(rules.items() <= found()[uuid].items() for uuid, rules in wanted.items()), within=100)
+    assert found() == wanted
+    for gpu, state in STATES.items():
+        eventually(lambda gpu=gpu, state=state: state_of(daemon, site.uuids[gpu]) == state)
+    eventually(lambda: state_of(daemon, host) == ("suspect", "hardware"))
+
+    def spelled_out() -> bool:
+        text = spoken(site.run("status").out)
+        return all(spoken(f["message"]) in text for d in site.status().values() for f in d["findings"])
+
+    assert eventually(spelled_out)
+    for gpu, code in ((0, "48"), (1, "79"), (2, "31")):
+        assert daemon.value("canaryd_xid_errors_total", device=site.uuids[gpu], xid=code) == 1
+    assert daemon.value("canaryd_sxid_errors_total", device=host, sxid="20034") == 1
+    for kind in ("mce", "edac"):
+        assert daemon.value("canaryd_kernel_log_events_total", device=host, kind=kind) == 1
+    lost = site.status()[site.uuids[7]]
+    assert "GPU is lost" in next(f["message"] for f in lost["findings"] if f["rule"] == "gpu-lost")
+    assert daemon.value("canaryd_device_info", device=site.uuids[7], serial="1650423000007") == 1
+
+
+def test_what_happened_calls_for_exact_goldens(provoked):
+    """On the device that it happened to, once; the note on Xid 31 then tells device from application."""
+    site, _, host = provoked
+    for gpu, reason in TRIGGERS.items():
+        eventually(lambda gpu=gpu, reason=reason: reason in site.triggers(site.uuids[gpu]))
+        assert sum(bool(run.trigger) for run in site.runs(site.uuids[gpu])) == 1
+    for gpu in {*FINDINGS} - {*TRIGGERS}:
+        assert site.triggers(site.uuids[gpu]) == ""
+    happened = eventually(lambda: site.triggers(host))  # whatever was told first, and what came in the same moment
+    assert "machine check" in happened or "uncorrected ECC error" in happened
+
+    def note() -> str:
+        findings = site.status()[site.uuids[2]]["findings"]
+        return next(f["message"] for f in findings if f["rule"] == "xid-application")
+
+    eventually(lambda: "Exact goldens ran clean" in note())
+
+
+def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
+    """SIGHUP makes the daemon look again; what it explains later is told with before and after."""
+    site, daemon, _ = provoked
+    assert daemon.value("canaryd_stack_changes_total", device=site.uuids[6], component="driver") == 0
+    site.machine.set(None, "driver", "590.44.01")
+    site.seen_by_torch.write_text(",".join(site.uuids[:7]))
+    daemon.send(signal.SIGHUP)
+    for uuid in site.uuids[:7]:
+        eventually(lambda uuid=uuid: daemon.value("canaryd_stack_changes_total", device=uuid, component="driver") == 1)
+    eventually(lambda: "driver changed" in site.triggers(site.uuids[6]))
+    devices = site.status()
+    for uuid in site.uuids[:7]:
+        note = next(f for f in devices[uuid]["findings"] if f["rule"] == "changed")
+        assert note["severity"] == "healthy"
+        assert "driver changed 580.95.05 → 590.44.01" in note["message"]
+        event = next(e for e in devices[uuid]["events"] if e["kind"] == "change")
+        assert (event["name"], event["before"], event["after"]) == ("driver", "580.95.05", "590.44.01")
+    lost = devices[site.uuids[7]]
+    assert not lost["present"]
+    assert (lost["state"], lost["cause"]) == ("suspect", "hardware")
+    assert "gpu-lost" in {f["rule"] for f in lost["findings"]}
+    assert daemon.value("canaryd_device_present", device=site.uuids[7]) == 0
+
+
+def test_promtool_has_nothing_to_say(provoked):
+    """With every reading, every kind of counter and a device that is gone on the page."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed here")
+    page = provoked[1].get("/metrics")[1]
+    done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

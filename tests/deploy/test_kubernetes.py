@@ -1,0 +1,311 @@
+"""deploy/kubernetes: it builds, Kubernetes' own schemas take it, and enforcement is off until it is asked for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from canaryd.config import load
+from canaryd.model import Cause, Device, Finding, State, Verdict
+from canaryd.store.store import Store
+from tests.command import ROOT, eventually
+
+HERE = ROOT / "deploy/kubernetes"
+SCHEMAS = ROOT / "tests/deploy/kubernetes"
+COMPONENTS = sorted(path.name for path in (HERE / "components").iterdir())
+NPD = HERE / "components/node-problem-detector"
+CONDITION = NPD / "canaryd-condition"
+VERSIONS = ("1.28", "1.31", "1.34", "1.37")
+"""Three years of releases; what the first takes and the last takes, those between take."""
+LINT = """\
+extends: default
+rules:
+  line-length: {max: 120}
+  document-start: disable
+  comments: {min-spaces-from-content: 1}
+ignore: [prometheusrule.yaml]
+"""
+
+
+def found(program: str) -> str:
+    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if path is None:
+        pytest.skip(f"{program} is not installed here: what is shipped was not checked by it")
+    return path
+
+
+def run(*argv: object) -> str:
+    """Run a validator; it must be content. Returns its output."""
+    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(directory: Path) -> list[dict[str, Any]]:
+    """Return what Kustomize makes of a directory."""
+    kustomize = shutil.which("kustomize")
+    command = [kustomize, "build"] if kustomize else [found("kubectl"), "kustomize"]
+    return [d for d in yaml.safe_load_all(run(*command, directory)) if d]
+
+
+def overlay(directory: Path, *components: str) -> Path:
+    """Write an overlay of the base and some components."""
+    here = os.path.relpath(HERE, directory)
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"{here}/base"],
+        "components": [f"{here}/components/{name}" for name in components],
+    }
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return directory
+
+
+def one(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (match,) = [d for d in documents if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+    return match
+
+
+def pod(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    return one(documents, "DaemonSet", "canaryd")["spec"]["template"]["spec"]
+
+
+def container(documents: list[dict[str, Any]], name: str = "canaryd") -> dict[str, Any]:
+    (match,) = [c for c in pod(documents)["containers"] if c["name"] == name]
+    return match
+
+
+# --- Checked by their own tools ---------------------------------------------------------------------------------------
+
+CHOICES = [(), *((name,) for name in COMPONENTS), *itertools.combinations(COMPONENTS, 2), tuple(COMPONENTS)]
+
+
+@pytest.mark.parametrize("components", [(), tuple(COMPONENTS)], ids=["base", "everything"])
+def test_kubernetes_takes_what_is_built(tmp_path, components):
+    """Strictly: an unknown field is an error; custom resources by schemas written from their reference."""
+    validate = found("kubernetes-validate")
+    documents = build(overlay(tmp_path, *components))
+    custom = {"PodMonitor", "PrometheusRule"}
+    builtin = tmp_path / "builtin.yaml"
+    builtin.write_text(yaml.safe_dump_all(d for d in documents if d["kind"] not in custom))
+    for version in VERSIONS:
+        run(validate, "--strict", "-k", version, builtin)
+    for document in documents:
+        if document["kind"] in custom:
+            schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.schema.json").read_text())
+            jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_the_example_is_taken_and_the_image_is_yours(tmp_path):
+    """No container is left with a name that nobody can pull."""
+    documents = build(HERE / "example")
+    images = {c["image"] for kind in ("containers", "initContainers") for c in pod(documents)[kind]}
+    assert images == {"registry.example.org/canaryd:0.1.0"}
+    assert "expected: 8" in one(documents, "ConfigMap", "canaryd")["data"]["canaryd.yaml"]
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(d for d in documents if "coreos" not in d["apiVersion"]))
+    run(found("kubernetes-validate"), "--strict", "-k", VERSIONS[-1], tmp_path / "all.yaml")
+
+
+@pytest.mark.parametrize("components", CHOICES, ids="+".join)
+def test_every_choice_of_components_builds(tmp_path, components):
+    """In any combination of two, and all; every volume that is mounted is there."""
+    documents = build(overlay(tmp_path, *components))
+    spec = pod(documents)
+    volumes = {v["name"] for v in spec["volumes"]}
+    for each in [*spec["containers"], *spec["initContainers"]]:
+        assert {m["name"] for m in each.get("volumeMounts", ())} <= volumes
+        assert each["resources"]["requests"]
+        assert each["resources"]["limits"]["memory"]
+
+
+def test_yamllint_takes_every_file():
+    """Generated rules aside, which their own test compares."""
+    run(found("yamllint"), "-d", LINT, HERE)
+
+
+def test_shellcheck_takes_the_scripts(tmp_path):
+    """The plugin, and the loop of the container."""
+    loop = tmp_path / "loop"
+    loop.write_text(f"#!/bin/sh\n{gate_loop()}")
+    run(found("shellcheck"), CONDITION, loop)
+
+
+def test_every_file_that_a_kustomization_names_is_there():
+    """Checked without Kustomize, for machines that have none."""
+    for path in HERE.rglob("kustomization.yaml"):
+        content = yaml.safe_load(path.read_text())
+        named = [*content.get("resources", ()), *content.get("components", ())]
+        named += [patch["path"] for patch in content.get("patches", ())]
+        named += [file for maker in content.get("configMapGenerator", ()) for file in maker["files"]]
+        assert named
+        assert [name for name in named if not (path.parent / name).exists()] == [], path
+
+
+# --- Rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_are_those_of_prometheus():
+    """One source: the file is what its generator makes, and it holds the very groups."""
+    run(sys.executable, HERE / "rules.py", "--check")
+    made = yaml.safe_load_all((HERE / "components/prometheus-operator/prometheusrule.yaml").read_text())
+    groups = [g for d in made for g in d["spec"]["groups"]]
+    source = sorted((ROOT / "deploy/prometheus").glob("*.rules.yml"))
+    assert groups == [g for path in source for g in yaml.safe_load(path.read_text())["groups"]]
+
+
+def test_a_file_that_is_out_of_date_is_found(tmp_path):
+    """The check can fail."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    rules = tmp_path / "deploy/prometheus/canaryd.rules.yml"
+    rules.write_text(rules.read_text() + "  - name: another\n    rules: []\n")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "deploy/kubernetes/rules.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "run python deploy/kubernetes/rules.py" in done.stderr) == (1, True)
+
+
+# --- What must not go wrong -------------------------------------------------------------------------------------------
+
+
+def test_broken_hardware_does_not_restart_the_pod(tmp_path):
+    """/healthz is 503 where a device is faulty: no liveness probe may ask it."""
+    for name in ("livenessProbe", "startupProbe"):
+        assert container(build(overlay(tmp_path)))[name].get("tcpSocket") == {"port": "metrics"}
+
+
+def test_the_base_has_no_privilege(tmp_path):
+    """Not root, no capability, nothing writable but its own, and no token of the API server."""
+    documents = build(overlay(tmp_path))
+    spec, main = pod(documents), container(documents)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["automountServiceAccountToken"] is False
+    assert main["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    assert not {d["kind"] for d in documents} & {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"}
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_only_devices_that_need_it_make_it_privileged(tmp_path, name):
+    """And then without a capability list that Kubernetes would apply beside it."""
+    context = container(build(overlay(tmp_path, name)))["securityContext"]
+    assert context.get("privileged", False) is (name in ("amd", "kernel-log"))
+    assert not context.get("privileged") or "capabilities" not in context
+
+
+@pytest.mark.parametrize(
+    "path", [HERE / "base/canaryd.yaml", HERE / "example/canaryd.yaml"], ids=lambda p: p.parent.name
+)
+def test_the_configuration_is_one_and_enforces_nothing(path):
+    """Log only until an operator says otherwise."""
+    assert load.load(path).enforcement == "log"
+
+
+# --- The condition of the node ----------------------------------------------------------------------------------------
+
+
+def test_node_problem_detector_takes_the_monitor():
+    """By its own source: the shape, a default for each permanent condition, the path and time that it gets."""
+    monitor = json.loads((NPD / "canaryd-monitor.json").read_text())
+    jsonschema.Draft202012Validator(json.loads((SCHEMAS / "npd.schema.json").read_text())).validate(monitor)
+    assert {r["condition"] for r in monitor["rules"] if r["type"] == "permanent"} == {
+        c["type"] for c in monitor["conditions"]
+    }
+    daemonset = next(d for d in yaml.safe_load_all((NPD / "npd.yaml").read_text()) if d["kind"] == "DaemonSet")
+    (detector,) = daemonset["spec"]["template"]["spec"]["containers"]
+    (plugin,) = [m["mountPath"] for m in detector["volumeMounts"] if m["name"] == "plugin"]
+    assert monitor["rules"][0]["path"] == f"{plugin}/{CONDITION.name}"
+    assert f"--config.custom-plugin-monitor={plugin}/canaryd-monitor.json" in detector["command"]
+    assert CONDITION.stat().st_mode & 0o111
+
+
+def condition(answer: Path) -> tuple[int, str]:
+    done = subprocess.run(["/bin/sh", CONDITION, answer], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("code", "age", "line", "status", "says"),
+    [
+        (0, 0, "pass: 9 devices", 0, "pass: 9 devices"),
+        (2, 0, "fail: cuda:3 faulty/hardware: a row", 1, "fail: cuda:3 faulty/hardware: a row"),
+        (0, 0, "would fail: cuda:3 [log only: x is there]", 0, "would fail"),
+        (3, 0, "unknown: nobody has judged it", 0, "unknown"),
+        (64, 0, "canaryd: bad configuration", 0, "bad configuration"),
+        (2, 0, "/usr/bin/python3: can't open file 'canaryd': [Errno 24] Too many open files", 0, "can't open file"),
+        (2, 400, "fail: cuda:3 faulty/hardware: a row", 0, "400 s old"),
+    ],
+)
+def test_only_a_fresh_failed_gate_makes_the_condition_true(tmp_path, code, age, line, status, says):
+    """Neither ignorance nor an old answer, and never `unknown`, on which a controller might act."""
+    (tmp_path / "gate").write_text(f"{code} {int(time.time()) - age} {line}\n")
+    got, text = condition(tmp_path / "gate")
+    assert got == status
+    assert says in text or (age and "s old; nothing is done" in text)
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "2\n", "2 soon fail: x\n", "rubbish"])
+def test_an_answer_that_is_none_does_nothing(tmp_path, content):
+    """No file, half a file, another file."""
+    if content is not None:
+        (tmp_path / "gate").write_text(content)
+    assert condition(tmp_path / "gate")[0] == 0
+
+
+def gate_loop() -> str:
+    spec = yaml.safe_load((NPD / "gate.yaml").read_text())["spec"]["template"]["spec"]
+    return str(spec["containers"][0]["args"][0])
+
+
+def test_the_loop_asks_the_gate_and_the_condition_follows(tmp_path):
+    """From a stored verdict to the status of the plugin, with the switch in between."""
+    state, answer = tmp_path / "state", tmp_path / "run/gate"
+    answer.parent.mkdir()
+    (tmp_path / "canaryd.yaml").write_text("enforcement: act")
+    program = tmp_path / "bin/canaryd"
+    program.parent.mkdir()
+    files = f"--config {tmp_path}/canaryd.yaml --state-dir {state}"
+    program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m canaryd "$@" {files}\n')
+    program.chmod(0o755)
+    now = time.time()
+    with Store.open(state) as store:
+        store.see_device(Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H200"), now)
+        bad = Finding(rule="r", state=State.FAULTY, cause=Cause.HARDWARE, message="a row")
+        told = {"device": "GPU-3", "state": State.FAULTY, "cause": Cause.HARDWARE, "findings": (bad,)}
+        assert store.set_verdict(Verdict(**told, decided=now, since=now))
+
+    def asked() -> tuple[int, str]:
+        answer.unlink(missing_ok=True)
+        environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+        loop = subprocess.Popen(
+            ["/bin/sh", "-c", gate_loop().replace("/run/canaryd", str(answer.parent))], env=environment
+        )
+        try:
+            eventually(answer.exists)
+        finally:
+            loop.terminate()
+            loop.wait(60)
+        return condition(answer)
+
+    assert asked() == (1, "fail: cuda:3 faulty/hardware: a row")
+    (tmp_path / "no-enforcement").touch()
+    status, line = asked()
+    assert (status, line.startswith("would fail: cuda:3")) == (0, True)

@@ -1,0 +1,438 @@
+"""`canaryd check` and `canaryd drill`: verdicts, documents, interruptions, and two of them at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from canaryd.model import Outcome
+from canaryd.store.store import Store
+from tests.command import ROOT, Process, bare_python, canaryd, configure, eventually, intervals, running
+
+SCHEMA = json.loads((ROOT / "docs/check.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+DOCUMENTED = (ROOT / "docs/check-json.md").read_text()
+
+
+def valid(document: Any) -> Any:
+    VALIDATOR.validate(document)
+    return document
+
+
+def again(repro: str, *more: object, **extra: str):
+    """Run a printed command as a shell would."""
+    program, *arguments = shlex.split(repro)
+    assert program == "canaryd"
+    return canaryd(*arguments, *more, **extra)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """One real quick check of this machine: (answer, document)."""
+    directory = tmp_path_factory.mktemp("real")
+    (directory / "empty.yaml").touch()
+    report = directory / "report.json"
+    common = ("--config", directory / "empty.yaml", "--state-dir", directory / "state")
+    return canaryd("check", "--level", "quick", "--report", report, *common), json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory):
+    """One real drill on the processor: (answer, options that it was given beside its own)."""
+    directory = tmp_path_factory.mktemp("drill")
+    (directory / "empty.yaml").touch()
+    common = ("--config", directory / "empty.yaml", "--state-dir", directory / "state")
+    options = ("--fault", "flip", "--device", "cpu", "--probe", "exact_integer", "--json")
+    return canaryd("drill", *options, *common), common
+
+
+# --- A sound machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_a_sound_machine_is_healthy(real):
+    """Exit 0, and one verdict per device that rests on comparisons of every probe."""
+    answer, document = real
+    assert answer.code == 0, answer.out
+    valid(document)
+    assert (document["state"], document["exit_code"], document["level"]) == ("healthy", 0, "quick")
+    for device in document["devices"]:
+        assert (device["state"], device["cause"]) == ("healthy", "none")
+        assert {"exact_attention", "exact_integer", "exact_matmul"} <= {run["probe"] for run in device["runs"]}
+        assert all(run["trials"] > 0 and run["wrong_trials"] == 0 for run in device["runs"])
+
+
+@pytest.mark.torch
+def test_standard_output_holds_the_report_and_nothing_else(real):
+    """From the first device to the verdict; each device by name, model and uuid."""
+    answer, document = real
+    first, *_, last = answer.out.splitlines()
+    assert document["devices"][0]["device"] in first
+    assert last.startswith("verdict: HEALTHY  (exit 0, ")
+    for device in document["devices"]:
+        assert f"{device['backend']}:{device['index']}  {device['model']}  {device['device']}" in answer.out
+    assert answer.out.count("\n  HEALTHY\n") == len(document["devices"])
+
+
+@pytest.mark.torch
+def test_progress_is_plain_lines_where_nobody_watches(real):
+    """One per finished run on standard error, without control characters."""
+    answer, document = real
+    runs = [run for device in document["devices"] for run in device["runs"]]
+    finished = [
+        line for line in answer.err.splitlines() if re.search(r"(cpu|cuda|xpu|mps):\d+ \w+.*: completed, ", line)
+    ]
+    assert len(finished) == len(runs)
+    assert "\r" not in answer.err
+    assert "\x1b" not in answer.err
+
+
+@pytest.mark.torch
+def test_what_is_clean_says_how_clean(real):
+    """The rate that each probe rules out follows from its results: about three over their number."""
+    _, document = real
+    for device in document["devices"]:
+        for probe, bound in device["rules_out"].items():
+            trials = sum(run["trials"] for run in device["runs"] if run["probe"] == probe)
+            assert bound == pytest.approx(1 - 0.05 ** (1 / trials))
+
+
+@pytest.mark.torch
+def test_everything_left_out_has_a_reason(real):
+    """Skipped cases, and what this level does not look at."""
+    answer, document = real
+    assert document["not_checked"]
+    assert all(part["reason"].strip() for device in document["devices"] for part in device["skipped"])
+    assert answer.out.count("not checked: ") == len(document["not_checked"])
+
+
+# --- A fault ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_a_drill_ends_with_a_confirmed_alarm(drill):
+    """Exit 2; the injected flip is found, repeated in three new workers, and labelled a drill in the document."""
+    answer, _ = drill
+    assert answer.code == 2, answer.err
+    document = valid(answer.document)
+    (device,) = document["devices"]
+    assert (document["drill"], device["state"]) == ("flip", "faulty")
+    first, *confirmations = device["runs"]
+    assert [run["confirms"] for run in confirmations] == [first["id"]] * 3
+    assert all(run["wrong_trials"] > 0 for run in device["runs"])
+    assert "exact-mismatch-confirmed" in {finding["rule"] for finding in device["findings"]}
+
+
+@pytest.mark.torch
+def test_the_printed_command_repeats_the_case_with_its_seed(drill):
+    """Without the drill's fault, the very same operands come out right."""
+    answer, common = drill
+    confirmation = answer.document["devices"][0]["runs"][1]
+    repeated = again(confirmation["repro"], "--json", *common)
+    assert repeated.code == 0, repeated.out
+    (run,) = valid(repeated.document)["devices"][0]["runs"]
+    assert (run["seed"], run["probe"], run["level"]) == (confirmation["seed"], "exact_integer", "quick")
+    assert run["trials"] > 0
+    assert run["wrong_trials"] == 0
+
+
+@pytest.mark.torch
+def test_a_drill_leaves_no_trace_in_the_record(drill):
+    """Its runs are stored as drills; real evidence and verdicts know nothing of it."""
+    _, common = drill
+    with Store.open(Path(common[-1])) as store:
+        assert len(store.runs(drill=True)) == 4
+        assert all(not run.wrong for run in store.runs(drill=False))
+        assert all(verdict.state.value != "faulty" for verdict in store.verdicts().values())
+
+
+def test_a_mismatch_is_reported_with_a_command_that_repeats_it(tmp_path):
+    """Exit 2, the finding in words, and "repeat: …" which finds the mismatch again."""
+    config = configure(tmp_path, "mismatches")
+    answer = canaryd("check", "--level", "quick", "--config", config, "--state-dir", tmp_path / "state")
+    assert answer.code == 2
+    assert "\n  FAULTY, cause: undetermined\n" in answer.out
+    assert answer.out.splitlines()[-1].startswith("verdict: FAULTY  (exit 2, ")
+    repro = re.search(r"^ +repeat: (canaryd check .*)$", answer.out, re.MULTILINE)
+    assert repro
+    repeated = again(repro[1], "--state-dir", tmp_path / "other", CANARYD_CONFIG=str(config))
+    assert repeated.code == 2
+
+
+def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):
+    """The record is shared: the next check says what the last one found."""
+    once = {"records": {"settings": {"log": str(tmp_path / "log"), "wrong": 1}}}
+    options = ("--config", configure(tmp_path, "records", each=once), "--state-dir", tmp_path / "state", "--json")
+    assert canaryd("check", *options).document["state"] == "suspect"
+    second = canaryd("check", *options)
+    assert (second.code, second.document["state"]) == (2, "suspect")
+    assert all(run["wrong_trials"] == 0 for run in second.document["devices"][0]["runs"])
+
+
+# --- No evidence -----------------------------------------------------------------------------------------------------
+
+
+def test_without_torch_a_device_is_unknown(tmp_path):
+    """Exit 3; every exact probe is listed as skipped with the reason, and the problem is named."""
+    config = tmp_path / "canaryd.yaml"
+    config.write_text(json.dumps({"worker": {"python": bare_python()}}))
+    answer = canaryd("check", "--level", "quick", "--json", "--config", config, "--state-dir", tmp_path / "state")
+    assert answer.code == 3
+    document = valid(answer.document)
+    (device,) = document["devices"]
+    assert device["state"] == "unknown"
+    assert {run["outcome"] for run in device["runs"]} == {"skipped"}
+    reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
+    assert sorted(reasons) == ["canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "recorded_kernels"]
+    assert all("torch" in reason for reason in reasons.values())
+    assert any("cannot import torch" in problem for problem in document["problems"])
+
+
+@pytest.mark.parametrize(
+    ("probe", "outcome"), [("crashes", Outcome.CRASHED), ("raises", Outcome.ERRORED), ("skips", Outcome.SKIPPED)]
+)
+def test_what_did_not_complete_is_unknown(tmp_path, probe, outcome):
+    """Exit 3 with a finding that says what happened."""
+    common = ("--config", configure(tmp_path, probe), "--state-dir", tmp_path / "state")
+    answer = canaryd("check", "--json", *common)
+    assert answer.code == 3
+    (device,) = valid(answer.document)["devices"]
+    assert [run["outcome"] for run in device["runs"]] == [outcome.value]
+    assert probe in {finding["probe"] for finding in device["findings"]}
+
+
+def test_an_unwritable_state_directory_costs_the_record_only(tmp_path):
+    """The check runs, judges, and says that it is unrecorded."""
+    (tmp_path / "file").touch()
+    config = configure(tmp_path, "passes")
+    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "file/state")
+    assert answer.code == 0
+    assert "problem: unrecorded:" in answer.out
+    document = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "file/state").document
+    assert any(problem.startswith("unrecorded: ") for problem in valid(document)["problems"])
+
+
+def test_a_device_that_cannot_be_had_is_unknown(tmp_path):
+    """Whatever it was yesterday: a check that examined nothing reports no health."""
+    options = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state", "--json")
+    before = canaryd("check", *options)
+    assert before.code == 0
+    with Store.open(tmp_path / "state") as store, store.lock(before.document["devices"][0]["device"]):
+        answer = canaryd("check", "--wait", "0.2s", *options)
+    assert answer.code == 3
+    (device,) = valid(answer.document)["devices"]
+    assert (device["state"], device["runs"]) == ("unknown", [])
+    assert f"pid {os.getpid()}" in device["skipped"][0]["reason"]
+    assert "waiting: " in answer.err
+
+
+# --- Interrupted, waiting, watched -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("past", [False, True], ids=["first", "after a clean check"])
+def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, number, past):
+    """Within five seconds, exit 3, "interrupted" in the report, no worker left, even one that ignores SIGTERM."""
+    log, state = tmp_path / "log", tmp_path / "state"
+    if past:
+        config = configure(tmp_path, "records")
+        assert canaryd("check", "--config", config, "--state-dir", state).code == 0
+    hangs = {"records": {"settings": {"log": str(log), "seconds": 600, "stubborn": True}}}
+    config = configure(tmp_path, "records", each=hangs)
+    with running(Process("check", "--for", "30m", "--config", config, "--state-dir", state)) as process:
+        eventually(lambda: log.exists() and log.read_text())
+        code, seconds = process.end(number)
+        assert (code, process.others()) == (3, [])
+        assert seconds < 5
+        assert f"interrupted by {number.name}" in process.popen.stdout.read()
+    assert "Traceback" not in "".join(process.lines)
+
+
+def test_two_checks_never_use_a_device_at_once(tmp_path):
+    """The second waits for the first, says for whom, and then runs."""
+    log = tmp_path / "log"
+    slow = {"records": {"settings": {"log": str(log), "seconds": 4.0}}}
+    options = ("--config", configure(tmp_path, "records", each=slow), "--state-dir", tmp_path / "state")
+    with running(Process("check", *options)) as first:
+        eventually(lambda: log.exists() and log.read_text())
+        second = canaryd("check", *options)
+        assert first.popen.wait(30) == second.code == 0
+        assert f"waiting: pid {first.popen.pid}: " in second.err
+    (_, end), (begin, _) = intervals(log)
+    assert begin >= end
+
+
+def test_an_interrupt_ends_the_wait_for_a_device(tmp_path):
+    """Ctrl-C does not have to wait for whoever holds the device."""
+    log, state = tmp_path / "log", tmp_path / "state"
+    slow = {"records": {"settings": {"log": str(log), "seconds": 600}}}
+    options = ("--config", configure(tmp_path, "records", each=slow), "--state-dir", state)
+    with running(Process("check", *options)) as first:
+        eventually(lambda: log.exists() and log.read_text())
+        with running(Process("check", *options)) as second:
+            second.line("waiting: ")
+            code, seconds = second.end(signal.SIGINT)
+            assert (code, seconds < 5) == (3, True)
+            assert "interrupted by SIGINT" in second.popen.stdout.read()
+        assert first.popen.poll() is None
+
+
+def test_an_interrupt_while_devices_are_sought_is_no_usage_error(tmp_path):
+    """Nothing is known yet about the device that was asked for: exit 3, not 64."""
+    options = (
+        "--device",
+        "cpu:0",
+        "--config",
+        configure(tmp_path, "hangs_at_import"),
+        "--state-dir",
+        tmp_path / "state",
+    )
+    with running(Process("check", *options)) as process:
+        eventually(process.others)
+        time.sleep(0.3)
+        code, seconds = process.end(signal.SIGINT)
+        assert (code, process.others()) == (3, [])
+        assert seconds < 5
+        assert "interrupted by SIGINT" in process.popen.stdout.read()
+
+
+def test_a_terminal_shows_one_moving_line(tmp_path):
+    """It is overwritten in place, and the line of a finished run stays."""
+    config = configure(tmp_path, "reports_progress")
+    watcher, terminal = pty.openpty()
+    try:
+        options = ("--config", config, "--state-dir", tmp_path / "state")
+        with running(Process("check", "--level", "quick", *options, stderr=terminal)) as process:
+            os.close(terminal)
+            seen = b""
+            while True:
+                try:
+                    data = os.read(watcher, 4096)
+                except OSError:  # Linux says so when the last writer has closed
+                    break
+                if not data:
+                    break
+                seen += data
+            assert process.popen.wait(30) == 0
+    finally:
+        os.close(watcher)
+    bars = re.findall(rb"\r\[(#*)(\.*)\] cpu:0 reports_progress", seen)
+    assert all(len(done) + len(left) == 20 for done, left in bars)
+    assert len({len(done) for done, _ in bars}) > 3
+    assert re.search(rb"\rcpu:0 reports_progress: completed, .*\r\n", seen)
+
+
+def test_a_check_repeats_rounds_for_as_long_as_it_is_told(tmp_path):
+    """Each round with a seed of its own."""
+    slow = {"records": {"settings": {"seconds": 0.2}}}
+    options = ("--config", configure(tmp_path, "records", each=slow), "--state-dir", tmp_path / "state")
+    begun = time.monotonic()
+    document = canaryd("check", "--for", "2s", "--json", *options).document
+    assert 2 <= document["seconds"] < time.monotonic() - begun
+    seeds = {run["seed"] for run in document["devices"][0]["runs"]}
+    assert len(seeds) > 2
+
+
+def test_the_report_file_holds_the_object(tmp_path):
+    """The same as --json prints, byte for byte."""
+    options = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+    answer = canaryd("check", "--json", "--report", tmp_path / "report.json", *options)
+    assert (tmp_path / "report.json").read_text() == answer.out
+
+
+def test_a_disabled_probe_is_listed_with_its_reason(tmp_path):
+    """Disabled is not OK, and not forgotten."""
+    options = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+    (device,) = valid(canaryd("check", "--json", *options).document)["devices"]
+    reasons = {part["probe"]: part["reason"] for part in device["skipped"] if part["case"] == "*"}
+    assert reasons["exact_matmul"] == "disabled in the configuration"
+
+
+# --- The schema ------------------------------------------------------------------------------------------------------
+
+
+def objects(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [schema, *(s for s in schema["$defs"].values() if "properties" in s)]
+
+
+def test_the_schema_is_one():
+    """It is valid itself, closed, and asks for every field."""
+    VALIDATOR.check_schema(SCHEMA)
+    for part in objects(SCHEMA):
+        assert part["additionalProperties"] is False
+        assert sorted(part["required"]) == sorted(part["properties"])
+
+
+def test_every_field_is_explained():
+    """docs/check-json.md has a row for each field of each object, and no row for anything else."""
+    tables = re.findall(r"((?:^\|.*\n)+)", DOCUMENTED, re.MULTILINE)
+    rows = [sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
+    assert sorted(rows) == sorted(sorted(part["properties"]) for part in objects(SCHEMA))
+
+
+def test_the_schema_refuses_what_is_not_a_report(tmp_path):
+    """A missing field, an unknown one, a state that does not exist, an empty reason: at every depth."""
+    said = tmp_path / "said.json"
+    said.write_text('{"readings": [["temperature_celsius", 40, {"sensor": "core"}]], "absent": {"fan_rpm": "no fan"}}')
+    config = configure(tmp_path, "mismatches", "passes", "says", each={"says": {"settings": {"file": str(said)}}})
+    (tmp_path / "kernel.log").write_text("4,1,1000000,-;CPU0: Core temperature above threshold, cpu clock throttled\n")
+    options = ("--config", config, "--state-dir", tmp_path / "state")
+    good = valid(canaryd("check", "--json", *options).document)
+
+    def places(value: Any, path: tuple = ()):
+        if isinstance(value, dict):
+            yield path
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, (dict, list)):
+                yield from places(inner, (*path, key))
+
+    def at(document: Any, path: tuple) -> Any:
+        for key in path:
+            document = document[key]
+        return document
+
+    free = {"rules_out", "telemetry", "labels", "absent"}
+    paths = [path for path in places(good) if not free.intersection(path[-1:])]
+    objects = {"devices", "findings", "rivals", "runs", "skipped", "telemetry", "readings", "events"}
+    assert {path[-2] for path in paths if len(path) > 1} == objects
+    for path in paths:
+        for field in at(good, path):
+            bad = copy.deepcopy(good)
+            del at(bad, path)[field]
+            assert not VALIDATOR.is_valid(bad), (path, field)
+        bad = copy.deepcopy(good)
+        at(bad, path)["surprise"] = 1
+        assert not VALIDATOR.is_valid(bad), path
+    for path, field, value in (
+        ((), "state", "fine"),
+        ((), "schema", "canaryd.check/2"),
+        (("devices", 0, "skipped", 0), "reason", ""),
+        (("devices", 0, "runs", 0), "outcome", "ok"),
+        (("devices", 0, "rules_out"), "passes", 0),
+        (("devices", 0, "telemetry", "says", "absent"), "fan_rpm", ""),
+        (("devices", 0, "telemetry", "says", "readings", 0, "labels"), "sensor", 1),
+    ):
+        bad = copy.deepcopy(good)
+        at(bad, path)[field] = value
+        assert not VALIDATOR.is_valid(bad), (path, field)
+
+
+def test_telemetry_that_is_switched_off_is_told(tmp_path):
+    """A device that nobody listens to is not checked in that respect, and the report says so; so is an unread log."""
+    config = configure(tmp_path, "passes")
+    (tmp_path / "kernel.log").unlink()
+    answer = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "state")
+    left_out = answer.document["not_checked"]
+    assert "what cpu:0 says of itself: no telemetry probe was run for it" in left_out
+    assert any(text.startswith("the kernel log: ") and "kernel.log" in text for text in left_out)

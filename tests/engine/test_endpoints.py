@@ -1,0 +1,265 @@
+"""Endpoints as devices: learnt, watched, judged apart from the devices behind them. Real engine, store and workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd.config.settings import Config, EndpointConfig, EndpointsConfig
+from canaryd.engine import endpoints, schedule
+from canaryd.engine.engine import Engine
+from canaryd.model import Cause, Device, Finding, State, Verdict
+from canaryd.store.store import Store
+from tests.command import PROBES, canaryd, configure
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
+GPUS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="H100") for i in range(2)]
+URL = "http://127.0.0.1:9/v1"
+CHAIN = {"checkpoint": "c1", "server": "s 1", "client": "generic 1"}
+WORDS = ["so", "it", "was", "said", "and", "so", "it", "was", "sung"]
+
+
+def vector(shift: float = 0.0, **fields):
+    values = [shift - 0.1 * n for n in range(len(WORDS))]
+    return {"digest": f"{shift:016.6f}", "tokens": WORDS, "values": values, "text": " ".join(WORDS), **fields}
+
+
+class Host:
+    """A host with its CPU and one endpoint, whose answers a file holds."""
+
+    def __init__(self, directory: Path, *names: str) -> None:
+        self.answers = directory / "answers.json"
+        self.path = configure(
+            directory,
+            "recalls",
+            each={"recalls": {"settings": {"file": str(self.answers)}}},
+            endpoints={name: {"url": URL, "model": "tiny"} for name in names or ("main",)},
+            state_dir=str(directory / "state"),
+        )
+        text = (PROBES / "recalls.py").read_text().replace('backends=("cpu", "endpoint")', 'backends=("endpoint",)')
+        (directory / "probes.d" / "recalls.py").write_text(text)
+        self.say(vector())
+
+    def say(self, *vectors, chain=None):
+        self.answers.write_text(json.dumps({"cases": {"story": vectors}, "chain": chain or CHAIN}))
+
+    def start(self) -> Engine:
+        from canaryd.config import load
+
+        loaded = load.load(self.path)
+        engine = Engine(loaded, Store.open(loaded.state_dir))
+        engine.discover()
+        return engine
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Return a host that answers alike."""
+    return Host(tmp_path)
+
+
+def ask(engine: Engine):
+    """Run the endpoint's probe once, with all that it calls for; return the runs."""
+    device = engine.devices["endpoint:main"]
+    plans = schedule.plan_round(
+        device, list(engine.entries.values()), levels=engine.levels("quick"), seed=7, sets=("",)
+    )
+    return [run for plan in plans for run in engine.carry_out(plan)]
+
+
+def cpu(engine: Engine) -> str:
+    return next(u for u, d in engine.devices.items() if d.backend == "cpu")
+
+
+def rules(engine: Engine, uuid: str = "endpoint:main"):
+    return {f.rule: f for f in engine.verdict(uuid).findings}
+
+
+def test_named_devices_are_behind_it_else_all_accelerators_else_the_cpu():
+    """By uuid, name or backend; nothing of this makes an endpoint a device behind another."""
+    everything = [CPU, *GPUS, Device(uuid="endpoint:x", backend="endpoint", index=0, model="m")]
+    assert endpoints.behind(EndpointConfig(url=URL), everything) == GPUS
+    assert endpoints.behind(EndpointConfig(url=URL), [CPU]) == [CPU]
+    assert endpoints.behind(EndpointConfig(url=URL, devices=("cuda:1",)), everything) == GPUS[1:]
+    assert endpoints.behind(EndpointConfig(url=URL, devices=("cpu",)), everything) == [CPU]
+
+
+def test_a_heading_is_no_endpoint():
+    """A name under which nothing is set does not become a device."""
+    config = Config(endpoints=EndpointsConfig(each={"main": EndpointConfig(), "b": EndpointConfig(url=URL)}))
+    assert [d.name for d in endpoints.listed(config, [CPU])] == ["endpoint:b"]
+
+
+def test_the_first_run_learns_and_the_next_one_passes(host):
+    """A baseline in one go, and a healthy endpoint that nobody takes for an accelerator."""
+    engine = host.start()
+    first, again = ask(engine)
+    assert (first.baselining, again.baselining, again.trigger) == (True, False, "what was learnt is compared")
+    assert rules(engine)["baseline-fresh"].state is State.HEALTHY
+    assert engine.verdict("endpoint:main").state is State.HEALTHY
+    (second,) = ask(engine)
+    assert not second.baselining
+    assert engine.verdict("endpoint:main").state is State.HEALTHY
+    assert engine.devices["endpoint:main"].detail["behind"] == "cpu:0"
+
+
+def test_unknown_bits_are_confirmed_and_accuse_the_device_behind(host):
+    """Three re-runs in new workers, then endpoint and device are suspects; a restart forgets nothing."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.01))
+    runs = ask(engine)
+    assert [bool(r.confirms) for r in runs] == [False, True, True, True]
+    for known in (engine, host.start()):
+        found = rules(known)["recording-departed"]
+        assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
+        behind = rules(known, cpu(known))["endpoint-departed"]
+        assert behind.state is State.SUSPECT
+        assert "endpoint:main, which this device serves, departs" in behind.message
+
+
+def test_a_faulty_device_behind_it_teaches_nothing(host):
+    """What a broken machine answers is not learnt, whatever the endpoint itself looks like."""
+    engine = host.start()
+    uuid = cpu(engine)
+    fault = Finding(rule="exact-mismatch", state=State.FAULTY, cause=Cause.HARDWARE, message="wrong")
+    verdict = Verdict(
+        device=uuid, state=State.FAULTY, cause=Cause.HARDWARE, findings=(fault,), decided=time.time(), since=0.0
+    )
+    engine.store.set_verdict(verdict)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "decide", dict)  # nothing wrong is in its runs: the verdict above would be taken back
+        ask(engine)
+    assert engine.store.baselines("endpoint:main") == []
+
+
+def test_a_departure_on_an_old_chain_does_not_keep_it_from_learning_the_new_one(host):
+    """Otherwise no clean run could ever come."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.01))
+    ask(engine)
+    host.say(vector(0.02), chain=CHAIN | {"server": "s 2"})
+    ask(engine)
+    assert len(engine.store.baselines("endpoint:main")) == 2
+    assert engine.verdict("endpoint:main").state is State.SUSPECT
+
+
+def test_a_process_beside_it_sees_what_was_learnt(host):
+    """A check learns while a daemon holds its own memory: known bits are known to both at once."""
+    beside = host.start()
+    ask(host.start())
+    for run in beside.store.runs("endpoint:main"):
+        beside.take(run)
+    assert beside.verdict("endpoint:main").state is State.HEALTHY
+    assert not beside._lacks_baseline("endpoint:main", "recalls")
+
+
+def test_two_endpoints_on_one_device_are_no_witnesses(tmp_path):
+    """They would break together, and look like software."""
+    host = Host(tmp_path, "main", "other")
+    engine = host.start()
+    assert engine._shares(engine.devices["endpoint:main"], engine.devices["endpoint:other"])
+
+
+def test_an_endpoint_elsewhere_accuses_nothing_here():
+    """Another host's server says nothing about the devices of this one, unless they are named."""
+    far = "http://node-9.example:8000/v1"
+    assert endpoints.behind(EndpointConfig(url=far), GPUS) == []
+    assert endpoints.behind(EndpointConfig(url=far, devices=("cuda",)), GPUS) == GPUS
+
+
+def test_a_changed_chain_is_learnt_at_once_and_accuses_nobody(host):
+    """The same call runs again to learn; the old baseline is kept, the device behind is left alone."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.5), chain=CHAIN | {"server": "s 2"})
+    runs = ask(engine)
+    assert [r.trigger for r in runs] == ["", "the chain changed", "what was learnt is compared"]
+    assert rules(engine)["chain-changed"].state is State.HEALTHY
+    assert "server (s 1 → s 2)" in rules(engine)["chain-changed"].message
+    assert "endpoint-departed" not in rules(engine, cpu(engine))
+    assert len(engine.store.baselines("endpoint:main")) == 2
+
+
+def test_an_endpoint_that_is_not_configured_any_more_is_forgotten(host):
+    """It never was a thing that could vanish."""
+    ask(host.start())
+    host.path.write_text(host.path.read_text().replace('"main": {', '"other": {'))
+    engine = host.start()
+    assert "endpoint:main" not in engine.devices
+    assert "endpoint:other" in engine.devices
+
+
+def test_check_and_status_show_it(host):
+    """As a device of its own, with its own verdict and exit code."""
+    done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main", "--json")
+    (device,) = done.document["devices"]
+    assert (device["device"], device["backend"], device["state"]) == ("endpoint:main", "endpoint", "healthy")
+    assert done.code == 0
+    host.say(vector(0.01))
+    done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main")
+    assert done.code == 2
+    assert "unknown bits on an unchanged chain" in " ".join(done.out.split())
+    status = canaryd("status", "--config", host.path)
+    assert "endpoint:main" in status.out
+
+
+ACCEPTED = "endpoint:main recalls story: 1 vector known from now on\njudged anew at the next run\n"
+
+
+def test_an_operator_can_accept_another_model(host):
+    """No vector is taken then; what was learnt is what was meant."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.5), chain=CHAIN | {"checkpoint": "c2"})
+    ask(engine)
+    assert engine.verdict("endpoint:main").state is State.UNKNOWN
+    done = canaryd("baseline", "accept", "endpoint:main", "--reason", "deployed v2", "--config", host.path)
+    assert "its new chain is accepted" in done.out
+    assert engine.verdict("endpoint:main").state is State.HEALTHY
+
+
+def test_an_operator_can_accept_what_is_new(host):
+    """With a reason, which is kept; then the same bits are known, and the old ones still are."""
+    engine = host.start()
+    ask(engine)
+    host.say(vector(0.01))
+    ask(engine)
+    listed = canaryd("baseline", "list", "--config", host.path)
+    assert "endpoint:main  recalls  story  1        30 of 30  bit-stable" in listed.out
+    refused = canaryd("baseline", "accept", "endpoint:main", "--config", host.path)
+    assert (refused.code, "--reason" in refused.err) == (64, True)
+    done = canaryd("baseline", "accept", "endpoint:main", "--reason", "moved to node 7", "--config", host.path)
+    assert (done.code, done.out) == (0, ACCEPTED)
+    again = host.start()
+    assert set(rules(again)) == set()
+    assert again.verdict("endpoint:main").state is State.HEALTHY
+    assert "accepted by hand: moved to node 7" in canaryd("baseline", "show", "--config", host.path).out
+    document = canaryd("baseline", "list", "--json", "--config", host.path).document
+    assert [len(b["known"]) for b in document["baselines"]] == [2]
+    nothing = canaryd("baseline", "accept", "cpu:0", "--reason", "x", "--config", host.path)
+    assert "nothing to accept" in nothing.out
+
+
+def test_baselines_survive_a_full_disk(host, monkeypatch):
+    """What cannot be written waits in memory, is part of every answer, and moves to disk later."""
+    engine = host.start()
+    ask(engine)
+    (known,) = engine.store.baselines("endpoint:main")
+    other = dataclasses.replace(known, case="other")
+    monkeypatch.setattr(engine.store, "_commit", full_disk)
+    assert not engine.store.set_baselines([other])
+    assert {b.case for b in engine.store.baselines()} == {"story", "other"}
+    monkeypatch.undo()
+    assert engine.store.set_baselines([])
+    with Store.open(engine.store.state_dir) as store:
+        assert {b.case for b in store.baselines()} == {"story", "other"}
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,629 @@
+"""From a plan to a verdict: a real engine, a real store, real workers running probes that behave and misbehave."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd.config.settings import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
+from canaryd.engine import budget, schedule
+from canaryd.engine.catalogue import Entry, ProbeFile
+from canaryd.engine.engine import Engine, Progress, choose
+from canaryd.engine.evidence import FEW, NEWEST, SHOWN, fold
+from canaryd.judge import case
+from canaryd.judge.recordings import rules
+from canaryd.judge.verdict import fault_rate_bound
+from canaryd.model import (
+    Cause,
+    Comparison,
+    Device,
+    Evidence,
+    Exactness,
+    Outcome,
+    Reading,
+    Recording,
+    Run,
+    State,
+    Verdict,
+)
+from canaryd.probe import ProbeSpec
+from canaryd.store.locks import Busy
+from canaryd.store.store import Store
+from tests.command import BUILTIN, bare_python, catalogue, eventually
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
+NOW = 1_700_000_000.0
+EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
+
+
+def settings(directory: Path, *probes: str, confirm_runs: int = 3, **each: ProbeSettings) -> Config:
+    off = {name: ProbeSettings(enabled=False) for name in BUILTIN}
+    return Config(
+        state_dir=directory / "state",
+        worker=WorkerConfig(python=bare_python(), grace=0.2),
+        probes=ProbesConfig(directories=(catalogue(directory / "probes.d", *probes),), each=off | each),
+        judge=JudgePolicy(confirm_runs=confirm_runs),
+    )
+
+
+def start(config: Config, **fields) -> Engine:
+    engine = Engine(config, Store.open(config.state_dir), **fields)
+    engine.discover()
+    return engine
+
+
+def the_cpu(engine: Engine) -> Device:
+    return next(d for d in engine.devices.values() if d.backend == "cpu")
+
+
+def carry_out(engine: Engine, *names: str, drill: str = "", **arguments) -> list[Run]:
+    device = the_cpu(engine)
+    entries = [e for n, e in engine.entries.items() if not names or n in names]
+    plans = schedule.plan_round(device, entries, levels=engine.levels("quick"), seed=7, sets=("",), drill=drill)
+    return [run for plan in plans for run in engine.carry_out(plan, **arguments)]
+
+
+def verdict(engine: Engine) -> Verdict:
+    return engine.verdict(the_cpu(engine).uuid)
+
+
+def made(number: int, probe: str = "p", *, wrong: bool = False, at: float = NOW, **fields) -> Run:
+    comparison = Comparison(
+        case="a",
+        shape="N=4",
+        seed=1,
+        exactness=Exactness.UNIVERSAL,
+        wrong_trials=int(wrong),
+        evidence=EVIDENCE if wrong else None,
+    )
+    default = {"id": f"{number:012x}-{probe}", "device": CPU.uuid, "probe": probe, "probe_version": 1, "seconds": 1.0}
+    fields = {"outcome": Outcome.COMPLETED, "comparisons": (comparison,)} | fields
+    return Run(started=at + number, **(default | fields))
+
+
+@pytest.fixture
+def idle(tmp_path) -> Engine:
+    """An engine that knows a device and looks at no hardware."""
+    engine = Engine(Config(state_dir=tmp_path), Store.open(tmp_path), clock=lambda: NOW)
+    engine.devices = {CPU.uuid: CPU}
+    return engine
+
+
+# --- Good and bad numbers --------------------------------------------------------------------------------------------
+
+
+def test_right_numbers_make_a_device_healthy(tmp_path):
+    """A completed run is stored, and the verdict that follows from it too."""
+    engine = start(settings(tmp_path, "passes"))
+    (run,) = carry_out(engine)
+    assert (run.outcome, run.trials) == (Outcome.COMPLETED, 3)
+    assert verdict(engine).state is State.HEALTHY
+    assert [stored.id for stored in engine.store.runs()] == [run.id]
+    assert engine.store.verdicts()[run.device].state is State.HEALTHY
+
+
+def test_a_mismatch_is_confirmed_in_new_workers_and_makes_a_device_faulty(tmp_path):
+    """Exactly as many repetitions as the policy says, of the same case and seed, each in a process of its own."""
+    log = tmp_path / "log"
+    engine = start(settings(tmp_path, "records", records=ProbeSettings(settings={"log": str(log), "wrong": 99})))
+    first, *again = carry_out(engine)
+    assert [run.confirms for run in again] == [first.id] * 3
+    assert {(run.seed, run.outcome, len(run.wrong)) for run in again} == {(first.seed, Outcome.COMPLETED, 1)}
+    pids = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("begin")]
+    assert len(set(pids)) == len(pids) == 4
+    found = verdict(engine)
+    assert (found.state, found.cause) == (State.FAULTY, Cause.UNDETERMINED)  # no sibling to ask
+    assert "exact-mismatch-confirmed" in {finding.rule for finding in found.findings}
+    assert len(engine.store.runs(failed=True)) == 4
+
+
+def test_the_policy_says_how_many_confirmations(tmp_path):
+    """Two here."""
+    engine = start(settings(tmp_path, "mismatches", confirm_runs=2))
+    assert len(carry_out(engine)) == 1 + 2
+
+
+def test_a_clean_retest_is_not_an_acquittal(tmp_path):
+    """A fault that fires once leaves the device suspect, whatever its confirmations say."""
+    once = ProbeSettings(settings={"log": str(tmp_path / "log"), "wrong": 1})
+    engine = start(settings(tmp_path, "records", records=once))
+    runs = carry_out(engine)
+    assert [len(run.wrong) for run in runs] == [1, 0, 0, 0]
+    assert verdict(engine).state is State.SUSPECT
+
+
+def test_a_suspect_is_known_before_it_is_confirmed(tmp_path):
+    """The first wrong bit is stored and judged at once; nothing waits for the confirmations."""
+    states = []
+
+    def listen(progress: Progress) -> None:
+        if progress.done:
+            states.append(engine.store.verdicts()[progress.device.uuid].state)
+
+    always = ProbeSettings(settings={"log": str(tmp_path / "log"), "wrong": 99})
+    engine = start(settings(tmp_path, "records", records=always), listener=listen)
+    carry_out(engine)
+    assert states == [State.SUSPECT, State.SUSPECT, State.SUSPECT, State.FAULTY]
+
+
+def test_evidence_survives_a_restart(tmp_path):
+    """A new engine on the same store knows the device, its runs and its state; a reboot resets nothing."""
+    config = settings(tmp_path, "mismatches")
+    engine = start(config)
+    runs = carry_out(engine)
+    before = verdict(engine)
+    engine.store.close()
+    again = start(config)
+    assert [run.id for run in again.evidence(runs[0].device)] == [run.id for run in runs]
+    after = verdict(again)
+    assert (after.state, after.cause, after.since) == (State.FAULTY, before.cause, before.since)
+
+
+def test_a_drill_is_a_world_of_its_own(tmp_path):
+    """Its mismatches are confirmed and judged by the same rules, and touch neither the verdict nor the record."""
+    engine = start(settings(tmp_path, "records"))
+    carry_out(engine)
+    runs = carry_out(engine, drill="flip")
+    assert [(run.drill, len(run.wrong)) for run in runs] == [("flip", 1)] * 4
+    assert engine.drill_verdict(runs[0].device).state is State.FAULTY
+    assert verdict(engine).state is State.HEALTHY
+    assert engine.store.runs(failed=True) == []
+
+
+def test_an_expired_drill_is_forgotten(idle):
+    """An hour later nothing shows it any more, in a process that has run all the while."""
+    idle.take(made(0, wrong=True, at=NOW - 10, drill="flip"))
+    assert idle.drill_verdict(CPU.uuid).state is not State.UNKNOWN
+    idle.clock = lambda: NOW + case.DRILL_EXPIRY
+    assert idle.evidence(CPU.uuid) == ()
+
+
+# --- Misbehaving probes ----------------------------------------------------------------------------------------------
+
+
+def test_a_hanging_probe_leaves_its_device_unknown(tmp_path):
+    """It is killed at its deadline; no evidence is not health."""
+    engine = start(settings(tmp_path, "records", records=ProbeSettings(timeout=0.3, settings={"seconds": 600})))
+    (run,) = carry_out(engine)
+    assert (run.outcome, run.trials) == (Outcome.TIMED_OUT, 0)
+    assert verdict(engine).state is State.UNKNOWN
+    assert [stored.outcome for stored in engine.store.runs()] == [Outcome.TIMED_OUT]
+
+
+def test_a_broken_probe_hurts_only_itself(tmp_path):
+    """Import errors, bad names and crashes become sentences and outcomes; the others run as if alone."""
+    engine = start(settings(tmp_path, "crashes", "passes", "raises_at_import", "wrong_name", "raises", "bad_spec"))
+    assert sorted(engine.entries) == ["crashes", "passes", "raises"]
+    for name in ("raises_at_import", "wrong_name", "bad_spec"):
+        assert any(f"{name}.py" in problem for problem in engine.problems), engine.problems
+    outcomes = {run.probe: run.outcome for run in carry_out(engine)}
+    assert outcomes == {"crashes": Outcome.CRASHED, "passes": Outcome.COMPLETED, "raises": Outcome.ERRORED}
+    found = verdict(engine)
+    assert found.state is State.UNKNOWN
+    assert {f.probe for f in found.findings if f.rule == "not-completed"} == {"crashes", "raises"}
+    assert not any(f.probe == "passes" for f in found.findings)
+
+
+def test_a_mismatch_survives_the_crash_that_follows(tmp_path):
+    """What a probe has measured before it took the process down is evidence."""
+    engine = start(settings(tmp_path, "mismatches_then_crashes"))
+    runs = carry_out(engine)
+    assert [(run.outcome, len(run.wrong)) for run in runs] == [(Outcome.CRASHED, 1)] * 4
+    assert verdict(engine).state is State.SUSPECT  # a confirmation must complete to count as one
+
+
+def test_a_disabled_probe_does_not_run_and_is_not_health(tmp_path):
+    """With all of them disabled the device is unknown."""
+    engine = start(settings(tmp_path, "passes", passes=ProbeSettings(enabled=False)))
+    assert carry_out(engine) == []
+    assert verdict(engine).state is State.UNKNOWN
+
+
+def test_a_setting_for_a_probe_that_does_not_exist_is_said(tmp_path):
+    """A typing error must not look like a disabled probe."""
+    engine = start(settings(tmp_path, "passes", pases=ProbeSettings(enabled=False)))
+    assert "probes.pases: no probe of that name was found" in engine.problems
+
+
+def test_an_interpreter_that_cannot_start_is_a_problem_and_no_device(tmp_path):
+    """The sentence names the setting; known devices stay known."""
+    config = settings(tmp_path, "passes")
+    start(config).store.close()
+    broken = dataclasses.replace(config, worker=WorkerConfig(python="/nonexistent/python"))
+    engine = start(broken)
+    assert engine.present == set()
+    assert [d.backend for d in engine.devices.values()] == ["cpu"]
+    assert any("worker.python (/nonexistent/python) cannot be started" in problem for problem in engine.problems)
+    assert verdict(engine).state is State.UNKNOWN
+
+
+# --- Stopping, waiting -----------------------------------------------------------------------------------------------
+
+
+def test_stop_ends_a_hung_worker_at_once_and_stores_no_run(tmp_path):
+    """From another thread; what canaryd cut short itself says nothing about the device."""
+    log = tmp_path / "log"
+    stubborn = ProbeSettings(settings={"log": str(log), "seconds": 600, "stubborn": True})
+    engine = start(settings(tmp_path, "records", records=stubborn))
+    found: list[Run] = []
+    thread = threading.Thread(target=lambda: found.extend(carry_out(engine)))
+    thread.start()
+    eventually(lambda: log.exists() and log.read_text())
+    begun = time.monotonic()
+    engine.stop("enough")
+    thread.join(10)
+    assert time.monotonic() - begun < 2
+    assert found == []
+    assert engine.store.runs() == []
+    pid = int(log.read_text().split()[1])
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"), 5)  # noqa: PTH110  a process, not a path
+    assert carry_out(engine) == []  # nothing starts any more
+
+
+def test_a_wrong_bit_before_a_stop_is_kept(tmp_path):
+    """A rare fault may not show itself again: the run is stored although canaryd cut it short."""
+    (tmp_path / "probes.d").mkdir()
+    text = (Path(__file__).parents[1] / "probes/mismatches.py").read_text().replace('"mismatches"', '"wrong_and_slow"')
+    (tmp_path / "probes.d/wrong_and_slow.py").write_text(
+        f"{text}    open({str(tmp_path / 'seen')!r}, 'w')\n    import time; time.sleep(600)\n"
+    )
+    (tmp_path / "probes.d/wrong_and_slow.py").chmod(0o644)
+    engine = start(settings(tmp_path))
+    thread = threading.Thread(target=carry_out, args=(engine,))
+    thread.start()
+    eventually((tmp_path / "seen").exists)
+    time.sleep(0.3)  # the fact travels
+    engine.stop("enough")
+    thread.join(10)
+    (kept,) = engine.store.runs()
+    assert len(kept.wrong) == 1
+    assert verdict(engine).state is State.SUSPECT
+
+
+def test_a_locked_device_is_busy(tmp_path):
+    """The message names the holder; nothing has run, and once the lock is free everything does."""
+    engine = start(settings(tmp_path, "passes"))
+    with Store.open(tmp_path / "state") as other, other.lock(the_cpu(engine).uuid):
+        with pytest.raises(Busy, match=f"pid {os.getpid()}"):
+            carry_out(engine)
+        assert engine.store.runs() == []
+    assert len(carry_out(engine)) == 1
+
+
+def test_a_wait_for_a_device_ends_with_stop(tmp_path):
+    """A user who interrupts a waiting check is not kept for the ten minutes that it may wait."""
+    engine = start(settings(tmp_path, "passes"))
+    holders: list[str] = []
+    with Store.open(tmp_path / "state") as other, other.lock(the_cpu(engine).uuid):
+        threading.Timer(0.3, engine.stop, ("enough",)).start()
+        begun = time.monotonic()
+        with pytest.raises(Busy):
+            carry_out(engine, wait=60.0, on_wait=holders.append)
+        assert time.monotonic() - begun < 5
+    assert len(holders) == 1
+    assert f"pid {os.getpid()}" in holders[0]
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_fold_keeps_trials():
+    """A clean run with many goldens becomes one comparison that counts as much; its fingerprint stays."""
+    many = made(1).comparisons * 5
+    readings = (Reading(name="trials", value=5), Reading(name="golden_fingerprint", value=12))
+    run = dataclasses.replace(made(1), comparisons=many, readings=readings)
+    small = fold(run)
+    assert (small.trials, len(small.comparisons), small.wrong) == (5, 1, ())
+    assert [r.value for r in small.readings] == [12]
+    assert fault_rate_bound([small]) == fault_rate_bound([run])
+
+
+@pytest.mark.parametrize("fields", [{"wrong": True}, {"confirms": "r0"}])
+def test_fold_leaves_the_comparisons_of_what_was_wrong_and_what_confirms(fields):
+    """The judge compares those byte for byte with siblings; a few wrong elements are enough for that."""
+    run = made(1, **fields)
+    run = dataclasses.replace(run, comparisons=run.comparisons * 2)
+    assert fold(run).comparisons == run.comparisons
+    if fields.get("wrong"):
+        evidence = dataclasses.replace(
+            run.comparisons[0].evidence, first=tuple(((i,), "0x1", "0x2") for i in range(64))
+        )
+        loud = dataclasses.replace(run, comparisons=(dataclasses.replace(run.comparisons[0], evidence=evidence),))
+        assert [e[0] for e in fold(loud).comparisons[0].evidence.first] == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_run_counts_once(idle):
+    """The daemon may meet its own run again when it looks at what others have stored."""
+    idle.take(made(1))
+    idle.take(made(1))
+    assert len(idle.evidence(CPU.uuid)) == 1
+
+
+def test_a_frequent_probe_does_not_crowd_out_a_rare_one(idle):
+    """Memory is bounded lane by lane: the only run of a daily probe outlives a thousand of another."""
+    idle.take(made(0, "daily"))
+    for number in range(1, 1000):
+        idle.take(made(number, "frequent"))
+    probes = [run.probe for run in idle.evidence(CPU.uuid)]
+    assert probes.count("daily") == 1
+    assert probes.count("frequent") == NEWEST
+
+
+def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path):
+    """The same when the evidence is read back from the store."""
+    config = settings(tmp_path, "passes", "records")
+    engine = start(config)
+    device = the_cpu(engine).uuid
+    engine.store.add_run(dataclasses.replace(made(0, "passes"), device=device))
+    for number in range(1, 2 * NEWEST):
+        engine.store.add_run(dataclasses.replace(made(number, "records"), device=device))
+    engine.store.close()
+    probes = [run.probe for run in start(config).evidence(device)]
+    assert (probes.count("passes"), probes.count("records")) == (1, NEWEST)
+
+
+def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
+    """With their readings, but for the fingerprint; and what departed from the known is kept whole."""
+    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
+    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
+    names = tuple(c.case for c in cases)
+    for number in range(10):
+        odd = names[:1] if number == 1 else ()
+        idle.take(made(number, recordings=cases, readings=readings, learnt=names, unknown=odd))
+        idle.take(made(number, "few", recordings=cases[:FEW], readings=readings, learnt=names))
+    runs = [r for r in idle.evidence(CPU.uuid) if r.probe == "p"]
+    whole = [bool(r.recordings) for r in runs]
+    assert whole == [False, True] + [False] * 3 + [True] * SHOWN
+    assert [len(r.readings) for r in runs] == [1 + kept for kept in whole]
+    assert [bool(r.learnt) for r in runs] == whole
+    assert all(any(x.name == "golden_fingerprint" for x in r.readings) for r in runs)
+    assert all(r.recordings and r.learnt for r in idle.evidence(CPU.uuid) if r.probe == "few")
+
+
+def test_what_did_not_complete_takes_no_readings_from_what_did(idle):
+    """Five runs without memory later the newest whole run is still shown whole."""
+    cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
+    readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
+    for number in range(SHOWN + 2):
+        idle.take(made(number, recordings=cases, readings=readings))
+    for number in range(100, 110):
+        idle.take(made(number, outcome=Outcome.SKIPPED, comparisons=()))
+        idle.take(made(number, "p", id=f"{number:012x}-part", recordings=cases, readings=readings, cases=("case 1",)))
+    runs = [r for r in idle.evidence(CPU.uuid) if r.whole and r.recordings]
+    assert [len(r.readings) for r in runs] == [2] * SHOWN
+
+
+@pytest.mark.parametrize("recordings", [FEW, FEW + 1])
+def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordings):
+    """At the levels above quick a run of it has many recordings; how fast it was before is not forgotten for that."""
+    served = Device(uuid="endpoint:main@0", backend="endpoint", index=0, model="m")
+    idle.devices = {served.uuid: served}
+    cases = tuple(
+        Recording(case=f"case {n}", digest=f"{n:016x}", condition="idle", chain={"server": "x"})
+        for n in range(recordings)
+    )
+    slow = []
+    for number in range(2 * NEWEST):
+        seconds = 0.1 if number < NEWEST else 0.1 * (rules.SLOWER + 1)
+        speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
+        at = NOW - 3600
+        idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
+        if "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}:
+            slow.append(number)
+    # Until what is slow is half of what is remembered.
+    assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + rules.NEWEST) // 2))
+
+
+def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
+    """A device with one is judged by a long record, which is bounded too."""
+    monkeypatch.setattr("canaryd.engine.engine.RECORD", 200)
+    idle.take(made(0, wrong=True))
+    for number in range(1, 300):
+        idle.take(made(number))
+    runs = idle.evidence(CPU.uuid)
+    assert runs[0].wrong
+    assert len(runs) == 200 + 1
+
+
+def test_a_broken_device_does_not_fill_the_memory(idle):
+    """Wrong in every run, for months: the newest mismatches tell as much as all of them."""
+    for number in range(1000):
+        idle.take(made(number, wrong=True))
+    assert len(idle.evidence(CPU.uuid)) <= 100
+
+
+# --- Restricted checks, and which device -----------------------------------------------------------------------------
+
+
+def test_a_restricted_check_does_not_decide_for_the_device(tmp_path):
+    """Its verdict is about the probes it asked for, and is not stored."""
+    engine = start(settings(tmp_path, "passes", "records"))
+    engine.only = frozenset({"passes"})
+    carry_out(engine, "passes")
+    assert verdict(engine).state is State.HEALTHY
+    assert engine.store.verdicts() == {}
+
+
+def test_devices_are_chosen_by_uuid_name_or_backend():
+    """Words that name no device are returned, so that the user hears about each."""
+    devices = {d.uuid: d for d in (CPU, Device(uuid="GPU-1", backend="cuda", index=3, model="a card"))}
+    assert [d.uuid for d in choose(devices, [])[0]] == ["CPU-1", "GPU-1"]
+    for word in ("GPU-1", "cuda:3", "cuda"):
+        found, missing = choose(devices, [word])
+        assert ([d.uuid for d in found], missing) == (["GPU-1"], [])
+    assert choose(devices, ["cuda:0", "cpu"]) == ([CPU], ["cuda:0"])
+
+
+def test_confirmations_for_a_sibling_never_push_out_a_mismatch(idle):
+    """A hundred clean confirmations that a flaky sibling asked for must not acquit this device."""
+    mine = [dataclasses.replace(made(n, wrong=True), id=f"{n:012x}-w") for n in (1, 2)]
+    clean = [dataclasses.replace(made(10 + n, confirms=f"other-{n}"), id=f"{10 + n:012x}-c") for n in range(150)]
+    for run in (*mine, *clean):
+        idle.take(run)
+    (uuid,) = {run.device for run in mine}
+    assert [run.id for run in idle.evidence(uuid) if run.wrong] == [run.id for run in mine]
+
+
+def test_interrupted_confirmations_are_owed(idle, tmp_path):
+    """What a stop cut short is made up for later: as many as are missing, for mismatches of the last day only."""
+    (tmp_path / "p.py").write_text("")
+    file = ProbeFile(name="p", path=tmp_path / "p.py", source="directory")
+    idle.entries = {"p": Entry(spec=ProbeSpec(name="p", summary="s"), file=file)}
+    assert idle.owed(CPU.uuid) == []
+    hit = made(1, wrong=True, at=NOW - 60)
+    idle.take(hit)
+    assert [plan.steps[0].confirms for plan in idle.owed(CPU.uuid)] == [hit.id] * 3
+    idle.take(made(2, confirms=hit.id))
+    assert len(idle.owed(CPU.uuid)) == 2
+    idle.take(made(3, wrong=True, at=NOW - 2 * 86400))
+    assert len(idle.owed(CPU.uuid)) == 2
+
+
+CARDS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="a card", torch_index=i) for i in range(8)]
+
+
+def of_cards(engine: Engine, tmp_path: Path) -> None:
+    """Let an engine know eight cards of one model and one probe that computes."""
+    engine.devices = {d.uuid: d for d in CARDS}
+    engine.present = set(engine.devices)
+    file = ProbeFile(name="p", path=tmp_path / "p.py", source="directory")
+    engine.entries = {"p": Entry(spec=ProbeSpec(name="p", summary="s"), file=file)}
+
+
+def test_confirmations_ask_whether_they_may(idle, tmp_path, monkeypatch):
+    """On the accused and on each sibling; what may not be loaded is left alone, and the accused owes the rest."""
+    of_cards(idle, tmp_path)
+    accused, barred = CARDS[0], CARDS[1]
+    asked = []
+
+    def series(plan: schedule.Plan, purpose: str) -> list[Run]:
+        asked.append(plan.device.uuid)
+        return [] if plan.steps[0].confirms else [made(1, device=accused.uuid, wrong=True, at=NOW - 60)]
+
+    monkeypatch.setattr(idle, "_series_of", series)
+    idle.may = lambda device, purpose: purpose == budget.DOUBT and device not in (accused, barred)
+    step = schedule.Step(entry=idle.entries["p"], level="quick", seed=1)
+    (hit,) = idle.carry_out(schedule.Plan(device=accused, instruction_set="", steps=(step,)))
+    assert asked == [accused.uuid, *(d.uuid for d in CARDS[2:])]
+    idle.take(hit)
+    assert len(idle.owed(accused.uuid)) == 3
+
+
+def test_suspects_ask_their_siblings_in_turn(idle, tmp_path):
+    """Seven with unknown bits, and no sibling has to serve them all; the next intensity asks the next sibling."""
+    of_cards(idle, tmp_path)
+    for n, card in enumerate(CARDS):
+        if n:
+            told = {"device": card.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
+            idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
+            idle.take(made(n, device=card.uuid, unknown=("c",), at=NOW - 7200))
+    asked = {card.uuid: [p.device.uuid for p in idle.retests(card.uuid)] for card in CARDS[1:]}
+    assert all(own == uuid for uuid, (own, _) in asked.items())
+    assert len({witness for _, witness in asked.values()}) == 7
+    idle.take(made(20, device="GPU-1", intensity="repeated", at=NOW - 3600))
+    assert asked["GPU-1"] == ["GPU-1", "GPU-2"]
+    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", "GPU-3"]
+
+
+@pytest.mark.parametrize(("took", "asked"), [(0.05 * 86_400 - 1, "GPU-2"), (0.05 * 86_400, "GPU-3")])
+def test_a_sibling_has_a_share_for_retests_too(idle, tmp_path, took, asked):
+    """What it was asked for others counts, as what it was asked for itself; who has given that is left out."""
+    of_cards(idle, tmp_path)
+    told = {"device": "GPU-1", "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "findings": ()}
+    idle.store.set_verdict(Verdict(**told, decided=NOW, since=NOW))
+    idle.take(made(1, device="GPU-1", unknown=("c",), at=NOW - 7200))
+    idle.take(made(2, device="GPU-2", intensity="steady", seconds=took, at=NOW - 80_000))
+    assert [p.device.uuid for p in idle.retests("GPU-1")] == ["GPU-1", asked]
+
+
+def test_what_was_faulty_stays_so_when_the_inventory_fails(idle):
+    """A restart with a worker that cannot start must not make an alarm disappear."""
+    idle.store.see_device(CPU, NOW)
+    for n in (1, 2, 3):
+        idle.store.add_run(made(n, wrong=True, at=NOW - 600 + 100 * n))
+    again = Engine(idle.config, idle.store, clock=lambda: NOW)
+    again.recall()
+    assert again.in_place == {CPU.uuid}
+    assert again.verdict(CPU.uuid).state is State.FAULTY
+
+
+def test_a_drill_is_judged_by_its_own_runs(idle):
+    """An earlier drill's detection must not stand in for one that never ran."""
+    idle.take(made(1, wrong=True, at=NOW - 300, drill="flip"))
+    assert idle.drill_verdict(CPU.uuid).state is State.SUSPECT
+    assert idle.drill_verdict(CPU.uuid, since=NOW - 10).state is State.UNKNOWN
+
+
+def test_a_vendor_that_cannot_be_asked_makes_the_host_unknown(tmp_path):
+    """Something of NVIDIA's is set up wrongly here: the host is not healthy by silence, and the reason is told."""
+    wrong = ProbeSettings(settings={"sysf": "/x"})
+    engine = start(settings(tmp_path, "passes", nvidia_telemetry=wrong))
+    carry_out(engine, "passes")
+    found = verdict(engine)
+    assert found.state is State.UNKNOWN
+    (finding,) = [f for f in found.findings if f.rule == "devices-unlisted"]
+    assert "sysf" in finding.message
+
+
+def test_a_vendor_of_whom_nothing_is_here_is_no_problem(tmp_path):
+    """No NVIDIA library, no npu-smi, no macOS: a machine without such devices is healthy."""
+    each = {f"{name}_telemetry": ProbeSettings(enabled=True) for name in ("nvidia", "amd", "intel", "ascend", "apple")}
+    engine = start(settings(tmp_path, "passes", **each))
+    carry_out(engine, "passes")
+    assert engine.failing == {}
+    assert verdict(engine).state is State.HEALTHY
+
+
+# --- Days ------------------------------------------------------------------------------------------------------------
+
+
+def timed(number: int, at: float, seconds: float) -> Run:
+    reading = Reading(name="kernel_seconds", value=seconds, unit="seconds", labels={"kind": "gemm"})
+    comparison = Comparison(case="a", shape="", seed=number, exactness=Exactness.UNIVERSAL, trials=1)
+    return Run(
+        id=f"run-{number:06d}",
+        device=CPU.uuid,
+        probe="recorded_kernels",
+        probe_version=1,
+        started=at,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+        comparisons=(comparison,),
+        readings=(reading,),
+        stack={"torch": "2.13"},
+    )
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_days_are_summed_up_once_and_a_device_that_got_slower_is_degraded(tmp_path, slower):
+    """From the store alone, day after day, as the daemon does it; runs that were pruned since are not missed."""
+    day = 86_400.0
+    moment = [NOW - 40 * day]
+    store = Store.open(tmp_path / "state", now=lambda: moment[0])
+    engine = Engine(Config(state_dir=tmp_path / "state"), store, clock=lambda: moment[0])
+    store.see_device(CPU, moment[0])
+    for number in range(40):
+        for hour in range(4):
+            moment[0] = NOW - (40 - number) * day + hour * 6 * 3600.0
+            wobble = 1 + 0.01 * ((number * 7 + hour * 3) % 5 - 2) / 2
+            store.add_run(timed(4 * number + hour, moment[0], 1e-3 * wobble * (slower if number >= 30 else 1)))
+        engine.present = {CPU.uuid}
+        engine.recall()
+        while engine.sum_up():
+            pass
+        for _ in range(12):  # every other hour of the day: a prune follows the clock by two hours
+            store.prune(moment[0])
+    moment[0] = NOW + 60.0
+    engine.recall()
+    while engine.sum_up():
+        pass
+    assert not engine.sum_up()
+    assert len(store.days(CPU.uuid)) >= 39
+    assert len(store.runs(CPU.uuid)) < 4 * 20
+    found = {f.rule: f.state for f in engine.decide()[CPU.uuid].findings if "slower" in f.rule}
+    assert found == ({"slower-than-before": State.DEGRADED} if slower > 1 else {})

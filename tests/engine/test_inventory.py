@@ -1,0 +1,171 @@
+"""The inventory: one list out of two witnesses, and what changed."""
+
+from dataclasses import replace
+
+import pytest
+
+from canaryd.engine.inventory import PLACEHOLDER, bus_key, changes, merge
+from canaryd.model import Device
+from canaryd.supervisor.protocol import Description, Listing
+
+NOW = 1_790_000_000.0
+HEX = "5f1c0d6e-1111-2222-3333-444455556666"
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", torch_index=0, detail={"microcode": "0x1"})
+SEEN = Device(
+    uuid=f"GPU-{HEX}", backend="cuda", index=3, model="NVIDIA H100", detail={"serial": "165", "bus_id": "0000:65:00.0"}
+)
+TORCH = Device(
+    uuid=f"GPU-{HEX}",
+    backend="cuda",
+    index=0,
+    model="H100",
+    torch_index=0,
+    detail={"bus_id": "00000000:65:00.0", "capability": "9.0"},
+)
+
+
+def described(*devices, torch="2.13.0", **stack):
+    return Description(python="3.11", torch=torch, devices=devices, stack={"torch": torch or "", **stack})
+
+
+def listing(unavailable=None, facts=None, **devices):
+    found = {name: tuple(each) for name, each in devices.items()}
+    return Listing(devices=found, unavailable=unavailable or {}, facts=facts or {})
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("00000000:65:00.0", "0000:65:00"),
+        ("0000:65:00", "0000:65:00"),
+        ("65:00.0", "0000:65:00"),
+        ("0008:06:00", "0008:06:00"),
+        ("00010000:AB:00.1", "10000:ab:00"),
+        ("", ""),
+        ("GPU-65:00", ""),
+        ("0000:65", ""),
+    ],
+)
+def test_a_bus_address_has_one_spelling(given, wanted):
+    """Driver, torch and kernel log write the same place in different ways."""
+    assert bus_key(given) == wanted
+
+
+def test_what_both_see_is_one_device():
+    """The vendor's index and identity, torch's number, and the facts of both."""
+    found = merge(described(CPU, TORCH), listing(nvidia=[SEEN]), {})
+    gpu = next(d for d in found.devices if d.backend == "cuda")
+    assert (gpu.uuid, gpu.index, gpu.model, gpu.torch_index) == (SEEN.uuid, 3, "NVIDIA H100", 0)
+    assert gpu.detail["serial"] == "165"
+    assert gpu.detail["capability"] == "9.0"
+    assert len(found.devices) == 2
+
+
+def test_what_torch_does_not_reach_is_there_all_the_same():
+    """A torch without CUDA hides no device from the inventory."""
+    found = merge(described(CPU), listing(nvidia=[SEEN]), {})
+    assert [d.torch_index for d in found.devices if d.backend == "cuda"] == [None]
+
+
+def test_torch_alone_will_do():
+    """Where no vendor library answers, torch's word is taken."""
+    found = merge(described(CPU, TORCH), listing({"nvidia": "no driver"}), {})
+    assert {d.uuid for d in found.devices} == {CPU.uuid, TORCH.uuid}
+
+
+def test_amd_devices_meet_on_the_bus():
+    """Torch and the kernel name AMD devices differently: their place on the bus is the same, and torch's name stays."""
+    kernel = replace(SEEN, uuid="GPU-abcdef", backend="rocm")
+    torch = replace(TORCH, uuid="GPU-30313233", backend="rocm")
+    found = merge(described(CPU, torch), listing(amd=[kernel]), {})
+    assert [d.uuid for d in found.devices if d.backend == "rocm"] == ["GPU-30313233"]
+    weak = replace(torch, weak_identity=True)
+    found = merge(described(CPU, weak), listing(amd=[kernel]), {})
+    assert [d.uuid for d in found.devices if d.backend == "rocm"] == ["GPU-abcdef"]
+
+
+def test_where_torch_knows_nothing_but_a_number_that_will_do():
+    """Intel's and Apple's devices have neither name nor place in torch: the same number is the same device."""
+    kernel = replace(SEEN, uuid="XPU-0000:03:00.0", backend="xpu", index=0)
+    torch = Device(uuid="XPU-at-host-0", backend="xpu", index=0, model="Max", torch_index=0, weak_identity=True)
+    (gpu,) = [d for d in merge(described(CPU, torch), listing(intel=[kernel]), {}).devices if d.backend == "xpu"]
+    assert (gpu.uuid, gpu.torch_index) == ("XPU-0000:03:00.0", 0)
+
+
+def test_instances_are_reached_one_at_a_time():
+    """CUDA shows a process one instance: each is first in a worker of its own; the divided GPU is not reached."""
+    parts = [
+        replace(SEEN, uuid=f"MIG-{n}", parent=SEEN.uuid, detail={**SEEN.detail, "instance": str(n)}) for n in range(2)
+    ]
+    torch = replace(TORCH, uuid="GPU-0", torch_index=0)
+    found = merge(described(CPU, torch), listing(nvidia=[SEEN, *parts]), {})
+    reached = {d.uuid: d.torch_index for d in found.devices if d.backend == "cuda"}
+    assert reached == {SEEN.uuid: None, "MIG-0": 0, "MIG-1": 0}
+    assert [d.name for d in found.devices if d.parent] == ["cuda:3.0", "cuda:3.1"]
+
+
+def test_an_undriven_function_stands_in_for_its_device():
+    """A GPU on the bus that neither driver nor torch shows is listed, with the reason; no other is listed twice."""
+    place = Device(
+        uuid="PCI-0000:65:00.0",
+        backend="cuda",
+        index=0,
+        model="NVIDIA device 2335",
+        detail={"bus_id": "0000:65:00.0", PLACEHOLDER: "yes"},
+    )
+    found = merge(described(CPU), listing({"nvidia": "no driver is loaded"}, host=[place]), {})
+    assert [d.detail.get(PLACEHOLDER) for d in found.devices] == [None, "no driver is loaded"]
+    assert len(merge(described(CPU, TORCH), listing(nvidia=[SEEN], host=[place]), {}).devices) == 2
+    # A known device that is silent now is missed under its own name.
+    silent = (described(CPU), listing(nvidia=[], host=[place]), {SEEN.uuid: SEEN})
+    assert len(merge(*silent, {SEEN.uuid}).devices) == 1
+    # When it has been missed, what is in its place now is another board, which nobody drives.
+    assert len(merge(*silent).devices) == 2
+
+
+def test_who_was_not_asked_is_not_gone():
+    """Only a backend that somebody could be asked about can have lost a device."""
+    assert "cuda" not in merge(described(CPU), listing(nvidia=[]), {}).uncertain
+    assert "cuda" in merge(described(CPU), listing({"nvidia": "hung"}), {}).uncertain
+    assert "cuda" not in merge(described(CPU, TORCH), listing({"nvidia": "hung"}), {}).uncertain
+    hung = Listing(unavailable={"nvidia": "hung"}, failing={"nvidia": "hung"})
+    assert "cuda" in merge(described(CPU, TORCH), hung, {}).uncertain
+    assert "cuda" in merge(described(CPU, torch=None), listing(), {}).uncertain
+    assert "cuda" not in merge(described(CPU), listing(), {}).uncertain
+
+
+def test_the_machine_s_facts_belong_to_the_host():
+    """Kernel, BIOS and torch are the CPU's; an accelerator has the torch that reaches it."""
+    given = listing(nvidia=[SEEN], facts={"bios": "1.2"})
+    found = {d.backend: d for d in merge(described(CPU, kernel="6.1"), given, {}).devices}
+    assert found["cpu"].detail == {"torch": "2.13.0", "kernel": "6.1", "bios": "1.2", "microcode": "0x1"}
+    assert found["cuda"].detail["torch"] == "2.13.0"
+    assert "bios" not in found["cuda"].detail
+
+
+def test_what_cannot_be_read_now_is_kept():
+    """A serial number that the driver does not give today is neither lost nor a change."""
+    silent = replace(SEEN, detail={"bus_id": "0000:65:00.0"})
+    found = merge(described(CPU), listing(nvidia=[silent]), {SEEN.uuid: SEEN})
+    gpu = next(d for d in found.devices if d.backend == "cuda")
+    assert gpu.detail["serial"] == "165"
+    assert changes({SEEN.uuid: SEEN}, {SEEN.uuid}, [gpu], [], NOW) == []
+
+
+def test_changes_have_before_and_after():
+    """A new driver, a new slot, a new and a lost device are events; a first look and a reboot are none."""
+    after = replace(SEEN, detail={"serial": "165", "bus_id": "0000:66:00.0", "driver": "580.2", "boot_id": "b"})
+    before = replace(SEEN, detail={**SEEN.detail, "driver": "570.1", "boot_id": "a"})
+    new = replace(SEEN, uuid="GPU-new")
+    events = changes({SEEN.uuid: before}, {SEEN.uuid}, [after, new], [CPU], NOW)
+    told = [(e.device, e.name, e.before, e.after) for e in events]
+    assert told == [
+        (SEEN.uuid, "bus_id", "0000:65:00.0", "0000:66:00.0"),
+        (SEEN.uuid, "driver", "570.1", "580.2"),
+        ("GPU-new", "device", "", "found"),
+        (CPU.uuid, "device", "found", "gone"),
+    ]
+    assert all(e.kind == "change" and e.first == e.last == NOW for e in events)
+    assert changes({}, (), [after, new], [], NOW) == []
+    (back,) = changes({SEEN.uuid: SEEN}, (), [SEEN], [], NOW)
+    assert (back.name, back.before, back.after) == ("device", "gone", "found")

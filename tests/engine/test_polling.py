@@ -1,0 +1,452 @@
+"""The watch: polls, events, reboots and the kernel log, through real workers on a telemetry probe that reads a file."""
+
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
+from canaryd.engine import polling
+from canaryd.engine.engine import Engine
+from canaryd.engine.inventory import bus_key
+from canaryd.engine.polling import addressee
+from canaryd.judge.telemetry.events import happened
+from canaryd.model import Device, Event, LogRecord, Outcome, State
+from canaryd.store.store import Store
+from tests.command import BUILTIN, bare_python, catalogue, eventually
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC")
+GPU = Device(uuid="GPU-1", backend="cuda", index=0, model="H100", detail={"bus_id": "00000000:65:00.0"})
+MIG = Device(uuid="MIG-1", backend="cuda", index=0, model="H100", parent="GPU-1", detail={"bus_id": "0000:65:00.0"})
+XID = "NVRM: Xid (PCI:0000:65:00): 79, pid=1, name=python3, GPU has fallen off the bus."
+
+
+class Host:
+    """An engine on a state directory, with one telemetry probe whose answers the test writes."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.file = directory / "said.json"
+        self.log = directory / "kernel.log"
+        self.log.touch()
+        if not self.file.exists():
+            self.say()
+        each = {name: ProbeSettings(enabled=False) for name in BUILTIN}
+        each["says"] = ProbeSettings(settings={"file": str(self.file)})
+        config = Config(
+            state_dir=directory / "state",
+            worker=WorkerConfig(python=bare_python(), grace=0.2),
+            probes=ProbesConfig(directories=(catalogue(directory / "probes.d", "says"),), each=each),
+            telemetry=TelemetryConfig(kernel_log=self.log),
+        )
+        self.store = Store.open(config.state_dir)
+        self.engine = Engine(config, self.store)
+        self.engine.discover()
+        self.watch = self.engine.watch
+        self.device = next(d for d in self.engine.devices.values() if d.backend == "cpu")
+        self.cpu = self.device.uuid
+
+    def say(self, *readings, **more):
+        spelled = [(name, value, *(labels or [{}])) for name, value, *labels in readings]
+        self.file.write_text(json.dumps({"readings": spelled, **more}))
+
+    def hear(self, *texts, start=0, priority=4):
+        """Append kernel records to the log."""
+        with self.log.open("a") as log:
+            for number, text in enumerate(texts, start):
+                log.write(f"{priority},{number},{int(time.monotonic() * 1e6)},-;{text}\n")
+
+    def poll(self, *readings, **more):
+        self.say(*readings, **more)
+        self.engine.sweep()
+        return self.watch.polls(self.cpu)["says"]
+
+    def pids(self):
+        return [int(pid) for pid in Path(f"{self.file}.pids").read_text().split()]
+
+    def again(self):
+        """Start canaryd anew on the same state directory."""
+        self.close()
+        self.__init__(self.directory)
+        return self
+
+    def close(self):
+        self.watch.let_go()
+        self.watch.disown()
+        self.store.close()
+
+
+@pytest.fixture
+def host(tmp_path):
+    made = Host(tmp_path)
+    yield made
+    made.close()
+
+
+def counter(store, name, /, **labels):
+    return store.counters().get((name, frozenset(labels.items())), 0)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# Polls
+
+
+def test_a_poll_is_read_in_a_process_that_ends(host):
+    """What a device says arrives with its absences; afterwards no process is left that could hold a driver."""
+    poll = host.poll(("load_average", 0.5), absent={"fan_rpm": "no fan"})
+    assert [(r.name, r.value) for r in poll.completed.readings] == [("load_average", 0.5)]
+    assert poll.completed.absent == {"fan_rpm": "no fan"}
+    assert [r.value for r in host.watch.readings(host.cpu, time.time())] == [0.5]
+    assert all(gone(pid) for pid in host.pids())
+
+
+def test_an_old_poll_is_not_shown_as_the_truth(host):
+    """Readings vanish when they are too old; they are not frozen."""
+    host.poll(("load_average", 0.5))
+    assert host.watch.readings(host.cpu, time.time() + 3600) == ()
+
+
+def test_only_what_says_something_new_is_stored(host):
+    """Polls that repeat themselves are counted, not kept; one that shows another counter is kept at once."""
+    for _ in range(4):
+        host.poll(
+            ("edac_errors_total", 1, {"kind": "corrected", "controller": "mc0", "dimm": "A1"}), ("load_average", 1)
+        )
+    assert len(host.store.polls(host.cpu)) == 1
+    assert host.watch.uncounted()
+    host.poll(("edac_errors_total", 3, {"kind": "corrected", "controller": "mc0", "dimm": "A1"}), ("load_average", 2))
+    assert len(host.store.polls(host.cpu)) == 2
+    assert counter(host.store, "probe_runs", device=host.cpu, probe="says", outcome="completed") == 5
+    (event,) = [e for e in host.watch.events(host.device) if e.kind == "counter"]
+    assert (event.count, event.before, event.after) == (2, "1", "3")
+
+
+def test_a_poll_is_kept_now_and_then(host):
+    """For the course of readings over time, a poll is stored when the last one stored is old enough."""
+    keep = replace(host.engine.config.telemetry, keep=0.001)
+    host.engine.config = replace(host.engine.config, telemetry=keep)
+    for _ in range(3):
+        host.poll(("load_average", 0.5))
+        time.sleep(0.01)
+    assert len(host.store.polls(host.cpu)) == 3
+
+
+def test_a_rise_across_a_restart_is_counted_once(host):
+    """What rose while nobody looked is seen afterwards, and not again after the next restart."""
+    dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
+    host.poll(("edac_errors_total", 1, dimm))
+    again = host.again()
+    again.poll(("edac_errors_total", 5, dimm))
+    assert [e.count for e in again.watch.events(again.device) if e.kind == "counter"] == [4]
+    third = again.again()
+    third.poll(("edac_errors_total", 5, dimm))
+    assert [e.count for e in third.watch.events(third.device) if e.kind == "counter"] == [4]
+
+
+def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):
+    """The worker is killed at its deadline; until the pause is over no other one is thrown after it."""
+    poll = host.poll(hangs=True)
+    assert (poll.newest.outcome, poll.completed, poll.failures) == (Outcome.TIMED_OUT, None, 1)
+    assert all(gone(pid) for pid in host.pids())
+    begun = time.monotonic()
+    assert host.poll(hangs=True).failures == 1
+    assert time.monotonic() - begun < 0.5
+    host.watch._lanes[host.cpu, "says"].rest_until = 0.0
+    assert host.poll(hangs=True).failures == 2
+    assert host.watch._lanes[host.cpu, "says"].rest_until - time.monotonic() > 2.0
+    host.watch._lanes[host.cpu, "says"].rest_until = 0.0
+    assert host.poll(("load_average", 0.5)).failures == 0
+
+
+def test_telemetry_that_stays_away_makes_a_device_unknown(host, monkeypatch):
+    """One lost poll says nothing; when none has come for long enough, the verdict says which and why."""
+    host.poll(("load_average", 0.5))
+    host.poll(crashes=True)
+    assert "telemetry-stale" not in {f.rule for f in host.engine.verdict(host.cpu).findings}
+    host.engine.clock = lambda: time.time() + 600
+    verdict = host.engine.verdict(host.cpu)
+    stale = next(f for f in verdict.findings if f.rule == "telemetry-stale")
+    assert stale.state is State.UNKNOWN
+    assert "says" in (stale.message + stale.probe)
+
+
+def test_a_driver_without_persistence_is_held(host):
+    """Letting go would reset what is to be read: the worker stays, the next poll goes through it, `let_go` ends it."""
+    host.poll(("persistence_mode", 0))
+    assert host.watch.holding
+    host.poll(("persistence_mode", 0))
+    assert len(set(host.pids())) == 1
+    assert not gone(host.pids()[0])
+    host.watch.let_go()
+    assert gone(host.pids()[0])
+    host.poll(("persistence_mode", 1))
+    assert not host.watch.holding
+    assert all(gone(pid) for pid in host.pids())
+
+
+def test_release_lets_go_and_touches_nothing(host):
+    """Between `release` and `take_back` no worker is started and none is left."""
+    host.poll(("persistence_mode", 0))
+    host.engine.release("released for a test")
+    assert all(gone(pid) for pid in host.pids())
+    before = host.pids()
+    host.engine.sweep()
+    host.engine.discover()
+    assert host.pids() == before
+    host.engine.take_back()
+    host.engine.sweep()
+    assert len(host.pids()) == len(before) + 1
+
+
+def test_a_value_that_is_missing_for_one_poll_is_not_forgotten(host):
+    """Fields fail when things go wrong: a rise across the poll that lacked them is a rise all the same."""
+    dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
+    host.poll(("edac_errors_total", 1, dimm))
+    host.poll(("load_average", 1))
+    host.poll(("edac_errors_total", 5, dimm))
+    assert [e.count for e in host.watch.events(host.device) if e.kind == "counter"] == [4]
+    again = host.again()
+    again.poll(("load_average", 1))
+    again.poll(("edac_errors_total", 6, dimm))
+    assert sum(e.count for e in again.watch.events(again.device) if e.kind == "counter") == 5
+
+
+def test_an_outage_and_a_restart_wipe_nothing_out(host):
+    """What a device said of itself before its driver went away is known after any number of failed polls."""
+    host.poll(("row_remap_failed", 1))
+    for _ in range(25):
+        host.watch._lanes[host.cpu, "says"].newest = None  # each failure a change, and so worth storing
+        host.poll(skips="no driver")
+    again = host.again()
+    again.poll(skips="no driver")
+    assert "row-remap-failed" in {f.rule for f in again.engine.verdict(again.cpu).findings}
+
+
+def test_failed_polls_are_stored_now_and_then(host):
+    """A driver that is away for a week does not fill the disk with polls that say so."""
+    for _ in range(5):
+        host.poll(skips="no driver")
+    assert len(host.store.polls(host.cpu)) == 1
+
+
+def test_one_failed_poll_does_not_let_go_of_a_driver_without_persistence(host):
+    """Letting go would reset what is to be read, because of a hiccup."""
+    host.poll(("persistence_mode", 0))
+    host.poll(skips="busy")
+    assert host.watch.holding
+    host.poll(("persistence_mode", 0))
+    assert len(set(host.pids())) == 1
+
+
+# Events
+
+
+def test_a_jump_in_corrected_errors_calls_for_exact_goldens(host):
+    """A trigger names its reason and is there until somebody takes it."""
+    dimm = {"kind": "uncorrected", "controller": "mc0", "dimm": "A1"}
+    host.poll(("edac_errors_total", 0, dimm))
+    assert host.watch.triggers == {}
+    host.poll(("edac_errors_total", 1, dimm))
+    assert host.watch.triggers[host.cpu]
+
+
+def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
+    """A daemon that was not stopped before the machine started again was cut off with it."""
+    boot = tmp_path / "boot_id"
+    boot.write_text("one\n")
+    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.runs(running=True, boot_id=boot)
+    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    boot.write_text("two\n")
+    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    boots = [e for e in host.watch.events(host.device) if e.after == "two"]
+    assert [(e.name, e.before, e.after) for e in boots] == [("unclean", "one", "two")]
+    assert boots[0].last == pytest.approx(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), abs=5)
+    host.watch.runs(running=True, boot_id=boot)
+    host.watch.runs(running=False, boot_id=boot)
+    boot.write_text("three\n")
+    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    assert "clean" in {e.name for e in host.watch.events(host.device) if e.kind == "boot" and e.after == "three"}
+
+
+def test_an_instance_shares_what_happens_to_its_gpu(host):
+    """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
+    host.watch.instances = {GPU.uuid: [MIG.uuid]}
+    now = time.time()
+    host.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", first=now, last=now)])
+    assert [(e.device, e.name) for e in host.watch.events(MIG)] == [(MIG.uuid, "31")]
+    assert set(host.watch.triggers) == {GPU.uuid, MIG.uuid}
+
+
+def test_changes_are_counted_by_component(host):
+    """An inventory's change becomes an event, a count, and a reason to test."""
+    now = time.time()
+    event = Event(
+        device=host.cpu,
+        kind="change",
+        name="driver",
+        first=now,
+        last=now,
+        before="1",
+        after="2",
+        detail="driver: 1 → 2",
+    )
+    host.watch.changed([event])
+    assert counter(host.store, "stack_changes", device=host.cpu, component="driver") == 1
+    assert "driver" in host.watch.triggers[host.cpu]
+
+
+def test_two_that_watch_do_not_count_twice(host):
+    """Whoever comes second shows what it reads; the first alone records it."""
+    dimm = {"kind": "corrected", "controller": "mc0", "dimm": "A1"}
+    thermal = "CPU0: Core temperature above threshold, cpu clock throttled"
+    host.poll(("edac_errors_total", 1, dimm))
+    other = Host(host.directory)
+    for watcher in (other, host):
+        watcher.poll(("edac_errors_total", 1, dimm))
+    host.hear(thermal)
+    for watcher in (other, host):
+        watcher.poll(("edac_errors_total", 4, dimm))
+        watcher.engine.read_log(until_end=True)
+    assert [r.value for r in other.watch.readings(other.cpu, time.time())] == [4]
+    other.watch.recall(time.time())
+    for watcher in (other, host):
+        counts = {e.kind: e.count for e in watcher.watch.events(watcher.device) if e.kind in ("counter", "thermal")}
+        assert counts == {"counter": 3, "thermal": 1}
+    host.watch.disown()
+    assert other.watch.own()
+    other.close()
+
+
+def test_a_poll_that_is_not_due_waits(host):
+    """A sweep comes as often as the most frequent probe asks; the others keep their own period."""
+    host.engine.sweep(due=True)
+    host.engine.sweep(due=True)
+    assert len(host.pids()) == 1
+    host.engine.sweep()
+    assert len(host.pids()) == 2
+
+
+# The kernel log
+
+
+def test_a_line_is_counted_once_per_boot(host):
+    """Read twice, or by the next canaryd, the same record of the same boot is the same event."""
+    host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)", "nothing of interest")
+    for _ in range(2):
+        host.engine.read_log(until_end=True)
+        assert not host.watch.log_problem
+    again = host.again()
+    again.engine.read_log(until_end=True)
+    events = [e for e in again.watch.events(again.device) if e.kind == "thermal"]
+    assert sum(e.count for e in events) == 1
+    again.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 2)", start=2)
+    again.engine.read_log(until_end=True)
+    (name,) = {e.name for e in events}
+    assert counter(again.store, "kernel_log_events", device=again.cpu, kind="thermal", name=name) == 2
+
+
+def test_what_a_user_writes_to_the_log_is_nothing(host):
+    """A record of another facility than the kernel's is not evidence, whatever it says."""
+    host.hear(XID, priority=12)
+    host.engine.read_log(until_end=True)
+    assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
+
+
+def test_a_log_that_cannot_be_read_is_said(host):
+    """No file, no permission: one sentence, and nothing else suffers."""
+    host.log.unlink()
+    host.engine.read_log(until_end=True)
+    assert str(host.log) in host.watch.log_problem
+    assert "\n" not in host.watch.log_problem
+    host.log.touch()
+    host.engine.read_log(until_end=True)
+    assert host.watch.log_problem == ""
+
+
+def test_the_log_is_followed_until_the_engine_stops(host):
+    """Lines arrive while the follower runs; a stop ends it at once."""
+    thread = threading.Thread(target=lambda: host.engine.read_log(until_end=False))
+    thread.start()
+    host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)")
+    eventually(lambda: any(e.kind == "thermal" for e in host.watch.events(host.device)))
+    host.engine.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bus_id", "wanted"),
+    [
+        ("xid", "0000:65:00.0", "GPU-1"),
+        ("xid", "0000:65:00", "GPU-1"),
+        ("aer", "0000:65:00.0", "GPU-1"),
+        ("xid", "0000:66:00", "bus 0000:66:00"),
+        ("xid", "", "bus "),
+        ("aer", "0000:66:00.0", "CPU-1"),
+        ("mce", "", "CPU-1"),
+        ("sxid", "0000:a9:00.0", "CPU-1"),
+        ("oom", "garbage", "CPU-1"),
+    ],
+)
+def test_a_line_belongs_to_the_device_at_that_place(kind, bus_id, wanted):
+    """A whole device, not its instance. A GPU that is not watched is never the host; what fits no device is."""
+    record = LogRecord(boot="b", sequence=1, at=0.0, kind=kind, name="79", bus_id=bus_id)
+    assert addressee(record, [MIG, CPU, GPU]) == wanted
+    assert addressee(record, []) == (f"bus {bus_key(bus_id)}" if kind == "xid" else "host")
+
+
+def test_what_was_heard_before_a_device_was_known_is_its_own(host):
+    """The log is not read in vain while the inventory is late: events wait at their place."""
+    host.hear(XID, "CPU0: Core temperature above threshold, cpu clock throttled")
+    series = host.engine._worker("", numeric=False, touches=False)
+    host.watch.read_log(series, list, until_end=True)
+    host.engine._end(series)
+    assert [e.name for e in host.watch.events(GPU) if e.kind == "xid"] == ["79"]
+    assert [e.device for e in host.watch.events(host.device) if e.kind == "thermal"] == [host.cpu]
+    assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
+
+
+def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
+    """A network card's PCI Express error is no finding against the host's processor."""
+    host.hear("pcieport 0000:00:01.0: AER: Uncorrectable (Fatal) error message received from 0000:17:00.0")
+    host.hear("mlx5_core 0000:17:00.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer", start=1)
+    host.engine.read_log(until_end=True)
+    events = host.watch.events(host.device)
+    assert "elsewhere" in {e.kind for e in events}
+    assert "aer" not in {e.kind for e in events}
+    assert {f.state for f in host.engine.verdict(host.cpu).findings if f.rule.startswith("pcie")} <= {State.HEALTHY}
+
+
+def test_a_line_of_a_clock_that_was_not_set_is_dated_now(host, monkeypatch):
+    """An Xid dated 1970 would be older than anything, and one of 2055 would stay new for ever."""
+    host.hear(XID)
+    monkeypatch.setattr(polling, "happened", lambda r, d: replace(happened(r, d), first=12.0, last=12.0))
+    host.engine.read_log(until_end=True)
+    (event,) = [e for e in host.watch.events(GPU) if e.kind == "xid"]
+    assert event.last == pytest.approx(time.time(), abs=60)
+
+
+def test_a_log_that_is_missing_is_said_while_it_is_followed(host):
+    """A follower whose file is not there says so; it does not wait for ever as if all were well."""
+    host.log.unlink()
+    begun = time.monotonic()
+    host.engine.read_log(until_end=False)
+    assert time.monotonic() - begun < 30
+    assert str(host.log) in host.watch.log_problem
+
+
+def test_the_boot_id_of_this_machine_is_read():
+    """The default path is the kernel's."""
+    assert len(polling.BOOT_ID.read_text().strip()) == 36

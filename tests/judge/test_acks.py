@@ -1,0 +1,168 @@
+"""An operator's word: what it covers, what it does not, and that nothing is deleted by it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from canaryd.config.settings import Config, JudgePolicy
+from canaryd.engine.engine import Engine
+from canaryd.judge import acks
+from canaryd.judge.acks import cut, heeded, retired, standing
+from canaryd.model import Ack, Cause, Comparison, Device, Event, Evidence, Exactness, Outcome, Reading, Run, State
+from canaryd.store.store import Store
+from tests.command import canaryd
+
+NOW = 1_790_000_000.0
+HOUR, DAY = 3600.0, 86_400.0
+GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H100", torch_index=0)
+CPU = Device(uuid="CPU-a", backend="cpu", index=0, model="EPYC", weak_identity=True)
+EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
+
+
+def word(kind, ago, until=0.0, of=GPU):
+    return Ack(device=of.uuid, kind=kind, at=NOW - ago, until=until, reason="ticket 4711", by="kim")
+
+
+def test_a_word_from_the_future_does_not_count():
+    """Else a clock that ran ahead would hide all that comes until it is reached."""
+    near, far = word("repaired", -acks.AHEAD), word("repaired", -acks.AHEAD - 1)
+    assert heeded([far, near], NOW) == (near,)
+
+
+def test_evidence_begins_at_the_newest_repair():
+    """A replacement begins anew only where the uuid names no part: else the new part has a uuid of its own."""
+    said = [word("repaired", 2 * DAY), word("replaced", DAY), word("acknowledged", HOUR, NOW + DAY)]
+    assert cut(GPU, said) == NOW - 2 * DAY
+    assert cut(CPU, said) == NOW - DAY
+    assert cut(GPU, []) == 0.0
+
+
+@pytest.mark.parametrize(("of", "last_seen", "expected"), [(GPU, DAY, True), (GPU, HOUR, False), (CPU, DAY, False)])
+def test_a_replaced_part_is_not_waited_for_once_it_is_gone(of, last_seen, expected):
+    """Found again after the word, it is here."""
+    assert retired(of, [word("replaced", 2 * HOUR, of=of)], NOW - last_seen) is expected
+
+
+def test_the_newest_acknowledgement_stands_until_it_runs_out():
+    """An operator may shorten it, too."""
+    long, short = word("acknowledged", 2 * HOUR, NOW + DAY), word("acknowledged", HOUR, NOW - 1)
+    assert standing([long], NOW) == long
+    assert standing([long, short], NOW) is None
+    assert standing([dataclasses.replace(long, until=NOW)], NOW) is None
+
+
+# --- With engine and store --------------------------------------------------------------------------------------------
+
+
+def result(number, ago, *, wrong=False, of=GPU):
+    comparison = Comparison(
+        case="a",
+        shape="M=4",
+        seed=number,
+        exactness=Exactness.UNIVERSAL,
+        place="device",
+        trials=10,
+        wrong_trials=10 * wrong,
+        evidence=EVIDENCE if wrong else None,
+    )
+    return Run(
+        id=f"run-{number:04d}",
+        device=of.uuid,
+        probe="exact_matmul",
+        probe_version=1,
+        started=NOW - ago,
+        seconds=1.0,
+        outcome=Outcome.COMPLETED,
+        comparisons=(comparison,),
+        readings=(Reading(name="trials", value=10),),
+    )
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Return a store with a GPU that was wrong twice, and what makes an engine on it."""
+    store = Store.open(tmp_path / "state", now=lambda: NOW)
+    store.see_device(GPU, NOW)
+    for number, ago in enumerate((3 * HOUR, 2 * HOUR)):
+        store.add_run(result(number, ago, wrong=True))
+
+    def judged():
+        engine = Engine(Config(state_dir=tmp_path / "state", judge=JudgePolicy()), store, clock=lambda: NOW)
+        engine.present = {GPU.uuid}
+        engine.recall()
+        return engine.decide().get(GPU.uuid)
+
+    return store, judged
+
+
+def state(verdict):
+    return verdict.state, verdict.cause
+
+
+def test_a_repaired_device_is_unknown_until_it_has_run_again(host):
+    """What it did before is history: kept, and no evidence for or against it."""
+    store, judged = host
+    assert state(judged()) == (State.FAULTY, Cause.UNDETERMINED)
+    store.add_ack(word("repaired", HOUR))
+    assert judged().state is State.UNKNOWN
+    assert len(store.runs(GPU.uuid, failed=True)) == 2
+    store.add_run(result(7, HOUR / 2, wrong=True))
+    assert judged().state is State.SUSPECT, "one mismatch since, and no confirmation by those before"
+
+
+def test_a_repair_sets_aside_what_was_heard_of_the_device_before(host):
+    """An Xid that convicted the old memory says nothing of the new."""
+    store, judged = host
+    store.add_ack(word("repaired", 2 * HOUR))
+    store.add_run(result(7, HOUR / 2))
+    engine_says = {f.rule for f in judged().findings}
+    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", first=NOW - 3 * HOUR, last=NOW - 3 * HOUR)])
+    assert {f.rule for f in judged().findings} == engine_says
+    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", first=NOW - HOUR, last=NOW - HOUR)])
+    assert {f.rule for f in judged().findings} > engine_says
+
+
+def test_a_replaced_part_stands_while_it_is_found_and_is_not_waited_for_when_it_is_gone(host):
+    """The record of a part that names itself goes with the part."""
+    store, judged = host
+    store.add_ack(word("replaced", 0))
+    verdict = judged()
+    assert state(verdict) == (State.FAULTY, Cause.UNDETERMINED)
+    assert "replaced-is-here" in {f.rule for f in verdict.findings}
+    store.set_present([], NOW)
+    engine = Engine(Config(state_dir=store.state_dir), store, clock=lambda: NOW + HOUR)
+    engine.recall()
+    assert GPU.uuid not in engine.devices
+    assert len(store.runs(GPU.uuid)) == 2
+
+
+def test_the_command_keeps_the_word_and_says_what_follows(host, tmp_path):
+    """With who said it; a device that is not there, or no reason, is a usage error and keeps nothing."""
+    store, _ = host
+    common = ("--state-dir", tmp_path / "state")
+    assert canaryd("ack", "GPU-zz", "--reason", "x", *common).code == 64
+    assert canaryd("ack", "GPU-a", *common).code == 64
+    assert store.acks() == []
+    done = canaryd("ack", "cuda:0", "--reason", "ticket 1", "--for", "2d", *common)
+    assert (done.code, "what is faulty" in done.out or "faulty stays faulty" in done.out) == (0, True)
+    done = canaryd("ack", "cuda:0", "--reason", "came back from the vendor", "--repaired", *common)
+    assert (done.code, "history" in done.out) == (0, True)
+    known, repaired = store.acks(GPU.uuid)
+    assert (known.kind, known.reason, round(known.until - known.at)) == ("acknowledged", "ticket 1", 2 * 86_400)
+    assert (repaired.kind, repaired.until, bool(repaired.by)) == ("repaired", 0.0, True)
+
+
+def test_words_outlive_a_disk_that_refuses_and_a_kill(tmp_path):
+    """They wait in memory, are part of every answer, and move to disk when it takes them."""
+    directory = tmp_path / "state"
+    store = Store.open(directory, now=lambda: NOW)
+    store.see_device(GPU, NOW)
+    store._disk.execute("PRAGMA query_only = ON")
+    assert store.add_ack(word("repaired", HOUR)) is False
+    assert [a.kind for a in store.acks()] == ["repaired"]
+    store._disk.execute("PRAGMA query_only = OFF")
+    assert store.add_ack(word("acknowledged", 0, NOW + DAY)) is True
+    again = Store.open(directory, now=lambda: NOW)  # the other one was not closed, as after a kill
+    assert [a.kind for a in again.acks(GPU.uuid)] == ["repaired", "acknowledged"]

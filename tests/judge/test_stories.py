@@ -1,0 +1,215 @@
+"""The stories of tests/stories through the real judge: each ends as its file says, and each rule is needed by one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from canaryd.judge import case, cause, verdict
+from canaryd.judge.recordings import rules
+from tests import story
+from tests.command import ROOT
+from tests.story import STORIES, Story
+
+FILES = sorted(STORIES.glob("*.yaml"))
+TOLD_BY = {
+    "vanished": "vanishes-and-returns",
+    "devices_missing": "vanishes-and-returns",
+    "devices_unlisted": "library-broken",
+    "unreached": "torch-cannot-see",
+    "telemetry_signs": "xid-79",
+    "confirmed": "lone-device",
+    "exact_mismatch": "daemon-restarts",
+    "golden_disagreement": "core-makes-goldens",
+    "comparator_disagreement": "comparator",
+    "host_in_doubt": "bad-host-ram",
+    "golden_in_doubt": "dead-reference",
+    "recordings": "drift",
+    "drift": "slower-than-peers",
+    "endpoint_departed": "endpoint-departs",
+    "uncharacterised_mismatch": "uncharacterised",
+    "not_completed": "probe-times-out",
+    "no_fresh_evidence": "never-completed",
+    "checked_nothing": "nothing-checked",
+    "clock_set_back": "clock-jump",
+    "history_lost": "history-lost",
+    "acknowledged": "acknowledged-suspect",
+    "confirmed_by_reruns": "confirmed-by-reruns",
+    "confirmed_within_a_day": "twice-in-a-day",
+    "confirmed_within_a_week": "thrice-in-a-week",
+    "confirmed_in_place": "same-place",
+    "departed": "drift",
+    "outvoted": "bad-at-baselining",
+    "unwitnessed": "lone-device",
+    "chain_changed": "blas-change-on-one",
+    "learning": "fresh-device",
+    "symptom": "endpoint-garbage",
+    "slow": "endpoint-slow",
+}
+"""Rule or ground → a story that cannot end rightly without it."""
+BLAMED = (
+    "two-cores",
+    "core-makes-goldens",
+    "one-core-host",
+    "bad-host-ram",
+    "some-of-a-model",
+    "stuck-bit",
+    "whole-model",
+    "one-sm",
+    "racy-kernel",
+    "lone-device",
+)
+"""For each row of the decision table, in its order, a story that ends by that row."""
+TABLES = ((verdict, "RULES"), (case, "GROUNDS"), (rules, "RULES"))
+RULES = [(module, table, rule) for module, table in TABLES for rule in getattr(module, table)]
+
+
+def named(name: str) -> Story:
+    return story.load(STORIES / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_story_ends_as_its_file_says(path):
+    """The right state, with the right cause, by the round that is written there."""
+    told = story.load(path)
+    assert told.name == path.stem
+    assert len(told.text.split()) > 10, "the text says what happened in the world"
+    failures = story.play(told).failures()
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("module", "table", "rule"), RULES, ids=lambda value: getattr(value, "__name__", value))
+def test_without_a_rule_a_story_fails(monkeypatch, module, table, rule):
+    """The experiment of a missing part: the judge without this one rule, everything else as it is.
+
+    Nothing is replaced by what behaves otherwise, so this is no mock: it shows that the stories need the rule.
+    """
+    assert rule.__name__ in TOLD_BY, f"{table} has {rule.__name__}: write a story that needs it, and name it in TOLD_BY"
+    monkeypatch.setattr(module, table, tuple(each for each in getattr(module, table) if each is not rule))
+    assert story.play(named(TOLD_BY[rule.__name__])).failures(), f"no one misses {rule.__name__}"
+
+
+@pytest.mark.parametrize("number", range(len(cause.TABLE) - 1))
+def test_without_a_row_of_the_decision_table_a_story_fails(monkeypatch, number):
+    """The same experiment with whose fault it is."""
+    assert len(BLAMED) == len(cause.TABLE), "a row was added or removed: name its story in BLAMED"
+    monkeypatch.setattr(cause, "TABLE", tuple(row for n, row in enumerate(cause.TABLE) if n != number))
+    assert story.play(named(BLAMED[number])).failures(), "no one misses this row"
+
+
+def test_without_its_last_row_the_decision_table_has_no_answer(monkeypatch):
+    """Then a lone device's mismatch is nobody's: the judge stops."""
+    monkeypatch.setattr(cause, "TABLE", cause.TABLE[:-1])
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        story.play(named(BLAMED[-1]))
+
+
+def test_a_story_that_expects_nothing_is_refused(tmp_path):
+    """It could not fail."""
+    told = yaml.safe_load(FILES[0].read_text()) | {"expect": []}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(told))
+    with pytest.raises(ValueError, match="expect: holds nothing"):
+        story.load(tmp_path / "x.yaml")
+    assert subprocess.run([ROOT / "scripts/story"], capture_output=True, check=False).returncode == 64
+
+
+def test_every_rule_of_the_table_exists():
+    """A rule that was renamed or removed leaves no entry behind."""
+    assert {*TOLD_BY} <= {rule.__name__ for _, _, rule in RULES}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if story.load(p).statistics], ids=lambda path: path.stem)
+def test_a_fault_shows_after_as_many_rounds_as_its_rate_predicts(path):
+    """Over several seeds: half of them by the median, and all but a few by the stated quantile, neither more nor less.
+
+    The bounds are those of a two-sided binomial test at one in a thousand.
+    """
+    told = story.load(path)
+    statistics = told.statistics
+    assert statistics is not None
+    each = story.chances(told)
+    found = [story.detected(told, seed) for seed in range(1, statistics.seeds + 1)]
+    for quantile in (0.5, statistics.probability):
+        rounds = story.rounds_until(each, quantile)
+        assert rounds is not None, "the story is too short for its own quantile"
+        chance = 1 - _product(1 - c for c in each[:rounds])
+        within = sum(f is not None and f <= rounds for f in found)
+        assert not story.too_rare(within, statistics.seeds, chance), (quantile, rounds, chance, found)
+
+
+def _product(values):
+    product = 1.0
+    for value in values:
+        product *= value
+    return product
+
+
+def test_the_predicted_wait_is_that_of_the_geometric_distribution():
+    """Which is ln(1 - 0.99) / ln(1 - p) for a chance that is the same in every round."""
+    assert story.rounds_until([0.1] * 100, 0.99) == 44  # ln 0.01 / ln 0.9 = 43.7
+    assert story.rounds_until([0.1] * 10, 0.99) is None
+
+
+def test_the_binomial_test_crosses_from_both_sides():
+    """20 seeds at 99 %: 18 of them are within one in a thousand, 16 are not; at 50 %, 4 and 2."""
+    assert not story.too_rare(18, 20, 0.99)
+    assert story.too_rare(16, 20, 0.99)
+    assert not story.too_rare(4, 20, 0.5)
+    assert story.too_rare(2, 20, 0.5)
+
+
+def test_the_same_seed_tells_the_same_story():
+    """Chance, clock and ids come from the seed: what failed once can be looked at again."""
+    first, again = (story.play(named("core-makes-goldens")).verdicts for _ in range(2))
+    assert {n: [story.summary(v) for v in vs] for n, vs in first.items()} == {
+        n: [story.summary(v) for v in vs] for n, vs in again.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("faults: [{kind: exakt}]", "exakt"),
+        ("faults: [{kind: exact, device: gpu9}]", "gpu9"),
+        ("faults: [{kind: exact, probabilty: 1.0}]", "probabilty"),
+        ("events: [{at: 1, do: upgrade}]", "upgrade"),
+        ("events: [{at: 99, do: reboot}]", "99"),
+        ("noise: [{case: gemm}]", "gemm"),
+    ],
+)
+def test_a_mistake_in_a_story_is_named(tmp_path: Path, change, complaint):
+    """A misspelt fault would never happen, and its story would pass for the wrong reason."""
+    text = (STORIES / "drill.yaml").read_text().partition("events:")[0]
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"{text}{change}\nexpect: [{{device: gpu0, state: healthy}}]\n")
+    with pytest.raises(ValueError, match=complaint):
+        story.load(path)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"state": "faulty"},
+        {"cause": "hardware"},
+        {"rules": ("exact-mismatch",)},
+        {"says": "wrong"},
+        {"state": "suspect", "by": 3},
+        {"always_below": "healthy"},
+    ],
+)
+def test_an_expectation_can_fail(expected):
+    """Each kind of expectation, held against a device to which nothing happens."""
+    told = named("drill")
+    wrong = story.Expectation(device="gpu1", **expected)
+    played = story.play(story.replace(told, expect=(wrong,), rounds=9))
+    assert played.failures()
+
+
+@pytest.mark.parametrize("expected", [{"never": "hardware"}, {"never_rule": "exact-mismatch"}])
+def test_a_ban_can_be_broken(expected):
+    """What must never be said, held against a device of which it is said."""
+    told = named("confirmed-by-reruns")
+    assert story.play(story.replace(told, expect=(story.Expectation(device="gpu0", **expected),))).failures()

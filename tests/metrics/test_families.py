@@ -1,0 +1,479 @@
+"""What is exported, as the scraper reads it: the golden page, the documentation, the bounds."""
+
+import dataclasses
+import math
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from canaryd.judge.recordings.drift import Drift
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.metrics import families as metrics_families
+from canaryd.metrics.exposition import Exposition, Page, unit_of
+from canaryd.metrics.families import FAMILIES, DeviceView, PollView, Snapshot
+from canaryd.model import Cause, Device, Finding, Outcome, Reading, Run, State, Verdict
+from tests.full_node import PROBES, node
+
+HERE = Path(__file__).parents[1]
+GOLDEN = HERE / "data" / "metrics.txt"
+DOCS = HERE.parent / "docs" / "metrics.md"
+NOW = 1_790_000_000.0
+STACK = {"torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "kernel": "6.1.0", "python": "3.11.9"}
+
+
+def render(snapshot):
+    """Return the page in the text format."""
+    return metrics_families.render(snapshot).text.body
+
+
+def live(accept=""):
+    """Return what follows the page in a scrape."""
+    return metrics_families.answer(Exposition(Page({})), {"accept": accept}).body
+
+
+def gpu(index=0, **changes):
+    fields = {"uuid": f"GPU-{index:04x}", "backend": "cuda", "index": index, "model": "NVIDIA H100 80GB HBM3"}
+    detail = {"bus_id": f"00000000:{index:02x}:00.0", "serial": f"165{index:04d}"}
+    return Device(**{**fields, "detail": detail, **changes})
+
+
+def verdict(device, state=State.HEALTHY, cause=Cause.NONE, **changes):
+    return Verdict(
+        device=device.uuid, state=state, cause=cause, findings=(), decided=NOW - 5, since=NOW - 900, **changes
+    )
+
+
+def run(device, probe, **changes):
+    fields = {"id": "019a-1", "probe_version": 1, "started": NOW - 60, "seconds": 2.5, "outcome": Outcome.COMPLETED}
+    return Run(device=device.uuid, probe=probe, **{**fields, "stack": STACK, **changes})
+
+
+def view(device, **changes):
+    fields = {"present": True, "verdict": None, "drill_verdict": None}
+    maps = {"last_runs": {}, "last_success": {}, "fault_rate": {}, "fingerprints": {}}
+    return DeviceView(device=device, **{**fields, **maps, **changes})
+
+
+def snapshot(*views, **changes):
+    fields = {"version": "0.1.0", "counters": {}, "store_problem": "", "abandoned_workers": 0, "expected_devices": None}
+    return Snapshot(devices=views, **{**fields, "config_reload_ok": True, "config_reloaded": NOW - 3600, **changes})
+
+
+def counter(name, value, /, **labels):
+    return {(name, frozenset(labels.items())): value}
+
+
+def example():
+    """Return a snapshot with every metric: a healthy, an accused, an unjudged and a vanished device."""
+    good, bad, fresh, gone = (gpu(i) for i in range(4))
+    matmul = run(good, "exact_matmul")
+    stack_id = matmul.stack_id
+    return snapshot(
+        view(
+            good,
+            verdict=verdict(good),
+            drill_verdict=verdict(good, State.FAULTY, Cause.UNDETERMINED, drill=True),
+            last_runs={
+                "exact_matmul": matmul,
+                "fp8_matmul": run(good, "fp8_matmul", outcome=Outcome.SKIPPED, stack={}),
+            },
+            stacks={stack_id: STACK},
+            periods={"exact_matmul": 600.0},
+            last_success={"exact_matmul": NOW - 60},
+            fault_rate={"exact_matmul": 2.5e-05},
+            fingerprints={("exact_matmul", stack_id): 123_456_789},
+            drifts=[
+                Drift(
+                    probe="canary_prompts",
+                    reading="bfloat16",
+                    status={"known": 3, "unknown": 1, "learning": 0},
+                    ratio=math.inf,
+                    agreement=0.25,
+                    first=10,
+                ),
+                Drift(probe="endpoint_canary", reading="chat", status={"known": 0, "unknown": 0, "learning": 2}),
+            ],
+            polls={"nvidia_telemetry": PollView(seconds=0.02, last_success=NOW - 3, absent=2, period=15.0)},
+            budget=metrics_families.BudgetView(spent={"round": 16.5}, skipped={"load": 2, "share": 0}, withheld="load"),
+            readings=[
+                Reading(name=name, value=i, labels=dict.fromkeys(kind.labels, "x"))
+                for i, (name, kind) in enumerate(READINGS.items())
+            ],
+        ),
+        view(
+            bad,
+            verdict=dataclasses.replace(
+                verdict(bad, State.FAULTY, Cause.HARDWARE),
+                findings=2 * (Finding(rule="gpu-lost", state=State.FAULTY, cause=Cause.HARDWARE, message="lost"),),
+            ),
+            last_runs={"exact_matmul": run(bad, "exact_matmul")},
+            mismatches={"exact_matmul": run(bad, "exact_matmul", id="019a-0", started=NOW - 600)},
+            acknowledged=True,
+            acknowledged_at=NOW - 86_400.0,
+        ),
+        view(dataclasses.replace(fresh, weak_identity=True, detail={}), periods={"exact_matmul": 600.0}),
+        view(gone, present=False, verdict=verdict(gone), last_runs={"exact_matmul": run(gone, "exact_matmul")}),
+        counters={
+            **counter("probe_runs", 12, device=good.uuid, probe="exact_matmul", outcome="completed"),
+            **counter("probe_runs", 1, device=good.uuid, probe="exact_matmul", outcome="timed_out"),
+            **counter("probe_trials", 12_000_000, device=good.uuid, probe="exact_matmul"),
+            **counter("drill_runs", 1, device=good.uuid, probe="exact_matmul"),
+            **counter("drill_mismatches", 3, device=good.uuid, probe="exact_matmul"),
+            **counter("probe_mismatches", 7, device=bad.uuid, probe="exact_matmul"),
+            **counter("probe_runs", 40, device=good.uuid, probe="nvidia_telemetry", outcome="completed"),
+            **counter("xid_errors", 2, device=bad.uuid, xid="79"),
+            **counter("xid_errors", 1, device=bad.uuid, xid="160"),
+            **counter("sxid_errors", 3, device=bad.uuid, sxid="20034"),
+            **counter("kernel_log_events", 4, device=bad.uuid, kind="aer", name="fatal"),
+            **counter("stack_changes", 5, device=bad.uuid, component="inforom"),
+            **counter("probe_runs", 2, device=gone.uuid, probe="exact_matmul", outcome="completed"),
+            **counter("probe_runs", 5, device="GPU-forgotten", probe="exact_matmul", outcome="completed"),
+        },
+        store_problem="/var/lib/canaryd: no space left on device",
+        abandoned_workers=1,
+        expected_devices=4,
+        share=0.005,
+    )
+
+
+def samples(page):
+    """Return {(name, labels)} → value of an exposition."""
+    families = text_string_to_metric_families(page.decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def select(page, name, **labels):
+    """Return the values of the series of `name` that carry `labels`."""
+    return [v for (n, found), v in samples(page).items() if n == name and set(labels.items()) <= found]
+
+
+def promtool(page):
+    """Return what `promtool check metrics` says of a page; "" is praise."""
+    tool = shutil.which("promtool")
+    if not tool:
+        pytest.skip("promtool is not installed: the exposition was not linted")
+    done = subprocess.run([tool, "check", "metrics"], input=page, capture_output=True, check=False, timeout=30)
+    return (done.stdout + done.stderr).decode()
+
+
+# --- exposition ---------------------------------------------------------------------------------------------------
+
+
+def test_golden():
+    """The whole page is what tests/data/metrics.txt says, byte for byte."""
+    wanted = GOLDEN.read_text()
+    assert render(example()).decode() == wanted, f"meant? then: python {Path(__file__).name}"
+
+
+def test_golden_shows_every_metric():
+    """The golden page leaves no metric out."""
+    declared = set(re.findall(r"^# TYPE (\S+)", GOLDEN.read_text(), re.MULTILINE))
+    assert declared == set(FAMILIES)
+
+
+@pytest.mark.parametrize("page", [render(example()), render(snapshot()), live(), render(node(2, 7))])
+def test_promtool_has_nothing_to_say(page):
+    """Prometheus's own linter accepts names, types and help texts."""
+    assert promtool(page) == ""
+
+
+def test_documentation():
+    """docs/metrics.md lists each metric with its type, labels and meaning, and no other; and every value of a set."""
+    for member in (*Outcome, *State, *Cause):
+        assert re.search(rf"\b{member.value}\b", DOCS.read_text().rpartition("|\n")[2]), member
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.MULTILINE)
+    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, _, text in rows}
+    ours = {name: row for name, row in documented.items() if name.startswith("canaryd_")}
+    assert ours == {name: tuple(family) for name, family in FAMILIES.items()}
+    process = dict(re.findall(r"^# TYPE (\S+) (\S+)", live().decode(), re.MULTILINE))
+    assert {name: row[0] for name, row in documented.items() if name.startswith("process_")} == process
+    for name, _, _, unit, _ in rows:
+        assert (unit_of(name) or "1") == unit, name
+
+
+def test_process_metrics_are_those_of_this_process():
+    """The daemon's own memory and descriptors can be read beside the prepared page."""
+    page = live()
+    assert select(page, "process_resident_memory_bytes")[0] > 1e6
+    assert select(page, "process_open_fds")[0] > 2
+
+
+def test_what_happened_is_counted_from_zero():
+    """Common Xids and known components start at 0 on a device that can have them; rare ones appear when they occur."""
+    bad = gpu(1)
+    page = render(example())
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="79") == [2.0]
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="160") == [1.0]
+    assert select(page, "canaryd_xid_errors_total", device=bad.uuid, xid="31") == [0.0]
+    assert select(page, "canaryd_stack_changes_total", device=bad.uuid, component="serial") == [0.0]
+    cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC")
+    assert not select(render(snapshot(view(cpu))), "canaryd_xid_errors_total")
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        Reading(name="made_up", value=1),
+        Reading(name="power_watts", value="hot"),
+        Reading(name="temperature_celsius", value=40),
+        Reading(name="power_watts", value=1, labels={"sensor": "core"}),
+    ],
+)
+def test_a_reading_that_is_no_metric_is_not_shown(reading):
+    """What a stranger's telemetry probe makes up, mislabels or words costs nothing else."""
+    page = render(snapshot(view(gpu(), readings=[reading, Reading(name="load_average", value=0.5)])))
+    assert select(page, "canaryd_load_average") == [0.5]
+    assert not select(page, f"canaryd_{reading.name}")
+
+
+def test_telemetry_probes_have_no_mismatches():
+    """A poll compares nothing: it shows outcomes, duration and age, but neither trials nor mismatches."""
+    page = render(example())
+    mine = {name for name, labels in samples(page) if ("probe", "nvidia_telemetry") in labels}
+    assert mine == {
+        "canaryd_probe_runs_total",
+        "canaryd_probe_duration_seconds",
+        "canaryd_probe_last_success_timestamp_seconds",
+        "canaryd_probe_period_seconds",
+        "canaryd_readings_absent",
+    }
+
+
+def test_state_and_cause_are_state_sets():
+    """Exactly one state and one cause are 1; all the others are there and 0."""
+    page = render(example())
+    for name, label, kind, bad in (
+        ("canaryd_device_state", "state", State, "faulty"),
+        ("canaryd_device_cause", "cause", Cause, "hardware"),
+    ):
+        for member in kind:
+            wanted = float(member.value == bad)
+            assert select(page, name, device="GPU-0001", **{label: member.value}) == [wanted]
+
+
+def test_no_verdict_is_unknown():
+    """A device that was never judged is unknown, cause undetermined, and has no time of judgement."""
+    page = render(snapshot(view(gpu())))
+    assert select(page, "canaryd_device_state", state="unknown") == [1.0]
+    assert select(page, "canaryd_device_state", state="healthy") == [0.0]
+    assert select(page, "canaryd_device_cause", cause="undetermined") == [1.0]
+    assert not select(page, "canaryd_device_verdict_timestamp_seconds")
+
+
+def test_counters_start_at_zero():
+    """A planned probe shows all its counters as 0 before its first run, so that increase() sees a first mismatch."""
+    page = render(snapshot(view(gpu(), periods={"exact_matmul": 600.0})))
+    assert select(page, "canaryd_probe_runs_total", probe="exact_matmul") == [0.0] * len(Outcome)
+    for name in ("probe_mismatches", "probe_trials", "drill_runs", "drill_mismatches"):
+        assert select(page, f"canaryd_{name}_total", probe="exact_matmul") == [0.0]
+    assert not select(page, "canaryd_probe_duration_seconds")
+
+
+def test_vanished_device():
+    """A vanished device keeps its presence, 0, its identity and the verdict, so that no alarm ends with the part."""
+    page = render(example())
+    left = {name for name, labels in samples(page) if ("device", "GPU-0003") in labels}
+    verdict = {"canaryd_device_state", "canaryd_device_cause", "canaryd_device_acknowledged"}
+    times = {f"canaryd_device_{name}_timestamp_seconds" for name in ("verdict", "state_since")}
+    assert left == {"canaryd_device_present", "canaryd_device_info", *verdict, *times}
+    assert select(page, "canaryd_device_present", device="GPU-0003") == [0.0]
+
+
+def test_forgotten_device():
+    """Counters of a device that is no longer known are left out."""
+    assert b"GPU-forgotten" not in render(example())
+
+
+def test_expected_devices_only_if_configured():
+    """Without an expectation there is no series, rather than a 0."""
+    assert select(render(snapshot(expected_devices=0)), "canaryd_devices_expected") == [0.0]
+    assert not select(render(snapshot()), "canaryd_devices_expected")
+
+
+def test_drills_are_shown_apart():
+    """A drill that finds a fault leaves state and counters of the device as they were."""
+    page = render(example())
+    assert select(page, "canaryd_drill_device_state", device="GPU-0000", state="faulty") == [1.0]
+    assert select(page, "canaryd_device_state", device="GPU-0000", state="healthy") == [1.0]
+    assert select(page, "canaryd_drill_mismatches_total", device="GPU-0000", probe="exact_matmul") == [3.0]
+    assert select(page, "canaryd_probe_mismatches_total", device="GPU-0000", probe="exact_matmul") == [0.0]
+    assert not select(page, "canaryd_drill_device_state", device="GPU-0001")
+
+
+def test_a_drill_cannot_pass_for_evidence():
+    """Handing over a drill's run or verdict as real is refused."""
+    device = gpu()
+    with pytest.raises(ValueError, match="view of GPU-0000: a drill among the real evidence"):
+        view(device, last_runs={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
+    with pytest.raises(ValueError, match="drill among"):
+        view(device, verdict=verdict(device, drill=True))
+    with pytest.raises(ValueError, match="drill among"):
+        view(device, mismatches={"exact_matmul": run(device, "exact_matmul", drill="zeros")})
+
+
+@pytest.mark.parametrize("value", [0, 1, 123_456, 1_234_567, 10**15, 10**15 + 1, 2**52 + 1, 2**53 - 2, 2**53 - 1])
+def test_fingerprints_are_exact(value):
+    """An integer below 2^53 arrives digit for digit, exponents or not."""
+    page = render(snapshot(view(gpu(), fingerprints={("exact_matmul", "abc"): value})))
+    text = re.search(rb"^canaryd_golden_fingerprint\{.*\} (\S+)$", page, re.MULTILINE)[1]
+    assert int(float(text)) == value
+
+
+@pytest.mark.parametrize("value", [-1, 2**53])
+def test_fingerprints_that_cannot_be_exact_are_refused(value):
+    """A number that a float may round cannot be compared across nodes."""
+    with pytest.raises(ValueError, match=r"fingerprint \('p', 'abc'\) is -?\d+; wanted an integer in \[0, 2\^53\)"):
+        view(gpu(), fingerprints={("p", "abc"): value})
+
+
+@pytest.mark.parametrize(
+    "model",
+    ['A "quoted" name', "back\\slash", "trailing\\", "two\nlines", "\\n", "a}b,c=d", "Ünïcode™", "tab\tcr\r", ""],
+)
+def test_label_values_survive(model):
+    """Any text of a vendor can be read back from a label."""
+    page = render(snapshot(view(gpu(model=model))))
+    assert dict(next(labels for name, labels in samples(page) if name == "canaryd_device_info"))["model"] == model
+    assert promtool(page) == ""
+
+
+def test_lone_surrogates():
+    """A label that UTF-8 cannot carry gets a question mark instead of breaking the page."""
+    assert b'model="a?b"' in render(snapshot(view(gpu(model="a\ud800b"))))
+
+
+def series(page):
+    """Return the lines of a page that are series."""
+    return [line for line in page.decode().splitlines() if not line.startswith("#")]
+
+
+SIZES = {"16 GPUs": node(16), "2 GPUs of 7 instances": node(2, 7)}
+
+
+def sizes():
+    """Return the rows of docs/metrics.md on what the largest page holds."""
+    for name, full in SIZES.items():
+        page = metrics_families.render(full)
+        count, devices = len(series(page.text.body)), len(full.devices)
+        size = len(page.text.body) / 1e6
+        yield f"| {name}, everything wrong at once | {devices} | {count:,} | {count / devices:,.0f} | {size:.2f} MB |"
+
+
+def test_a_full_node_is_bounded():
+    """16 GPUs, every probe, reading and counter: a few hundred series a device, no series twice, made quickly."""
+    for full in SIZES.values():
+        started = time.perf_counter()
+        page = metrics_families.render(full)
+        assert time.perf_counter() - started < 1.0
+        lines = series(page.text.body)
+        names = [line.rpartition(" ")[0] for line in lines]
+        assert len(names) == len(set(names))
+        assert len(lines) / len(full.devices) < 700
+        assert {v.device.uuid for v in full.devices} <= {
+            d for line in names for d in re.findall(r'device="(.*?)"', line)
+        }
+        shown = {re.match(r"\w+", name)[0] for name in names}
+        assert set(FAMILIES) - shown <= {
+            name for name in FAMILIES if name.removeprefix("canaryd_") in READINGS
+        }  # what GPUs never give
+
+
+def test_documented_sizes():
+    """docs/metrics.md says how large the largest page is."""
+    text = DOCS.read_text()
+    assert [row for row in sizes() if row not in text] == []
+    for full in SIZES.values():
+        page = metrics_families.render(full).openmetrics
+        assert len(page.gzip(b"")) < len(page.body) / 15
+
+
+def test_what_people_and_programs_write_is_no_label():
+    """Messages, details, commands and made-up readings appear nowhere: no series is new for them."""
+    for index in range(3):
+        page = render(node(1, text=f"words of moment {index}"))
+        assert b"words of moment" not in page
+        assert series(page) == series(render(node(1)))
+
+
+def test_a_device_joins_with_other_exporters_by_its_uuid():
+    """The label `device` is the uuid as NVML writes it, on every series of a device; no other label repeats it."""
+    uuid = gpu().uuid
+    page = render(example())
+    of = [dict(labels) for _, labels in samples(page) if uuid in dict(labels).values()]
+    assert of
+    assert all(labels["device"] == uuid for labels in of)
+
+
+# --- OpenMetrics --------------------------------------------------------------------------------------------------
+
+
+def parsed(snapshot):
+    """Return the families of the OpenMetrics page, read by the client library's strict parser."""
+    body = metrics_families.render(snapshot).openmetrics.body + live("application/openmetrics-text;version=1.0.0")
+    assert body.endswith(b"# EOF\n")
+    return {family.name: family for family in openmetrics_families(body.decode())}
+
+
+@pytest.mark.parametrize("full", [example(), snapshot(), node(2, 7)], ids=["example", "empty", "full"])
+def test_openmetrics_holds_the_same_series(full):
+    """Both formats have the same series with the same values; families are named, typed and described alike."""
+    families = parsed(full)
+    ours = {n: f for n, f in families.items() if n.startswith("canaryd_")}
+    text = render(full)
+    assert {(s.name, frozenset(s.labels.items())): s.value for f in ours.values() for s in f.samples} == samples(text)
+    for name, family in FAMILIES.items():
+        bare = name.removesuffix("_total") if family.type == "counter" else name
+        if bare in ours:
+            found = ours[bare]
+            assert (found.type, found.documentation, found.unit) == (family.type, family.help, unit_of(name))
+
+
+def test_exemplars_name_the_run():
+    """The mismatch counter carries the newest run with a wrong bit; the runs' counter the newest run."""
+    families = parsed(example())
+    bad = [s for s in families["canaryd_probe_mismatches"].samples if s.labels["device"] == "GPU-0001"]
+    assert [(s.exemplar.labels, s.exemplar.value, float(s.exemplar.timestamp)) for s in bad] == [
+        ({"run_id": "019a-0"}, 1.0, NOW - 600)
+    ]
+    with_one = {
+        (s.labels["device"], s.labels["probe"], s.labels["outcome"])
+        for s in families["canaryd_probe_runs"].samples
+        if s.exemplar
+    }
+    assert with_one == {
+        ("GPU-0000", "exact_matmul", "completed"),
+        ("GPU-0000", "fp8_matmul", "skipped"),
+        ("GPU-0001", "exact_matmul", "completed"),
+    }
+    assert all(f.type == "counter" for f in families.values() if any(s.exemplar for s in f.samples))
+    assert b"run_id" not in render(example())
+
+
+def test_a_full_node_names_every_mismatch():
+    """Each of the counters of a node in trouble has its own exemplar."""
+    found = [s.exemplar for s in parsed(node(2))["canaryd_probe_mismatches"].samples]
+    assert len(found) == 2 * len(PROBES)
+    assert all(found)
+
+
+def table():
+    """Return the rows of docs/metrics.md for our own metrics."""
+    for name, (kind, labels, text) in FAMILIES.items():
+        shown = " ".join(f"`{label}`" for label in labels) or "\N{EN DASH}"
+        yield f"| `{name}` | {kind} | {shown} | {unit_of(name) or 1} | {text} |"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_bytes(render(example()))
+    text = DOCS.read_text()
+    begin, end = text.index("| `canaryd_"), text.index("| `process_")
+    text = text[:begin] + "\n".join(table()) + "\n" + text[end:]
+    begin = text.index("| 16 GPUs")
+    end = text.index("\n\n", begin)
+    DOCS.write_text(text[:begin] + "\n".join(sizes()) + text[end:])

@@ -1,0 +1,413 @@
+"""`canaryd history`: what a real store knows of a device, in text that is read at night and in JSON."""
+
+import json
+import math
+import random
+import re
+import time
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from canaryd.config.settings import Config
+from canaryd.formatting import DAY, HOUR, moment
+from canaryd.judge.trends import change
+from canaryd.judge.trends.days import Key, Point, summary
+from canaryd.model import (
+    Ack,
+    Cause,
+    Comparison,
+    Device,
+    Event,
+    Evidence,
+    Exactness,
+    Finding,
+    Outcome,
+    Reading,
+    Rival,
+    Run,
+    State,
+    Verdict,
+)
+from canaryd.report import history, history_text
+from canaryd.report.history import as_json, gather, plots
+from canaryd.report.history_text import as_text, sparkline
+from canaryd.store.store import Store
+from tests.command import ROOT
+
+SCHEMA = json.loads((ROOT / "docs/history.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+DOCUMENTED = (ROOT / "docs/history.md").read_text()
+NOW = 20_500.5 * DAY
+GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
+OTHER = Device(uuid="GPU-2", backend="cuda", index=4, model="NVIDIA H200")
+NO_DAEMON = " (no daemon ran, or it could not)"
+SPARK = re.compile(f"[{history_text.BLOCKS}{history_text.UP}{history_text.DOWN}]+")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
+        yield opened
+
+
+def verdict(state, cause, *messages, since=NOW - 7200, decided=NOW - 60):
+    rival = Rival(cause=Cause.SOFTWARE, why="the stack is the same", rejected=True)
+    found = tuple(Finding(rule=m.split()[0], state=state, cause=cause, message=m, rivals=(rival,)) for m in messages)
+    return Verdict(device=GPU.uuid, state=state, cause=cause, findings=found, decided=decided, since=since)
+
+
+def run(number, at, *readings, stack="2.9", parts=None, **more):
+    common = {"id": f"r{number:05}", "device": GPU.uuid, "probe": "exact_matmul", "probe_version": 1, "seconds": 1.0}
+    common |= {"outcome": Outcome.COMPLETED, "stack": parts or {"torch": stack, "driver": "570"}}
+    return Run(**{**common, "started": at, "readings": readings, **more})
+
+
+def wrong(number, at, **more):
+    evidence = Evidence(
+        wrong=1, total=1024, first=(((0, 1), "00", "01"),), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one"
+    )
+    seen = Comparison(
+        case="bfloat16/cancel", shape="M=1", seed=1, exactness=Exactness.UNIVERSAL, trials=9, wrong_trials=2,
+        evidence=evidence,
+    )  # fmt: skip
+    return run(number, at, comparisons=(seen,), **more)
+
+
+def event(kind, name, at, **more):
+    return Event(**{"device": GPU.uuid, "kind": kind, "name": name, "first": at, "last": at, **more})
+
+
+def speed(value):
+    return Reading(name="speed_float32", value=value, unit="flops per second")
+
+
+def eventful(store):
+    """A device to which everything happened that a history tells."""
+    store.see_device(GPU, NOW - 60 * DAY)
+    store.see_device(OTHER, NOW)
+    store.set_present({GPU.uuid, OTHER.uuid}, NOW)
+    store.set_verdict(verdict(State.HEALTHY, Cause.NONE, since=NOW - 20 * DAY))
+    store.set_verdict(verdict(State.SUSPECT, Cause.UNDETERMINED, "exact-mismatch in x", since=NOW - 5 * HOUR))
+    both = ("exact-mismatch in x", "confirmed by three re-runs")
+    store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, *both, since=NOW - 4 * HOUR))
+    chance = random.Random(1)
+    for day in range(40):
+        level = 4e12 if day < 28 else 3e12
+        for n in range(4):
+            at = NOW - (40 - day) * DAY + n * HOUR
+            store.add_run(run(10 * day + n, at, speed(level * math.exp(0.003 * chance.gauss(0, 1)))))
+    for n in range(3):
+        store.add_run(wrong(900 + n, NOW - 5 * HOUR + n * 600, confirms="r00900" if n else ""))
+    store.add_run(run(950, NOW - 3 * HOUR, outcome=Outcome.TIMED_OUT, detail="killed after 300 s"))
+    store.add_run(run(951, NOW - 2 * HOUR, unknown=("prefill/1",)))
+    store.add_run(run(960, NOW - 1.5 * HOUR, stack="2.10"))
+    store.add_run(wrong(970, NOW - HOUR, drill="bit"))
+    store.add_events(
+        [
+            event("xid", "79", NOW - 6 * HOUR, detail="off the bus"),
+            event("change", "driver", NOW - 9 * DAY, before="560", after="570"),
+            event("xid", "31", NOW, device=OTHER.uuid, detail="of the other"),
+        ]
+    )
+    store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=NOW - HOUR, reason="ticket 7", until=NOW + DAY, by="jo"))
+
+
+def look(store, device="GPU-1", span=30 * DAY, **more):
+    return gather(store, Config(), device, NOW - span, NOW, **more)
+
+
+def test_everything_that_happened_is_told_newest_first(store):
+    """Verdicts with why, failures of a day together, events, acks and stacks; no drill, nothing of another device."""
+    eventful(store)
+    (one,) = look(store).devices
+    told = [(i.kind, i.role, i.count) for i in one.items]
+    assert told == [
+        ("ack", "mark", 1),
+        ("stack", "calm", 1),
+        ("run", "bad", 1),
+        ("run", "calm", 1),
+        ("verdict", "bad", 1),
+        ("run", "bad", 3),
+        ("verdict", "bad", 1),
+        ("pause", "calm", 30),
+        ("event", "bad", 1),
+        ("event", "calm", 1),
+        ("verdict", "good", 1),
+    ]
+    text = [i.text for i in one.items]
+    assert text[0] == f"acknowledged until {moment(NOW + DAY)} by jo: ticket 7"
+    assert "torch 2.9 → 2.10" in text[1]
+    assert "not known, in prefill/1" in text[2]
+    assert "timed out: killed after 300 s" in text[3]
+    assert text[4] == "became faulty (hardware): confirmed by three re-runs"  # what it was suspected of was told before
+    assert text[5] == "3 runs of exact_matmul, 2 of them to confirm: 6 of 27 results wrong, in bfloat16/cancel"
+    assert text[6] == "became suspect (undetermined): exact-mismatch in x"
+    assert "off the bus" in text[8]
+    assert text[7] == "30 times nothing was recorded for more than 2 hours, for 20 hours at most" + NO_DAEMON
+    assert "560 → 570" in text[9]
+    assert one.items[5].runs == ("r00900", "r00901", "r00902")
+
+
+def test_what_is_older_or_of_the_future_is_not_told(store):
+    """The window is kept on both sides: a clock that ran ahead leaves nothing on top."""
+    eventful(store)
+    store.add_events([event("xid", "31", NOW + DAY, detail="ahead")])
+    (one,) = look(store, span=5.5 * HOUR).devices
+    assert min(i.at for i in one.items) >= NOW - 5.5 * HOUR
+    assert not any("ahead" in i.text for i in one.items)
+
+
+def test_the_text_begins_with_the_verdict_and_fits(store):
+    """80 columns, local time, sentences; the course of the speed with an arrow where it fell."""
+    eventful(store)
+    text = as_text(look(store), 80)
+    lines = text.splitlines()
+    assert lines[0] == "cuda:3  NVIDIA H200  GPU-1"
+    assert lines[1].startswith("  FAULTY, cause: hardware, since " + moment(NOW - 4 * HOUR, seconds=False))
+    assert max(map(len, lines)) <= 80
+    assert text.index("exact-mismatch in x") < text.index("What happened") < text.index("Readings, by the day")
+    row = next(line for line in lines if SPARK.search(line))
+    assert "3.0" in row
+    assert history_text.DOWN in row
+    assert re.search(
+        f"{history_text.DOWN} from (4|4\\.0\\d|3\\.9\\d) TFLOP/s to (3|3\\.0\\d|2\\.9\\d) TFLOP/s on ", text
+    )
+
+
+def test_narrow_and_wide_terminals(store):
+    """Below 80 columns nothing is left out; on a wide one lines are longer."""
+    eventful(store)
+    found = look(store)
+    assert as_text(found, 20) == as_text(found, 80)
+    assert 80 < max(map(len, as_text(found, 120).splitlines())) <= 120
+
+
+def test_nothing_is_cut_in_silence(store):
+    """What does not fit is counted, and where all of it is."""
+    store.see_device(GPU, NOW)
+    hours = [NOW - n * HOUR for n in range(40)]
+    store.add_events([event("xid", str(n), at, detail="x") for n, at in enumerate(hours)])
+    many = [Reading(name="kernel_seconds", value=0.01, unit="seconds", labels={"kind": f"k{n}"}) for n in range(30)]
+    store.add_run(run(1, NOW - DAY, *many))
+    found = look(store)
+    text = as_text(found, 80)
+    assert f"and {41 - history.MOST_ITEMS} more: canaryd history --json" in text
+    assert f"and {30 - history.MOST_READINGS} more readings: canaryd history --json" in text
+    assert len(as_json(found)["devices"][0]["timeline"]) == 41  # and that nothing was recorded of it for a day
+    assert len(as_json(found)["devices"][0]["readings"]) == 30
+
+
+def test_counters_that_did_not_rise_are_only_counted(store):
+    """Zeros in rows hide what moved."""
+    store.see_device(GPU, NOW)
+    for n, count in enumerate((5, 5, 5)):
+        reading = Reading(name="ecc_errors_total", value=count, labels={"kind": "corrected"})
+        store.add_poll(run(n, NOW - DAY + n * 300, reading, probe="nvidia_telemetry"), {})
+    assert "none that was kept but 1 counter that did not rise" in as_text(look(store), 80)
+
+
+def test_a_store_that_knows_nothing(store):
+    """An unknown device, and a device without any evidence, are said to be just that."""
+    assert "nothing is known of such a device" in as_text(look(store, "cuda:9"), 80)
+    assert as_text(look(store, None), 80).startswith("nothing was recorded yet: start the daemon (canaryd run), or run")
+    store.see_device(GPU, NOW)
+    text = as_text(look(store, None), 80)
+    assert "UNKNOWN" in text
+    assert "nothing that was kept" in text
+    assert "none that was kept" in text
+
+
+def test_a_device_is_found_by_name_and_all_without_one(store):
+    """By uuid, by what people type, or all, the worst first."""
+    eventful(store)
+    assert [d.device.uuid for d in look(store, "cuda:3").devices] == ["GPU-1"]
+    assert [d.device.uuid for d in look(store, None).devices] == ["GPU-1", "GPU-2"]
+
+
+def test_colour_only_where_asked_and_never_from_a_part(store):
+    """What a device calls itself cannot paint the terminal."""
+    device = Device(uuid="GPU-1", backend="cuda", index=3, model="evil\x1b[31m\nname")
+    store.see_device(device, NOW)
+    store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, "bad\x1b]0;title\x07"))
+    plain, coloured = as_text(look(store), 80), as_text(look(store), 80, color=True)
+    assert "\x1b" not in plain
+    assert "evil?[31m" in plain
+    assert set(re.findall("\x1b[^m]*m", coloured)) <= {*history_text.COLOURS.values(), history_text.PLAIN}
+    assert re.sub("\x1b[^m]*m", "", coloured) == plain
+
+
+def test_the_json_is_as_its_schema_and_its_page_say(store):
+    """Valid, and every field of the schema stands in docs/history.md."""
+    eventful(store)
+    document = json.loads(json.dumps(as_json(look(store, None))))
+    VALIDATOR.validate(document)
+    (one, _) = document["devices"]
+    assert (document["schema"], one["state"], one["name"]) == ("canaryd.history/1", "faulty", "cuda:3")
+    assert one["findings"][0]["rivals"] == [{"cause": "software", "why": "the stack is the same", "rejected": True}]
+    (changed,) = [r for r in one["readings"] if r["changes"]]
+    assert changed["reading"] == "speed_float32"
+    fields = [set(SCHEMA["properties"]), *(set(d.get("properties", ())) for d in SCHEMA["$defs"].values())]
+    assert [name for name in set().union(*fields) if f"`{name}`" not in DOCUMENTED] == []
+
+
+def test_the_schema_refuses_what_is_not_a_history(store):
+    """A schema that takes everything checks nothing."""
+    eventful(store)
+    document = as_json(look(store))
+    for broken in ({"schema": "x"}, {"devices": [{}]}, {"more": 1}):
+        assert not VALIDATOR.is_valid({**document, **broken})
+
+
+def test_hours_for_days_and_days_for_months(store):
+    """A look at two days shows hours, a longer one days."""
+    eventful(store)
+    (short,) = look(store, span=2 * DAY).devices
+    (long,) = look(store, span=30 * DAY).devices
+    assert {t.step for t in short.trends} == {HOUR}
+    assert {t.step for t in long.trends} == {DAY}
+    assert len(short.trends[0].points) == 8
+
+
+def test_summaries_of_days_reach_back_beyond_the_runs(store):
+    """Where the runs are gone, the days tell the readings and the change of the software."""
+    store.see_device(GPU, NOW)
+    days = []
+    for n in range(60):
+        at = (20_440 + n) * DAY
+        days.append(summary(GPU.uuid, 20_440 + n, [run(n, at + HOUR, speed(4e12), stack=f"2.{n // 30}")], []))
+    (one,) = look(store, span=90 * DAY, days={GPU.uuid: days}).devices
+    assert sorted(len(t.points) for t in one.trends) == [30, 30]
+    pause, item = one.items
+    assert pause.text == "nothing was recorded for 12 hours" + NO_DAEMON
+    assert "torch 2.0 → 2.1" in item.text
+    text = as_text(look(store, span=90 * DAY, days={GPU.uuid: days}), 80)
+    assert text.count("speed_float32") == 2
+    assert text.count("speed_float32 [TFLOP/s] on torch 2.0\n") == 1
+    assert text.count("speed_float32 [TFLOP/s] on torch 2.1\n") == 1
+    assert "on stack" not in text
+
+
+def paused(store, *starts, span=30 * DAY, days=(), limit=None):
+    """Return (from, to) in hours before now of each time that is told in which nothing was recorded."""
+    store.see_device(GPU, NOW)
+    for n, hours in enumerate(starts):
+        store.add_run(run(n, NOW - hours * HOUR))
+    config = Config() if limit is None else Config(judge=replace(Config().judge, stale_after=limit))
+    (one,) = gather(store, config, None, NOW - span, NOW, {GPU.uuid: days}).devices
+    found = [i for i in one.items if i.kind == "pause"]
+    assert all(i.text.endswith(NO_DAEMON) for i in found)
+    return [(round((NOW - i.first) / HOUR, 1), round((NOW - i.at) / HOUR, 1)) for i in found]
+
+
+def test_times_without_a_record_are_told(store):
+    """When no daemon ran, up to now too; nothing is missed before the first record, nor within the usual pause."""
+    assert paused(store, 30, 29, 28, 27, 22, 21, 19.5, 18) == [(18, 0), (27, 22)]
+
+
+def test_no_pause_is_told_where_something_was_recorded(store):
+    """Runs or polls at least every two hours, or as the operator sets it; of pruned runs the days are left."""
+    assert paused(store, *range(0, 40, 2)) == []
+    store.add_poll(run(900, NOW - 44 * HOUR, probe="telemetry"), {})
+    assert paused(store) == [(44, 38)]
+    assert paused(store, limit=7 * HOUR) == []
+    day = summary(GPU.uuid, 20_490, [run(901, 20_490 * DAY + HOUR, speed(1.0))], [])
+    assert paused(store, days=[day]) == [(44, 38), (9.5 * 24, 44)]
+
+
+def test_a_pause_is_told_no_further_back_than_all_was_read(store, monkeypatch):
+    """Where only the newest runs were read, what lies before them may have been recorded."""
+    monkeypatch.setattr(history, "RUNS", 3)
+    monkeypatch.setattr(history, "LEAST_READ", 3)
+    assert paused(store, 50, 40, 30, 20, 10) == [(10, 0), (20, 10), (30, 20)]
+
+
+def test_many_pauses_are_one_line(store):
+    """Where somebody checks once a day, the pauses are the habit."""
+    assert paused(store, *range(0, 24 * 8, 24)) == [(24 * 7, 0)]
+    (one,) = look(store).devices
+    assert [i.count for i in one.items] == [7]
+
+
+def test_the_end_of_an_acknowledgement_is_no_new_one(store):
+    """It is said who ended it; one that merely ran out later is told as it was given."""
+    store.see_device(GPU, NOW)
+    for at, until, by in ((NOW - 90, NOW + DAY, "jo"), (NOW - 60, NOW - 60, "jo"), (NOW - 30, NOW - 30, "")):
+        store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=at, reason="ticket 7", until=until, by=by))
+    (one,) = look(store).devices
+    assert [(i.label, i.text) for i in one.items] == [
+        ("acknowledgement ended", "an operator ended the acknowledgement: ticket 7"),
+        ("acknowledgement ended", "jo ended the acknowledgement: ticket 7"),
+        ("acknowledged", f"acknowledged until {moment(NOW + DAY)} by jo: ticket 7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([{"torch": "2.9"}, {"torch": "2.10"}], ["on torch 2.9", "on torch 2.10"]),
+        ([{"instruction_set": "avx2"}, {"instruction_set": "avx512"}], ["on avx2", "on avx512"]),
+        ([{"driver": "570"}, {}], ["on driver 570", "on driver none"]),
+        ([{"torch": "2", "blas": "x" * 60}, {"torch": "3", "blas": "y"}], ["on torch 2", "on torch 3"]),
+        ([{"blas": "x", "a": "1"}, {"blas": "y", "a": "2"}], ["on a 1, blas x", "on a 2, blas y"]),
+    ],
+)
+def test_what_differs_between_stacks_is_named(store, parts, told):
+    """And not their digests; the digests only where what differs is long."""
+    store.see_device(GPU, NOW)
+    for n, stack in enumerate(parts):
+        store.add_run(run(n, NOW - 2 * HOUR + n, speed(4e12), parts={"host": "a"} | stack))
+    text = as_text(look(store), 80)
+    assert [f"speed_float32 [TFLOP/s] {words}\n" in text for words in told] == [True, True]
+
+
+def test_a_long_difference_is_a_digest_and_a_version_is_named(store):
+    """A line has to fit; version and level of the probe are told like the stack."""
+    store.see_device(GPU, NOW)
+    store.add_run(run(1, NOW - 9, speed(4e12), parts={"build": "a" * 60}))
+    store.add_run(run(2, NOW - 8, speed(4e12), parts={"build": "b" * 60}))
+    assert as_text(look(store), 80).count("speed_float32 [TFLOP/s] on stack ") == 2
+    store.add_run(run(3, NOW - 7, Reading(name="speed_bfloat16", value=1.0), level="quick"))
+    store.add_run(run(4, NOW - 6, Reading(name="speed_bfloat16", value=1.0), level="deep", probe_version=2))
+    text = as_text(look(store), 80)
+    assert "speed_bfloat16 on version 1, quick\n" in text
+    assert "speed_bfloat16 on version 2, deep\n" in text
+
+
+def drawn(values, span, changes=(), room=40):
+    points = tuple(Point((20_500 - span + n + 0.5) * DAY, v) for n, v in enumerate(values) if v is not None)
+    key = Key("p", "kernel_seconds", "b")
+    one = history.Trend(key=key, unit="seconds", step=DAY, points=points, changes=tuple(changes))
+    return sparkline(one, (20_500 - span) * DAY, 20_500 * DAY - 1, room)
+
+
+def test_a_sparkline_shows_gaps_flatness_and_change():
+    """A gap is a gap, noise stays flat, and an arrow stands where the level moved."""
+    assert drawn([1.0, 2.0, None, 8.0], 4) == "▁▂ █"
+    assert set(drawn([1.0, 1.001, 0.999, 1.0], 4)) <= set("▄▅")
+    days = [1.0] * 5 + [2.0] * 5
+    moved = change.Change(since=20_495, before=1.0, worst=1.0, after=2.0, early=(1,), late=(20_495,), chance=1e-6)
+    assert drawn(days, 10, [moved]) == "▁▁▁▁▁↗█████"
+    assert len(drawn(list(range(100)), 100, [moved], room=18)) == 18
+
+
+def test_plots_carry_the_marks(store):
+    """The same courses as figures, with what happened."""
+    eventful(store)
+    found = look(store)
+    figures = plots(found.devices[0], found.since, found.now)
+    assert figures[0].startswith('<figure class="plot">')
+    assert "speed_float32 (exact_matmul)" in figures[0]
+    for words in ("became faulty", "xid 79", "acknowledged"):
+        assert words in figures[0]
+
+
+def test_a_look_at_a_full_store_takes_seconds(store):
+    """What is read is bounded, however much is there."""
+    store.see_device(GPU, NOW)
+    for n in range(900):
+        store.add_poll(run(n, NOW - n * 300, speed(1.0), probe="nvidia_telemetry"), {})
+    started = time.process_time()
+    as_text(look(store), 80)
+    assert time.process_time() - started < 5.0  # 0.4 s where this was written

@@ -1,0 +1,664 @@
+"""`canaryd status` and `canaryd release`: what the store knows, and letting go."""
+
+import json
+import re
+import time
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from canaryd.cli.arguments import parser
+from canaryd.config.settings import Config, ProbeSettings
+from canaryd.formatting import moment
+from canaryd.formatting import spoken as duration
+from canaryd.model import (
+    Ack,
+    Cause,
+    Comparison,
+    Device,
+    Event,
+    Evidence,
+    Exactness,
+    Finding,
+    Outcome,
+    Rival,
+    Run,
+    State,
+    Verdict,
+)
+from canaryd.report import status
+from canaryd.report.check import status_json, status_text
+from canaryd.store.notes import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
+from canaryd.store.store import Store
+from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
+
+NOW = 1_790_000_000.0
+GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
+SCHEMA = json.loads((ROOT / "docs/status.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "state", now=lambda: NOW) as opened:
+        yield opened
+
+
+def verdict(state, cause, *messages, decided=NOW - 60):
+    found = tuple(Finding(rule="a-rule", state=state, cause=cause, message=m) for m in messages)
+    return Verdict(device=GPU.uuid, state=state, cause=cause, findings=found, decided=decided, since=NOW - 7200)
+
+
+def ask(store, now=NOW, config=None):
+    found = status.gather(store, config or Config(), now)
+    VALIDATOR.validate(json.loads(json.dumps(status_json(found))))
+    return found
+
+
+def beside(store, *told, daemon=True):
+    """Return the status of cuda:0, cuda:1 … with these states and causes, as a running daemon sees it."""
+    for index, (state, cause) in enumerate(told):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(state, cause, "a reason"), device=device.uuid, findings=()))
+    return replace(ask(store), daemon=daemon)
+
+
+def spoken(text):
+    return " ".join(text.split())
+
+
+def test_nothing_known_is_unknown(store):
+    """An empty store is no healthy machine."""
+    found = ask(store)
+    assert found.state is State.UNKNOWN
+    assert "no device has been seen yet" in status_text(found)
+
+
+def test_a_verdict_is_told_with_why_and_what_happened(store):
+    """State, cause, since when, the finding, the events of the last day: in text and in JSON alike."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, "a row could not be remapped"))
+    old = Event(device=GPU.uuid, kind="xid", name="31", first=NOW - 9e4, last=NOW - 9e4, detail="long ago")
+    new = Event(device=GPU.uuid, kind="xid", name="79", first=NOW - 60, last=NOW - 60, count=2, detail="off the bus")
+    store.add_events([old, new])
+    found = ask(store)
+    text = status_text(found)
+    for words in ("cuda:3", "FAULTY, cause: hardware", "a row could not be remapped", "off the bus", "2 times"):
+        assert words in text
+    assert "long ago" not in text
+    document = json.loads(json.dumps(status_json(found)))
+    assert (document["state"], document["exit_code"], document["daemon_running"]) == ("faulty", 2, False)
+    assert document["devices"][0]["findings"][0]["message"] == "a row could not be remapped"
+    assert [e["name"] for e in document["devices"][0]["events"]] == ["79"]
+
+
+def test_a_verdict_that_nobody_renews_is_unknown(store):
+    """A daemon that stopped hours ago leaves no healthy device behind; an alarm it left stays one."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.HEALTHY, Cause.NONE, decided=NOW - 3 * 3600))
+    found = ask(store)
+    assert found.state is State.UNKNOWN
+    assert "nobody has judged it for 3.0 h (it was healthy/none)" in status_text(found)
+    store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, "broken", decided=NOW - 3 * 3600))
+    found = ask(store)
+    assert found.state is State.FAULTY
+    assert "nobody has judged it" in status_text(found)
+
+
+def test_a_device_without_verdict_and_one_that_is_gone_are_not_healthy(store):
+    """What was never judged is unknown; what is gone is shown as gone until it is forgotten or was taken out."""
+    store.see_device(GPU, NOW)
+    assert ask(store).state is State.UNKNOWN
+    store.set_verdict(verdict(State.UNKNOWN, Cause.UNDETERMINED, "vanished"))
+    store.set_present(set(), NOW)
+    assert "GONE" in status_text(ask(store))
+    assert ask(store, now=NOW + 40 * 86400).devices == ()
+    taken_out = Config().devices.__class__(absent=(GPU.uuid,))
+    assert ask(store, config=Config(devices=taken_out)).devices == ()
+
+
+def test_an_instance_of_a_gpu_that_was_divided_anew_is_forgotten(store):
+    """Other instances have taken its place: it is not missed, nor does it make the machine unknown."""
+    old = Device(uuid="MIG-1", backend="cuda", index=3, model="NVIDIA H200", parent=GPU.uuid)
+    for device in (GPU, old):
+        store.see_device(device, NOW)
+        store.set_verdict(Verdict(**{**vars(verdict(State.HEALTHY, Cause.NONE)), "device": device.uuid}))
+    store.set_present({GPU.uuid}, NOW)
+    found = ask(store)
+    assert [d.device.uuid for d in found.devices] == [GPU.uuid]
+    assert found.state is State.HEALTHY
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.FAULTY])
+def test_dividing_a_gpu_anew_acquits_no_instance(store, state):
+    """Wrong numbers came from silicon that is still there: the page must not end with the instance."""
+    old = Device(uuid="MIG-1", backend="cuda", index=3, model="NVIDIA H200", parent=GPU.uuid)
+    for device, found in ((GPU, State.HEALTHY), (old, state)):
+        store.see_device(device, NOW)
+        store.set_verdict(Verdict(**{**vars(verdict(found, Cause.HARDWARE)), "device": device.uuid}))
+    store.set_present({GPU.uuid}, NOW)
+    found = ask(store)
+    assert {d.device.uuid for d in found.devices} == {GPU.uuid, "MIG-1"}
+    assert found.state is state
+
+
+def test_many_events_are_summed_up(store):
+    """A terminal shows the newest; JSON has all."""
+    store.see_device(GPU, NOW)
+    store.add_events(
+        [Event(device=GPU.uuid, kind="xid", name=str(n), first=NOW, last=NOW, detail=f"line {n}") for n in range(30)]
+    )
+    found = ask(store)
+    assert "and 20 earlier kinds of event" in status_text(found)
+    assert len(status_json(found)["devices"][0]["events"]) == 30
+
+
+# --- At three in the morning -----------------------------------------------------------------------------------------
+
+H, S, E, U, X = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS
+SOUND = (State.HEALTHY, Cause.NONE)
+
+
+@pytest.mark.parametrize(
+    ("told", "daemon", "first", "second"),
+    [
+        ([SOUND], True, "YES, trust this node's numbers: cuda:0 is healthy", "nothing."),
+        ([SOUND] * 3, True, "YES, trust this node's numbers: 3 devices are healthy", "nothing."),
+        ([SOUND], False, "YES, trust", "no daemon watches: start canaryd run."),
+        (
+            [SOUND, (State.DEGRADED, H)],
+            True,
+            "YES, trust this node's numbers so far, but look: cuda:1 is degraded",
+            "nothing tonight",
+        ),
+        (
+            [(State.UNKNOWN, X)],
+            True,
+            "NOT KNOWN whether this node's numbers are right: cuda:0 is unknown",
+            "canaryd check asks it now.",
+        ),
+        ([(State.UNKNOWN, X)], False, "NOT KNOWN", "start the daemon (canaryd run)"),
+        (
+            [(State.SUSPECT, U), SOUND],
+            True,
+            "NO, do not trust this node's numbers: cuda:0 is suspect (undetermined); cuda:1 is healthy",
+            "send cuda:0 no new work, and hold back what it computed. canaryd tests it again",
+        ),
+        (
+            [(State.SUSPECT, U)] * 2,
+            False,
+            "NO, do not trust this node's numbers: cuda:0 and cuda:1 are suspect",
+            "No daemon tests them again: canaryd check --device cuda:0.",
+        ),
+        (
+            [(State.FAULTY, S), (State.FAULTY, H)],
+            True,
+            "NO, do not trust this node's numbers: cuda:1 is faulty (hardware); cuda:0 is faulty (software)",
+            "take it out of service: the part is broken; the dossier for the vendor: canaryd report cuda:1 -o DIR.",
+        ),
+        ([(State.FAULTY, S)], True, "NO", "put back or mend the software"),
+        ([(State.FAULTY, E)], True, "NO", "put right what the findings name: heat"),
+        ([(State.FAULTY, U)], True, "NO", "would settle whose fault it is"),
+        ([(State.FAULTY, X)], True, "NO", "the test itself may be wrong"),
+        (
+            [(State.FAULTY, H)] * 8,
+            True,
+            "NO, do not trust this node's numbers: cuda:0, cuda:1, cuda:2, cuda:3 and 4 more are faulty",
+            "take them out of service",
+        ),
+    ],
+)
+def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daemon, first, second):
+    """For each state and cause; of several, for the worst."""
+    found = beside(store, *told, daemon=daemon)
+    assert status.answer(found).startswith(first)
+    assert second in status.advice(found)
+    lines = status_text(found).split("\n")
+    assert lines[0].startswith(first[:60])
+    assert spoken(status_text(found)).startswith(f"{status.answer(found)} Do now: {status.advice(found)}")
+    document = status_json(found)
+    assert (document["answer"], document["advice"]) == (status.answer(found), status.advice(found))
+
+
+def test_every_command_that_is_advised_exists(store):
+    """A tired person types what is printed."""
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    told = [
+        status.advice(beside(store, (state, cause), daemon=d)) for state in State for cause in Cause for d in (0, 1)
+    ]
+    named = {command for text in told for command in re.findall(r"canaryd (check|run|release|report|ack|\w+ --)", text)}
+    assert {command.split()[0] for command in named} <= set(subparsers.choices)
+    assert {"check", "run"} <= named
+
+
+def test_what_is_released_or_gone_is_advised_about(store):
+    """An unknown device has a way back: end the release, look for the part, or declare it absent."""
+    store.see_device(GPU, NOW)
+    store.set_note(RELEASE_NOTE, str(NOW + 60))
+    assert "canaryd release --end" in status.advice(ask(store))
+    store.set_note(RELEASE_NOTE, "")
+    store.set_verdict(verdict(State.UNKNOWN, U, "vanished"))
+    store.set_present(set(), NOW)
+    assert "find out why cuda:3 is gone" in status.advice(ask(store))
+    assert "devices.absent" in status.advice(ask(store))
+
+
+def test_healthy_devices_are_one_line(store):
+    """Of a device without findings, events or words of operators there is nothing to say; a note brings it back."""
+    found = beside(store, *[SOUND] * 8)
+    (line,) = [line for line in status_text(found).split("\n") if "cuda:" in line]
+    assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
+    seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
+    devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
+    assert "(NVIDIA H200); a is the longest ago: 7 minutes ago" in spoken(status_text(replace(found, devices=devices)))
+    note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")
+    store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
+    text = status_text(ask(store))
+    assert "cuda:5  NVIDIA H200  GPU-5" in text
+    assert "- note  persistence is off" in text
+    assert "cuda:4 cuda:6" in text
+
+
+def test_devices_alike_share_a_paragraph(store):
+    """Whatever runs their findings rest on; another rival or another word of an operator is another paragraph."""
+    rival = Rival(cause=S, why="the siblings are clean", rejected=True)
+    base = Finding(rule="a-rule", state=State.DEGRADED, cause=H, message="a link lost lanes", rivals=(rival,))
+    for index in range(4):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        finding = replace(base, runs=(f"run-{index}",), rivals=() if index == 3 else base.rivals)
+        store.set_verdict(replace(verdict(State.DEGRADED, H), device=device.uuid, findings=(finding,)))
+    store.add_ack(Ack(device="GPU-2", kind="repaired", at=NOW - 60, reason="new riser"))
+    text = status_text(ask(store))
+    assert text.count("a link lost lanes") == 3
+    assert "cuda:0  NVIDIA H200  GPU-0\ncuda:1  NVIDIA H200  GPU-1\n  DEGRADED" in text
+
+
+def test_the_rivals_of_a_finding_are_told(store):
+    """What else it could be, and why not; what is open is told apart from what was rejected."""
+    store.see_device(GPU, NOW)
+    rivals = (
+        Rival(cause=S, why="the siblings are clean", rejected=True),
+        Rival(cause=E, why="no power was read", rejected=False),
+    )
+    finding = Finding(rule="a-rule", state=State.FAULTY, cause=H, message="wrong bits", rivals=rivals)
+    store.set_verdict(replace(verdict(State.FAULTY, H), findings=(finding,)))
+    found = ask(store)
+    lines = [line.strip() for line in status_text(found).split("\n")]
+    assert "not software: the siblings are clean" in lines
+    assert "or environment: no power was read" in lines
+    assert status_json(found)["devices"][0]["findings"][0]["rivals"] == [
+        {"cause": "software", "why": "the siblings are clean", "rejected": True},
+        {"cause": "environment", "why": "no power was read", "rejected": False},
+    ]
+
+
+def test_the_word_of_an_operator_is_told_while_it_holds(store):
+    """Who, until when and why; one that has run out is told no more, a repair for good."""
+    store.see_device(GPU, NOW)
+    known = Finding(rule="a-rule", state=State.UNKNOWN, cause=H, message="known: wrong bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, H), findings=(known,)))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
+    store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=NOW - 60, until=NOW + 600, reason="RMA 7", by="anna"))
+    found = ask(store)
+    text = spoken(status_text(found))
+    assert f"! acknowledged until {moment(NOW + 600)} by anna on {moment(NOW - 60)}: RMA 7" in text
+    assert f"! repaired on {moment(NOW - 9e5)}: new riser" in text
+    assert "so this is no news. Still: send cuda:3 no new work" in text
+    told = status_json(found)["devices"][0]["acks"]
+    assert [(a["kind"], a["until"], a["by"]) for a in told] == [
+        ("repaired", None, ""),
+        ("acknowledged", NOW + 600, "anna"),
+    ]
+    later = ask(store, now=NOW + 601)
+    assert [a.kind for a in later.devices[0].acks] == ["repaired"]
+    assert "no news" not in status_text(later)
+
+
+def suspect(*extra, decided=NOW - 60):
+    """Return a verdict that is suspect by one mismatch, with other findings beside it."""
+    found = Finding(rule="exact-mismatch", state=State.SUSPECT, cause=U, message="wrong bits", runs=("r1",))
+    return replace(verdict(State.SUSPECT, U, decided=decided), findings=(found, *extra))
+
+
+def acknowledge(store, at=NOW - 10, until=NOW + 600, rules=("exact-mismatch",), **more):
+    given = {"device": GPU.uuid, "kind": "acknowledged", "at": at, "reason": "RMA 7", "by": "anna"}
+    store.add_ack(Ack(**given | {"until": until, "rules": rules} | more))
+
+
+def mismatch(number, **more):
+    """Return a run that was wrong, stored when it started."""
+    bits = Evidence(wrong=1, total=9, first=(), bits={}, zeroed=0, nonfinite=0, lines={}, pattern="one")
+    seen = Comparison(case="bf16", shape="M=1", seed=1, exactness=Exactness.UNIVERSAL, wrong_trials=1, evidence=bits)
+    return run(number, comparisons=(seen,), **more)
+
+
+@pytest.mark.parametrize("state", [State.HEALTHY, State.SUSPECT, State.FAULTY])
+def test_a_repair_that_nobody_has_judged_makes_the_device_unknown(store, state):
+    """Whatever it was: no daemon may have run since, and what it did before is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(state, H, "wrong bits"))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 61, reason="new riser"))
+    assert ask(store).state is state
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 50, reason="new riser"))
+    found = ask(store)
+    (only,) = found.devices[0].verdict.findings
+    assert (found.state, only.rule) == (State.UNKNOWN, "unjudged")
+    assert f"after it was judged last (it was {state.value}/hardware): what it did before is history" in only.message
+    assert "nothing is known until every probe has run on it again" in only.message
+    assert (found.devices[0].verdict.decided, found.devices[0].verdict.since) == (NOW - 60, NOW - 50)
+    assert "NOT KNOWN" in status.answer(found)
+    assert status.as_of(found, NOW + 9e4).devices[0].verdict.findings == (only,)
+
+
+def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
+    """Its record stands while it is found; a processor has no name of its own and begins anew."""
+    for device in (GPU, replace(CPU, weak_identity=True)):
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+        store.add_ack(Ack(device=device.uuid, kind="replaced", at=NOW - 50, reason="swapped"))
+    assert {d.device.name: d.verdict.state for d in ask(store).devices} == {
+        "cuda:3": State.FAULTY,
+        "cpu:0": State.UNKNOWN,
+    }
+
+
+def test_evidence_from_before_a_repair_is_history(store):
+    """It is not told as the newest evidence of a device that has none yet, whoever gathered it."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.UNKNOWN, U, "no evidence yet"))
+    store.add_run(run(1))
+    store.add_run(run(2, probe="later", started=NOW - 5))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 100, reason="new riser"))
+    assert ask(store).devices[0].evidence == {"exact": None, "later": NOW - 5}
+    given = {GPU.uuid: {"exact": NOW - 101, "never": None, "later": NOW - 99}}
+    found = status.gather(store, Config(), NOW, daemon=True, evidence=given)
+    assert found.devices[0].evidence == {"exact": None, "never": None, "later": NOW - 99}
+
+
+def test_a_word_that_nobody_has_judged_covers_what_was_suspect(store):
+    """As the judge would: unknown, not healthy, and known. What is faulty, or of another rule, stays."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store)
+    found = ask(store)
+    (one,) = found.devices
+    assert (one.verdict.state, one.verdict.cause, one.known) == (State.UNKNOWN, U, True)
+    assert [(f.rule, f.state, f.acknowledged) for f in one.verdict.findings] == [
+        ("exact-mismatch", State.UNKNOWN, True),
+        ("acknowledged", State.HEALTHY, False),
+    ]
+    assert "so unknown and not healthy: wrong bits" in one.verdict.findings[0].message
+    assert "so this is no news. Still: send cuda:3 no new work, and hold back what it computed." in status.advice(found)
+    assert status_text(found).count("RMA 7") == 1
+    store.set_verdict(suspect(Finding(rule="confirmed", state=State.FAULTY, cause=H, message="thrice")))
+    assert ask(store).state is State.FAULTY
+    store.set_verdict(suspect(Finding(rule="other", state=State.SUSPECT, cause=H, message="slow link")))
+    found = ask(store)
+    assert (found.state, found.devices[0].verdict.cause) == (State.SUSPECT, H)
+    assert "no news" not in status.advice(found)
+
+
+def test_a_word_that_ended_leaves_the_suspicion(store):
+    """Ended by the operator or by time: what it covered is suspect until it is judged again."""
+    store.see_device(GPU, NOW)
+    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    acknowledge(store, at=NOW - 90)
+    assert ask(store).state is State.UNKNOWN
+    assert ask(store, now=NOW + 601).state is State.SUSPECT
+    acknowledge(store, until=NOW - 10)
+    found = ask(store)
+    assert found.state is State.SUSPECT
+    assert "the acknowledgement has ended" in status_text(found)
+    assert "no news" not in status_text(found)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        verdict(State.HEALTHY, Cause.NONE),
+        verdict(State.FAULTY, H, "confirmed"),
+        verdict(State.UNKNOWN, U, "never ran"),
+        None,
+    ],
+)
+def test_news_is_news(store, found):
+    """An acknowledgement does not make known what it does not cover: health, a fault, what was never judged."""
+    store.see_device(GPU, NOW)
+    if found is not None:
+        store.set_verdict(found)
+    acknowledge(store, at=NOW - 90)
+    assert "no news" not in status.advice(ask(store))
+
+
+@pytest.mark.parametrize(("state", "cause"), [(State.HEALTHY, Cause.NONE), (State.DEGRADED, H)])
+def test_a_wrong_run_that_nobody_has_judged_leaves_no_trust(store, state, cause):
+    """A check of a part stores no verdict, and a daemon may be killed before it judges."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(state, cause, decided=NOW - 1))
+    for each in (mismatch(1, drill="flip"), run(2, outcome=Outcome.TIMED_OUT), mismatch(3, device="GPU-2")):
+        store.add_run(each)
+    assert ask(store).state is state
+    store.add_run(mismatch(4))
+    found = ask(store)
+    assert found.state is State.UNKNOWN
+    (said,) = (f for f in found.devices[0].verdict.findings if f.rule == "unjudged")
+    assert "a run after this verdict was wrong and has not been judged: exact on" in said.message
+    assert "wrong in bf16" in said.message
+    assert said.runs == (mismatch(4).id,)
+    store.set_verdict(replace(verdict(State.SUSPECT, U, "wrong bits"), decided=NOW))
+    assert [f.rule for f in ask(store).devices[0].verdict.findings] == ["a-rule"]
+
+
+def test_a_wrong_run_after_a_word_is_news(store):
+    """The operator cannot have known of it; one from before a repair is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store, at=NOW - 59)
+    assert "no news" in status.advice(ask(store))
+    store.add_run(run(4, unknown=("prefill/1",)))
+    found = ask(store)
+    assert "no news" not in status.advice(found)
+    assert "beyond what is known in prefill/1" in spoken(status_text(found))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 70, reason="new riser"))
+    assert "no news" in status.advice(ask(store))
+
+
+def test_a_log_that_is_not_read_is_a_problem_of_a_daemon_that_runs(store):
+    """One that was stopped in good order reads nothing, and that is as it should be."""
+    for why in ("stopped: canaryd is shutting down", "no permission"):
+        store.set_note(LOG_PROBLEM_NOTE, why)
+        assert ask(store).problems == ()
+        told = status.gather(store, Config(), NOW, daemon=True).problems
+        assert told == (() if why.startswith("stopped") else ("the kernel log is not read: no permission",))
+
+
+def test_lost_records_are_told_until_somebody_has_heard(tmp_path):
+    """On every call, with or without a device; not for longer than a suspect is watched."""
+    with Store.open(tmp_path, now=lambda: NOW - 60) as store:
+        store.see_device(GPU, NOW)
+    (tmp_path / "canaryd.db").write_bytes(b"rubbish" * 999)
+    for _ in range(3):
+        with Store.open(tmp_path, now=lambda: NOW) as store:
+            (told,) = ask(store).problems
+            assert "damaged" in told
+            assert "corrupt" in told
+            assert "told below" in status.advice(ask(store))
+    with Store.open(tmp_path, now=lambda: NOW) as store:
+        assert ask(store, now=NOW + Config().judge.watch).problems == ()
+        acknowledge(store, at=NOW - 1)
+        assert len(ask(store).problems) == 1
+        acknowledge(store, at=NOW + 1)
+        assert ask(store).problems == ()
+
+
+def test_what_the_log_repeats_is_said_once(store):
+    """Equal lines of a log are one, with how often; one that a finding quotes is not quoted again; JSON has all."""
+    store.see_device(GPU, NOW)
+    line = "Out of memory: Killed process total-vm:132kB"
+    quoting = Finding(rule="kernel-oom", state=State.HEALTHY, cause=E, message=f"killed for memory, now: {line}. Over")
+    store.set_verdict(replace(verdict(State.HEALTHY, Cause.NONE), findings=(quoting,)))
+    hours = [Event(device=GPU.uuid, kind="oom", name="system", first=t, last=t, count=2, detail=f"{line}{end}")
+             for t, end in ((NOW - 9000, "9"), (NOW - 5000, "5"), (NOW - 60, ""))]  # fmt: skip
+    flips = [Event(device=GPU.uuid, kind="change", name="driver", first=t, last=t, before=str(t), after="570")
+             for t in (NOW - 9000.0, NOW - 99.0)]  # fmt: skip
+    store.add_events([*hours, *flips])
+    found = ask(store)
+    text = spoken(status_text(found))
+    assert text.count("Out of memory") == 1
+    assert f"* {moment(NOW - 60)} oom system, 6 times: told above" in text
+    assert text.count("→ 570") == 2
+    assert len(status_json(found)["devices"][0]["events"]) == 5
+    store.set_verdict(verdict(State.DEGRADED, H, "slow"))
+    text = spoken(status_text(ask(store)))
+    assert text.count("Out of memory") == 1
+    assert f"* {moment(NOW - 60)} oom system (6 times): {line}" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 seconds"), (1, "1 second"), (1.4, "1 second"), (2, "2 seconds"), (120, "2 minutes")],
+)
+def test_a_duration_is_said_as_people_do(seconds, words):
+    """One second is no plural; from two of a unit on it is that unit."""
+    assert duration(seconds) == words
+
+
+def test_a_part_that_was_replaced_is_not_told_of(store):
+    """It left with its record; as long as it is found, the word alone does not make it leave."""
+    for device in (GPU, CPU):
+        store.see_device(device, NOW - 60)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+    store.add_ack(Ack(device=GPU.uuid, kind="replaced", at=NOW, reason="RMA 7"))
+    assert {d.device.uuid for d in ask(store).devices} == {"GPU-1", "CPU-1"}
+    store.set_present({CPU.uuid}, NOW)
+    assert {d.device.uuid for d in ask(store).devices} == {"CPU-1"}
+
+
+def run(number, **what):
+    base = {"id": f"{number:012x}-aaaaaa", "device": GPU.uuid, "probe": "exact", "probe_version": 1, "seconds": 1.0}
+    return Run(**base | {"started": NOW - 1000 + number, "outcome": Outcome.COMPLETED} | what)
+
+
+def test_the_newest_evidence_is_told(store):
+    """Of each probe the newest whole run that completed, or the newest poll; null where there is none."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.DEGRADED, H, "slow"))
+    for each in (
+        run(1),
+        run(2),
+        run(3, outcome=Outcome.TIMED_OUT),
+        run(4, cases=("one",)),
+        run(5, confirms="000000000001-aaaaaa"),
+        run(6, drill="flip"),
+        run(7, probe="never", outcome=Outcome.ERRORED),
+        run(8, probe="off"),
+    ):
+        store.add_run(each)
+    store.add_poll(run(9, probe="telemetry"), {Outcome.COMPLETED: 1})
+    probes = Config().probes
+    config = Config(probes=replace(probes, each={"off": ProbeSettings(enabled=False)}))
+    found = ask(store, config=config)
+    assert status_json(found)["devices"][0]["evidence"] == {
+        "exact": NOW - 998,
+        "never": None,
+        "telemetry": NOW - 991,
+    }
+    assert "newest evidence: never none yet, exact 16 minutes ago, telemetry 16 minutes ago" in spoken(
+        status_text(found)
+    )
+
+
+def test_the_evidence_of_devices_alike_is_the_oldest(store):
+    """One of them without evidence must not hide behind the others."""
+    found = beside(store, (State.DEGRADED, H), (State.DEGRADED, H))
+    seen = [{"a": NOW - 10, "b": NOW - 60, "c": NOW}, {"a": NOW - 90, "b": NOW - 50}]
+    devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
+    assert status.newest_of(devices) == {"c": None, "a": NOW - 90, "b": NOW - 60}
+    text = status_text(replace(found, devices=devices))
+    assert text.count("newest evidence: c none yet, a 90 seconds ago, b 60 seconds ago") == 1
+
+
+def objects(schema):
+    return [schema, *(s for s in schema["$defs"].values() if "properties" in s)]
+
+
+def test_the_schema_is_closed_and_every_field_is_explained():
+    """docs/status.md has a row for each field of each object, and no row for anything else."""
+    VALIDATOR.check_schema(SCHEMA)
+    for part in objects(SCHEMA):
+        assert part["additionalProperties"] is False
+        assert sorted(part["required"]) == sorted(part["properties"])
+    documented = (ROOT / "docs/status.md").read_text().partition("## `canaryd status --json`")[2]
+    tables = re.findall(r"((?:^\|.*\n)+)", documented, re.MULTILINE)
+    rows = [sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
+    assert sorted(rows) == sorted(sorted(part["properties"]) for part in objects(SCHEMA))
+
+
+def test_the_schema_refuses_what_is_no_status(store):
+    """A field that is missing or unknown, a rival without a reason, a time that is no time."""
+    store.see_device(GPU, NOW)
+    rival = Rival(cause=S, why="the siblings are clean", rejected=True)
+    finding = Finding(rule="a-rule", state=State.FAULTY, cause=H, message="wrong bits", rivals=(rival,))
+    store.set_verdict(replace(verdict(State.FAULTY, H), findings=(finding,)))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
+    good = json.dumps(status_json(ask(store)))
+    for old, new in (
+        ('"answer"', '"reply"'),
+        ('"why": "the siblings are clean"', '"why": ""'),
+        ('"until": null', '"until": 0'),
+        ('"state": "faulty"', '"state": "poorly"'),
+        ('"released_until": null', '"released_until": ""'),
+    ):
+        assert old in good
+        assert not VALIDATOR.is_valid(json.loads(good.replace(old, new)))
+
+
+# --- The daemon ------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_daemon_and_a_release_are_told(store):
+    """Whoever holds the daemon's lock is the daemon; a release is told until it is over."""
+    store.set_note(RELEASE_NOTE, str(NOW + 60))
+    with store.lock(DAEMON_LOCK), Store.open(store.state_dir, now=lambda: NOW) as other:
+        found = ask(other)
+        assert found.daemon
+        assert found.released_until == NOW + 60
+        assert "released until" in status_text(found)
+        assert "daemon: running" in status_text(found)
+    assert ask(store, now=NOW + 61).released_until == 0.0
+    assert "not running" in status_text(ask(store))
+
+
+def test_nothing_to_release_without_a_daemon(tmp_path):
+    """Between two commands nothing is held: said, and no error."""
+    answer = canaryd("release", "--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+    assert answer.code == 0
+    assert "no daemon runs" in answer.out
+
+
+def test_a_daemon_releases_and_takes_back(tmp_path):
+    """`canaryd release` returns when nothing is held; polls stop, and go on after `--end`."""
+    said = tmp_path / "said.json"
+    said.write_text(json.dumps({"readings": [["persistence_mode", 0, {}]]}))
+    config = configure(tmp_path, "says", each={"says": {"settings": {"file": str(said)}}})
+    state = tmp_path / "state"
+    common = ("--config", config, "--state-dir", state)
+    pids = tmp_path / "said.json.pids"
+    with running(Daemon(config, state)) as daemon:
+        eventually(pids.exists)
+        eventually(lambda: "canaryd_device_handles_held 1.0" in daemon.get("/metrics")[1])
+        answer = canaryd("release", "--for", "10m", *common)
+        assert (answer.code, answer.err) == (0, "")
+        assert "canaryd_released 1.0" in daemon.get("/metrics")[1]
+        before = pids.read_text()
+        document = canaryd("status", "--json", *common).document
+        assert document["daemon_running"]
+        assert document["released_until"] > time.time() + 500
+        assert canaryd("release", "--end", *common).code == 0
+        eventually(lambda: pids.read_text() != before)
+        assert "canaryd_released 0.0" in daemon.get("/metrics")[1]

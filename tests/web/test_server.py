@@ -1,0 +1,355 @@
+"""The HTTP server: prepared answers, and clients of every kind that hold up nobody else."""
+
+import contextlib
+import http.client
+import logging
+import os
+import re
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd.metrics.exposition import TEXT
+from canaryd.web.server import Answer, Limits, Server, _parse
+
+BODY = b"canaryd_build_info 1\n" * 100
+BIG = b"x" * 32_000_000
+
+
+def broken(headers):
+    raise RuntimeError("secret of the house")
+
+
+ROUTES = {
+    "/metrics": lambda headers: Answer(200, TEXT, BODY),
+    "/accept": lambda headers: Answer(503, "text/plain", headers["accept"].encode(), ("Vary: Accept", "X-Own: 1")),
+    "/big": lambda headers: Answer(200, "text/plain", BIG),
+    "/broken": broken,
+}
+
+
+@contextlib.contextmanager
+def serving(host="127.0.0.1", **limits):
+    server = Server(host, 0, ROUTES, Limits(**limits))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as running:
+        yield running
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def get(server, path="/metrics", method="GET", host="127.0.0.1", **headers):
+    """Return (response, body, seconds) of one request on a connection of its own."""
+    started = time.perf_counter()
+    connection = http.client.HTTPConnection(host, server.port, timeout=5)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response, response.read(), time.perf_counter() - started
+
+
+def say(server, data):
+    """Send bytes, and return all that comes back until the server closes."""
+    with connect(server) as client:
+        client.sendall(data)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def closed(client):
+    """Tell whether the server hung up, waiting for at most the client's timeout."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_get(server):
+    """A scrape gets the prepared bytes, their type and length, and no word about the software behind."""
+    response, body, _ = get(server, "/metrics?name=x")
+    assert (response.status, body) == (200, BODY)
+    assert response.headers["Content-Type"] == TEXT
+    assert response.headers["Content-Length"] == str(len(BODY))
+    assert response.headers["Server"] is None
+
+
+def test_head(server):
+    """HEAD answers with the headers of GET and no body, and the connection stays usable."""
+    answer = say(server, b"HEAD /metrics HTTP/1.1\r\n\r\nGET /metrics HTTP/1.0\r\n\r\n")
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(BODY)}".encode() in first
+    assert rest.startswith(b"HTTP/1.1 200 OK")
+    assert rest.endswith(BODY)
+
+
+def test_a_route_sees_the_headers_and_chooses_status_and_headers(server):
+    """A route is handed the request's headers, whatever their spelling; its status and its headers are sent on."""
+    response, body, _ = get(server, "/accept", ACCEPT="text/plain;version=0.0.4;q=0.5,*/*")
+    assert (response.status, body) == (503, b"text/plain;version=0.0.4;q=0.5,*/*")
+    assert (response.headers["Vary"], response.headers["X-Own"]) == ("Accept", "1")
+
+
+def test_unknown_path(server):
+    """An unknown path answers 404 and says what there is."""
+    response, body, _ = get(server, "/nothing")
+    assert response.status == 404
+    assert body == b"not found: there is /accept, /big, /broken, /metrics\n"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
+def test_other_methods(server, method):
+    """Everything but GET and HEAD is refused, with what is allowed."""
+    response, body, _ = get(server, method=method)
+    assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+    assert body == b"method not allowed: use GET or HEAD\n"
+
+
+def test_a_body_ends_the_connection(server):
+    """An unread body is never taken for the next request, and the answer arrives all the same."""
+    smuggled = b"GET /big HTTP/1.1\r\n\r\n"
+    head = b"POST /metrics HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (len(smuggled) + 8_000_000)
+    answer = say(server, head + smuggled + b"x" * 8_000_000)
+    assert answer.startswith(b"HTTP/1.1 405 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"Connection: close" in answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"GET /metrics\r\n\r\n", "malformed request line"),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", "malformed request line"),
+        (b"GET  /metrics HTTP/1.1\r\n\r\n", "malformed request line"),
+        (b"GET /met\xffrics HTTP/1.1\r\n\r\n", "malformed request line"),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", "malformed request line"),
+        (b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n", "malformed header"),
+        (b"GET /metrics HTTP/1.1\r\nName : value\r\n\r\n", "malformed header"),
+        (b"GET /" + b"a" * 8192 + b" HTTP/1.1\r\n\r\n", "request line longer than 8192 bytes"),
+        (b"a" * 100_000, "request line longer than 8192 bytes"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, "headers longer than 32768 bytes"),
+    ],
+)
+def test_bad_requests(server, request_, reason):
+    """Nonsense is answered with 400 and the reason, in plain text, and the connection is closed."""
+    head, _, body = say(server, request_).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"Content-Type: text/plain" in head
+    assert body.startswith(f"bad request: {reason}".encode())
+
+
+def test_request_line_of_8_kib(server):
+    """A request line of exactly 8 KiB is read."""
+    line = b"GET /" + b"a" * (8192 - len("GET / HTTP/1.0")) + b" HTTP/1.0"
+    assert len(line) == 8192
+    assert say(server, line + b"\r\n\r\n").startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_failing_route_tells_the_log_and_not_the_client(server, caplog):
+    """A route that raises costs one answer, which does not say why; the log does."""
+    with caplog.at_level(logging.ERROR):
+        response, body, _ = get(server, "/broken")
+    assert (response.status, body) == (500, b"internal error: see the log of canaryd\n")
+    assert "secret of the house" in caplog.text
+    assert get(server)[0].status == 200
+
+
+def test_keep_alive(server):
+    """HTTP/1.1 keeps the connection for further requests; HTTP/1.0 and "Connection: close" end it."""
+    with connect(server) as client:
+        for _ in range(3):
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            answer = b""
+            while not answer.endswith(BODY):
+                answer += client.recv(65536)
+            assert b"Connection: keep-alive" in answer
+        client.sendall(b"GET /accept HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert b"Connection: close" in client.recv(65536)
+        assert closed(client)
+    assert b"Connection: close" in say(server, b"GET /metrics HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+
+
+def test_two_hundred_scrapes(server):
+    """200 scrapes in a row, each on a fresh connection, get the same bytes without delay."""
+    seconds = []
+    for _ in range(200):
+        _, body, took = get(server)
+        assert body == BODY
+        seconds.append(took)
+    assert sorted(seconds)[100] < 0.02
+
+
+def test_silent_connections_do_not_keep_a_scraper_out():
+    """With a hundred connections that say nothing, a scrape is answered at once; the oldest lost their places."""
+    with serving() as server, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(server)) for _ in range(100)]
+        for _ in range(5):
+            response, body, seconds = get(server)
+            assert (response.status, body) == (200, BODY)
+            assert seconds < 1.0
+        assert closed(idle[0])
+        idle[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert idle[-1].recv(15) == b"HTTP/1.1 200 OK"
+        assert server.refused == 0
+
+
+def test_kept_connections_do_not_keep_a_scraper_out():
+    """Connections kept alive between requests give way, the longest idle first."""
+    with serving(connections=2) as server, connect(server) as older, connect(server) as newer:
+        for client in (older, newer):
+            client.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        assert get(server)[0].status == 200
+        assert closed(older)
+        newer.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+        assert newer.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_slow_loris():
+    """A client that dribbles its headers is cut off at the deadline, however regularly it sends; others do not wait."""
+    with serving(head=0.5) as server, connect(server) as client:
+        client.settimeout(0.05)
+        started = time.perf_counter()
+        cut = False
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(b"GET /metrics HTTP/1.1\r\n")
+            while not cut and time.perf_counter() - started < 5:
+                client.sendall(b"a")
+                assert get(server)[2] < 1.0
+                with contextlib.suppress(TimeoutError):
+                    cut = client.recv(1) == b""
+        assert 0.4 < time.perf_counter() - started < 2
+
+
+def test_idle_connections_end():
+    """A connection that stays silent is closed: after the head's deadline at first, after the idle time later on."""
+    with serving(head=0.2, idle=0.6) as server, connect(server) as silent, connect(server) as kept:
+        kept.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+        assert kept.recv(65536)
+        started = time.perf_counter()
+        assert closed(silent)
+        assert time.perf_counter() - started < 0.5
+        assert closed(kept)
+        assert 0.5 < time.perf_counter() - started < 2
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    """An answer that is not taken in time ends its connection; others are served meanwhile."""
+    with serving(write=0.5, patience=0.2) as server, connect(server) as stuck:
+        stuck.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+        assert get(server)[2] < 0.4
+        time.sleep(0.8)
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := stuck.recv(1 << 20):
+                received += len(chunk)
+        assert 0 < received < len(BIG)
+
+
+def test_full_house():
+    """While every place is being answered a newcomer is closed at once and counted; a slow reader loses its place."""
+    with serving(connections=2, patience=1.0) as server, connect(server) as one, connect(server) as two:
+        for client in (one, two):
+            client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+            assert client.recv(8) == b"HTTP/1.1"
+        with connect(server) as newcomer:
+            assert closed(newcomer)
+        assert server.refused == 1
+        time.sleep(1.1)
+        assert get(server)[0].status == 200
+        assert server.refused == 1
+
+
+def test_out_of_file_descriptors():
+    """When no connection can be accepted the server waits calmly, and serves it once there is room again."""
+    with serving() as server, socket.socket() as client:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()), hard))
+        try:
+            fillers = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fillers.append(os.dup(0))
+            before = time.process_time()
+            client.settimeout(5)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            time.sleep(0.5)
+            assert time.process_time() - before < 0.25
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for filler in fillers:
+                os.close(filler)
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_ipv6():
+    """The server listens on IPv6 addresses too."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6 loopback: {error}")
+    with serving(host="::1") as server:
+        assert get(server, host="::1")[1] == BODY
+
+
+def test_every_interface():
+    """No host means all of them, of both families where the machine has two."""
+    with serving(host="") as server:
+        assert get(server)[1] == BODY
+        assert not server.local
+        if socket.has_dualstack_ipv6():
+            assert get(server, host="::1")[1] == BODY
+
+
+@pytest.mark.parametrize(("host", "local"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
+def test_local(host, local):
+    """Whether others can reach it is read of the socket, not of the name."""
+    with serving(host=host) as server:
+        assert server.local is local
+
+
+def test_port_taken(server):
+    """A port that is taken is an OSError that names the address and says what to do."""
+    with pytest.raises(
+        OSError, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: .* in use; .*choose another port"
+    ):
+        Server("127.0.0.1", server.port, ROUTES)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
+def test_foreign_address(host):
+    """An address that this machine does not have, or a name that is none, is named in the error."""
+    with pytest.raises(OSError, match=re.escape(host)):
+        Server(host, 0, ROUTES)
+
+
+def test_close():
+    """After close nobody is connected and the port is free; a server that was never started closes too."""
+    with serving() as server, connect(server) as client:
+        port = server.port
+        server.close()
+        assert closed(client)
+    again = Server("127.0.0.1", port, ROUTES)
+    again.close()
+
+
+def test_blanks_in_a_header_cost_nothing():
+    """Thousands of them took seconds in which no other thread ran; the value loses those around it."""
+    blanks = b" \t" * 15_000
+    before = time.thread_time()
+    request = _parse(b"GET / HTTP/1.1\r\nX:" + blanks + b"a" + blanks + b"b" + blanks + b"\r\nY: " + blanks)
+    assert time.thread_time() - before < 0.5
+    assert request.headers["x"] == "a" + " \t" * 15_000 + "b"
+    assert request.headers["y"] == ""

@@ -1,0 +1,898 @@
+"""The endpoint canary against real HTTP: every failure one clear line, every refusal learnt, every case recorded."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+
+from canaryd.model import Outcome, Reading, Recording
+from canaryd.probe import Absent, Skip, Skipped
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from canaryd.worker.endpoint import client as endpoint_client
+from canaryd.worker.endpoint.canary import Endpoint, Settings, describe, injected
+from canaryd.worker.endpoint.client import Client, Refused
+from canaryd.worker.endpoint.prompts import Prompt
+from tests import checkpoints
+from tests.worker.endpoint.served import PROBE, context, models, probe, recorded, recordings, served
+
+PROMPT = Prompt(name="reef", text="A diver sank slowly towards the reef, and saw what nobody had seen. " * 3)
+KEY = "sk-canary-0123456789abcdef"
+CHUNKS = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one", " two", " three")]
+END = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+PROBED = probe()
+
+
+def sse(*events, done: bool = True) -> tuple:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + (["data: [DONE]\n\n"] if done else [])
+    return 200, {"Content-Type": "text/event-stream"}, "".join(lines).encode()
+
+
+def streaming(answer):
+    """Return a route that streams where a stream is wanted, and answers as recorded otherwise."""
+    return lambda body: sse(*CHUNKS, END) if body["stream"] else answer(body) if callable(answer) else answer
+
+
+def routes_of(name: str) -> dict:
+    routes = recorded(name)
+    for path in ("POST /v1/completions", "POST /v1/chat/completions"):
+        routes[path] = streaming(routes[path])
+    return routes
+
+
+def run(url: str, **fields) -> list:
+    return list(PROBED.run(context(url, **fields)))
+
+
+def reason(action, *arguments, **fields) -> str:
+    """Return the one line that an action is skipped with; never with the key or the prompt."""
+    with pytest.raises(Skip) as caught:
+        action(*arguments, **fields)
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    assert KEY not in text
+    assert PROMPT.text[:40] not in text
+    return text
+
+
+def reach(server, **settings) -> Endpoint:
+    return Endpoint(Settings.read({"url": server.url, **settings}))
+
+
+# --- What can go wrong between here and an answer --------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_one_line(monkeypatch):
+    """After a few attempts, with the address and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        waits = []
+        text = reason(Client(url=url, sleep=waits.append).api, "/models")
+    assert text == f"GET {url}/models: connection refused: nothing listens there; start the server, or mend url"
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_a_server_that_comes_up_is_waited_for():
+    """A refused connection has changed nothing and is tried again."""
+    with served(recorded("vllm")) as server:
+        late = Client(url=server.url)
+        address = late.port
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            late.port = taken.getsockname()[1]
+
+            def arrive(_: float) -> None:
+                late.port = address
+
+            late.sleep = arrive
+            assert late.api("/models").json() == models("tiny", owner="vllm")
+
+
+def test_an_unknown_host_is_one_line():
+    """The name is not known, nothing else is said."""
+    assert "the name of the host is not known" in reason(Client(url="http://nowhere.invalid/v1").api, "/models")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000/v1", "wanted e.g."),
+        ("ftp://host/v1", "wanted e.g."),
+        ("http:///v1", "wanted e.g."),
+        ("http://host:99999/v1", "not an address"),
+        ("http://user:hunter2@host/v1", "a key belongs into key_file"),
+        ("http://host/v1?key=hunter2", "a key belongs into key_file"),
+        ("http://host /v1", "wanted e.g."),
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_one_line(url, said):
+    """And a password in it is not repeated."""
+    text = reason(Client, url=url)
+    assert said in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_not_accepted_is_one_line(status):
+    """With a key and without one; the server's words are not needed, and it is not asked twice."""
+    refusal = (status, {}, {"error": {"message": f"Invalid key {KEY}"}})
+    with served({"GET /v1/models": refusal}) as server:
+        assert reason(Client(url=server.url).api, "/models").endswith("a request without a key; set key_file")
+        assert reason(Client(url=server.url, key=KEY).api, "/models").endswith("does not accept the key of key_file")
+        assert [headers.get("Authorization") for _, _, headers in server.requests] == [None, f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            (200, {"Content-Type": "text/html"}, b"<!doctype html><title>Login</title>"),
+            "answered a web page, wanted JSON",
+        ),
+        ((200, {}, b'{"choices": [{"text": "a'), "is no JSON, or breaks off"),
+        ((200, {}, b""), "the answer of 0 characters is no JSON"),
+        ((200, {"Content-Length": "4000"}, b'{"choices": ['), "the answer broke off after 13 of 4000 bytes"),
+        ((200, {"Transfer-Encoding": "chunked", "Content-Length": "0"}, b"5\r\n{"), "broke off after"),
+        ((500, {}, {"error": {"message": "CUDA error: device-side assert"}}), "500: CUDA error: device-side assert"),
+        ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: no words"),
+        ((500, {}, b"Internal\n  Server Error"), "refused with 500: Internal Server Error"),
+        ((307, {"Location": "https://else.example/v1?token=x"}, b""), "to https://else.example/v1: set url"),
+        ((200, {}, b"[" * (1 << 20)), "is no JSON"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(answer, said):
+    """It says what came instead."""
+    with served({"POST /v1/completions": answer}) as server:
+        client = Client(url=server.url, timeout=5.0)
+        text = reason(lambda: client.api("/completions", {"prompt": PROMPT.text}).json())
+    assert said in text
+    assert text.startswith(f"POST {server.url}/completions: ")
+
+
+def test_an_answer_without_end_is_not_read_on(monkeypatch):
+    """A body has a bound."""
+    monkeypatch.setattr(endpoint_client, "MAX_BYTES", 1 << 20)
+    with served({"GET /v1/models": b" " * (3 << 20)}) as server:
+        assert "longer than 1 MiB" in reason(Client(url=server.url).api, "/models")
+
+
+def test_the_words_of_a_server_hold_neither_prompt_nor_key():
+    """FastAPI and others echo what they were sent."""
+    prompt = "What the diver saw below, step by step."
+    words = f"cannot take {prompt!r} with {KEY}: too long"
+    for content in ({"error": {"message": words}}, {"detail": words}, {"message": words}, words.encode()):
+        with served({"POST /v1/completions": (400, {}, content)}) as server:
+            client = Client(url=server.url, key=KEY)
+            text = reason(lambda: client.api("/completions", {"prompt": prompt}).json())  # noqa: B023 - called at once
+            assert text.endswith("400: cannot take '…' with …: too long")
+
+
+def test_a_slow_server_is_told_from_one_that_is_not_there():
+    """Connected, but no answer; and one that drips does not hold on to the run."""
+    over = threading.Event()
+    with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
+        begun = time.monotonic()
+        assert "connected, but no whole answer within 0.4 s (0 bytes came)" in reason(
+            Client(url=server.url, timeout=0.4).api, "/models"
+        )
+        over.set()
+        assert time.monotonic() - begun < 5.0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        drip = threading.Thread(target=_drip, args=(listener,), daemon=True)
+        drip.start()
+        begun = time.monotonic()
+        text = reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout=0.8).api, "/models")
+        assert time.monotonic() - begun < 5.0
+        assert "connected, but no whole answer within 0.8 s" in text
+        drip.join()
+
+
+def test_an_answer_may_take_longer_than_the_connection(monkeypatch):
+    """A connection has seconds, the answer all of its timeout."""
+    monkeypatch.setattr(endpoint_client, "CONNECT", 0.2)
+    with served({"GET /v1/models": lambda _: time.sleep(0.6) or models("tiny")}) as server:
+        assert Client(url=server.url, timeout=20.0).api("/models").json() == models("tiny")
+
+
+def _drip(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "broke off after 1 of 50 bytes"),
+    ],
+)
+def test_a_server_that_dies_over_a_request_is_one_line(sent, said):
+    """Nothing came, no HTTP came, or half of it; none of them is tried again."""
+    accepted = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def die() -> None:
+            connection, _ = listener.accept()
+            accepted.append(1)
+            with connection:
+                connection.recv(4096)
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        assert said in reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1").api, "/models")
+        thread.join()
+    assert accepted == [1]
+
+
+@pytest.mark.parametrize(
+    ("after", "waits"), [("2", [2.0, 2.0, 2.0]), ("soon", [0.5, 1.0, 2.0]), (None, [0.5, 1.0, 2.0])]
+)
+def test_a_busy_server_is_asked_again_a_few_times(after, waits):
+    """As long after as it wishes, and not for ever."""
+    headers = {} if after is None else {"Retry-After": after}
+    with served({"GET /v1/models": (503, headers, {"error": "loading model"})}) as server:
+        slept = []
+        assert reason(Client(url=server.url, sleep=slept.append).api, "/models").endswith(
+            "refused with 503, 4 times: loading model"
+        )
+        assert slept == waits
+        assert len(server.requests) == 4
+        answers = iter([(429, headers, {}), models("tiny")])
+        server.routes["GET /v1/models"] = lambda _: next(answers)
+        assert Client(url=server.url, sleep=slept.append).api("/models").json() == models("tiny")
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("route", ["GET /version", "GET /metrics"])
+def test_a_hiccup_of_an_optional_path_never_changes_the_chain(monkeypatch, status, route):
+    """It is tried again, and where it stays it ends the run: a version that is missing once is another chain."""
+    monkeypatch.setattr(endpoint_client, "PATIENCE", 0.0)  # a wish to wait at all ends the waiting
+    refusal = (status, {}, {"error": "no upstream"})
+    with served(routes_of("vllm")) as server:
+        steady = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        good = server.routes[route]
+        server.routes[route] = refusal
+        assert f"{route.replace(' ', f' {server.url[:-3]}')}: refused with {status}" in reason(run, server.url)
+        monkeypatch.setattr(endpoint_client, "PATIENCE", 10.0)
+        answers = itertools.chain([refusal], itertools.repeat(good))
+        server.routes[route] = lambda _: next(answers)
+        again = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        assert again == steady
+
+
+@pytest.mark.parametrize("route", ["GET /props", "GET /slots", "POST /tokenize", "POST /apply-template"])
+def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
+    """Also those that are asked in the middle of a run."""
+    monkeypatch.setattr(endpoint_client, "PATIENCE", 0.0)
+    with served(routes_of("llama-server")) as server:
+        server.routes[route] = (503, {}, {"error": "loading model"})
+        assert f"{route.split()[1]}: refused with 503" in reason(run, server.url, settings={"dialect": "llama-server"})
+
+
+def test_a_server_that_wants_to_be_left_alone_is_left_alone():
+    """A long Retry-After is said instead of waited for."""
+    with served({"GET /v1/models": (429, {"Retry-After": "3600"}, {})}) as server:
+        assert "wants to be left alone for 3600 s" in reason(Client(url=server.url).api, "/models")
+        assert len(server.requests) == 1
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of its own authority for 127.0.0.1, with its key."""
+    openssl = shutil.which("openssl")
+    if not openssl:
+        pytest.skip("no openssl here to make a certificate with")
+    place = tmp_path_factory.mktemp("tls")
+    argv = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=canary"]
+    argv += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", place / "key.pem", "-out", place / "cert.pem"]
+    subprocess.run(argv, check=True, capture_output=True)
+    return place
+
+
+def test_tls_is_spoken_and_certificates_are_checked(certificate):
+    """With the authority it is trusted; without it is not; plain HTTP is not taken for TLS."""
+    with served({"GET /v1/models": models("tiny")}) as server:
+        plain = server.url
+        assert "no TLS is spoken there" in reason(Client(url=plain.replace("http:", "https:")).api, "/models")
+    secured = served({"GET /v1/models": models("tiny")})
+    with secured as server:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+        server.httpd.socket = tls.wrap_socket(server.httpd.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        client = Client(url=url, ca_file=str(certificate / "cert.pem"))
+        assert client.api("/models").json() == models("tiny")
+        text = reason(Client(url=url).api, "/models")
+        assert "certificate is not accepted" in text
+        assert "ca_file" in text
+
+
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_certificates_that_cannot_be_read_are_one_line(tmp_path, content):
+    """Missing, or something else."""
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_bytes(content)
+    assert f"ca_file: {path}: no certificates" in reason(Client, url="https://127.0.0.1/v1", ca_file=str(path))
+
+
+# --- Settings and models ---------------------------------------------------------------------------------------------
+
+
+def test_wrong_settings_are_told_at_once():
+    """Their types are checked although the configuration has checked them."""
+    text = reason(
+        Settings.read,
+        {"dialect": "gpt", "apis": ["embeddings"], "timeout": -1, "model": 5, "directory": "models/x"},
+    )
+    for part in (
+        "url: not given",
+        "dialect: got 'gpt'",
+        "apis: got",
+        "timeout: got -1",
+        "model: got int",
+        "directory: got",
+    ):
+        assert part in text
+
+
+def test_the_key_file_holds_a_key_that_not_everybody_may_read(tmp_path):
+    """It is refused otherwise, and never shown."""
+    path = tmp_path / "key"
+    read = {"url": "http://h/v1", "key_file": str(path)}
+    assert "cannot be read" in reason(Settings.read, read)
+    path.write_text(KEY + "\n")
+    path.chmod(0o644)
+    assert reason(Settings.read, read) == f"key_file: {path}: everybody may read it: chmod o-r {path}"
+    path.chmod(0o640)
+    settings = Settings.read(read)
+    assert settings.key == KEY
+    assert KEY not in repr(settings)
+    assert KEY not in repr(Client(url="http://h/v1", key=KEY))
+    for bad in ("", KEY + "\n" + KEY, "sk canary", "sk-k\u00e9y"):
+        path.write_text(bad)
+        assert "wanted one key in one line" in reason(Settings.read, read)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "said"),
+    [
+        (("a", "b"), "", "not given, and the server lists 2: a, b; choose one"),
+        ((), "", "not given, and the server lists none"),
+        (("a", "b"), "c", "'c' is not served; the server lists a, b"),
+        (tuple("abcdefghij"), "z", "lists a, b, c, d, e, f, g, h, …"),
+    ],
+)
+def test_a_model_that_is_not_known_is_one_line(there, wanted, said):
+    """With what there is."""
+    with served({**recorded("generic"), "GET /v1/models": models(*there)}) as server:
+        assert said in reason(reach, server, model=wanted)
+
+
+def test_a_server_that_does_not_list_all_says_itself_what_it_lacks():
+    """mlx-lm serves models beside its list; its 404 is a wrong name and not a missing API."""
+    refusal = (404, {}, {"error": "model tinier not found"})
+    with served({**recorded("mlx-lm"), "POST /v1/completions": refusal}) as server:
+        endpoint = reach(server, model="tinier", dialect="mlx-lm")
+        text = reason(endpoint.ask, "completions", PROMPT, fresh=True)
+        assert text == "model: 'tinier' is not served (model tinier not found); the server lists tiny"
+
+
+# --- Refused fields --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (422, {}, {"detail": [{"loc": ["body", "return_token_ids"], "msg": "Extra inputs are not permitted"}]}),
+        (400, {}, {"error": {"message": "return_token_ids is not supported"}}),
+        (400, {}, {"error": "bad request"}),
+        (500, {}, {"error": {"message": "ValueError: return_token_ids is not supported"}}),
+    ],
+)
+def test_a_field_that_is_refused_is_dropped_and_not_sent_again(refusal):
+    """Whether the server names it or not; the rest is still asked for, and the chain says what is sent."""
+    routes = recorded("vllm")
+    answer = routes["POST /v1/completions"]
+    routes["POST /v1/completions"] = lambda body: refusal if "return_token_ids" in body else answer(body)
+    with served(routes) as server:
+        endpoint = reach(server)
+        for _ in range(3):
+            given = endpoint.ask("completions", PROMPT, fresh=False, salt="s")
+        sent = [set(body) for body in server.asked("/completions")]
+        assert ["return_token_ids" in fields for fields in sent].count(True) == 1 + (
+            refusal[2] == {"error": "bad request"}
+        )
+        assert len(sent) == 4 + (refusal[2] == {"error": "bad request"})
+        assert "logprobs" in sent[-1]
+        assert given.scored
+        assert "return_token_ids" not in endpoint.recording("c", "completions", PROMPT, given, "").chain["settings"]
+
+
+def test_a_request_that_is_refused_bare_has_not_taught_anything():
+    """A context that is too long says nothing about fields."""
+    routes = recorded("vllm")
+    answer = routes["POST /v1/completions"]
+    long = (400, {}, {"error": {"message": "context length exceeded"}})
+    routes["POST /v1/completions"] = lambda body: long if len(body["prompt"]) > 100 else answer(body)
+    with served(routes) as server:
+        endpoint = reach(server)
+        with pytest.raises(Refused, match="context length exceeded"):
+            endpoint.ask("completions", PROMPT, fresh=True, salt="s")
+        assert endpoint.dropped == {"completions": set(), "chat": set()}
+        asked = len(server.requests)
+        assert endpoint.ask("completions", Prompt(name="a", text="short"), fresh=True, salt="s").scored
+        assert len(server.requests) == asked + 1
+        assert asked < 12
+
+
+def test_alternatives_are_given_up_before_probabilities():
+    """A server that allows fewer than five names both fields."""
+    routes = recorded("generic")
+    answer = routes["POST /v1/chat/completions"]
+    refusal = (400, {}, {"error": {"message": "top_logprobs with logprobs: at most 2"}})
+    routes["POST /v1/chat/completions"] = lambda body: refusal if "top_logprobs" in body else answer
+    with served(routes) as server:
+        endpoint = reach(server)
+        assert endpoint.ask("chat", PROMPT, fresh=True).scored
+        assert endpoint.dropped["chat"] == {"top_logprobs"}
+
+
+# --- The probe -------------------------------------------------------------------------------------------------------
+
+
+def test_quick_takes_one_prompt_in_rotation():
+    """Fresh, warm and scored, per API; the seed decides which prompt; a run that repeats gives the same digests."""
+    cases = {}
+    with served(routes_of("vllm")) as server:
+        for seed in (0, 1, 2):
+            found = recordings(run(server.url, seed=seed))
+            assert all(len(each) == 1 for each in found.values())
+            cases[seed] = {case: each[0].digest for case, each in found.items()}
+    assert set(cases[0]) == {f"{a}/reef/{m}" for a in ("completions", "chat") for m in ("fresh", "warm")} | {
+        "forced/reef"
+    }
+    assert {case.split("/")[1] for case in cases[1]} == {"ledger"}
+    assert cases[2] == cases[0]
+
+
+def test_standard_takes_every_prompt():
+    """And the prompts of the user where there are some."""
+    with served(routes_of("llama-server")) as server:
+        found = recordings(run(server.url, level="standard"))
+        assert {case.split("/")[1] for case in found} == {"reef", "ledger"}
+        assert len(found) == 8
+
+
+def test_prompts_of_the_user_are_asked(tmp_path):
+    """By their names; a file with errors ends the run with all of them."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompts": [{"name": "mine", "text": PROMPT.text, "tokens": 32}]}))
+    with served(routes_of("vllm")) as server:
+        found = recordings(run(server.url, settings={"prompts": str(path)}))
+        assert "chat/mine/warm" in found
+        assert server.asked("/completions")[0]["max_tokens"] == 32
+        path.write_text("{}")
+        assert str(path) in reason(run, server.url, settings={"prompts": str(path)})
+
+
+def test_a_fresh_request_has_a_salt_that_no_other_had_and_a_warm_one_the_same():
+    """Or it would find the cache of an earlier run, or miss that of its twin."""
+    with served(routes_of("vllm")) as server:
+        for _ in range(2):
+            run(server.url, seed=0, settings={"apis": ["chat"]})
+        salts = [body["cache_salt"] for body in server.asked("/chat/completions") if not body["stream"]]
+        assert len(salts) == 4
+        assert salts[0] == salts[1] != salts[2] == salts[3]
+        (scored,) = {body.get("cache_salt") for body in server.asked("/completions")} - set(salts) or {None}
+        assert scored is None  # completions were not wanted, so prompts are not scored either
+    with served(routes_of("llama-server")) as server:
+        run(server.url, seed=0, settings={"apis": ["chat"]})
+        asked = [body["cache_prompt"] for body in server.asked("/chat/completions") if not body["stream"]]
+        assert asked == [False, True]
+
+
+class Counting:
+    """Counts the requests that a server serves at the same time; beyond `most` of them it refuses or is slow.
+
+    After `alone` of them each takes long enough to meet the others.
+    """
+
+    def __init__(self, alone: int, most: int = 99, refusal=None) -> None:
+        self.alone, self.most, self.refusal = alone, most, refusal
+        self.active, self.lock = 0, threading.Lock()
+        self.peaks: list[int] = []
+
+    def __call__(self, answer):
+        def route(body):
+            with self.lock:
+                self.active += 1
+                self.peaks.append(self.active)
+                refused = self.active > self.most
+            time.sleep(0.1 if len(self.peaks) > self.alone else 0.002)
+            with self.lock:
+                self.active -= 1
+            if refused and self.refusal is None:
+                time.sleep(1.5)
+            return self.refusal if refused and self.refusal else answer(body)
+
+        return route
+
+    def around(self, name: str) -> dict:
+        routes = routes_of(name)
+        for path in ("POST /v1/completions", "POST /v1/chat/completions"):
+            routes[path] = self(routes[path])
+        return routes
+
+
+def skipped(facts: list) -> list[tuple[str, str]]:
+    return [(fact.case, fact.reason) for fact in facts if isinstance(fact, Skipped)]
+
+
+@pytest.mark.parametrize("apis", [("completions", "chat"), ("chat",)])
+def test_a_baseline_asks_every_case_alone_first_and_then_under_load(apis):
+    """So often alone that the judge may call it bit-stable, then with 2, 4 and 8 requests of our own at once."""
+    alone = 16 * 4 * len(apis)
+    counting = Counting(alone)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": list(apis)})
+    found = recordings(facts)
+    assert len(found) == 4 * len(apis)
+    for case, each in found.items():
+        assert [recording.condition for recording in each] == ["idle"] * 16 + ["loaded"] * 16, case
+        assert len({recording.digest for recording in each}) == 1
+        assert len({json.dumps(dict(recording.chain)) for recording in each}) == 1
+    assert max(counting.peaks[:alone]) == 1
+    assert max(counting.peaks[alone:]) >= 5
+    assert skipped(facts) == []
+
+
+def test_one_prompt_on_one_api_has_as_many_recordings(tmp_path):
+    """There is no other to stand beside it."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompts": [{"name": "mine", "text": PROMPT.text, "tokens": 32}]}))
+    settings = {"apis": ["chat"], "prompts": str(path)}
+    with served(routes_of("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings=settings)
+    assert {case: len(each) for case, each in recordings(facts).items()} == {
+        "chat/mine/fresh": 32,
+        "chat/mine/warm": 32,
+    }
+
+
+def test_a_baseline_ends_with_its_budget():
+    """What it has is kept, and it says that more is to come."""
+    with served(routes_of("vllm")) as server:
+        facts = run(server.url, baselining=True, budget=1e-6)
+    assert len(recordings(facts)) >= 1
+    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in 1e-06 s; more to come")]
+
+
+class Turns:
+    """A clock whose budget is spent after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __call__(self) -> float:
+        self.looks -= 1
+        return 0.0 if self.looks >= 0 else 1000.0
+
+
+def test_a_baseline_goes_on_where_an_earlier_run_ended(tmp_path):
+    """Alone first, round by round over every case; then under load; and from the start when all is done or changed."""
+    memory = str(tmp_path / "memory")
+    wanted = {"baselining": True, "budget": 100.0, "memory": memory, "settings": {"apis": ["chat"]}}
+
+    def conditions(looks: int) -> list[tuple[int, int]]:
+        found = recordings(run(server.url, clock=Turns(looks), **wanted))
+        every = [[recording.condition for recording in each] for each in found.values()]
+        return sorted({(each.count("idle"), each.count("loaded")) for each in every})
+
+    with served(routes_of("llama-server")) as server:
+        assert conditions(20) == [(10, 0)]
+        assert conditions(16) == [(6, 4)]
+        assert conditions(10**6) == [(1, 16)]
+        assert conditions(20) == [(10, 0)]
+        server.routes["GET /props"] = {**server.routes["GET /props"], "build_info": "b2"}
+        assert conditions(28) == [(14, 0)]
+        (file,) = (tmp_path / "memory").iterdir()
+        for damage in ("", "[]", "[1, 2, 3]", "7", "{}"):
+            file.write_text(damage)
+            assert conditions(4) == [(2, 0)]
+        file.unlink()
+        file.mkdir()
+        assert conditions(4) == [(2, 0)]
+
+
+BUSY = (429, {"Retry-After": "3600"}, {"error": {"message": "queue is full"}})
+
+
+@pytest.mark.parametrize("refusal", [BUSY, (503, {"Retry-After": "3600"}, {}), (500, {}, {"error": "no memory"}), None])
+def test_a_load_that_a_server_does_not_take_is_halved(refusal):
+    """Refused or too slow under our own load: what it took is kept, and the run ends well, saying which it was."""
+    counting = Counting(64, 4, refusal)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"], "timeout": 1.0})
+    for each in recordings(facts).values():
+        kinds = [recording.condition for recording in each]
+        assert kinds[:16] == ["idle"] * 16
+        assert kinds[16:] == ["loaded"] * len(kinds[16:])
+        assert 13 <= len(kinds[16:]) <= 16  # one that was left over would have been alone
+    ((case, text),) = skipped(facts)
+    assert case == "baseline"
+    assert "the server did not take 8 requests of ours at once: POST " in text
+    assert "not take 2 requests" not in text
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert "requests of ours at once" in absent["endpoint_token_seconds{api=chat}"]
+
+
+def test_a_server_that_takes_one_request_alone_is_learnt_alone():
+    """The loaded part ends, the run does not."""
+    counting = Counting(64, 1, BUSY)
+    with served(counting.around("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"]})
+    for each in recordings(facts).values():
+        assert [recording.condition for recording in each][:16] == ["idle"] * 16
+        assert len(each) <= 18
+    ((case, text),) = skipped(facts)
+    assert case == "baseline"
+    assert "the server did not take 2 requests of ours at once: " in text
+    assert text.endswith("it wants to be left alone for 3600 s")
+    assert max(counting.peaks) == 2
+    assert any(isinstance(fact, Reading) and fact.name == "switches" for fact in facts)
+
+
+def test_a_server_that_dies_under_our_load_has_been_recorded():
+    """Nothing after that ends the run as skipped, and latencies are absent with that reason."""
+    routes = routes_of("vllm")
+    asked = []
+    answers = {path: routes[path] for path in routes if path.startswith("POST")}
+
+    def dying(path):
+        def route(body):
+            asked.append(path)
+            return answers[path](body) if len(asked) <= 16 * 10 else (500, {}, {"error": "EngineCore died"})
+
+        return route
+
+    routes |= {path: dying(path) for path in answers}
+    with served(routes) as server:
+        facts = run(server.url, baselining=True, budget=100.0)
+    assert {len(each) for each in recordings(facts).values()} == {16}
+    ((_, text),) = skipped(facts)
+    assert "EngineCore died" in text
+    absent = {fact.name for fact in facts if isinstance(fact, Absent)}
+    assert {f"endpoint_first_token_seconds{{api={api}}}" for api in ("completions", "chat")} <= absent
+
+
+def test_a_spent_budget_leaves_cases_out_aloud():
+    """At least one item is asked, and the others are named."""
+    with served(routes_of("vllm")) as server:
+        facts = run(server.url, level="standard", budget=1e-6)
+    assert set(recordings(facts)) == {"completions/reef/fresh", "completions/reef/warm"}
+    assert {fact.case for fact in facts if isinstance(fact, Skipped)} == {
+        *("chat/reef/fresh", "chat/reef/warm", "forced/reef", "forced/ledger"),
+        *(f"{api}/ledger/{mode}" for api in ("completions", "chat") for mode in ("fresh", "warm")),
+    }
+
+
+def test_a_confirmation_asks_its_cases_alone():
+    """A warm case is still preceded by the fresh request that warms it; latencies are not measured."""
+    with served(routes_of("vllm")) as server:
+        facts = run(server.url, cases=("chat/ledger/warm",))
+        assert set(recordings(facts)) == {"chat/ledger/warm"}
+        assert len(server.asked("/chat/completions")) == 2
+        assert server.asked("/completions") == []
+        assert set(recordings(run(server.url, cases=("forced", "completions/reef")))) == {
+            *("forced/reef", "forced/ledger", "completions/reef/fresh", "completions/reef/warm")
+        }
+        assert "no case matches nothing; one of them is completions/reef/fresh" in reason(
+            run, server.url, cases=("nothing",)
+        )
+
+
+def test_it_is_said_whether_others_were_served():
+    """Busy before or after is loaded; unknown is neither."""
+    routes = routes_of("llama-server")
+    with served(routes) as server:
+        assert {r.condition for each in recordings(run(server.url)).values() for r in each} == {"idle"}
+        for states in ([True, False], [False, True]):  # before and after
+            turns = iter(states)
+            server.routes["GET /slots"] = lambda _, turns=turns: [{"id": 0, "is_processing": next(turns)}]
+            found = recordings(run(server.url, cases=("chat/reef/fresh",)))
+            assert [r.condition for r in found["chat/reef/fresh"]] == ["loaded"]
+        server.routes["GET /slots"] = [{"id": 0, "is_processing": True}]
+        assert {r.condition for each in recordings(run(server.url)).values() for r in each} == {"loaded"}
+    with served(routes_of("mlx-lm")) as server:
+        assert {r.condition for each in recordings(run(server.url)).values() for r in each} == {""}
+
+
+def test_every_link_of_the_chain_is_there(tmp_path):
+    """Checkpoint, tokenizer, template and format from the directory; and each moves alone."""
+    directory = tmp_path / "model"
+    checkpoints.make(directory)
+    with served(routes_of("vllm")) as server:
+        settings = {"directory": str(directory)}
+        before = recordings(run(server.url, settings=settings))["chat/reef/fresh"][0].chain
+        assert {"checkpoint", "tokenizer", "template", "dtype", "prompt", "settings", "server", "client"} <= set(before)
+        checkpoints.other_template(directory)
+        after = recordings(run(server.url, settings=settings))["chat/reef/fresh"][0].chain
+        assert {link for link in before if before[link] != after[link]} == {"template"}
+        server.routes["GET /version"] = {"version": "0.33.0"}
+        changed = recordings(run(server.url, settings=settings))["chat/reef/fresh"][0].chain
+        assert {link for link in after if after[link] != changed[link]} == {"server"}
+        assert "directory: " in reason(run, server.url, settings={"directory": str(tmp_path / "none")})
+
+
+def test_an_api_that_the_server_lacks_is_left_out_aloud():
+    """The other is recorded; without any, the run is skipped with the server's words."""
+    routes = routes_of("vllm")
+    routes["POST /v1/chat/completions"] = (400, {}, {"error": {"message": "no chat template is defined"}})
+    with served(routes) as server:
+        facts = run(server.url)
+        assert set(recordings(facts)) == {"completions/reef/fresh", "completions/reef/warm", "forced/reef"}
+        skipped = {fact.case: fact.reason for fact in facts if isinstance(fact, Skipped)}
+        assert set(skipped) == {"chat/reef/fresh", "chat/reef/warm"}
+        assert all("no chat template is defined" in text for text in skipped.values())
+        server.routes["POST /v1/completions"] = (404, {}, {"detail": "Not Found"})
+        assert "refused with 404: Not Found" in reason(run, server.url)
+
+
+def test_a_server_that_fails_ends_the_run():
+    """With its own words: an engine that died is no missing API."""
+    routes = routes_of("vllm")
+    routes["POST /v1/chat/completions"] = (500, {}, {"error": {"message": "EngineCore died"}})
+    with served(routes) as server:
+        assert reason(run, server.url).endswith("/v1/chat/completions: refused with 500: EngineCore died")
+
+
+def test_latencies_come_from_a_stream_of_their_own():
+    """To the first token and between tokens; they never change what is recorded."""
+    slow = routes_of("vllm")
+    with served(slow) as server:
+        facts = run(server.url)
+        readings = {fact.key: fact for fact in facts if isinstance(fact, Reading)}
+        for api in ("completions", "chat"):
+            first = readings[f"endpoint_first_token_seconds{{api={api}}}"]
+            assert (first.unit, 0 < first.value < 10.0) == ("seconds", True)
+            assert 0 <= readings[f"endpoint_token_seconds{{api={api}}}"].value < 10.0
+        assert readings["endpoint_prompt_tokens{api=completions,prompt=reef}"].value == 14
+        assert readings["endpoint_nonfinite"].value == 0
+        assert "endpoint_start_time_seconds" not in readings
+        server.routes["GET /metrics"] = b"process_start_time_seconds 1.76374712345e+09\n"
+        (started,) = (fact for fact in run(server.url) if getattr(fact, "name", "") == "endpoint_start_time_seconds")
+        assert (started.value, started.unit, started.key) == (1763747123.45, "seconds", "endpoint_start_time_seconds")
+        assert "dialect=vllm" in readings["switches"].value
+        streamed = [body for body in server.asked("/completions") if body["stream"]]
+        assert [body["max_tokens"] for body in streamed] == [16, 16]
+
+
+def test_a_server_that_does_not_stream_has_no_latencies():
+    """They are absent with the reason, the recordings stay."""
+    with served(recorded("llama-server")) as server:
+        facts = run(server.url)
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert "(llama-server) does not say when it started" in absent.pop("endpoint_start_time_seconds")
+    assert set(absent) == {
+        f"endpoint_{name}_seconds{{api={api}}}" for name in ("first_token", "token") for api in ("completions", "chat")
+    }
+    assert all("no stream of events" in text for text in absent.values())
+    assert len(recordings(facts)) == 4
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (sse(*CHUNKS, done=False), "the stream broke off after 3 events"),
+        (sse(CHUNKS[0], {"error": {"message": "EngineCore died"}}), "no event but: EngineCore died"),
+        ((200, {"Content-Type": "text/event-stream"}, b'data: {"choices": [{"te\n\n'), "no event but: "),
+        ((200, {"Content-Type": "text/event-stream", "Content-Length": "9000"}, b"data: "), "broke off"),
+    ],
+)
+def test_a_stream_that_breaks_off_ends_the_run(stream, said):
+    """It is one clear line, and what was recorded before has been said already."""
+    routes = recorded("vllm")
+    answer = routes["POST /v1/completions"]
+    routes["POST /v1/completions"] = lambda body: stream if body["stream"] else answer(body)
+    with served(routes) as server:
+        facts = PROBED.run(context(server.url, settings={"apis": ["completions"]}))
+        seen = []
+        assert said in reason(lambda: seen.extend(facts) if False else [seen.append(fact) for fact in facts])
+        assert any(isinstance(fact, Recording) for fact in seen)
+
+
+def test_a_server_without_probabilities_is_judged_by_text_aloud():
+    """Its blind spot is an absence with that reason, per API; the text is exact still."""
+    with served(routes_of("transformers")) as server:
+        facts = run(server.url, settings={"model": "/srv/tiny"})
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert {"endpoint_logprobs{api=completions}", "endpoint_logprobs{api=chat}", "endpoint_nonfinite"} <= set(absent)
+    assert {reason for name, reason in absent.items() if name != "endpoint_start_time_seconds"} == {PROBED.BLIND}
+    for each in recordings(facts).values():
+        assert (each[0].values, each[0].margins, each[0].text) == ((), (), "syools")
+
+
+def test_what_is_not_finite_is_counted():
+    """And stands as None in the recording."""
+    routes = routes_of("generic")
+    broken = copy.deepcopy(recorded("generic")["POST /v1/chat/completions"])
+    broken["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
+    routes["POST /v1/chat/completions"] = streaming(broken)
+    with served(routes) as server:
+        facts = run(server.url)
+    (counted,) = (fact for fact in facts if isinstance(fact, Reading) and fact.name == "endpoint_nonfinite")
+    assert counted.value == 2
+    assert recordings(facts)["chat/reef/fresh"][0].values == (None,)
+
+
+@pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
+def test_a_drill_changes_every_digest_visibly(fault):
+    """One token's probability, the same in a run that confirms; the chain stays, and the text says so."""
+    with served(routes_of("vllm")) as server:
+        clean, drilled, again = (recordings(run(server.url, drill=drill)) for drill in ("", fault, fault))
+    for case, (recording,) in drilled.items():
+        assert recording.digest != clean[case][0].digest
+        assert recording.digest == again[case][0].digest
+        assert recording.chain == clean[case][0].chain
+        assert recording.text.startswith(f"[drill: {fault} at position ")
+
+
+def test_a_drill_reaches_text_alone():
+    """Where there is no probability to change."""
+    with served(routes_of("transformers")) as server:
+        endpoint = reach(server, model="/srv/tiny")
+        answer = endpoint.ask("chat", PROMPT, fresh=True)
+    assert injected(answer, "flip").text == "syo[drill: flip]ols"
+    assert injected(answer, "flip").digest != answer.digest
+
+
+def test_the_server_is_described_for_the_command_line():
+    """Dialect, version, model and what each API honours."""
+    with served(routes_of("vllm")) as server:
+        said = describe({"url": server.url})
+    assert (said["dialect"], said["version"], said["model"], said["scores_prompts"]) == ("vllm", "0.32.0", "tiny", True)
+    assert said["apis"]["completions"]["logprobs"] is True
+    assert said["apis"]["completions"]["alternatives"] == 5
+    assert said["apis"]["chat"]["prefix_cache_off_by"] == "cache_salt"
+    json.dumps(said)
+
+
+def test_its_facts_travel_through_a_worker():
+    """The real supervisor and a real worker: recordings arrive, and an unreachable server is a skip with its reason."""
+    spec = PROBED.SPEC
+    with served(routes_of("vllm")) as server, Series(WorkerSpec()) as series:
+        ctx = context(server.url)
+        wanted = {"probe_path": PROBE, "spec": spec, "device": ctx.device, "level": "quick", "seed": 0}
+        done = series.run(RunRequest(**wanted, settings={"url": server.url}), 60.0)
+        assert (done.outcome, done.detail) == (Outcome.COMPLETED, "")
+        assert len(done.recordings) == 5
+        assert {link for recording in done.recordings for link in recording.chain} == {
+            *("prompt", "settings", "server", "client")
+        }
+        html = (200, {"Content-Type": "text/html"}, b"<html></html>")
+        server.routes["GET /v1/models"] = html
+        done = series.run(RunRequest(**wanted, settings={"url": server.url}), 60.0)
+        assert (done.outcome, done.recordings) == (Outcome.SKIPPED, ())
+        assert "answered a web page" in done.detail

@@ -1,0 +1,175 @@
+"""Attention with one right answer: recomputed from its definition, and the same through orders, blocks and kernels."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canaryd.model import Exactness
+from canaryd.worker.numeric import attention
+from canaryd.worker.numeric.attention import CONTENTS, GAP, GAP_FLOAT64, MASKS, Attention, build
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.tensors import FORMATS, host_same_bits
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+FORMS = ("float64", "float32", "bfloat16", "float16")
+# (B, H, G, L, S, D): square, grouped, decode, odd sizes with more queries than keys.
+SIZES = [(1, 2, 2, 24, 24, 64), (1, 4, 2, 9, 33, 64), (2, 2, 1, 1, 80, 32), (1, 1, 1, 40, 19, 96)]
+
+
+def check(maker, problem, spec):
+    """Recompute the answer from the definition, and assert what every golden promises."""
+    assert problem.witnessed
+    wanted = Exactness.UNIVERSAL if problem.golden.element_size() > 2 else Exactness.ROUNDED
+    assert problem.exactness is wanted
+    size = problem.golden.to(torch.float64).abs()
+    assert bool(torch.isfinite(size).all())
+    assert float(size.min()) >= 2.0**spec.form.emin
+    for tensor in problem.operands[:3]:
+        size = tensor.to(torch.float64).abs()
+        assert bool((torch.isfinite(size) & ((size == 0) | (size >= 2.0**spec.form.emin))).all())
+    assert maker.raw_of(problem.golden) == maker.attention(problem, causal=spec.mask == "causal"), spec
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_golden_is_what_the_definition_gives(maker, form, name, mask):
+    """Scores are exactly 0 or vanish, winners are a power of two, and their mean is the golden, bit for bit."""
+    for number, sizes in enumerate(SIZES):
+        spec = Attention(name, FORMATS[form], mask, *sizes)
+        problem = build(spec, 40 + number)
+        check(maker, problem, spec)
+        assert tuple(problem.operands[1].shape) == (sizes[0], sizes[2], sizes[4], sizes[5])
+
+
+@given(
+    form=st.sampled_from(FORMS),
+    name=st.sampled_from(CONTENTS),
+    mask=st.sampled_from(MASKS),
+    L=st.integers(1, 20),
+    S=st.integers(1, 70),
+    D=st.integers(8, 130),
+    seed=st.integers(0, (1 << 63) - 1),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_size_is_right_or_refused(maker, form, name, mask, L, S, D, seed):
+    """Any lengths and head dimension: the definition's answer, or `Inexact` where codes or groups have no room."""
+    spec = Attention(name, FORMATS[form], mask, 1, 2, 1, L, S, D)
+    try:
+        problem = build(spec, seed)
+    except Inexact:
+        assert S < 18 or D < 2 * 7, spec
+        return
+    check(maker, problem, spec)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_losing_scores_vanish_with_room_to_spare(form, name):
+    """Every losing score is at most -gap after scaling, also when query and key were rounded after scaling apart."""
+    for D in (32, 64, 80, 96, 128, 256):
+        problem = build(Attention(name, FORMATS[form], "none", 1, 2, 2, 8, 200, D), 3)
+        query, key = (t.to(torch.float64) for t in problem.operands[:2])
+        scores = query @ key.transpose(-1, -2) / math.sqrt(D)
+        gap = GAP_FLOAT64 if form == "float64" else GAP
+        losing = scores[scores != 0]
+        assert float(losing.max()) <= -gap * (1 - 2.0**-40)
+        assert float(losing.min()) >= -attention.LARGEST_SCORE or form == "float64"
+        # The composite kernel scales query and key by the root of the scale, each rounded to the format.
+        root = torch.tensor(D**-0.25, dtype=torch.float64)
+        parts = [(t * root.to(problem.golden.dtype)).to(torch.float64) for t in problem.operands[:2]]
+        apart = parts[0] @ parts[1].transpose(-1, -2)
+        assert bool(((apart == 0) == (scores == 0)).all())
+        assert float(apart[apart != 0].max()) <= (-746.0 if form == "float64" else -104.0)
+
+
+def test_the_exponential_vanishes_at_the_gap():
+    """exp(-104) and exp(-746) are zero in float32 and float64, and exp(-gap) is."""
+    assert float(torch.exp(torch.tensor(-104.0))) == 0.0
+    assert math.exp(-746.0) == 0.0
+    assert float(torch.exp(torch.tensor(-GAP))) == 0.0
+    assert math.exp(-GAP_FLOAT64) == 0.0
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_matter(mask):
+    """Without its mask a masked problem has other answers: the keys behind the mask would win too."""
+    spec = Attention("onehot", FORMATS["float32"], mask, 1, 2, 2, 32, 64, 64)
+    problem = build(spec, 4)
+    query, key, value, _ = problem.operands
+    bare = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert host_same_bits(bare, problem.golden) is (mask in ("none", "causal"))
+
+
+@pytest.mark.parametrize(("name", "climbs"), [("rising", True), ("falling", False)])
+def test_ladders_climb_or_fall(name, climbs):
+    """The running maximum is replaced at every block of a rising ladder and never after the first key of a falling."""
+    query, key, _, _ = build(Attention(name, FORMATS["bfloat16"], "none", 1, 1, 1, 1, 512, 64), 5).operands
+    scores = (query.to(torch.float64) @ key.to(torch.float64).transpose(-1, -2)).reshape(-1)
+    best = [float(block.max()) for block in scores.split(32)]
+    rises = sum(later > earlier for earlier, later in itertools.pairwise(best))
+    assert rises == (len(best) - 1 if climbs else 0)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("form", ["float64", "float32"])
+def test_no_block_size_or_order_changes_a_bit(form, name):
+    """Online softmax written out, over blocks of any size and keys in any order, ends in the golden's bits."""
+    problem = build(Attention(name, FORMATS[form], "none", 1, 2, 2, 12, 100, 64), 6)
+    query, key, value, _ = problem.operands
+    generator = torch.Generator().manual_seed(1)
+    for block in (1, 7, 32, 100):
+        order = torch.randperm(100, generator=generator)
+        k, v = key[:, :, order], value[:, :, order]
+        best = torch.full((1, 2, 12, 1), -torch.inf, dtype=query.dtype)
+        total, out = torch.zeros_like(best), torch.zeros_like(problem.golden)
+        for low in range(0, 100, block):
+            scores = query @ k[:, :, low : low + block].transpose(-1, -2) / 8.0
+            top = torch.maximum(best, scores.amax(-1, keepdim=True))
+            weight, keep = torch.exp(scores - top), torch.exp(best - top)
+            total = total * keep + weight.sum(-1, keepdim=True)
+            out = out * keep + weight @ v[:, :, low : low + block]
+            best = top
+        assert host_same_bits(out / total, problem.golden)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_same_seed_same_bytes(name):
+    """A problem is a function of its arguments; another seed is another problem."""
+    spec = Attention(name, FORMATS["float16"], "none", 2, 4, 2, 9, 40, 64)
+    one, two, other = build(spec, 8), build(spec, 8), build(spec, 9)
+    for a, b in zip((*one.operands, one.golden), (*two.operands, two.golden), strict=True):
+        assert host_same_bits(a, b)
+    assert not host_same_bits(one.operands[2], other.operands[2])
+    assert not host_same_bits(one.golden, other.golden)
+
+
+def test_values_wider_than_the_accumulator_are_refused(monkeypatch):
+    """Values whose sum may round do not become a problem."""
+    honest = attention._values
+    monkeypatch.setattr(attention, "_values", lambda *a: honest(*a) << 8)
+    with pytest.raises(Inexact, match="partial sums reach"):
+        build(Attention("uniform", FORMATS["float32"], "none", 1, 1, 1, 8, 64, 64), 1)
+
+
+def test_means_that_are_not_representable_are_refused(monkeypatch):
+    """A uniform row whose sum needs more bits than the format has is refused, as is an answer of zero."""
+    honest = attention._values
+    spec = Attention("uniform", FORMATS["bfloat16"], "none", 1, 1, 1, 8, 64, 64)
+    for change in (lambda v: v * 1_001, lambda v: v * 0):
+        monkeypatch.setattr(attention, "_values", lambda *a, change=change: change(honest(*a)))
+        with pytest.raises(Inexact, match="zero or not representable"):
+            build(spec, 1)
+
+
+def test_too_small_a_head_dimension_is_refused():
+    """Codes need two places per bit."""
+    spec = Attention("onehot", FORMATS["float32"], "none", 1, 1, 1, 4, 300, 64)
+    with pytest.raises(Inexact, match="no room"):
+        build(replace(spec, D=8), 1)

@@ -1,0 +1,246 @@
+"""A failing case for somebody without canaryd: the files are the case, and the script alone finds what is wrong."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canaryd.codec import to_json
+from canaryd.model import Device
+from canaryd.probe import Skip
+from canaryd.worker.numeric import indexing, reproducer, stack
+from canaryd.worker.numeric.tensors import same_bits
+
+torch = pytest.importorskip("torch", reason="torch is not installed in this interpreter")
+pytestmark = pytest.mark.torch
+
+CPU = stack.cpu()
+PRODUCT = "bfloat16/cancel/decode/nt@32x64x128"
+CASES = [
+    ("exact_matmul", "float32/dense/prefill/tn@48x64x96"),
+    ("exact_matmul", PRODUCT),
+    ("exact_matmul", "float64/full/batched/tt@2x16x24x32"),
+    ("exact_matmul", "float16/scaled/fixed24/nt@96x80x256"),
+    ("exact_matmul", "int8>int32/narrow/fresh/nt@64x256x512"),
+    ("exact_attention", "float32/uniform/prefill/math/causal@1x2x2x48x48x64"),
+    ("exact_attention", "bfloat16/onehot/grouped/math/bool@1x4x2x32x65x64"),
+    ("exact_attention", "float32/onehot/decode/math/float@2x2x2x3x320x64"),
+    *(("exact_integer", f"int64/{name}/fresh@1024") for name in indexing.OPERATIONS),
+]
+
+
+def laid_out(out: Path, probe: str, case: str, **changed):
+    """Let the module write one case to a directory, as an engine would ask it to."""
+    out.mkdir(exist_ok=True)
+    made = reproducer.exhibit(probe, case, 7, CPU)
+    arguments = {"device": to_json(CPU), "probe": probe, "case": case, "shape": made.problem.shape, "seed": 7}
+    arguments |= {"expected": [], "out": str(out), "on": "cpu", "environment": {}, "unset": [], "runs": 2, "core": None}
+    return reproducer.answer(arguments | changed, lambda _fraction, _text: None), made
+
+
+def reproduce(out: Path, *more: str):
+    """Run the script as its reader would: another process, another directory, no canaryd on its path."""
+    argv = [sys.executable, "-I", str(out / "reproduce.py"), "cpu", *more]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def flip(path: Path, element: int, bit: int, size: int) -> None:
+    """Flip one bit of one element of a .npy file."""
+    data = bytearray(path.read_bytes())
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    data[begin + element * size + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("probe", "case"), CASES, ids=[case for _, case in CASES])
+def test_the_script_computes_what_the_probe_computed(tmp_path, probe, case):
+    """On a sound processor every kind of case comes out as its golden says, twice, with exit status 0."""
+    answer, made = laid_out(tmp_path / "case", probe, case)
+    assert answer["files"][-2:] == ["golden.npy", "reproduce.py"]
+    assert {p.name for p in (tmp_path / "case").iterdir()} == set(answer["files"])
+    done = reproduce(tmp_path / "case")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "0 of 2 runs were wrong on cpu\n"
+    assert answer["exactness"] == made.problem.exactness.value
+
+
+def test_the_script_names_the_wrong_element_and_its_bit(tmp_path):
+    """One bit of the golden is flipped: exactly that element and bit are reported, in every run, with status 1."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    flip(tmp_path / "golden.npy", 5 * 64 + 9, 13, 2)
+    core = min(os.sched_getaffinity(0))
+    done = reproduce(tmp_path, "3", "--core", str(core))
+    assert done.returncode == 1, done.stderr
+    found = re.findall(r"run (\d): element \[5, 9\]: expected (0x\w+), got (0x\w+), flipped bits \[13\]", done.stdout)
+    assert [run for run, _, _ in found] == ["0", "1", "2"]
+    assert {int(want, 16) ^ int(have, 16) for _, want, have in found} == {1 << 13}
+    assert done.stdout.splitlines()[-1] == f"3 of 3 runs were wrong on cpu, core {core}"
+    assert len(done.stdout.splitlines()) == 4
+
+
+def test_many_wrong_elements_are_counted(tmp_path):
+    """A wrong operand spoils more than a screen: ten elements are named, and how many there are."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    flip(tmp_path / "a.npy", 3, 14, 2)
+    done = reproduce(tmp_path, "1")
+    assert done.returncode == 1
+    assert len(re.findall("element ", done.stdout)) == 10
+    assert re.search(r"run 0: \d+ of 2048 elements are wrong", done.stdout)
+
+
+def test_what_cannot_be_run_is_no_verdict(tmp_path):
+    """A device that is not there ends with status 2, not with 0 or 1."""
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
+    argv = [sys.executable, "-I", str(tmp_path / "reproduce.py"), "cuda:99"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("not run: ")
+
+
+def without(module: str, out: Path):
+    """Run the script in an interpreter that lacks a module."""
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['reproduce.py', 'cpu', '1']\n"
+    code += f"runpy.run_path({str(out / 'reproduce.py')!r}, run_name='__main__')"
+    argv = [sys.executable, "-I", "-c", code]
+    return subprocess.run(argv, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_missing_torch_is_no_wrong_result(tmp_path):
+    """Status 2 and one sentence: 1 would say that the device is wrong."""
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
+    done = without("torch", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"not run: torch cannot be loaded in \S+: .*torch.*\n", done.stderr)
+
+
+def test_a_missing_numpy_is_not_worth_a_word(tmp_path):
+    """The script does without, so it passes on no warning of torch that it is missing."""
+    laid_out(tmp_path, "exact_matmul", PRODUCT)
+    done = without("numpy", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 of 1 runs were wrong on cpu\n", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("0",), "RUNS is 0: wanted 1 or more"),
+        (("-1",), "RUNS is -1: wanted 1 or more"),
+        (("1", "--core", "99999"), "core 99999 is not usable here"),
+        (("1", "--core", "x"), "core x is not usable here"),
+    ],
+)
+def test_what_shows_nothing_is_a_usage_error(tmp_path, more, why):
+    """No run at all must not end with 0, nor a run on another core than was asked for."""
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024")
+    done = reproduce(tmp_path, *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+
+
+def test_the_script_runs_on_the_core_that_failed(tmp_path):
+    """By itself; its usage line names the core, and --core changes it."""
+    core = max(os.sched_getaffinity(0))
+    laid_out(tmp_path, "exact_integer", "int64/sort/fresh@1024", core=core)
+    assert f"python reproduce.py cpu 1000 --core {core}\n" in (tmp_path / "reproduce.py").read_text()
+    assert reproduce(tmp_path).stdout == f"0 of 2 runs were wrong on cpu, core {core}\n"
+    assert reproduce(tmp_path, "--core", "any").stdout == "0 of 2 runs were wrong on cpu\n"
+    other = min(os.sched_getaffinity(0))
+    assert reproduce(tmp_path, "--core", str(other)).stdout == f"0 of 2 runs were wrong on cpu, core {other}\n"
+
+
+def test_the_surroundings_are_those_of_the_probe(tmp_path):
+    """What changes numbers behind the script's back goes before torch starts, and the probe's own settings come."""
+    asked = {"environment": {"ATEN_CPU_CAPABILITY": "default"}, "unset": ["ONEDNN_DEFAULT_FPMATH_MODE"]}
+    laid_out(tmp_path, "exact_matmul", PRODUCT, **asked)
+    text = (tmp_path / "reproduce.py").read_text()
+    head = text[: text.index("try:\n    import torch")] + "print(sorted(os.environ))"
+    surroundings = {**os.environ, "ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
+    argv = [sys.executable, "-c", head]
+    done = subprocess.run(argv, env=surroundings, capture_output=True, text=True, timeout=60, check=True)
+    names = ast.literal_eval(done.stdout)
+    assert "ATEN_CPU_CAPABILITY" in names
+    assert "ONEDNN_DEFAULT_FPMATH_MODE" not in names
+    assert reproduce(tmp_path).returncode == 0
+
+
+def test_the_script_is_short_and_needs_torch_alone(tmp_path):
+    """Somebody has to read it before he runs it on his machine."""
+    laid_out(tmp_path, "exact_attention", "float32/uniform/prefill/math/causal@1x2x2x48x48x64")
+    text = (tmp_path / "reproduce.py").read_text()
+    tree = ast.parse(text)
+    imports = {a.name.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imports |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert imports == {"argparse", "ast", "os", "sys", "warnings", "pathlib", "torch"}
+    assert len(text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64"])
+def test_a_tensor_survives_its_file(dtype):
+    """The header says what the bytes are, aligned to 64, and the bytes are the tensor's."""
+    tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, dtype))
+    data = reproducer.npy(tensor.transpose(1, 2))
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    assert (data[:8], begin % 64, data[begin - 1 : begin]) == (b"\x93NUMPY\x01\x00", 0, b"\n")
+    head = ast.literal_eval(data[10:begin].decode())
+    assert head == {"descr": reproducer.DESCRIPTIONS[dtype], "fortran_order": False, "shape": (2, 4, 3)}
+    back = torch.frombuffer(bytearray(data[begin:]), dtype=torch.uint8).view(tensor.dtype).reshape(2, 4, 3)
+    assert same_bits(back, tensor.transpose(1, 2).contiguous())
+
+
+def test_numpy_reads_the_files(tmp_path):
+    """The format is NumPy's own."""
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed in this interpreter")
+    _, made = laid_out(tmp_path, "exact_matmul", "float32/dense/prefill/tn@48x64x96")
+    assert numpy.load(tmp_path / "a.npy").tolist() == made.problem.operands[0].tolist()
+
+
+def test_the_golden_must_be_the_one_that_was_missed(tmp_path):
+    """The bits that the evidence expected are looked up in the golden made now; another golden is not laid out."""
+    _, made = laid_out(tmp_path / "first", "exact_matmul", PRODUCT)
+    raw = int(made.problem.golden.view(torch.int16)[3, 4]) % (1 << 16)
+    laid_out(tmp_path / "same", "exact_matmul", PRODUCT, expected=[[[3, 4], f"0x{raw:04x}"]])
+    with pytest.raises(Skip, match=r"another one: element \[3, 4\] is"):
+        laid_out(tmp_path / "other", "exact_matmul", PRODUCT, expected=[[[3, 4], f"0x{raw ^ 1:04x}"]])
+    with pytest.raises(Skip, match=r"it has no element \[99, 0\]"):
+        laid_out(tmp_path / "beyond", "exact_matmul", PRODUCT, expected=[[[99, 0], "0x0000"]])
+    with pytest.raises(Skip, match="the one that failed had M=1"):
+        laid_out(tmp_path / "shape", "exact_matmul", PRODUCT, shape="M=1 N=64 K=128")
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("probe", "case", "reason"),
+    [
+        ("model_canary", "float32/tide", "not made from a seed alone"),
+        ("exact_matmul", "float31/dense/prefill/nt@8x8x8", "does not know the case"),
+        ("exact_integer", "int64/juggle/fresh@1024", "does not know the case"),
+        ("exact_matmul", "only", "does not know the case"),
+    ],
+)
+def test_what_cannot_be_made_again_says_so(probe, case, reason):
+    """Never a wrong exhibit, never a traceback."""
+    with pytest.raises(Skip, match=reason):
+        reproducer.exhibit(probe, case, 1, CPU)
+
+
+def test_a_large_case_is_left_out(tmp_path, monkeypatch):
+    """The limit is on the tensors of one case, and the reason names both sizes."""
+    monkeypatch.setattr(reproducer, "LARGEST", 1000)
+    with pytest.raises(Skip, match="more than the 1,000"):
+        laid_out(tmp_path, "exact_matmul", PRODUCT)
+
+
+def test_tensor_float_products_ask_for_their_unit():
+    """A TF32 case reproduces on the tensor cores only if the script lets them round."""
+    device = Device(uuid="GPU-test", backend="cuda", index=0, model="a GPU", detail={"capability": "9.0"})
+    made = reproducer.exhibit("exact_matmul", "tfloat32/dense/prefill/nt@32x32x32", 1, device)
+    assert made.switches[0].endswith("allow_tf32 = True")
+    made = reproducer.exhibit("exact_matmul", "float32/dense/prefill/nt@32x32x32", 1, device)
+    assert made.switches[0].endswith("allow_tf32 = False")

@@ -1,0 +1,357 @@
+"""Recorded kernels on the CPU: the same bits each time, within the bound on any data, every fault found by either."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from canaryd.model import Comparison, Device, Exactness, Reading, Recording, Skipped, Subject
+from canaryd.probe import Absent, Context, Skip
+from canaryd.worker.numeric import error_bounds, faults, serving_kernels
+from canaryd.worker.numeric.integers import mix64
+from canaryd.worker.numeric.recording import fingerprint, launched, tiles
+from canaryd.worker.numeric.serving_kernels import every_kernel
+from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.tensors import FORMATS, bits, can_pin, strict_switches, visible_cores
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[3]
+KINDS = {"gemm", "sdpa", "rmsnorm", "layernorm", "silu", "swiglu", "gelu", "rope", "softmax", "quantised", "fp8"}
+FEW = ("gemm/float32", "softmax/bfloat16", "exp/float16")
+
+
+@pytest.fixture(scope="module")
+def probe(maker):
+    return maker.load("recorded_kernels")
+
+
+@pytest.fixture(scope="module")
+def ran():
+    """Every case that this CPU takes, with its operands, result, reference and tolerance."""
+    found = {}
+    with strict_switches(), torch.inference_mode():
+        for kernel in every_kernel(cpu()):
+            operands = kernel.build(kernel.seed)
+            try:
+                result = kernel.compute(*operands)
+            except (RuntimeError, AttributeError):
+                continue
+            found[kernel.name] = kernel, operands, result, *kernel.judged(operands, error_bounds.form_of(result))
+    return found
+
+
+def context(*cases, seed=3, budget=60.0, level="quick", **more):
+    return Context(device=cpu(), level=level, seed=seed, budget=budget, cases=cases, **more)
+
+
+def of(kind, facts):
+    return [fact for fact in facts if isinstance(fact, kind)]
+
+
+def bit_sets(facts):
+    found = defaultdict(set)
+    for recording in of(Recording, facts):
+        found[recording.case].add(recording.digest)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The probe.
+
+
+def test_a_clean_run_records_and_bounds_every_case(probe, ran):
+    """One recording and one clean comparison a case; what is refused says so; a reading a kind."""
+    facts = list(probe.run(context()))
+    recordings, comparisons = of(Recording, facts), of(Comparison, facts)
+    assert {r.case for r in recordings} == {c.case for c in comparisons} == set(ran)
+    assert not [c for c in comparisons if c.wrong]
+    assert {c.exactness for c in comparisons} == {Exactness.MARGIN}
+    assert {s.case for s in of(Skipped, facts)} >= {f"sdpa/cudnn/{dtype}" for dtype in serving_kernels.DTYPES}
+    for recording in recordings:
+        assert len(recording.digest) == 16
+        assert 1 <= len(recording.values) <= 64
+        assert None not in recording.values
+        assert set(recording.chain) == {"dtype", "prompt", "settings", "client"}
+    readings = {r.key: r for r in of(Reading, facts)}
+    for kind in KINDS | set(serving_kernels.SWEEPS):
+        assert 0.0 < readings[f"recorded_error_ratio{{kind={kind}}}"].value < 1.0
+        assert readings[f"kernel_seconds{{kind={kind}}}"].value > 0.0
+    assert readings["trials"].value == len(recordings)
+
+
+def test_bits_do_not_depend_on_run_process_core_or_threads(probe):
+    """Other seeds mean other cores, other offsets, another order; another process begins anew."""
+    wanted = bit_sets(probe.run(context(seed=1)))
+    again = bit_sets(probe.run(context(seed=2)))
+    assert again == wanted
+    kept = bit_sets(probe.run(context("gemm", "sdpa/math", "quantised", level="deep", budget=2.0)))
+    assert all(wanted[case] == digests for case, digests in kept.items())
+    assert {len(digests) for digests in wanted.values()} == {1}
+    script = (
+        "import sys, json; sys.path[:0] = [{0!r}, {0!r} + '/probes']\n"
+        "import recorded_kernels; from canaryd.model import Recording; from canaryd.probe import Context\n"
+        "from canaryd.worker.numeric.stack import cpu\n"
+        "ctx = Context(device=cpu(), level='quick', seed=9, budget=60.0)\n"
+        "print(json.dumps({{f.case: f.digest for f in recorded_kernels.run(ctx) if isinstance(f, Recording)}}))\n"
+    ).format(str(ROOT))
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert {case: {digest} for case, digest in json.loads(done.stdout).items()} == wanted
+
+
+def test_learning_repeats_and_shows_every_mode(probe):
+    """30 recordings of each case where time allows, three where it does not."""
+    case = "exp/float32"
+    for budget, count in ((60.0, 30), (1e-6, 3)):
+        facts = list(probe.run(context(case, "gemm/float32/decode1", budget=budget, baselining=True)))
+        assert [len(of(Recording, facts)), len(bit_sets(facts))] == [2 * count, 2]
+        assert {c.trials for c in of(Comparison, facts)} == {count}
+    facts = list(probe.run(context(case, level="deep")))
+    assert len(of(Recording, facts)) == 1  # equal bits are said once
+    assert [c.trials for c in of(Comparison, facts)] == [30]
+
+
+def test_a_retest_looks_harder_and_keeps_its_pace(probe):
+    """30 trials of a case at any level, between any two of which the device may be loaded or idle."""
+    paused = []
+    ctx = context("exp/float32", intensity="pulsed", pace=lambda: paused.append(1))
+    assert [c.trials for c in of(Comparison, probe.run(ctx))] == [30] == [len(paused)]
+
+
+def test_a_spent_budget_is_said_and_every_case_gets_its_turn(probe, ran):
+    """One case is always run; which one depends on the seed."""
+    first = set()
+    for seed in (0, 50, 100):
+        facts = list(probe.run(context(seed=seed, budget=1e-6)))
+        first |= {r.case for r in of(Recording, facts)}
+        assert len(of(Comparison, facts)) <= 1
+        assert any(s.reason.startswith("the budget of 1e-06 s was spent") for s in of(Skipped, facts))
+        assert not [r for r in of(Reading, facts) if r.name == "kernel_seconds" and r.labels["kind"] == "sdpa"]
+    assert len(first) > 1
+    assert first <= set(ran)
+
+
+def test_named_cases_run_alone_and_unknown_ones_do_not(probe):
+    """A confirmation repeats what it was called for, whatever the budget; a case that is none is said to be none."""
+    facts = list(probe.run(context("softmax/bfloat16", budget=1e-6)))
+    assert [r.case for r in of(Recording, facts)] == ["softmax/bfloat16@64x512"]
+    assert [a.name for a in of(Absent, facts) if "seconds" in a.name] == ["kernel_seconds{kind=softmax}"]
+    with pytest.raises(Skip, match="no case matches gemm/float64"):
+        list(probe.run(context("gemm/float64")))
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_every_fault_of_a_drill_changes_the_bits(probe, fault):
+    """By the digest always; by the bound where it is large enough."""
+    wanted = bit_sets(probe.run(context(*FEW)))
+    facts = list(probe.run(context(*FEW, drill=fault)))
+    changed = [case for case, digests in bit_sets(facts).items() if digests != wanted[case]]
+    always = faults.FAULTS[fault].always
+    assert len(changed) == (len(wanted) if always else 1)
+    wrong = [c for c in of(Comparison, facts) if c.wrong]
+    assert {c.subject for c in wrong} <= {Subject.DEVICE}
+    assert {c.case for c in wrong} <= set(changed)
+    if fault in ("nan", "consistent"):
+        assert len(wrong) == len(changed)
+        assert wrong[0].evidence.wrong == 1
+        assert wrong[0].evidence.reproduced == f"{3 if always else 0} of 3 fresh uploads wrong"
+        assert wrong[0].place.startswith(("core ", "one thread"))
+
+
+def test_a_drill_finds_a_case_that_this_device_takes(probe):
+    """Whatever case the seed chooses, refused ones included, the fault is injected."""
+    cases = ("gemm/bfloat16>float32", "sdpa/cudnn/float32", "exp/float32")
+    for seed in range(6):
+        facts = list(probe.run(context(*cases, seed=seed, drill="nan", level="standard")))
+        assert [c.case for c in of(Comparison, facts) if c.wrong] == ["exp/float32@64x512"]
+        assert [r.values.count(None) for r in of(Recording, facts)] in ([1, 0], [0, 1])
+
+
+def test_a_drill_that_meets_nothing_says_so(probe):
+    """A fault that met no result shows nothing, and must not look like a clean drill."""
+    with pytest.raises(Skip, match="met no result"):
+        list(probe.run(context("sdpa/cudnn", drill="nan")))
+    with pytest.raises(Skip, match="no fault is called 'flop'"):
+        list(probe.run(context(drill="flop")))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_wrong_host_accuses_itself(probe, monkeypatch, cores):
+    """A reference that another core makes otherwise, or the only one at a second try, accuses no device."""
+    if len(visible_cores()) < cores or not can_pin():
+        pytest.skip(f"this process cannot be held to {cores} cores")
+    calls = []
+    honest = error_bounds.allowed
+
+    def lying(bounded, form):
+        calls.append(1)
+        reference, tolerance = honest(bounded, form)
+        return (reference * 2.0, tolerance) if len(calls) == 1 else (reference, tolerance)
+
+    monkeypatch.setattr(error_bounds, "allowed", lying)
+    before = visible_cores()
+    os.sched_setaffinity(0, before[:cores])
+    try:
+        facts = list(probe.run(context("exp/float32")))
+    finally:
+        os.sched_setaffinity(0, before)
+    (doubt,) = (c for c in of(Comparison, facts) if c.wrong)
+    assert doubt.subject is Subject.HOST
+    both = {f"cores {a} and {b}" for a, b in itertools.permutations(before[:2], 2)}
+    assert doubt.place in ({f"core {before[0]} alone"} if cores == 1 else both)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bounds.
+
+
+def test_the_bound_holds_for_other_operands(ran):
+    """200 seeds in turn over every kind and format, one thread."""
+    cases = [kernel for kernel, *_ in ran.values() if not kernel.name.startswith("sdpa/default")]
+    worst = defaultdict(float)
+    with strict_switches(), torch.inference_mode():
+        for seed in range(200):
+            for kernel in cases[seed % 8 :: 8]:
+                operands = kernel.build(seed)
+                result = kernel.compute(*operands)
+                reference, tolerance = kernel.judged(operands, error_bounds.form_of(result))
+                ratio = float(((result.double() - reference).abs() / tolerance).max())
+                worst[kernel.kind] = max(worst[kernel.kind], ratio)
+    assert set(worst) == KINDS | set(serving_kernels.SWEEPS)
+    assert max(worst.values()) <= 1.0, dict(worst)
+
+
+def test_operands_have_full_mantissas_and_the_same_bytes_everywhere():
+    """Digests made once; random significands use every bit of their format."""
+    for name, form in FORMATS.items():
+        if name == "tfloat32":
+            continue
+        x = serving_kernels.draw(1, "x", (64, 64), form).to(torch.float64).abs()
+        significands = (torch.frexp(x).mantissa * 2.0**form.bits).to(torch.int64)
+        assert bool((significands.to(torch.float64) == torch.frexp(x).mantissa * 2.0**form.bits).all())
+        assert len(set(significands.flatten().tolist())) > 0.9 * min(4096, 1 << form.bits - 1)
+        assert 2.0**-6 <= float(x.min()) <= float(x.max()) < 4.0
+    (first,) = [k for k in every_kernel(cpu()) if k.name.startswith("gemm/bfloat16/prefill@")]
+    assert fingerprint(*first.build(first.seed)) == GEMM
+    others = every_kernel(Device(uuid="GPU-1", backend="cuda", index=0, model="any"))
+    assert len({k.name for k in others}) == len(others) == len(every_kernel(cpu()))
+
+
+GEMM = "fed43aa2ea4489b5"
+
+
+def _wrong(ran, name, result):
+    _, _, right, reference, tolerance = ran[next(n for n in ran if n.startswith(name))]
+    assert result.dtype is right.dtype
+    assert bool(((right.double() - reference).abs() <= tolerance).all())
+    return int((~((result.double() - reference).abs() <= tolerance)).sum())
+
+
+def _operands(ran, name):
+    return ran[next(n for n in ran if n.startswith(name))][1]
+
+
+def test_wrong_kernels_break_the_bound(ran):
+    """Each does what a wrong kernel was once seen to do."""
+    x, w = _operands(ran, "gemm/float32/prefill")
+    assert _wrong(ran, "gemm/float32/prefill", x[:, 1:] @ w[:, 1:].T) > x.shape[0] * w.shape[0] * 0.8  # drops one k
+    rounded = (x.bfloat16() @ w.bfloat16().T).float()
+    assert _wrong(ran, "gemm/float32/prefill", rounded) > 1000  # computes in another format
+    x, w = _operands(ran, "gemm/bfloat16/prefill")
+    assert _wrong(ran, "gemm/bfloat16/prefill", x[:, 1:] @ w[:, 1:].T) > 1000
+    for dtype in ("float32", "bfloat16"):
+        (x,) = _operands(ran, f"softmax/{dtype}")
+        grown = x.float().exp()
+        assert _wrong(ran, f"softmax/{dtype}", (grown / grown.sum(-1, keepdim=True)).to(x.dtype)) > 0  # overflows
+    x, weight = _operands(ran, "rmsnorm/float32")
+    short = x * torch.rsqrt(x[:, :-1].square().mean(-1, keepdim=True) + serving_kernels.EPS) * weight
+    assert _wrong(ran, "rmsnorm/float32", short) > x.numel() * 0.9
+    x, weight, bias = _operands(ran, "layernorm/float32")
+    unbiased = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + serving_kernels.EPS).sqrt() * weight + bias
+    assert _wrong(ran, "layernorm/float32", unbiased) > x.numel() * 0.9
+    (x,) = _operands(ran, "gelu/float32")
+    assert _wrong(ran, "gelu/float32", torch.nn.functional.gelu(x, approximate="tanh")) > 1000
+    x, cosine, sine = _operands(ran, "rope/float32")
+    assert _wrong(ran, "rope/float32", x * cosine - error_bounds.rotate(x) * sine) > x.numel() * 0.9
+    q, k, v = _operands(ran, "sdpa/flash/float32/causal")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert _wrong(ran, "sdpa/flash/float32/causal", attend(q, k, v)) > q.numel() * 0.9  # no mask
+    shifted = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)
+    assert _wrong(ran, "sdpa/flash/float32/causal", attend(q, k, v, attn_mask=shifted)) > q.numel() * 0.9
+    q, k, v = _operands(ran, "sdpa/flash/float32/decode")
+    assert _wrong(ran, "sdpa/flash/float32/decode", attend(q, k[:, :, 1:], v[:, :, 1:])) > 0  # forgets a key
+
+
+def flips(ran, count):
+    """Flip random single bits of every kind's results; return per kind and format how many broke the bound, and tried.
+
+    Every flip must change the digest.
+    """
+    caught = defaultdict(lambda: [0, 0])
+    for kernel, _, result, reference, tolerance in ran.values():
+        right = fingerprint(result)
+        width = result.element_size() * 8
+        for number in range(count):
+            draw = mix64(kernel.seed + number)
+            at, bit = draw % result.numel(), (draw >> 40) % width
+            struck = result.clone()
+            bits(struck).view(-1)[at] ^= (1 << bit) if bit < width - 1 else -(1 << bit)
+            assert fingerprint(struck) != right
+            broken = not bool((struck.double() - reference).abs().view(-1)[at] <= tolerance.view(-1)[at])
+            tally = caught[kernel.kind, str(result.dtype).removeprefix("torch.")]
+            tally[0] += broken
+            tally[1] += 1
+    return caught
+
+
+def test_every_flipped_bit_changes_the_digest_and_most_break_the_bound(ran):
+    """The digest sees all; what the bound alone sees is counted per kind and format."""
+    caught = flips(ran, 64)
+    assert {kind for kind, _ in caught} == KINDS | set(serving_kernels.SWEEPS)
+    shares = {key: broken / tried for key, (broken, tried) in caught.items()}
+    assert min(shares.values()) > 0.2, shares
+    assert all(shares[kind, "float16"] > 0.9 for kind in ("exp", "exp2", "log", "silu"))
+
+
+def test_steps_and_roundings_against_their_definitions():
+    """gamma_n bounds `reach`; the last rounding is half a unit in the last place, also where it is subnormal."""
+    n, u = 1000, error_bounds.SINGLE
+    assert (1 + u) ** n - 1 < error_bounds.reach((n, u)) <= n * u / (1 - n * u)
+    zero = torch.zeros(3, dtype=torch.float64)
+    values = torch.tensor([1.0, 1.99, 2.0**-20], dtype=torch.float64)
+    _, half = error_bounds.allowed((values, zero), FORMATS["float16"])
+    assert half.tolist() == pytest.approx([2.0**-11, 2.0**-11, 2.0**-25], rel=1e-9)
+    tensor_core = Device(uuid="GPU-1", backend="cuda", index=0, model="any", detail={"capability": "9.0"})
+    assert error_bounds.unit(tensor_core, "float32") == error_bounds.unit(cpu(), "bfloat16") == 2.0**-24
+    assert error_bounds.unit(tensor_core, "bfloat16") == 2.0**-22
+    assert error_bounds.unit(tensor_core, "float8_e4m3fn") == 2.0**-12
+
+
+def test_tiles_show_where_and_how_much():
+    """Row by row over an 8 x 8 grid; one element moves one tile; what is not finite is None, not a number."""
+    x = torch.arange(16 * 32, dtype=torch.float32).view(2, 8, 32)
+    before = tiles(x)
+    assert len(before) == 64
+    assert before[0] == x.view(16, 32)[:2, :4].mean().item()
+    x[1, 1, 31] += 8.0  # row 9 of 16, column 31 of 32
+    after = tiles(x)
+    assert {i: b - a for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b} == {39: 1.0}
+    x[0, 0, 0] = torch.nan
+    assert tiles(x)[:2] == (None, after[1])
+    assert len(tiles(torch.ones(1, 5))) == 5
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_the_kernels_of_a_call_are_named_or_the_reason_is():
+    """A CPU runs none on a device."""
+    names, why = launched(cpu(), partial(torch.add, torch.ones(3), 1.0))
+    assert names == ""
+    assert why.startswith("torch's profiler")

@@ -1,0 +1,728 @@
+"""Exact probes end to end on the CPU: clean is clean, every fault is seen and named, every doubt names its subject."""
+
+import itertools
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from canaryd.model import Comparison, Reading, Skipped, Subject
+from canaryd.probe import Context, Skip
+from canaryd.worker.numeric import evidence, faults, indexing, stress, tensors, verify
+from canaryd.worker.numeric import operands as numeric_operands
+from canaryd.worker.numeric.attention import Attention
+from canaryd.worker.numeric.attention import build as build_attention
+from canaryd.worker.numeric.integers import digest, mix64
+from canaryd.worker.numeric.operands import Product
+from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, upload
+from canaryd.worker.numeric.verify import Case, verify_all
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+# One case of each probe, small enough to repeat for every fault.
+ONE = {
+    "exact_matmul": "float32/full/batched/nn",
+    "exact_attention": "float32/uniform/prefill/math/none",
+    "exact_integer": "int64/scatter/fresh",
+}
+TWO_CORES = pytest.mark.skipif(len(tensors.visible_cores()) < 2, reason="needs two cores to choose from")
+
+
+def context(*cases, drill="", seed=11, budget=0.2, level="quick", **more):
+    return Context(device=cpu(), level=level, seed=seed, budget=budget, cases=cases, drill=drill, **more)
+
+
+def comparisons(facts, subject=Subject.DEVICE):
+    return [f for f in facts if isinstance(f, Comparison) and f.subject is subject]
+
+
+def small(name="float32/dense/square/nn@24x20x64", *, fixed=False, seed_shift=0):
+    """One product as a case of its own, without a probe."""
+    spec = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 24, 20, 64)
+    return Case(
+        name,
+        lambda seed: numeric_operands.build(spec, seed + seed_shift),
+        lambda operands, out: torch.matmul(*operands),
+        fixed=fixed,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whole probes.
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_clean_run_is_clean(probes, name):
+    """Every fixed case and some fresh ones: nothing is wrong, nobody is doubted, and the shipped digests hold."""
+    facts = list(probes[name].run(context(budget=1.5)))
+    found = [f for f in facts if isinstance(f, Comparison)]
+    assert {f.subject for f in found} == {Subject.DEVICE}
+    assert not [f for f in found if f.wrong]
+    readings = {f.name: f.value for f in facts if isinstance(f, Reading)}
+    assert readings["trials"] == sum(f.trials for f in found) >= len(found)
+    assert 0 <= readings["golden_fingerprint"] < 1 << 53
+    known = json.loads(probes[name].GOLDEN.read_text())
+    taken = {f.case: f.digest for f in found if f.digest}
+    assert taken
+    assert taken == {case: known[case] for case in taken}
+    if name == "exact_integer":  # sizes of products follow the machine, these do not
+        assert {f.case.split("/")[1] for f in found} == set(indexing.OPERATIONS)
+
+
+def test_the_fingerprint_is_equal_for_equal_results_and_shows_a_wrong_one(probes):
+    """Two clean runs of other seeds share it; a consistent fault changes it and does not make it vanish."""
+    run = probes["exact_integer"].run
+
+    def fingerprint(**more):
+        facts = run(context(budget=0.05, **more))
+        return next(f.value for f in facts if isinstance(f, Reading) and f.name == "golden_fingerprint")
+
+    assert fingerprint(seed=1) == fingerprint(seed=2) != fingerprint(drill="consistent")
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+@pytest.mark.parametrize("name", ONE)
+def test_every_drill_is_detected_and_named(probes, name, fault):
+    """Each fault in each probe: seen, at the right element, with the right bit or kind, and its persistence told."""
+    found = comparisons(probes[name].run(context(ONE[name], drill=fault, budget=0.05)))
+    wrong = [f for f in found if f.wrong]
+    assert wrong, f"{fault} was not detected"
+    seen = wrong[-1].evidence  # the first upload's comparison comes last, after its fresh uploads
+    index, expected, observed = seen.first[0]
+    width = 4 * (len(expected) - 2)
+    size = seen.total
+    choice = mix64(11 + 1) >> 1
+    shape = [int(part.partition("=")[2]) for part in wrong[-1].shape.split() if "=" in part]
+    if fault in ("flip", "zero", "nan"):
+        assert seen.wrong == 1
+        assert flat_index(index, wrong[-1].case, shape) == choice % size
+        assert seen.reproduced.startswith("0 of 3 fresh uploads wrong")
+        assert wrong[-1].wrong_trials == 1
+    if fault == "flip":
+        assert dict(seen.bits) == {"0": 1}
+        assert int(expected, 16) ^ int(observed, 16) == 1
+        assert "bit 0" in seen.pattern
+    elif fault == "zero":
+        assert seen.zeroed == 1
+        assert int(observed, 16) == 0
+        assert "zero" in seen.pattern
+    elif fault == "nan":
+        assert int(observed, 16) == (1 << (width - 1)) - 1
+        assert seen.nonfinite == (name != "exact_integer")
+    elif fault == "swap":
+        assert seen.wrong == 2
+        assert seen.pattern.endswith("two values exchanged")
+        assert seen.first[0][1:] == seen.first[1][:0:-1]
+    elif fault == "consistent":
+        assert dict(seen.bits) == {str(width - 2): 1}
+        assert flat_index(index, wrong[-1].case, shape) == size // 2
+        assert seen.reproduced == "3 of 3 fresh uploads wrong, 3 with the same bits in the same elements"
+    elif fault == "stuck":
+        assert seen.reproduced == "3 of 3 fresh uploads wrong, 3 with the same bits in the same elements"
+
+
+def flat_index(index, case, shape):
+    """Row-major position of `index` in the result of one of the ONE cases."""
+    if case.startswith("int64"):
+        return index[0]
+    if "math" in case:
+        _, H, _, L, _, D = shape
+        sizes = (H, L, D)
+        return ((index[0] * sizes[0] + index[1]) * sizes[1] + index[2]) * sizes[2] + index[3]
+    _, M, N, _ = shape
+    return (index[0] * M + index[1]) * N + index[2]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Seven faults in every combination.
+
+
+def products(probes):
+    """Yield (name, builder, compute, operand that a stuck bit strikes) over everything this CPU multiplies."""
+    shapes = {
+        "square": (24, 24, 64, 0),
+        "prefill": (18, 40, 48, 0),
+        "decode": (3, 33, 80, 0),
+        "batched": (9, 16, 48, 3),
+    }
+    module = probes["exact_matmul"]
+    for source, target in module.FORMAT_PAIRS:
+        if module.unsupported(cpu(), source, target):
+            continue
+        layouts, sizes = module.LAYOUTS, shapes
+        if source.startswith("float8"):  # scaled products want sixteenths, and B column-major
+            layouts, sizes = ("nt",), {"square": (16, 32, 64, 0), "prefill": (48, 16, 32, 0)}
+        room = verify.accumulator(cpu(), source).bits
+        for name, layout, (kind, (M, N, K, batch)) in itertools.product(
+            numeric_operands.CONTENTS, layouts, sizes.items()
+        ):
+            spec = Product(name, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
+            title = f"{source}>{target}/{name}/{kind}/{layout}"
+            yield title, partial(numeric_operands.build, spec), partial(module._compute, source, target), 0
+    for case in module.fixed_cases(cpu()):
+        if case.name.startswith("int8>int32/narrow"):
+            yield case.name, case.build, case.compute, 0
+
+
+def attentions(probes):
+    """Yield the same for attention: kernels, formats, masks, shapes and contents."""
+    sizes = {"prefill": (1, 2, 2, 24, 24, 64), "grouped": (1, 4, 2, 8, 33, 64), "decode": (2, 2, 2, 1, 70, 64)}
+    module = probes["exact_attention"]
+    choices = itertools.product(module.KERNELS[:2], module.FORMAT_NAMES, module.MASKS, sizes)
+    for kernel, form, mask, kind in choices:
+        if module.refuses(cpu(), kernel, form, mask, grouped=kind == "grouped"):
+            continue
+        for name in module.CONTENTS:
+            build = partial(build_attention, Attention(name, FORMATS[form], mask, *sizes[kind]))
+            yield f"{form}/{name}/{kind}/{kernel}/{mask}", build, partial(module._compute, kernel, mask), 2
+
+
+def integers(probes):
+    """Yield the same for integer and index operations."""
+    module = probes["exact_integer"]
+    for name, n in itertools.product(indexing.OPERATIONS, (256, 1008)):
+        yield f"int64/{name}/{n}", partial(indexing.build, name, n), partial(module._compute, name), 0
+
+
+def flat_bits(tensor):
+    """The raw bits of a tensor in storage order, as a view."""
+    raw = bits(tensor)
+    return raw.view(-1) if raw.is_contiguous() else raw.transpose(-1, -2).view(-1)
+
+
+def signed_bit(bit, width):
+    """1 << bit as the signed integer that torch wants for elements of `width` bits (bytes are unsigned)."""
+    return (1 << bit) - ((1 << width) if bit == width - 1 and width > 8 else 0)
+
+
+def strike_result(kind, result, draw):
+    """Apply one of the result faults; return what must be named: (elements, bits or None)."""
+    flat = flat_bits(result)
+    n, width = flat.numel(), result.element_size() * 8
+    at = draw() % n
+    if kind == "lowest bit":
+        flat[at] ^= 1
+        return {at}, {0}
+    if kind == "zeroed":
+        flat[at] = 0
+        return {at}, None
+    if kind == "nan":
+        flat[at] = (1 << (width - 1)) - 1
+        return {at}, None
+    if kind == "swapped":
+        other = draw() % n
+        flat[at], flat[other] = flat[other].clone(), flat[at].clone()
+        return {at, other}, None
+    bit = draw() % width  # the same wrong bit every time
+    flat[at] ^= signed_bit(bit, width)
+    return {at}, {bit}
+
+
+RESULT_FAULTS = ("lowest bit", "zeroed", "swapped", "nan", "same wrong bit")
+OPERAND_FAULTS = ("stuck bit", "zeroed row")
+
+
+@pytest.mark.parametrize("combinations", [products, attentions, integers], ids=lambda f: f.__name__)
+def test_every_fault_that_changes_an_observed_bit_is_detected_and_named(probes, combinations):
+    """Seven kinds of fault in every format, content, layout and shape: all observed ones found, the rest explained."""
+    detected, unobserved = Counter(), Counter()
+    with tensors.strict_switches():
+        for number, (title, build, compute, struck) in enumerate(combinations(probes)):
+            draw = partial(next, (mix64(i) >> 1 for i in itertools.count(number << 20)))
+            problem = build(draw())
+            clean = compute(upload(problem.operands, cpu()), None)
+            assert same_bits(clean, problem.golden), title
+            for kind in RESULT_FAULTS:
+                result = clean.clone()
+                elements, wanted_bits = strike_result(kind, result, draw)
+                if integers_of(result) == integers_of(clean):
+                    unobserved[kind, {"swapped": "equal values", "zeroed": "the value was zero"}[kind]] += 1
+                    continue
+                assert not same_bits(result, problem.golden), (title, kind)
+                found = evidence.collect(problem.golden, result)
+                assert {flatten(index, result.shape) for index, _, _ in found.first} == elements, (title, kind)
+                assert wanted_bits is None or {int(b) for b in found.bits} == wanted_bits, (title, kind)
+                detected[kind] += 1
+            for kind in OPERAND_FAULTS:
+                operands = upload(problem.operands, cpu())
+                strike_operand(kind, operands[struck], draw)
+                result = compute(operands, None)
+                if integers_of(result) == integers_of(clean):
+                    assert same_bits(result, problem.golden)
+                    unobserved[kind, why_unseen(problem, operands, struck, compute)] += 1
+                    continue
+                assert not same_bits(result, problem.golden), (title, kind)
+                assert evidence.collect(problem.golden, result).wrong > 0
+                detected[kind] += 1
+    print(f"\n{combinations.__name__}: detected {dict(detected)}; changed no observed bit {dict(unobserved)}")
+    assert set(detected) == {*RESULT_FAULTS, *OPERAND_FAULTS}
+    assert sum(detected.values()) > 2 * sum(unobserved.values())
+
+
+def integers_of(tensor):
+    """Raw bits as Python integers: what `observed` means here, without torch's comparison."""
+    return bits(tensor).reshape(-1).tolist()
+
+
+def flatten(index, shape):
+    """Row-major position of an index."""
+    position = 0
+    for i, size in zip(index, shape, strict=True):
+        position = position * size + i
+    return position
+
+
+def strike_operand(kind, operand, draw):
+    """One wire of one lane stuck high or low, or eight neighbours in memory that read zero."""
+    flat, width = flat_bits(operand), operand.element_size() * 8
+    if kind == "zeroed row":
+        start = draw() % flat.numel()
+        flat[start : start + 8] = 0
+        return
+    mask = signed_bit(draw() % width, width)
+    lane = flat[draw() % 16 :: 16]
+    lane[:] = (lane | mask) if draw() % 2 else (lane & (~mask & (0xFF if width == 8 else -1)))
+
+
+def why_unseen(problem, operands, struck, compute):
+    """Say why a struck operand changed no bit of the result, by striking the same elements much harder."""
+    before, after = problem.operands[struck], operands[struck]
+    if integers_of(before) == integers_of(after):
+        return "the operand already held these bits"
+    if bool((before.to(torch.float64) == after.to(torch.float64)).all()):
+        return "a zero changed its sign"
+    changed, harder = bits(before) != bits(after), [*operands]
+    if before.dtype.is_floating_point:
+        largest = (-before.to(torch.float64).abs().max()).to(before.dtype)
+        harder[struck] = torch.where(changed, bits(largest), bits(before)).view(before.dtype)
+    else:
+        harder[struck] = torch.where(changed, ~before, before)
+    if same_bits(compute(upload(tuple(harder), cpu()), None), problem.golden):
+        return "nothing reads these elements, or they meet only zeros"
+    return "below the rounding of a sum" if before.dtype.is_floating_point else "the order of the keys is the same"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Doubts: a golden, a comparator, a budget.
+
+
+def test_a_golden_that_differs_from_the_shipped_digest_accuses_the_host(tmp_path):
+    """The maker of the golden is named, the device is not judged by it."""
+    case = small(fixed=True)
+    file = tmp_path / "golden.json"
+    file.write_text(json.dumps({case.name: "0123456789abcdef"}))
+    facts = list(verify_all(context(), [], [case], file))
+    (doubt,) = comparisons(facts, Subject.HOST)
+    assert "shipped is 0123456789abcdef" in doubt.evidence.pattern
+    assert doubt.wrong
+    assert not comparisons(facts)
+    file.write_text(json.dumps({case.name: digest(case.build(verify.FIXED_SEED).golden)}))
+    facts = list(verify_all(context(), [], [case], file))
+    assert not comparisons(facts, Subject.HOST)
+    assert [c.wrong for c in comparisons(facts)] == [False]
+
+
+@TWO_CORES
+@pytest.mark.parametrize("what", ["golden", "operand"])
+def test_two_cores_that_disagree_accuse_the_host(what):
+    """A golden or an operand made differently on a second core is evidence against the host alone."""
+    honest, made = small(), []
+
+    def build(seed):
+        problem = honest.build(seed)
+        made.append(sorted(os.sched_getaffinity(0)))
+        if len(made) % 2 == 0:
+            bits(problem.golden if what == "golden" else problem.operands[1]).view(-1)[7] ^= 1
+        return problem
+
+    facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
+    (doubt,) = comparisons(facts, Subject.HOST)
+    assert not comparisons(facts)
+    assert "the host made operands or golden twice, unlike" in doubt.evidence.pattern
+    assert doubt.evidence.wrong == (what == "golden")
+    assert [len(cores) for cores in made] == [1, 1]
+    assert made[0] != made[1]
+    assert doubt.place == f"cores {made[0][0]} and {made[1][0]}"
+
+
+@pytest.mark.skipif(not tensors.can_pin(), reason="this process cannot be held to one core")
+@pytest.mark.parametrize("what", ["golden", "operand"])
+def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
+    """Where a worker may use one core alone, what passes on it must not be charged to the device."""
+    only = tensors.visible_cores()[0]
+    honest, made = small(), []
+
+    def build(seed):
+        problem = honest.build(seed)
+        made.append(tensors.visible_cores())
+        if len(made) == 1:
+            bits(problem.golden if what == "golden" else problem.operands[1]).view(-1)[7] ^= 1
+        return problem
+
+    with tensors.on_core(only):
+        facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
+    (doubt,) = comparisons(facts, Subject.HOST)
+    assert not comparisons(facts)
+    assert made == [(only,), (only,)]
+    assert doubt.place == f"core {only} alone"
+    (twice,) = [f.value for f in facts if isinstance(f, Reading) and f.name == "goldens_made_on_two_cores"]
+    assert twice == 0
+
+
+def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
+    """An unwitnessed golden is not used against the device."""
+    honest = small()
+    case = replace(honest, build=lambda seed: replace(honest.build(seed), witnessed=False))
+    facts = list(verify_all(context(), [case], [], None))
+    assert [d.evidence.pattern for d in comparisons(facts, Subject.HOST)] == [
+        "integer and float64 arithmetic of the host disagree on the golden"
+    ]
+    assert not comparisons(facts)
+
+
+@pytest.mark.parametrize("lie", [True, False])
+def test_a_comparator_that_lies_is_found_out(monkeypatch, lie):
+    """The host compares the first result itself: a device that sees equality in a wrong result, or the reverse."""
+    monkeypatch.setattr(verify, "_agree", lambda results, golden: [lie] * len(results))
+    facts = list(verify_all(context(drill="consistent" if lie else ""), [small()], [], None))
+    doubts = comparisons(facts, Subject.COMPARATOR)
+    assert doubts
+    words = ("differs", "equals") if lie else ("equals", "differs")
+    assert doubts[0].evidence.pattern == f"the host finds that the result {words[0]}, the device that it {words[1]}"
+    if lie:
+        assert all(c.wrong for c in comparisons(facts))  # the lie does not hide the fault
+
+
+def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():
+    """A refusal becomes the reason of that case; every other case is verified."""
+
+    def refuse(operands, out):
+        raise RuntimeError("'this_op' not implemented for 'Half'\nsecond line")
+
+    broken = replace(small("float32/broken/square/nn@1x1x1"), compute=refuse)
+    facts = list(verify_all(context(budget=2.0), [broken, small()], [], None))
+    assert [f.reason for f in facts if isinstance(f, Skipped)] == ["RuntimeError: 'this_op' not implemented for 'Half'"]
+    assert [c.case for c in comparisons(facts)] == [small().name]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "DefaultCPUAllocator: out of memory",
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: an illegal memory access was encountered; the shape must be even",
+        "something that nobody foresaw",
+        "Unsupported hardware state: the device must be reset",
+        "expected a multiple of 16",
+    ],
+)
+def test_a_failing_device_is_never_a_skipped_case(said):
+    """What is not plainly a refusal ends the run: a broken device must not look like a kernel that is not there."""
+
+    def fail(operands, out):
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match=said[:20]):
+        list(verify_all(context(), [replace(small(), compute=fail), small()], [], None))
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_a_kernel_that_writes_nothing_is_found_out(reuses):
+    """From the second result on the memory of the last one holds no right answer that could pass for a new one."""
+    kept = []
+
+    def once(operands, out):
+        if not kept:
+            kept.append(torch.matmul(*operands))
+        return out if reuses and out is not None else kept[0]  # the second call leaves its memory as it was
+
+    (first, *_) = comparisons(verify_all(context(), [replace(small(), compute=once)], [], None))[::-1]
+    assert first.wrong
+    assert first.evidence.nonfinite == first.evidence.total
+
+
+def test_a_drill_that_met_no_result_is_not_a_clean_drill():
+    """A fault that was never injected shows nothing: the run is skipped with that reason."""
+
+    def refuse(operands, out):
+        raise NotImplementedError("no kernel")
+
+    with pytest.raises(Skip, match="'flip' met no result"):
+        list(verify_all(context(drill="flip"), [replace(small(), compute=refuse)], [], None))
+
+
+def test_a_spent_budget_is_said_aloud(probes):
+    """Fixed cases and one fresh one always run; the others are skipped with the reason, none in silence."""
+    facts = list(probes["exact_integer"].run(context(budget=1e-6)))
+    (met,) = {c.case.split("/")[1] for c in comparisons(facts) if c.seed != verify.FIXED_SEED}
+    assert len(comparisons(facts)) == len(indexing.OPERATIONS) + 1
+    skipped = [f for f in facts if isinstance(f, Skipped)]
+    assert {f.case.split("/")[1] for f in skipped} == set(indexing.OPERATIONS) - {met}
+    assert all("budget of 1e-06 s was spent before its turn" in f.reason for f in skipped)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Retests.
+
+
+@pytest.mark.parametrize("intensity", stress.GROUP)
+def test_a_retest_is_clean_on_a_healthy_device_and_says_its_conditions(probes, intensity):
+    """Load and pauses leave goldens and results as they are, on one core and on all of them."""
+    ctx = context("int64/scatter", "int64/sort", budget=2.0, intensity=intensity)
+    tell = stress.install(ctx)
+    cores, threads = tensors.visible_cores(), torch.get_num_threads()
+    found = comparisons(probes["exact_integer"].run(ctx))
+    assert found
+    assert not [c for c in found if c.wrong]
+    assert (tensors.visible_cores(), torch.get_num_threads()) == (cores, threads)
+    seconds = {fact.name: fact.value for fact in tell()}
+    assert seconds["pause_seconds" if intensity == "idle" else "load_seconds"] > 0
+
+
+def test_load_may_come_before_every_result_of_every_upload():
+    """The probe's loop asks for it each time; a drill's fresh uploads are no exception."""
+    calls = []
+    ctx = context(drill="consistent", intensity="steady", pace=lambda: calls.append(len(calls)))
+    found = comparisons(verify_all(ctx, [small()], [], None))
+    assert len(found) == 1 + verify.FRESH_UPLOADS
+    assert len(calls) == sum(c.trials for c in found)
+
+
+def test_a_retest_of_a_fixed_case_has_the_whole_time():
+    """In a run as usual it is computed twice, and in a retest of other content too."""
+    fixed = small("float32/dense/fixed24/nn@24x20x64", fixed=True)
+
+    def trials(*cases, **more):
+        (found,) = comparisons(verify_all(context(*cases, budget=0.3, **more), [], [fixed], None))
+        return found.trials
+
+    assert trials() == trials(fixed.name) == trials(intensity="content") == 2
+    assert trials(fixed.name, intensity="repeated") > 20
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which cases, which seeds.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        ((), ["a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3"]),
+        (("a",), ["a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3"]),
+        (("a/b",), ["a/b/c@1x2", "a/b/d@1x2"]),
+        (("a/b/c",), ["a/b/c@1x2"]),
+        (("a/b/c@1x2",), ["a/b/c@1x2"]),
+        (("a/bc", "a/b/d"), ["a/b/d@1x2", "a/bc/d@3"]),
+    ],
+)
+def test_cases_are_chosen_by_full_name_or_prefix(wanted, kept):
+    """A prefix ends at a slash or at the sizes: "a/b" does not mean "a/bc"."""
+    cases = [replace(small(), name=name) for name in ("a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3")]
+    assert [case.name for case in verify.restrict(context(*wanted), cases)] == kept
+
+
+def test_an_unknown_case_or_fault_is_a_reason_to_skip():
+    """What was asked for and what there is stand in the text."""
+    with pytest.raises(Skip, match="no case matches a/bx; the first of 1 here is a/b@1"):
+        verify.restrict(context("a/bx"), [replace(small(), name="a/b@1")])
+    with pytest.raises(Skip, match="no fault is called 'melt'; there are flip, zero"):
+        list(verify_all(context(drill="melt"), [small()], [], None))
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_confirmation_meets_the_same_operands(probes, name, monkeypatch):
+    """Seed and full name of any comparison rebuild its operands bit for bit, at whatever speed and place."""
+    module, made = probes[name], {}
+    honest = verify._make
+
+    def recording(session, case, seed, core, shipped):
+        problem, doubts = honest(session, case, seed, core, shipped)
+        made.setdefault((case.name, seed), []).append([integers_of(t) for t in (*problem.operands, problem.golden)])
+        return problem, doubts
+
+    monkeypatch.setattr(verify, "_make", recording)
+    speeds = iter((2e9, 4e11))
+    if name == "exact_matmul":
+        monkeypatch.setattr(module, "measure_speed", lambda *_: next(speeds, 4e11))
+        monkeypatch.setattr(module, "FORMAT_PAIRS", (("float32", "float32"),))
+    first = comparisons(module.run(context(budget=0.6)))
+    fresh = [c for c in first if "fixed" not in c.case]
+    assert fresh
+    for chosen in (fresh[0], fresh[-1], first[0]):
+        (again,) = comparisons(module.run(context(chosen.case, budget=0.01)))
+        assert (again.case, again.seed, again.shape) == (chosen.case, chosen.seed, chosen.shape)
+        versions = made[chosen.case, chosen.seed]
+        assert len(versions) >= 2
+        assert all(version == versions[0] for version in versions)
+
+
+def test_fresh_operands_differ_between_runs_and_fixed_ones_do_not():
+    """The run's seed changes every fresh case and no fixed one."""
+    seeds = [
+        {
+            c.case: c.seed
+            for c in comparisons(verify_all(context(seed=s), [small("a@1")], [small("b@1", fixed=True)], None))
+        }
+        for s in (1, 2)
+    ]
+    assert seeds[0]["a@1"] != seeds[1]["a@1"]
+    assert seeds[0]["b@1"] == seeds[1]["b@1"] == verify.FIXED_SEED
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Surroundings.
+
+
+def threads_now():
+    return torch.get_num_threads()
+
+
+def look_and_fail(manager, look):
+    """Enter, look, and leave by an exception."""
+    with manager:
+        look()
+        raise KeyError
+
+
+def state_of_switches():
+    table = {
+        name: getattr(owner, attribute)
+        for name, owner, attribute, _ in tensors._switch_table()
+        if hasattr(owner, attribute)
+    }
+    table["precision"] = torch.get_float32_matmul_precision()
+    table["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    table["warn only"] = torch.is_deterministic_algorithms_warn_only_enabled()
+    return table
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_every_switch_is_put_back_also_after_an_exception(precision):
+    """Whatever stood before stands again, and inside everything is strict."""
+    original, inside = state_of_switches(), {}
+    try:
+        for name, owner, attribute, strict in tensors._switch_table():
+            if hasattr(owner, attribute) and "tf32" not in name:
+                setattr(owner, attribute, not strict)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_float32_matmul_precision(precision)
+        before = state_of_switches()
+        with pytest.raises(KeyError):
+            look_and_fail(tensors.strict_switches(), lambda: inside.update(state_of_switches()))
+        assert state_of_switches() == before
+        assert inside["precision"] == "highest"
+        assert inside["deterministic"] is True
+        assert inside["warn only"] is False
+        assert all(inside[name] == strict for name, _, _, strict in tensors._switch_table() if name in inside)
+        with tensors.strict_switches() as record:
+            assert set(record) >= {name for name, *_ in tensors._switch_table()}
+    finally:
+        for name, owner, attribute, _ in tensors._switch_table():
+            if name in original:
+                setattr(owner, attribute, original[name])
+        torch.set_float32_matmul_precision(original["precision"])
+        torch.use_deterministic_algorithms(original["deterministic"], warn_only=original["warn only"])
+    assert state_of_switches() == original
+
+
+def test_a_core_is_taken_and_given_back_also_after_an_exception():
+    """Inside: one thread on that core. Outside: threads and cores as before."""
+    if not tensors.can_pin():
+        pytest.skip("this system does not let a process choose its core")
+    cores = tensors.visible_cores()
+    threads, inside = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError):
+            look_and_fail(tensors.on_core(cores[-1]), lambda: inside.append((tensors.visible_cores(), threads_now())))
+        assert inside == [((cores[-1],), 1)]
+        assert (tensors.visible_cores(), threads_now()) == (cores, 2)
+        with tensors.on_core(None):
+            assert (tensors.visible_cores(), threads_now()) == (cores, 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_every_core_and_all_threads_together_take_their_turn():
+    """Places of a run name each core and the whole."""
+    session = verify.Session(context())
+    places = Counter(session.place(f"float32/case {i}/square/nn@8x8x8") for i in range(400))
+    assert set(places) == {*session.cores, None}
+    assert 150 < places[None] < 250  # half of the cases
+    again = verify.Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
+    assert again.place("float32/case 7/square/nn@8x8x8") == session.place("float32/case 7/square/nn@9x9x9")
+    assert session.place_name(None) == f"all {torch.get_num_threads()} threads"
+    assert session.place_name(session.cores[0]) == f"core {session.cores[0]}"
+
+
+@TWO_CORES
+def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
+    """Where there are more than two cores, none of the makers is the accused."""
+    session = replace_cores(verify.Session(context()), (0, 1, 2, 3))
+    for avoid in (0, 1, 2, 3, None):
+        first, second = session.makers("a/case", avoid)
+        assert first != second
+        assert avoid not in (first, second)
+    assert replace_cores(verify.Session(context()), (5,)).makers("a/case", 5) == (5, 5)
+    assert {session.makers(f"case {n}", 1, 2)[0] for n in range(20)} == {0, 3}
+    pair = replace_cores(verify.Session(context()), (0, 1))
+    assert {pair.makers(f"case {n}", 0, 1)[0] for n in range(20)} == {1}
+
+
+def replace_cores(session, cores):
+    session.cores = cores
+    return session
+
+
+def test_an_upload_is_fresh_memory_with_the_same_layout():
+    """Striking an upload leaves the host's copy alone; a transposed operand stays transposed."""
+    problem = numeric_operands.build(replace(LAYOUT, layout="tt"), 3)
+    copies = upload(problem.operands, cpu())
+    for copy, original in zip(copies, problem.operands, strict=True):
+        assert copy.data_ptr() != original.data_ptr()
+        assert copy.stride() == original.stride()
+        assert host_same_bits(copy, original)
+
+
+LAYOUT = Product("full", FORMATS["float32"], FORMATS["float32"], 24, 8, 12, 16)
+
+
+def test_a_starved_run_still_meets_fresh_operands(probes):
+    """A loaded machine gets at least one fresh case: the same fixed operands for ever would prove little."""
+    facts = list(probes["exact_integer"].run(context(budget=1e-6)))
+    seeds = {c.seed for c in comparisons(facts)}
+    assert verify.FIXED_SEED in seeds
+    assert len(seeds) == 2
+    assert [f for f in facts if isinstance(f, Skipped)]
+
+
+def test_missing_digests_are_said_aloud(tmp_path):
+    """An installation without its digest file says so; it does not pass for one that was checked."""
+    facts = list(verify_all(context(), [], [small(fixed=True)], tmp_path / "gone.json"))
+    (absent,) = [f for f in facts if type(f).__name__ == "Absent"]
+    assert "missing or empty" in absent.reason
+
+
+def test_the_host_compares_away_from_the_accused_core(monkeypatch):
+    """The second comparison must not run on the core that the first one ran on."""
+    if len(tensors.visible_cores()) < 2 or not tensors.can_pin():
+        pytest.skip("needs two cores to choose from")
+    seen = []
+    real = host_same_bits
+
+    def watched(a, b):
+        seen.append(tensors.visible_cores())
+        return real(a, b)
+
+    monkeypatch.setattr(verify, "host_same_bits", watched)
+    session = verify.Session(context())
+    core = session.cores[0]
+    problem = small().build(1)
+    verify._measure(session, small(), problem, 1, core, 0.0)
+    assert seen
+    assert all(core not in cores for cores in seen)

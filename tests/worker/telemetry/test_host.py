@@ -1,0 +1,663 @@
+"""Host telemetry on constructed trees, as an unprivileged user, on this machine, and through the supervisor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from canaryd.model import Device, Outcome
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from canaryd.worker.telemetry import host
+from canaryd.worker.telemetry.interface import Unavailable
+from tests.worker.telemetry.test_sysfs import GARBAGE
+from tests.worker.telemetry.trees import ROOT, checked, link, plant, unprivileged
+
+DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
+CPU = "sys/devices/system/cpu"
+EDAC = "sys/devices/system/edac/mc"
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 400 kB\nMemAvailable: 600 kB\nSwapTotal: 200 kB\nSwapFree: 150 kB"
+INTERRUPTS = """           CPU0       CPU1
+  0:         44          0   IO-APIC    2-edge      timer
+NMI:          9          9   Non-maskable interrupts
+MCE:          3          4   Machine check exceptions
+MCP:        977        978   Machine check polls
+ERR:          0"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and /sys are Linux's")
+
+
+def settings(root: Path) -> dict[str, str]:
+    return {"sysfs": str(root / "sys"), "proc": str(root / "proc"), "rasdaemon": str(root / "ras.db")}
+
+
+def read(root: Path) -> tuple[dict[str, float], dict[str, str]]:
+    return checked(host.read(DEVICE, settings(root)))
+
+
+def of(name: str, values: dict) -> dict:
+    return {key: value for key, value in values.items() if key.partition("{")[0] == name}
+
+
+@pytest.fixture
+def open_directory():
+    """A directory that every user may enter, unlike pytest's own."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+# --- The whole -------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_tree_gives_reasons_alone(tmp_path):
+    """No zero, no reading, one reason for each thing that is not known."""
+    readings, absent = read(tmp_path)
+    assert readings == {}
+    names = {name.partition("{")[0] for name in absent}
+    assert names == {
+        *("edac_controllers", "edac_errors_total", "machine_check_exceptions_total", "throttle_events_total"),
+        *("temperature_celsius", "fan_rpm", "clock_hertz", "clock_max_hertz", "load_average", "memory_total_bytes"),
+        *("memory_available_bytes", "swap_total_bytes", "swap_used_bytes", "pressure_ratio", "cpu_cores"),
+        *("clock_source", "boot_time_seconds", "crash_records", "ras_events_total", "rasdaemon_wakeup_ratio"),
+    }
+
+
+def test_a_tree_of_garbage_gives_reasons_alone(tmp_path):
+    """Whatever a file holds, no poll is lost and nothing becomes a number."""
+    numbers = (
+        *(f"{EDAC}/mc0/dimm0/dimm_ce_count", f"{EDAC}/mc0/dimm0/dimm_ue_count", f"{EDAC}/mc0/ce_noinfo_count"),
+        *("proc/interrupts", f"{CPU}/cpu0/thermal_throttle/core_throttle_count", f"{CPU}/online", f"{CPU}/present"),
+        *(f"{CPU}/cpu0/topology/core_id", "sys/class/hwmon/hwmon0/temp1_input", "sys/class/hwmon/hwmon0/fan1_input"),
+        *("sys/class/thermal/thermal_zone0/temp", f"{CPU}/cpufreq/policy0/scaling_cur_freq", "proc/cpuinfo"),
+        *("proc/loadavg", "proc/meminfo", "proc/pressure/cpu", "proc/pressure/io", "proc/stat", "proc/mounts"),
+        *("ras.db", "sys/kernel/tracing/instances/rasdaemon/buffer_percent", "sys/module/pstore/parameters/backend"),
+    )
+    for index, text in enumerate(GARBAGE):
+        root = plant(tmp_path / str(index), dict.fromkeys(numbers, text))
+        plant(root, {f"{CPU}/cpu0/thermal_throttle/package_throttle_count": text})
+        readings, absent = read(root)
+        assert readings == {"edac_controllers": 1}, text  # a directory, not a file's content
+        assert absent
+
+
+def test_a_wrong_setting_is_refused(tmp_path):
+    """By name, before anything is read."""
+    with pytest.raises(ValueError, match="proc: got 5, wanted an absolute path such as '/proc'"):
+        list(host.read(DEVICE, {"proc": 5}))
+    with pytest.raises(ValueError, match="sysfs_root: not a setting of host_telemetry; it has sysfs, proc, rasdaemon"):
+        host.facts({"sysfs_root": "/sys"})
+    assert host.devices(settings(tmp_path)) == []
+    host.close()
+
+
+def test_another_device_is_refused():
+    """Host telemetry belongs to the processors."""
+    gpu = Device(uuid="GPU-1", backend="cuda", index=3, model="a GPU")
+    with pytest.raises(Unavailable, match="cuda:3 is not a processor"):
+        next(host.read(gpu, {}))
+
+
+# --- Memory errors ---------------------------------------------------------------------------------------------------
+
+NOTHING_WATCHES = "no EDAC driver watches the memory: errors are not known"
+
+
+@pytest.mark.parametrize("there", ["no tree", "no controller", "only power"])
+def test_an_empty_edac_tree_is_unknown_and_not_zero_errors(tmp_path, there):
+    """Virtual machines have the directory and no controller in it."""
+    if there != "no tree":
+        (tmp_path / EDAC).mkdir(parents=True)
+    if there == "only power":
+        plant(tmp_path / EDAC, {"power/control": "auto", "uevent": ""})
+    readings, absent = read(tmp_path)
+    assert of("edac_controllers", readings) == of("edac_errors_total", readings) == {}
+    assert absent["edac_controllers"] == absent["edac_errors_total"] == NOTHING_WATCHES
+
+
+def test_errors_are_read_by_module(tmp_path):
+    """By the label of the slot where it has one of its own, and what no module could be blamed for as unknown."""
+    controller = {
+        "ce_count": "99",
+        "ce_noinfo_count": "2",
+        "ue_noinfo_count": "0",
+        "dimm0/dimm_ce_count": "7",
+        "dimm0/dimm_ue_count": "1",
+        "dimm0/dimm_label": "P0_A",
+        "dimm1/dimm_ce_count": "0",
+        "dimm1/dimm_ue_count": "0",
+        "dimm1/dimm_label": "twice",
+        "rank2/dimm_ce_count": "4",
+        "rank2/dimm_ue_count": "0",
+        "rank2/dimm_label": "twice",
+        "rank3/dimm_ce_count": "5",
+        "rank3/dimm_ue_count": "0",
+    }
+    plant(tmp_path / EDAC / "mc0", controller)
+    readings, absent = read(tmp_path)
+    assert readings["edac_controllers"] == 1
+    modules = {"P0_A": (7, 1), "twice dimm1": (0, 0), "twice rank2": (4, 0), "rank3": (5, 0), "unknown": (2, 0)}
+    assert of("edac_errors_total", readings) == {
+        f"edac_errors_total{{controller=mc0,dimm={name},kind={kind}}}": number
+        for name, counts in modules.items()
+        for kind, number in zip(("corrected", "uncorrected"), counts, strict=True)
+    }
+    assert of("edac_errors_total", absent) == {}
+
+
+def test_the_older_layout_is_read(tmp_path):
+    """Corrected errors by row and channel, uncorrected ones by row; modules without counters are passed over."""
+    files = {"csrow0/ch0_ce_count": "1", "csrow0/ch1_ce_count": "2", "csrow0/ue_count": "3", "csrow0/ce_count": "3"}
+    plant(tmp_path / EDAC / "mc0", files | {"dimm0/dimm_label": "A1", "ce_noinfo_count": "0", "ue_noinfo_count": "0"})
+    readings, absent = read(tmp_path)
+    assert of("edac_errors_total", readings) == {
+        "edac_errors_total{controller=mc0,dimm=csrow0 ch0,kind=corrected}": 1,
+        "edac_errors_total{controller=mc0,dimm=csrow0 ch1,kind=corrected}": 2,
+        "edac_errors_total{controller=mc0,dimm=csrow0,kind=uncorrected}": 3,
+        "edac_errors_total{controller=mc0,dimm=unknown,kind=corrected}": 0,
+        "edac_errors_total{controller=mc0,dimm=unknown,kind=uncorrected}": 0,
+    }
+    assert of("edac_errors_total", absent) == {}
+
+
+def test_a_controller_that_knows_no_modules_gives_its_own_counts(tmp_path):
+    """And an unreadable count beside them is absent with its reason."""
+    plant(tmp_path / EDAC, {"mc0/ce_count": "4", "mc0/ue_count": "0", "mc1/ce_count": "x", "mc1/ue_count": "-1"})
+    readings, absent = read(tmp_path)
+    assert readings["edac_controllers"] == 2
+    assert of("edac_errors_total", readings) == {
+        "edac_errors_total{controller=mc0,dimm=all,kind=corrected}": 4,
+        "edac_errors_total{controller=mc0,dimm=all,kind=uncorrected}": 0,
+    }
+    assert set(of("edac_errors_total", absent)) == {
+        "edac_errors_total{controller=mc1,dimm=all,kind=corrected}",
+        "edac_errors_total{controller=mc1,dimm=all,kind=uncorrected}",
+    }
+
+
+# --- Machine checks and throttling -----------------------------------------------------------------------------------
+
+
+def test_machine_checks_are_summed_and_polls_are_not(tmp_path):
+    """MCE counts exceptions; MCP, one line below, counts how often the kernel looked."""
+    readings, _ = read(plant(tmp_path, {"proc/interrupts": INTERRUPTS}))
+    assert readings["machine_check_exceptions_total"] == 7
+
+
+@pytest.mark.parametrize("line", ["", "MCE:", "MCE: x y", "MCE: 3 -4", "MCEX: 1 2", "MCP: 4 5 Machine check polls"])
+def test_a_kernel_that_counts_no_machine_checks_says_so(tmp_path, line):
+    """A missing or broken line is not zero exceptions."""
+    _, absent = read(plant(tmp_path, {"proc/interrupts": f"           CPU0       CPU1\n{line}"}))
+    assert "counts no machine checks" in absent["machine_check_exceptions_total"]
+
+
+def processors(root: Path, packages: int, cores: int, threads: int = 2, **counts: str) -> Path:
+    """A machine whose every processor has the counters of its core and its package."""
+    number = 0
+    for _ in range(threads):
+        for package in range(packages):
+            for core in range(cores):
+                base = f"{CPU}/cpu{number}"
+                files = {f"{base}/topology/physical_package_id": str(package), f"{base}/topology/core_id": str(core)}
+                for scope in ("core", "package"):
+                    files[f"{base}/thermal_throttle/{scope}_throttle_count"] = counts.get(scope, "0")
+                plant(root, files)
+                number += 1
+    return root
+
+
+def test_a_spell_of_heat_is_counted_once_however_many_cores_slow_down(tmp_path):
+    """Two packages of four cores with two threads each: the highest count, not sixteen times as much."""
+    processors(tmp_path, 2, 4, core="3", package="5")
+    plant(tmp_path, {f"{CPU}/cpu6/thermal_throttle/core_throttle_count": "4"})
+    plant(tmp_path, {f"{CPU}/cpu1/thermal_throttle/package_throttle_count": "9"})
+    readings, _ = read(tmp_path)
+    assert of("throttle_events_total", readings) == {
+        "throttle_events_total{scope=core}": 4,
+        "throttle_events_total{scope=package}": 9,
+    }
+
+
+def test_one_unreadable_processor_makes_the_count_absent(tmp_path):
+    """It may be the highest, and without it the counter would seem to fall."""
+    processors(tmp_path, 1, 2, core="3", package="5")
+    plant(tmp_path, {f"{CPU}/cpu1/thermal_throttle/core_throttle_count": "?"})
+    readings, absent = read(tmp_path)
+    assert of("throttle_events_total", readings) == {"throttle_events_total{scope=package}": 5}
+    assert "cpu1/thermal_throttle/core_throttle_count" in absent["throttle_events_total{scope=core}"]
+
+
+def test_a_processor_that_does_not_count_throttling_says_so(tmp_path):
+    """AMD's do not."""
+    _, absent = read(plant(tmp_path, {f"{CPU}/cpu0/topology/core_id": "0"}))
+    reason = "this processor or kernel does not count thermal throttling"
+    assert of("throttle_events_total", absent) == {
+        "throttle_events_total{scope=core}": reason,
+        "throttle_events_total{scope=package}": reason,
+    }
+
+
+# --- Sensors and clocks ----------------------------------------------------------------------------------------------
+
+
+def test_sensors_are_named_after_chip_device_and_label(tmp_path):
+    """Cores are one sensor, the hottest; a zone that is also a chip is read once; critical values come along."""
+    hwmon = "sys/class/hwmon"
+    plant(
+        tmp_path,
+        {
+            f"{hwmon}/hwmon0/name": "coretemp",
+            f"{hwmon}/hwmon0/temp1_input": "50000",
+            f"{hwmon}/hwmon0/temp1_label": "Package id 0",
+            f"{hwmon}/hwmon0/temp1_crit": "100000",
+            f"{hwmon}/hwmon0/temp2_input": "48000",
+            f"{hwmon}/hwmon0/temp2_label": "Core 0",
+            f"{hwmon}/hwmon0/temp3_input": "49500",
+            f"{hwmon}/hwmon0/temp3_label": "Core 12",
+            f"{hwmon}/hwmon1/name": "nct6798",
+            f"{hwmon}/hwmon1/fan2_input": "900",
+            f"{hwmon}/hwmon1/fan2_label": "CPU fan",
+            f"{hwmon}/hwmon1/fan3_input": "0",
+            "sys/class/thermal/thermal_zone0/type": "x86_pkg_temp",
+            "sys/class/thermal/thermal_zone0/temp": "51000",
+            "sys/class/thermal/thermal_zone1/type": "acpitz",
+            "sys/class/thermal/thermal_zone1/temp": "20000",
+            "sys/class/thermal/thermal_zone1/hwmon2/name": "acpitz",
+            "sys/class/thermal/cooling_device0/type": "Processor",
+        },
+    )
+    link(tmp_path / hwmon / "hwmon0/device", tmp_path / "sys/devices/platform/coretemp.0")
+    readings, absent = read(tmp_path)
+    assert of("temperature_celsius", readings) == {
+        "temperature_celsius{sensor=coretemp/coretemp.0/Package id 0}": 50.0,
+        "temperature_celsius{sensor=coretemp/coretemp.0/hottest core}": 49.5,
+        "temperature_celsius{sensor=x86_pkg_temp/thermal_zone0}": 51.0,
+    }
+    assert of("temperature_threshold_celsius", readings) == {
+        "temperature_threshold_celsius{threshold=coretemp/coretemp.0/Package id 0_crit}": 100.0
+    }
+    assert of("fan_rpm", readings) == {
+        "fan_rpm{fan=nct6798/hwmon1/CPU fan}": 900,
+        "fan_rpm{fan=nct6798/hwmon1/fan3}": 0,
+    }
+    assert of("temperature_celsius", absent) == of("fan_rpm", absent) == {}
+
+
+def test_sensors_of_accelerators_are_left_to_their_vendors(tmp_path):
+    """A chip on a display controller or a processing accelerator is that device's; one on a drive is the host's."""
+    for number, (name, pci_class) in enumerate((("amdgpu", "0x038000"), ("xe", "0x120000"), ("nvme", "0x010802"))):
+        chip = tmp_path / f"sys/class/hwmon/hwmon{number}"
+        plant(chip, {"name": name, "temp1_input": "40000"})
+        link(chip / "device", tmp_path / f"sys/devices/pci0000:00/0000:00:0{number}.0")
+        plant(chip / "device", {"class": pci_class})
+    readings, _ = read(tmp_path)
+    assert of("temperature_celsius", readings) == {"temperature_celsius{sensor=nvme/0000:00:02.0/temp1}": 40.0}
+
+
+def test_a_broken_sensor_is_absent_by_its_own_key(tmp_path):
+    """And hides none of the others."""
+    chip = tmp_path / "sys/class/hwmon/hwmon0"
+    plant(chip, {"name": "nvme", "temp1_input": "40000", "temp2_input": "?", "fan1_input": "-1"})
+    readings, absent = read(tmp_path)
+    assert of("temperature_celsius", readings) == {"temperature_celsius{sensor=nvme/hwmon0/temp1}": 40.0}
+    assert set(of("temperature_celsius", absent)) == {"temperature_celsius{sensor=nvme/hwmon0/temp2}"}
+    assert set(of("fan_rpm", absent)) == {"fan_rpm{fan=nvme/hwmon0/fan1}"}
+
+
+def test_clocks_are_a_mean_and_a_maximum(tmp_path):
+    """From cpufreq, in Hz; a policy that gives nothing is left out of the mean."""
+    files = {"policy0/scaling_cur_freq": "2000000", "policy1/scaling_cur_freq": "3000000"}
+    files |= {"policy0/cpuinfo_max_freq": "3500000", "policy1/cpuinfo_max_freq": "3800000"}
+    readings, _ = read(plant(tmp_path / "a", {f"{CPU}/cpufreq/{name}": text for name, text in files.items()}))
+    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_500_000_000}
+    assert of("clock_max_hertz", readings) == {"clock_max_hertz{domain=cpu}": 3_800_000_000}
+    files["policy1/scaling_cur_freq"] = "<unknown>"
+    readings, _ = read(plant(tmp_path / "b", {f"{CPU}/cpufreq/{name}": text for name, text in files.items()}))
+    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_000_000_000}
+
+
+def test_without_cpufreq_the_processors_say_their_clock(tmp_path):
+    """As virtual machines do; the maximum is then not known."""
+    cpuinfo = "processor\t: 0\ncpu MHz\t\t: 2000.000\n\nprocessor\t: 1\ncpu MHz\t\t: 2100.000"
+    readings, absent = read(plant(tmp_path, {"proc/cpuinfo": cpuinfo}))
+    assert of("clock_hertz", readings) == {"clock_hertz{domain=cpu}": 2_050_000_000}
+    assert set(of("clock_max_hertz", absent)) == {"clock_max_hertz{domain=cpu}"}
+
+
+# --- Load, memory, pressure, time ------------------------------------------------------------------------------------
+
+
+def test_load_and_memory_are_read_in_base_units(tmp_path):
+    """Bytes, and the load of the last minute."""
+    readings, _ = read(plant(tmp_path, {"proc/meminfo": MEMINFO, "proc/loadavg": "3.25 2.00 1.00 2/300 4711"}))
+    assert readings["load_average"] == 3.25
+    wanted = {"memory_total": 1000, "memory_available": 600, "swap_total": 200, "swap_used": 50}
+    assert {name: readings[f"{name}_bytes"] for name in wanted} == {n: kib * 1024 for n, kib in wanted.items()}
+
+
+def test_a_missing_line_of_meminfo_is_absent(tmp_path):
+    """Each on its own: kernels before 3.14 have no MemAvailable."""
+    readings, absent = read(plant(tmp_path, {"proc/meminfo": "MemTotal: 1000 kB\nSwapTotal: 0 kB"}))
+    assert (readings["memory_total_bytes"], readings["swap_total_bytes"]) == (1024000, 0)
+    assert {"memory_available_bytes", "swap_used_bytes"} <= set(absent)
+
+
+def test_pressure_is_a_share_of_the_last_minute(tmp_path):
+    """The full pressure of the processors is not defined for a machine, and the kernel's 0 is not passed on."""
+    some = "some avg10=9.00 avg60=12.50 avg300=3.00 total=12345"
+    full = "full avg10=0.00 avg60=1.25 avg300=0.00 total=99"
+    files = {"cpu": f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0", "memory": f"{some}\n{full}", "io": some}
+    readings, absent = read(plant(tmp_path / "proc/pressure", files) and tmp_path)
+    assert of("pressure_ratio", readings) == {
+        "pressure_ratio{kind=some,resource=cpu}": 0.125,
+        "pressure_ratio{kind=some,resource=memory}": 0.125,
+        "pressure_ratio{kind=full,resource=memory}": 0.0125,
+        "pressure_ratio{kind=some,resource=io}": 0.125,
+    }
+    assert "not defined" in absent["pressure_ratio{kind=full,resource=cpu}"]
+    assert "pressure_ratio{kind=full,resource=io}" in absent
+
+
+def test_processors_that_could_be_plugged_in_are_not_offline(tmp_path):
+    """Offline is what is there and does not run; the kernel's list `offline` has the empty sockets too."""
+    files = {"online": "0-3,6", "present": "0-7", "offline": "4-5,7-127", "possible": "0-127"}
+    readings, _ = read(plant(tmp_path / CPU, files) and tmp_path)
+    assert of("cpu_cores", readings) == {"cpu_cores{state=online}": 5, "cpu_cores{state=offline}": 3}
+
+
+def test_clock_source_and_boot_time(tmp_path):
+    """The source is a label; the time is since the epoch."""
+    source = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+    readings, _ = read(plant(tmp_path, {source: "hpet", "proc/stat": "cpu 1 2 3\nintr 5\nbtime 1700000000\n"}))
+    assert readings["clock_source{source=hpet}"] == 1
+    assert readings["boot_time_seconds"] == 1_700_000_000
+
+
+PSTORE = {"proc/mounts": "pstore /sys/fs/pstore pstore rw,nosuid 0 0", "sys/module/pstore/parameters/backend": "erst"}
+
+
+def test_crash_records_are_counted_where_they_can_be(tmp_path):
+    """None is 0 only where pstore is mounted and has storage."""
+    plant(tmp_path, PSTORE)
+    (tmp_path / "sys/fs/pstore").mkdir(parents=True)
+    assert read(tmp_path)[0]["crash_records"] == 0
+    plant(tmp_path / "sys/fs/pstore", {"dmesg-erst-1": "Panic", "dmesg-erst-2": "Oops"})
+    assert read(tmp_path)[0]["crash_records"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"proc/mounts": "sysfs /sys sysfs rw 0 0"}, "pstore is not mounted"),
+        ({"sys/module/pstore/parameters/backend": "(null)"}, "pstore has no storage"),
+        ({}, "not offered by this kernel"),
+    ],
+)
+def test_without_pstore_crashes_are_not_known(tmp_path, change, reason):
+    """An empty directory that nothing is mounted on, or without storage, says nothing about crashes."""
+    _, absent = read(plant(tmp_path, PSTORE | change))
+    assert reason in absent["crash_records"]
+
+
+# --- rasdaemon -------------------------------------------------------------------------------------------------------
+
+
+def database(path: Path, tables: dict[str, int]) -> None:
+    connection = sqlite3.connect(path)
+    for table, rows in tables.items():
+        connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, anything TEXT)")
+        connection.executemany(f"INSERT INTO {table} (anything) VALUES (?)", [("x",)] * rows)
+    connection.commit()
+    connection.close()
+
+
+def test_events_are_counted_by_known_table(tmp_path):
+    """Whatever columns the tables have; others are left alone, and an empty table of rasdaemon's is zero events."""
+    database(tmp_path / "ras.db", {"mc_event": 3, "mce_record": 0, "somebody_else": 9})
+    before = (tmp_path / "ras.db").read_bytes()
+    readings, absent = read(tmp_path)
+    assert of("ras_events_total", readings) == {
+        "ras_events_total{table=mc_event}": 3,
+        "ras_events_total{table=mce_record}": 0,
+    }
+    assert of("ras_events_total", absent) == {}
+    assert (tmp_path / "ras.db").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["ras.db"]
+
+
+def test_a_table_of_another_make_is_absent_alone(tmp_path):
+    """Nothing is assumed of a table but its name."""
+    database(tmp_path / "ras.db", {"mc_event": 1})
+    connection = sqlite3.connect(tmp_path / "ras.db")
+    connection.execute("CREATE TABLE arm_event (name TEXT PRIMARY KEY) WITHOUT ROWID")
+    connection.close()
+    readings, absent = read(tmp_path)
+    assert of("ras_events_total", readings) == {"ras_events_total{table=mc_event}": 1}
+    assert "no such column" in absent["ras_events_total{table=arm_event}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "not offered by this kernel or device: no "),
+        (b"", "is empty: rasdaemon has not set it up"),
+        (b"not a database at all, only some text" * 100, "cannot be read: file is not a database"),
+        ("directory", "is not a file"),
+        ("no tables", "holds no table that rasdaemon writes"),
+    ],
+)
+def test_a_database_that_cannot_be_read_is_absent(tmp_path, content, reason):
+    """With its reason, and never as zero events."""
+    path = tmp_path / "ras.db"
+    if content == "directory":
+        path.mkdir()
+    elif content == "no tables":
+        database(path, {"something": 1})
+    elif content is not None:
+        path.write_bytes(content)
+    readings, absent = read(tmp_path)
+    assert of("ras_events_total", readings) == {}
+    assert reason in absent["ras_events_total"]
+
+
+def test_a_damaged_database_is_absent(tmp_path):
+    """The header is whole, the pages are not."""
+    path = tmp_path / "ras.db"
+    database(path, {"mc_event": 2000})
+    data = bytearray(path.read_bytes())
+    data[4096 + 8 :] = b"\xa5" * (len(data) - 4096 - 8)
+    path.write_bytes(data)
+    readings, absent = read(tmp_path)
+    assert of("ras_events_total", readings) == {}
+    assert "malformed" in " ".join(of("ras_events_total", absent).values())
+
+
+def test_what_a_dead_writer_left_is_not_touched(tmp_path):
+    """Rolling its journal back is rasdaemon's business: canaryd opens the database read-only."""
+    writer = sqlite3.connect(tmp_path / "ras.db", isolation_level=None)
+    writer.executescript("PRAGMA cache_size = 1; CREATE TABLE mc_event (id INTEGER PRIMARY KEY, anything TEXT); BEGIN")
+    for _ in range(500):
+        writer.execute("INSERT INTO mc_event (anything) VALUES (?)", ("x" * 200,))
+    copy = tmp_path / "copy"
+    for name in ("ras.db", "ras.db-journal"):
+        plant(copy, {name: (tmp_path / name).read_bytes()})
+    writer.close()
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    readings, absent = read(copy)
+    assert of("ras_events_total", readings) == {}
+    assert "cannot be read" in absent["ras_events_total"]
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+
+
+def test_a_locked_database_does_not_hold_the_poll_up(tmp_path):
+    """Rasdaemon is writing: the next poll will read it."""
+    path = tmp_path / "ras.db"
+    database(path, {"mc_event": 1})
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN EXCLUSIVE")
+    begun = time.monotonic()
+    _, absent = read(tmp_path)
+    assert time.monotonic() - begun < 2
+    writer.close()
+    assert "database is locked" in absent["ras_events_total"]
+    assert read(tmp_path)[0]["ras_events_total{table=mc_event}"] == 1
+
+
+@pytest.mark.parametrize("place", ["sys/kernel/tracing", "sys/kernel/debug/tracing"])
+def test_whether_rasdaemon_sees_single_events_is_read(tmp_path, place):
+    """Debian 12's waits for half a buffer; the counts are then only a lower bound, and this reading says so."""
+    plant(tmp_path, {f"{place}/instances/rasdaemon/buffer_percent": "50"})
+    assert read(tmp_path)[0]["rasdaemon_wakeup_ratio"] == 0.5
+
+
+# --- Permission, size, other systems ---------------------------------------------------------------------------------
+
+
+def test_what_only_root_may_read_says_so(open_directory):
+    """The database in its directory of mode 0700, EDAC and the sensors: a reason that tells what to do."""
+    root = open_directory
+    plant(root, {"ras/ras.db": "x", f"{EDAC}/mc0/ce_count": "1", "sys/class/hwmon/hwmon0/temp1_input": "1"})
+    for directory in ("ras", EDAC, "sys/class/hwmon"):
+        (root / directory).chmod(0)
+    code = """
+import json, sqlite3, sys
+from canaryd.model import Device
+from canaryd.worker.telemetry import host
+# drop
+device = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
+facts = host.read(device, json.loads(sys.argv[1]))
+print(json.dumps({fact.name: getattr(fact, "reason", "") for fact in facts}))
+"""
+    where = settings(root) | {"rasdaemon": str(root / "ras/ras.db")}
+    facts = json.loads(unprivileged(code, json.dumps(where)))
+    for name in ("edac_controllers", "edac_errors_total", "ras_events_total", "temperature_celsius", "fan_rpm"):
+        assert facts[name].startswith("permission denied: run as root to read "), name
+
+
+def test_a_large_machine_costs_few_series_and_little_time(tmp_path):
+    """256 processors, 32 modules, 200 sensors: series in the hundreds, and not one per core."""
+    processors(tmp_path, 2, 64)
+    files = {}
+    for number in range(256):
+        files[f"{CPU}/cpufreq/policy{number}/scaling_cur_freq"] = "2000000" if number % 16 == 0 else "?"
+        files[f"{CPU}/cpufreq/policy{number}/cpuinfo_max_freq"] = "3000000"
+    for number in range(32):
+        for name in ("dimm_ce_count", "dimm_ue_count"):
+            files[f"{EDAC}/mc{number // 4}/dimm{number % 4}/{name}"] = "0"
+    for number in range(200):
+        files[f"sys/class/hwmon/hwmon{number}/temp1_input"] = "30000"
+        files[f"sys/class/hwmon/hwmon{number}/fan1_input"] = "3000"
+    for number in range(1, 65):
+        files[f"sys/class/hwmon/hwmon0/temp{number + 1}_input"] = "30000"
+        files[f"sys/class/hwmon/hwmon0/temp{number + 1}_label"] = f"Core {number}"
+    columns = " ".join(["1"] * 256)
+    files["proc/interrupts"] = "\n".join([f"{n}: {columns} PCI-MSI nvme" for n in range(1000)] + [f"MCE: {columns}"])
+    plant(tmp_path, files)
+    begun = time.process_time()
+    readings, absent = read(tmp_path)
+    assert time.process_time() - begun < 0.5
+    assert len(readings) + len(absent) < 400
+    assert readings["machine_check_exceptions_total"] == 256
+    assert readings["clock_hertz{domain=cpu}"] == 2_000_000_000  # a sample of 16, evenly spread
+    assert len(of("temperature_celsius", readings)) == len(of("fan_rpm", readings)) == host.MOST_SENSORS
+    assert absent["temperature_celsius{sensor=others}"] == "only the first 128 of 201 sensors are read"
+    assert absent["fan_rpm{fan=others}"] == "only the first 128 of 200 are read"
+    assert len(of("edac_errors_total", readings)) == 64
+
+
+def test_elsewhere_psutil_gives_a_part():
+    """What macOS would give, read here through the same calls."""
+    readings, absent = checked(host.portable())
+    assert readings["memory_total_bytes"] == psutil.virtual_memory().total
+    assert readings["boot_time_seconds"] == pytest.approx(psutil.boot_time(), abs=2)
+    assert {"load_average", "memory_available_bytes", "swap_used_bytes", "cpu_cores{state=online}"} <= set(readings)
+    assert {"edac_errors_total", "machine_check_exceptions_total", "temperature_celsius"} <= set(absent)
+
+
+def test_without_psutil_each_reading_is_absent():
+    """It is only needed away from Linux, and may be missing there."""
+    code = """
+import json, sys
+sys.modules["psutil"] = None
+from canaryd.worker.telemetry import host
+# drop
+print(json.dumps({fact.name: fact.reason for fact in host.portable()}))
+"""
+    absent = json.loads(unprivileged(code))
+    assert absent["memory_total_bytes"].startswith("psutil: ModuleNotFoundError")
+    assert len(absent) == 13
+
+
+# --- This machine, and the probe -------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_told_as_it_is():
+    """What its kernel offers is read, and agrees with psutil; what it does not offer has a reason."""
+    readings, absent = checked(host.read(DEVICE, {}))
+    memory = psutil.virtual_memory()
+    assert readings["memory_total_bytes"] == memory.total
+    assert readings["memory_available_bytes"] == pytest.approx(memory.available, rel=0.2)
+    assert readings["swap_total_bytes"] == psutil.swap_memory().total
+    assert readings["load_average"] == pytest.approx(psutil.getloadavg()[0], abs=1)
+    assert readings["boot_time_seconds"] == pytest.approx(psutil.boot_time(), abs=2)
+    assert readings["cpu_cores{state=online}"] == psutil.cpu_count()
+    watched = sorted(Path("/sys/devices/system/edac/mc").glob("mc[0-9]*"))
+    assert readings.get("edac_controllers", 0) == len(watched)
+    assert ("edac_errors_total" in absent) == (not watched)
+    if not watched:
+        assert absent["edac_errors_total"] == NOTHING_WATCHES
+    counts = any(line.lstrip().startswith("MCE:") for line in Path("/proc/interrupts").read_text().splitlines())
+    assert ("machine_check_exceptions_total" in readings) == counts
+    seen = [path for path in ("/sys/class/hwmon/hwmon*/temp*_input", "/sys/class/thermal/thermal_zone*") if _any(path)]
+    assert ("temperature_celsius" in absent) == (not seen)
+    pressure = Path("/proc/pressure/memory").exists()
+    assert ("pressure_ratio{kind=some,resource=memory}" in readings) == pressure
+    assert ("ras_events_total" in absent) or Path("/var/lib/rasdaemon/ras-mc_event.db").exists()
+
+
+def _any(pattern: str) -> bool:
+    return next(Path("/").glob(pattern.removeprefix("/")), None) is not None
+
+
+def probe():
+    path = ROOT / "probes/host_telemetry.py"
+    spec = importlib.util.spec_from_file_location("host_telemetry", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return path, module.SPEC
+
+
+def test_the_probe_runs_in_a_worker(tmp_path):
+    """On this machine, on an empty tree, with a wrong setting and with a device that is not its own."""
+    path, spec = probe()
+    with Series(WorkerSpec(), grace=0.5) as series:
+
+        def run(**fields):
+            asked = {"probe_path": path, "device": DEVICE, "level": "quick", "seed": 7} | fields
+            return series.run(RunRequest(spec=spec, **asked), 20.0)
+
+        here, nothing, wrong, foreign = (
+            run(),
+            run(settings=settings(tmp_path)),
+            run(settings={"sysfs": "sys"}),
+            run(device=Device(uuid="GPU-1", backend="cuda", index=0, model="a GPU")),
+        )
+    assert here.outcome is Outcome.COMPLETED
+    assert {reading.name for reading in here.readings} >= {"memory_total_bytes", "load_average", "boot_time_seconds"}
+    assert here.seconds < 2
+    assert nothing.outcome is Outcome.COMPLETED
+    assert nothing.readings == ()
+    assert nothing.absent["edac_errors_total"] == NOTHING_WATCHES
+    assert wrong.outcome is Outcome.ERRORED
+    assert "sysfs: got 'sys', wanted an absolute path such as '/sys'" in wrong.detail
+    assert (foreign.outcome, "cuda:0 is not a processor" in foreign.detail) == (Outcome.SKIPPED, True)

@@ -1,0 +1,623 @@
+"""The kernel's log: records taken apart, lines recognised, and a file or device followed without loss or repetition."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from canaryd.model import LogPosition, LogRecord
+from canaryd.worker.telemetry import kernel_log
+from canaryd.worker.telemetry.kernel_log import classify, follow, parse
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = ROOT / "tests" / "data" / "kernel-log"
+BOOT = "0f0e0d0c-0b0a-4908-8706-050403020100"
+XID = "NVRM: Xid (PCI:0000:65:00): {}, something"
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Yield what each message of the fixture is to be, and the message."""
+    for line in (DATA / "messages.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            wanted, _, message = line.partition(": ")
+            yield wanted, message
+
+
+CASES = list(cases())
+
+
+def taken(message: str) -> kernel_log.Message | None:
+    """Return what becomes of a message that the kernel printed."""
+    record = parse(f"4,1,1,-;{message}")
+    assert record
+    return classify(record.text)
+
+
+def fields(message: str) -> dict[str, str]:
+    found = taken(message)
+    assert found
+    return found.fields
+
+
+# --- One record ------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_taken_apart():
+    """Priority and facility, number, time and text; flags and continuation lines are left out."""
+    record = parse("30,5,123456789,-,caller=T1;hello, world; again\n SUBSYSTEM=pci\n DEVICE=+pci:0000:65:00.0\n")
+    assert record == kernel_log.Record(priority=6, facility=3, sequence=5, usec=123456789, text="hello, world; again")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        " KEY=value",
+        "no record",
+        "6,1,2",
+        "6,1,2,-",
+        "x,1,2,-;a",
+        "6,-1,2,-;a",
+        "٦,1,2,-;a",
+        f"6,{9**30},1,-;a",
+    ],
+)
+def test_what_is_no_record_is_none(line):
+    """Nothing is guessed into a line that does not have the form."""
+    assert parse(line) is None
+
+
+def test_escapes_are_decoded_and_made_harmless():
+    """A line break inside a message becomes a space, so that it cannot pass for a message; UTF-8 is put together."""
+    record = parse(r"4,1,1,-;a\x0aNVRM: Xid (PCI:0000:65:00): 79, b\x09\x5c \xc3\xa4\xff" + "\u202e")
+    assert record
+    assert record.text == "a NVRM: Xid (PCI:0000:65:00): 79, b \\ ä\ufffd"
+    assert classify(record.text) is None
+
+
+def test_a_long_text_is_cut():
+    """What is looked at is bounded."""
+    record = parse("4,1,1,-;" + "x" * 100_000)
+    assert record
+    assert len(record.text) == kernel_log.LONGEST_TEXT
+
+
+# --- One message -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wanted", "message"), CASES, ids=[f"{w}: {m[:60]}" for w, m in CASES])
+def test_a_message_is_recognised(wanted, message):
+    """Every form of the fixture has its kind, name and place on the bus, and what does not count is None."""
+    found = taken(message)
+    got = "-" if found is None else " ".join(part or "-" for part in (found.kind, found.name, found.bus_id))
+    assert got == wanted
+
+
+@pytest.mark.parametrize(("wanted", "message"), CASES, ids=[f"{w}: {m[:60]}" for w, m in CASES])
+def test_no_process_is_named(wanted, message):
+    """Neither name nor number of a process stays in the text or in a field."""
+    found = taken(message)
+    if found:
+        assert not re.search(r"trainer|4711|4712|cache_mgr|Worker|nvidia-smi|<unknown>", f"{found.text} {found.fields}")
+
+
+def test_a_name_with_a_comma_is_removed_where_a_channel_follows():
+    """The driver does not quote names; the channel behind it shows where it ends."""
+    found = taken("NVRM: Xid (PCI:0000:65:00): 31, pid=1, name=a, b, Ch 00000008, intr 00000000")
+    assert found
+    assert found.text == "NVRM: Xid (PCI:0000:65:00): 31, Ch 00000008, intr 00000000"
+
+
+def test_nothing_but_the_process_is_cut():
+    """The rest of a message stays as it was printed."""
+    found = taken("Out of memory: Killed process 4711 (a) (b) total-vm:132kB, anon-rss:8kB")
+    assert found
+    assert found.text == "Out of memory: Killed process total-vm:132kB, anon-rss:8kB"
+    found = taken("NVRM: Xid (PCI:0000:65:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+    assert found
+    assert found.text == "NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus."
+
+
+def test_an_nvlink_error_is_taken_apart():
+    """Xid 144 to 150 have unit, severity, link, and their words as they were printed."""
+    line = "NVRM: Xid (PCI:0019:01:00): 145, pid=1, name=a, RLW_RXPIPE Nonfatal XC1 i0 Link 07 (0x040980c2 0x8 0x1 0x0)"
+    assert fields(line) == {
+        "unit": "RLW_RXPIPE",
+        "severity": "non-fatal",
+        "cross_contained": "1",
+        "injected": "0",
+        "link": "7",
+        "intr_info": "0x040980c2",
+        "error_status": "0x8",
+        "debug": "0x1 0x0",
+    }
+
+
+def test_an_nvlink_error_that_was_cut_short_keeps_what_it_has():
+    """A missing word is no word of zeros."""
+    told = fields("NVRM: Xid (PCI:0018:01:00): 149, NETIR Fatal XC0 i0 Link -1 (0x000fe406")
+    assert (told["intr_info"], told["link"]) == ("0x000fe406", "-1")
+    assert not {"error_status", "debug"} & set(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("0x2 (Node Reboot Required) to 0x0 (None)", "none"),
+        ("0x0 (None) to 0x1 (GPU Reset Required)", "reset"),
+        ("0x0 (None) to 0x1 (PF FLR)", "reset"),
+        ("0x0 (None) to 0x2 (OS Reboot)", "reboot"),
+        ("0x0 (None) to 0x3 (Drain P2P)", "drain-p2p"),
+        ("0x0 (None) to 0x4 (Drain and Reset)", "drain-and-reset"),
+        ("0x0 (None) to 0x9 (Something New)", "0x9"),
+    ],
+)
+def test_xid_154_names_its_action(text, action):
+    """By its number: the words differ between drivers."""
+    assert fields(f"NVRM: Xid (PCI:0000:65:00): 154, GPU recovery action changed from {text}")["action"] == action
+
+
+def test_details_become_fields():
+    """Place on the chip, link, instance, register, memory module: what the daemon needs to tell repeats apart."""
+    assert fields("NVRM: Xid (PCI:0000:65:00): 13, Graphics SM Warp Exception on (GPC 9, TPC 5, SM 0): x") == {
+        "gpc": "9",
+        "tpc": "5",
+        "sm": "0",
+    }
+    assert fields("NVRM: Xid (PCI:0000:65:00 GPU-I:05 GPU-CI:00): 43, x") == {"instance": "5", "compute_instance": "0"}
+    assert fields("NVRM: Xid (PCI:0000:65:00): 74, NVLink: fatal error detected on link 6(0x10000, 0x0)") == {
+        "link": "6",
+        "registers": "0x10000 0x0",
+    }
+    assert fields("nvidia-nvswitch1: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 63 LTSSM Fault Up") == {
+        "switch": "1",
+        "severity": "fatal",
+        "link": "63",
+    }
+    assert fields("EDAC MC2: 7 CE memory read error on DIMM_B1 (channel:0 slot:0)") == {
+        "controller": "2",
+        "count": "7",
+        "dimm": "DIMM_B1",
+    }
+
+
+@given(
+    st.text() | st.sampled_from([m for _, m in CASES]).flatmap(lambda m: st.integers(0, len(m)).map(lambda n: m[:n]))
+)
+def test_no_text_makes_it_raise(text):
+    """Garbage and messages that are cut anywhere give None or a message of one bounded line."""
+    found = classify(text)
+    assert found is None or (found.kind and len(found.text) <= kernel_log.LONGEST_TEXT + 1)
+    parse(text)
+    record = parse(f"4,1,1,-;{text}")
+    assert record
+    assert record.text.isprintable()
+
+
+@given(st.binary(max_size=400))
+def test_no_bytes_make_it_raise(data):
+    """Whatever stands in a file."""
+    parse(data.decode("utf-8", "replace"))
+
+
+def test_a_hostile_text_takes_no_time():
+    """No pattern runs away on a long line of its own beginnings."""
+    began = time.process_time()
+    for _, message in CASES:
+        for filler in (" ", "0", "a, ", "(", ":0 ", "name=", " on a", "timeout"):
+            classify((message[: len(message) // 2] + filler * 2048)[: kernel_log.LONGEST_TEXT])
+    assert time.process_time() - began < 5.0
+
+
+# --- Following a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def boot_id(tmp_path) -> str:
+    (tmp_path / "boot_id").write_text(f"{BOOT}\n")
+    return str(tmp_path / "boot_id")
+
+
+@pytest.fixture
+def log(tmp_path) -> Path:
+    return tmp_path / "kmsg"
+
+
+def line(sequence: int, text: str = "", *, prefix: int = 3, usec: int = 1) -> str:
+    return f"{prefix},{sequence},{usec},-;{text or XID.format(sequence)}\n"
+
+
+def feed(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.writelines(lines)
+
+
+def read(path: Path, boot_id: str, after: int = -1, boot: str = BOOT) -> tuple[list[LogRecord], LogPosition]:
+    """Read to the present end; return the records and the last position."""
+    items = list(follow(str(path), boot=boot, after=after, until_end=True, boot_id=boot_id))
+    position = items[-1]
+    assert isinstance(position, LogPosition)
+    return [i for i in items if isinstance(i, LogRecord)], position
+
+
+class Live:
+    """A follower that goes on, read step by step."""
+
+    def __init__(self, path: Path, boot_id: str, beat: float = 0.01, **options) -> None:
+        self.stopped = False
+        self.stream = follow(str(path), boot_id=boot_id, beat=beat, stop=lambda: self.stopped, **options)
+
+    def news(self) -> tuple[list[int], LogPosition]:
+        """Return the numbers of the records up to where nothing more comes, and the position there."""
+        numbers, idle = [], 0
+        while idle < 3:
+            item = next(self.stream)
+            if isinstance(item, LogRecord):
+                numbers.append(item.sequence)
+                idle = 0
+            else:
+                idle, position = idle + 1, item
+        return numbers, position
+
+
+def test_a_whole_log(boot_id, log):
+    """Health is picked out of the rest; forged, garbled and lost lines are told apart from it."""
+    shutil.copy(DATA / "boot.kmsg", log)
+    records, position = read(log, boot_id, boot="")
+    assert [(r.sequence, r.kind, r.name) for r in records] == [
+        (102, "xid", "79"),
+        (103, "off-bus", ""),
+        (106, "mce", "corrected"),
+        (108, "mce", "logged"),
+        (113, "nvme", "timeout"),
+    ]
+    assert position == LogPosition(boot=BOOT, sequence=113, lost=3, garbled=1)
+    assert records[0].text == "NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus."
+    assert {r.boot for r in records} == {BOOT}
+
+
+def test_a_lost_gpu_keeps_its_name(boot_id, log):
+    """The driver prints a GPU's uuid before its first Xid: it stays known, even for records after a restart."""
+    shutil.copy(DATA / "boot.kmsg", log)
+    records, _ = read(log, boot_id, after=102)
+    assert (records[0].sequence, records[0].fields["uuid"]) == (103, "GPU-12345678-1234-1234-1234-123456789abc")
+
+
+@pytest.mark.parametrize("prefix", [8, 11, 12, 30, 14])
+def test_what_a_process_writes_never_counts(boot_id, log, prefix):
+    """The kernel gives its own records facility 0, and all others another one."""
+    feed(log, line(1, prefix=prefix), line(2, "NVRM: GPU at PCI:0000:65:00: GPU-00000000-0000", prefix=prefix), line(3))
+    records, _ = read(log, boot_id)
+    assert [(r.sequence, "uuid" in r.fields) for r in records] == [(3, False)]
+
+
+def test_the_time_of_a_record(boot_id, log):
+    """The kernel's clock counts from boot; a record is never in the future."""
+    now, since_boot = time.time(), time.monotonic()
+    feed(log, line(1, usec=int((since_boot - 0.5) * 1e6)), line(2, usec=int((since_boot + 1e6) * 1e6)))
+    records, _ = read(log, boot_id)
+    assert records[0].at == pytest.approx(now - 0.5, abs=0.2)
+    assert records[1].at == pytest.approx(now, abs=0.2)
+
+
+def test_a_machine_check_counts_once(boot_id, log):
+    """The announcement counts only where no line with the status follows, and it is not held back for ever."""
+    announced = "mce: [Hardware Error]: Machine check events logged"
+    status = "mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 1: be00000000000000"
+    feed(log, line(1, announced))
+    live = Live(log, boot_id)
+    assert live.news() == ([1], LogPosition(boot=BOOT, sequence=1))
+    feed(log, line(2, announced), line(3, "[Hardware Error]: a detail"), line(4, status), line(5, status), line(6, "x"))
+    assert live.news()[0] == [4, 5]
+    feed(log, line(7, announced), line(8, XID), line(9, announced), line(10, announced))
+    assert live.news()[0] == [7, 9, 10]
+
+
+def test_a_held_announcement_is_not_passed_by_the_position(boot_id, log):
+    """Who stops right after that position sees it again."""
+    feed(
+        log, line(1), line(2, "mce: [Hardware Error]: Machine check events logged"), line(3, "mce: [Hardware Error]: x")
+    )
+    stream = follow(str(log), boot_id=boot_id, beat=0.01)
+    items = [next(stream), next(stream)]
+    stream.close()
+    assert isinstance(items[1], LogPosition)
+    assert items[1].sequence == 1
+    assert [r.sequence for r in read(log, boot_id, after=1)[0]] == [2]
+
+
+def test_another_boot_is_read_from_its_start(boot_id, log):
+    """A number is good for one boot only."""
+    feed(log, line(1), line(2))
+    assert [r.sequence for r in read(log, boot_id, after=1)[0]] == [2]
+    assert [r.sequence for r in read(log, boot_id, after=1, boot="another")[0]] == [1, 2]
+
+
+def test_a_gap_is_lost_records(boot_id, log):
+    """Numbers that were never seen are told, between two records and since the position."""
+    feed(log, line(4), line(7))
+    assert read(log, boot_id)[1].lost == 2
+    assert read(log, boot_id, after=1)[1].lost == 4
+
+
+def test_an_unfinished_line_waits_for_its_end(boot_id, log):
+    """Half a record is no record, and it is not lost either."""
+    whole = line(1)
+    feed(log, whole[:20])
+    live = Live(log, boot_id)
+    assert live.news() == ([], LogPosition(boot=BOOT, sequence=-1))
+    feed(log, whole[20:])
+    assert live.news() == ([1], LogPosition(boot=BOOT, sequence=1))
+
+
+def test_a_replaced_file_is_read_from_its_start(boot_id, log):
+    """After a rotation the rest of the old file comes first; numbers may start again, or go on."""
+    feed(log, line(500))
+    live = Live(log, boot_id)
+    assert live.news()[0] == [500]
+    feed(log, line(501))
+    log.rename(log.with_suffix(".1"))
+    feed(log.with_suffix(".1"), line(502))
+    feed(log, line(503))
+    assert live.news() == ([501, 502, 503], LogPosition(boot=BOOT, sequence=503))
+    log.rename(log.with_suffix(".2"))
+    feed(log, line(0), line(1))
+    assert live.news() == ([0, 1], LogPosition(boot=BOOT, sequence=1))
+
+
+def test_a_truncated_file_is_read_from_its_start(boot_id, log):
+    """Also when it has grown beyond the old end again before anybody looked."""
+    feed(log, line(500), line(501))
+    live = Live(log, boot_id)
+    assert live.news()[0] == [500, 501]
+    log.write_text("")
+    assert live.news()[0] == []
+    feed(log, line(502))
+    assert live.news()[0] == [502]
+    log.write_text("".join(line(n) for n in range(100)))
+    assert live.news() == (list(range(100)), LogPosition(boot=BOOT, sequence=99))
+
+
+def test_a_file_that_was_replaced_while_nobody_looked(boot_id, log):
+    """A file whose newest record is older than the position is another file: it counts from its start."""
+    feed(log, line(0), line(1))
+    assert [r.sequence for r in read(log, boot_id, after=500)[0]] == [0, 1]
+
+
+def test_a_record_that_comes_twice_counts_once(boot_id, log):
+    """A feeder that starts again and repeats the kernel's buffer into the same file changes nothing."""
+    feed(log, line(1), line(2), line(1), line(2), line(3))
+    assert [r.sequence for r in read(log, boot_id)[0]] == [1, 2, 3]
+
+
+def test_garbage_does_not_stop_it(boot_id, log):
+    """Bytes that are no text and lines without end are counted, and what follows is read."""
+    log.write_bytes(
+        line(1).encode() + b"\xff\xfe\x00\n" + b"x" * 200_000 + b"\n" + line(2).encode() + b"4,3,1,-;\xff\n"
+    )
+    records, position = read(log, boot_id)
+    assert [r.sequence for r in records] == [1, 2]
+    assert (position.sequence, position.garbled, position.lost) == (3, 2, 0)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(st.binary(max_size=2000))
+def test_no_file_makes_it_raise(boot_id, log, data):
+    """Whatever stands in it, the end is a position."""
+    log.write_bytes(data)
+    assert read(log, boot_id)[1].boot == BOOT
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 200), max_size=12), st.integers(1, 12))
+def test_restarts_neither_repeat_nor_lose_a_record(boot_id, log, sizes, count):
+    """Wherever the feeder has come to, and wherever the reader is stopped."""
+    log.write_text("")
+    whole = "".join(line(n) for n in range(count))
+    seen, after = [], -1
+    for size in [*sizes, len(whole)]:
+        feed(log, whole[:size])
+        whole = whole[size:]
+        records, position = read(log, boot_id, after=after)
+        assert (position.lost, position.garbled) == (0, 0)
+        seen += [r.sequence for r in records]
+        after = position.sequence
+    assert seen == list(range(count))
+
+
+def test_an_idle_log_has_a_heartbeat(boot_id, log):
+    """Whoever waits for news hears at least every beat that the reader lives."""
+    feed(log, line(1))
+    stream = follow(str(log), boot_id=boot_id, beat=0.2)
+    assert isinstance(next(stream), LogRecord)
+    first, began = next(stream), time.monotonic()
+    second = next(stream)
+    assert first == second == LogPosition(boot=BOOT, sequence=1)
+    assert 0.1 < time.monotonic() - began < 2.0
+
+
+def test_a_log_that_is_not_there_is_said_and_never_passes_for_one_that_was_read(boot_id, log):
+    """After a beat without it, and no position comes before: to the caller a position means that all is well."""
+    stream = follow(str(log), boot_id=boot_id, beat=0.2)
+    with pytest.raises(FileNotFoundError, match=r"/kmsg: no kernel log there; name /dev/kmsg"):
+        next(stream)
+
+
+def test_a_log_that_goes_away_for_a_beat_is_said(boot_id, log):
+    """What is fed to a path that nobody looks at any more would never be read."""
+    feed(log, line(1))
+    live = Live(log, boot_id)
+    assert live.news()[0] == [1]
+    log.unlink()
+    with pytest.raises(FileNotFoundError, match="no kernel log there"):
+        live.news()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_log_that_comes_within_a_beat_is_read(boot_id, log, there):
+    """A rotation leaves the path empty for a moment, and a feeder may start a moment later than canaryd."""
+    live = Live(log, boot_id, beat=2.0)
+    if there:
+        feed(log, line(500))
+        assert [next(live.stream), next(live.stream)][1] == LogPosition(boot=BOOT, sequence=500)
+        log.unlink()
+    later = threading.Timer(0.7, feed, (log, line(1)))
+    later.start()
+    found = next(live.stream)
+    later.join()
+    assert isinstance(found, LogRecord)
+    assert found.sequence == 1
+
+
+def test_a_line_that_is_news_is_dated_as_news(boot_id, log):
+    """No time server corrects the clock of the stamps: after months it is minutes off, either way."""
+    feed(log, line(1, usec=1))
+    live = Live(log, boot_id)
+    assert next(live.stream).at < time.time() - 60  # the machine runs for longer; from the backlog, so it may be old
+    live.news()
+    began = time.time()
+    feed(log, line(2, usec=1), line(3, usec=int((time.monotonic() + 1e6) * 1e6)))
+    found = [next(live.stream), next(live.stream)]
+    assert [r.sequence for r in found] == [2, 3]
+    for record in found:
+        assert began - 1.5 < record.at <= time.time()
+
+
+def test_it_stops_when_it_is_told_to(boot_id, log):
+    """With a last position."""
+    feed(log, line(1))
+    live = Live(log, boot_id)
+    live.news()
+    live.stopped = True
+    assert list(live.stream) == [LogPosition(boot=BOOT, sequence=1)]
+
+
+def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
+    """One clear error each, with the path."""
+    with pytest.raises(FileNotFoundError, match=r"^/.*/kmsg: no kernel log there; name /dev/kmsg"):
+        read(log, boot_id)
+    with pytest.raises(ValueError, match=r"neither a character device nor a regular file"):
+        read(tmp_path, boot_id)
+    with pytest.raises(ValueError, match=r"/dev/null: a device that is at its end"):
+        read(Path("/dev/null"), boot_id)
+    feed(log, line(1))
+    with pytest.raises(OSError, match=r"^/.*/none: cannot tell which boot this is.*\(No such file or directory\)"):
+        read(log, str(tmp_path / "none"))
+
+
+def test_a_log_that_may_not_be_read(tmp_path):
+    """One line names the permission that is missing; tried as another user where the tests run as root."""
+    log = tmp_path / "kmsg"
+    log.write_text(line(1))
+    log.chmod(0)
+    code = (
+        "import os, sys\n"
+        "from canaryd.worker.telemetry.kernel_log import follow\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        f"try: list(follow({str(log)!r}, until_end=True))\n"
+        "except PermissionError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "may not be read; run as root or with the capability CAP_SYSLOG" in done.stdout
+
+
+# --- Following a device ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, str]]:
+    """A character device that gives one line per read, as the kernel's log gives one record: a terminal."""
+    master, slave = pty.openpty()
+    modes = termios.tcgetattr(slave)
+    modes[3] &= ~termios.ECHO
+    termios.tcsetattr(slave, termios.TCSANOW, modes)
+    yield master, os.ttyname(slave)
+    os.close(master)
+    os.close(slave)
+
+
+def test_a_device_is_read_record_by_record(boot_id, terminal):
+    """Up to its present end, and further when more comes; continuation lines belong to the record before."""
+    master, path = terminal
+    os.write(master, f"{line(1)} SUBSYSTEM=pci\n{line(2)}".encode())
+    records, position = read(Path(path), boot_id)
+    assert ([r.sequence for r in records], position.sequence, position.garbled) == ([1, 2], 2, 0)
+    live = Live(Path(path), boot_id, boot=BOOT, after=2)
+    assert live.news()[0] == []
+    os.write(master, line(5).encode())
+    assert live.news() == ([5], LogPosition(boot=BOOT, sequence=5, lost=2))
+
+
+OVERRUN = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <unistd.h>
+ssize_t read(int fd, void *data, size_t size)
+{
+    static ssize_t (*real)(int, void *, size_t);
+    static int reads;
+    if (!real) real = dlsym(RTLD_NEXT, "read");
+    if (isatty(fd) && ++reads == 2) { errno = EPIPE; return -1; }
+    return real(fd, data, size);
+}
+"""
+
+
+def test_an_overrun_is_survived_and_counted(boot_id, terminal, tmp_path):
+    """The kernel answers EPIPE once when it has overwritten unread records, then gives the oldest that is left.
+
+    A terminal cannot do that, so a preloaded `read` gives the error in the kernel's place.
+    """
+    compiler = shutil.which("cc")
+    if not compiler or sys.platform != "linux":
+        pytest.skip("no C compiler for the stand-in of an overrun")
+    (tmp_path / "overrun.c").write_text(OVERRUN)
+    library = tmp_path / "overrun.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "overrun.c", "-ldl"], check=True)
+    master, path = terminal
+    os.write(master, f"{line(1)}{line(7)}".encode())
+    code = (
+        "import json\n"
+        "from canaryd.codec import to_json\n"
+        "from canaryd.worker.telemetry.kernel_log import follow\n"
+        f"print(json.dumps([to_json(i) for i in follow({path!r}, until_end=True, boot_id={boot_id!r})]))\n"
+    )
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=30
+    )
+    items = json.loads(done.stdout)
+    assert [i["sequence"] for i in items if "kind" in i] == [1, 7]
+    assert items[-1] == {"boot": BOOT, "sequence": 7, "lost": 5, "garbled": 0}
+
+
+def test_the_log_of_this_machine():
+    """Its own records all parse, and from the position reached nothing comes again."""
+    try:
+        items = list(follow("/dev/kmsg", until_end=True))
+    except (PermissionError, FileNotFoundError) as error:
+        pytest.skip(f"the kernel log of this machine cannot be read: {error}")
+    position = items[-1]
+    assert isinstance(position, LogPosition)
+    assert position.sequence >= 0
+    assert position.garbled == 0
+    known = {i.sequence for i in items if isinstance(i, LogRecord)}
+    again = list(follow("/dev/kmsg", boot=position.boot, after=position.sequence, until_end=True))
+    assert not known & {i.sequence for i in again if isinstance(i, LogRecord)}
+    assert isinstance(again[-1], LogPosition)
+    assert again[-1].sequence >= position.sequence

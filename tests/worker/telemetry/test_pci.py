@@ -1,0 +1,124 @@
+"""Accelerators on a constructed PCI bus, and on this machine's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from canaryd.worker.telemetry.pci import PciFunction, accelerators
+from canaryd.worker.telemetry.sysfs import Unreadable
+from tests.worker.telemetry.trees import link, plant
+
+
+def function(sysfs: Path, bus_id: str, vendor: str, pci_class: str, *, driver: str = "", virtual: bool = False) -> Path:
+    path = sysfs / "bus/pci/devices" / bus_id
+    files = {"vendor": vendor, "device": "0x2335", "class": pci_class}
+    plant(path, files | {"subsystem_vendor": "0x10de", "subsystem_device": "0x18be"})
+    if driver:
+        link(path / "driver", sysfs / "bus/pci/drivers" / driver)
+    if virtual:
+        link(path / "physfn", sysfs / "bus/pci/devices/0000:00:00.0")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("vendor", "pci_class", "name"),
+    [
+        ("0x10de", "0x030200", "NVIDIA"),  # data-centre part
+        ("0x10de", "0x030000", "NVIDIA"),  # workstation part
+        ("0x1002", "0x038000", "AMD"),
+        ("0x1002", "0x030200", "AMD"),
+        ("0x1002", "0x120000", "AMD"),
+        ("0x8086", "0x038000", "Intel"),
+        ("0x19e5", "0x120000", "Huawei"),
+        ("0x10de", "0x040300", ""),  # a GPU's sound
+        ("0x10de", "0x068000", ""),  # NVSwitch
+        ("0x1002", "0x030000", ""),  # graphics of a processor
+        ("0x8086", "0x030000", ""),
+        ("0x8086", "0x120000", ""),  # neural unit of a client processor
+        ("0x1a03", "0x030000", ""),  # graphics of a board's management controller
+        ("0x144d", "0x010802", ""),  # an NVMe drive
+    ],
+)
+def test_vendor_and_class_tell_an_accelerator(tmp_path, vendor, pci_class, name):
+    """Everything else on the bus is left out."""
+    function(tmp_path, "0000:65:00.0", vendor, pci_class)
+    assert [found.vendor for found in accelerators(tmp_path)] == ([name] if name else [])
+
+
+def test_the_graphics_of_an_intel_processor_are_no_accelerator(tmp_path):
+    """On a server without a screen they have the class of a card, and sit where they always do; a card does not."""
+    function(tmp_path, "0000:00:02.0", "0x8086", "0x038000")
+    function(tmp_path, "0000:65:00.0", "0x8086", "0x038000")
+    assert [found.bus_id for found in accelerators(tmp_path)] == ["0000:65:00.0"]
+
+
+def test_an_accelerator_is_described(tmp_path):
+    """By place, model, board and driver, in the order of the bus."""
+    function(tmp_path, "0000:9b:00.0", "0x10de", "0x030200")
+    function(tmp_path, "0000:19:00.0", "0x10de", "0x030200", driver="nvidia")
+    common = {"vendor": "NVIDIA", "device_id": "2335", "subsystem": "10de:18be", "virtual": False}
+    assert accelerators(tmp_path) == [
+        PciFunction(bus_id="0000:19:00.0", driver="nvidia", **common),
+        PciFunction(bus_id="0000:9b:00.0", driver="", **common),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "virtual", "passed"),
+    [
+        ("", False, False),
+        ("nvidia", False, False),
+        ("nouveau", False, False),
+        ("vfio-pci", False, True),
+        ("nvgrace_gpu_vfio_pci", False, True),
+        ("pci-stub", False, True),
+        ("", True, True),
+        ("vfio-pci", True, True),
+        ("amdgpu", True, False),
+    ],
+)
+def test_what_is_set_aside_for_a_virtual_machine(tmp_path, driver, virtual, passed):
+    """By its driver, or as a virtual function that the host leaves alone: no library of the host shows it."""
+    function(tmp_path, "0000:65:00.0", "0x1002", "0x120000", driver=driver, virtual=virtual)
+    (found,) = accelerators(tmp_path)
+    assert (found.driver, found.virtual, found.passed_through) == (driver, virtual, passed)
+
+
+def test_garbage_on_the_bus_is_left_out(tmp_path):
+    """A function that leaves the bus while it is read hides none of the others."""
+    function(tmp_path, "0000:65:00.0", "0x10de", "0x030200")
+    for number, files in enumerate(
+        ({}, {"vendor": "?"}, {"vendor": "0x10de"}, {"vendor": "0x10de", "class": "0x0302"})
+    ):
+        (tmp_path / f"bus/pci/devices/0000:0{number}:00.0").mkdir()
+        plant(tmp_path / f"bus/pci/devices/0000:0{number}:00.0", files)
+    without_board = function(tmp_path, "0000:66:00.0", "0x10de", "0x030200")
+    (without_board / "subsystem_vendor").unlink()
+    found = accelerators(tmp_path)
+    assert [(f.bus_id, f.subsystem) for f in found] == [("0000:65:00.0", "10de:18be"), ("0000:66:00.0", "")]
+
+
+def test_a_kernel_without_pci_is_not_an_empty_bus(tmp_path):
+    """Whether there are accelerators is then not known."""
+    with pytest.raises(Unreadable, match="not offered by this kernel"):
+        accelerators(tmp_path)
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    assert accelerators(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/sys/bus/pci/devices").is_dir(), reason=f"no PCI bus is shown on this {sys.platform}")
+def test_this_machine_has_what_its_bus_shows():
+    """Each function found has the vendor that the kernel gives for it."""
+    ids = {"NVIDIA": "0x10de", "AMD": "0x1002", "Intel": "0x8086", "Huawei": "0x19e5"}
+    found = accelerators(Path("/sys"))
+    for item in found:
+        assert Path("/sys/bus/pci/devices", item.bus_id, "vendor").read_text().strip() == ids[item.vendor]
+    nvidia = [
+        path.parent.name
+        for path in Path("/sys/bus/pci/devices").glob("*/vendor")
+        if path.read_text() == "0x10de\n" and path.with_name("class").read_text()[:6] in ("0x0300", "0x0302")
+    ]
+    assert sorted(nvidia) == [item.bus_id for item in found if item.vendor == "NVIDIA"]

@@ -1,0 +1,65 @@
+"""Constructed /sys and /proc trees, and what every fact of a telemetry module must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from canaryd.codec import to_json
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.model import Reading
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def plant(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Write files below `root`; text is ended as the kernel ends it."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+    return root
+
+
+def link(path: Path, target: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def checked(facts) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the readings by key and the reasons by name, after checking that each fact is one of the table's."""
+    readings, absent = {}, {}
+    for fact in facts:
+        name = fact.name.partition("{")[0]
+        assert name in READINGS, f"{name} is not in the table"
+        json.dumps(to_json(fact), allow_nan=False)
+        if isinstance(fact, Reading):
+            assert set(fact.labels) == set(READINGS[name].labels), fact
+            assert all(isinstance(value, str) and value for value in fact.labels.values()), fact
+            assert type(fact.value) in (int, float), fact
+            assert fact.value >= 0 or name == "temperature_celsius", fact
+            assert fact.key not in readings, f"{fact.key} twice"
+            readings[fact.key] = fact.value
+        else:
+            assert len(fact.reason) > 5, fact
+            assert fact.name not in absent, f"{fact.name} twice"
+            absent[fact.name] = fact.reason
+    assert not set(readings) & set(absent)
+    return readings, absent
+
+
+def unprivileged(code: str, *arguments: str) -> str:
+    """Return what code prints in a process that is not root's; what it needs is imported while it still may."""
+    drop = "import os\nif os.getuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+    code = code.replace("# drop\n", drop)
+    assert drop in code
+    argv = [sys.executable, "-c", code, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

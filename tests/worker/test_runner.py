@@ -1,0 +1,255 @@
+"""The worker alone, spoken to over its pipes as the supervisor does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from canaryd.codec import to_json
+from canaryd.model import Device
+
+ENTRY = Path(__file__).parents[2] / "canaryd" / "worker" / "__main__.py"
+PROBES = Path(__file__).parents[1] / "probes"
+DEVICE = to_json(Device(uuid="CPU-test", backend="cpu", index=0, model="a processor"))
+
+
+class Worker:
+    """A bare worker process with its protocol."""
+
+    def __init__(self, cwd: Path) -> None:
+        ours, theirs = os.pipe()
+        argv = [sys.executable, str(ENTRY), "--fd", str(theirs), "--nonce", "abc"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            argv, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=[theirs], start_new_session=True, cwd=cwd
+        )
+        os.close(theirs)
+        self.protocol = os.fdopen(ours, "rb")
+
+    def send(self, **message) -> None:
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def run(self, path: Path, **fields) -> None:
+        common = {
+            "level": "quick",
+            "seed": 1,
+            "budget": 1.0,
+            "settings": {},
+            "cases": [],
+            "drill": "",
+            "baselining": False,
+            "memory": "",
+            "intensity": "",
+            "beside": {},
+        }
+        wanted = {"id": "r1", "device": DEVICE, "instruction_set": "", "timeout": 20.0} | common | fields
+        self.send(op="run", probe=str(path), **wanted)
+
+    def answers(self, last: str) -> list[dict]:
+        """Read messages up to the first of kind `last`."""
+        messages: list[dict] = []
+        while not messages or messages[-1]["kind"] != last:
+            line = self.protocol.readline()
+            assert line, "the worker ended its protocol"
+            if line != b"\n":
+                nonce, _, body = line.partition(b" ")
+                assert nonce == b"abc"
+                messages.append(json.loads(body))
+        return messages
+
+
+@pytest.fixture
+def worker(tmp_path):
+    one = Worker(tmp_path)
+    assert one.answers("ready")[0]["python"].startswith("3.")
+    yield one
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(one.process.pid, signal.SIGKILL)
+    one.process.wait()
+    for pipe in (one.process.stdin, one.process.stdout, one.process.stderr, one.protocol):
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def test_a_run_is_facts_then_one_result(worker):
+    """Facts travel as they are yielded; the result closes the run."""
+    worker.run(PROBES / "passes.py", id="r9")
+    *facts, result = worker.answers("result")
+    kinds = [message.get("type", message["kind"]) for message in facts]
+    assert kinds == ["progress", "readings", "Comparison", "Skipped", "readings"]
+    assert {message["id"] for message in facts} == {"r9"}
+    assert (result["id"], result["outcome"], result["detail"]) == ("r9", "completed", "")
+    assert result["seconds"] >= 0
+
+
+def test_several_runs_share_the_process(worker):
+    """The worker answers request after request, errors included."""
+    for name, outcome in (("passes", "completed"), ("raises", "errored"), ("skips", "skipped")):
+        worker.run(PROBES / f"{name}.py")
+        assert worker.answers("result")[-1]["outcome"] == outcome
+
+
+def test_the_end_of_input_ends_the_process_at_once(worker):
+    """Even in the middle of a probe that never ends."""
+    worker.run(PROBES / "hangs.py")
+    worker.answers("progress")
+    worker.process.stdin.close()
+    begun = time.monotonic()
+    worker.process.wait(5)
+    assert time.monotonic() - begun < 2
+
+
+def test_a_worker_ends_itself_when_nobody_kills_it(worker):
+    """The second line of defence works with the interpreter lock held, and says where the probe hung."""
+    worker.run(PROBES / "hangs_holding_gil.py", timeout=-4.5)
+    begun = time.monotonic()
+    assert worker.process.wait(10) == 1
+    assert time.monotonic() - begun < 4
+    assert b"hangs_holding_gil.py" in worker.process.stderr.read()
+
+
+def test_the_self_destruction_is_disarmed_by_the_answer(worker):
+    """An answered run does not end a worker that then waits for the next request."""
+    worker.run(PROBES / "passes.py", timeout=-4.7)
+    worker.answers("result")
+    time.sleep(0.6)
+    assert worker.process.poll() is None
+
+
+def test_what_a_probe_prints_is_not_protocol(worker):
+    """Standard output belongs to the probe."""
+    worker.run(PROBES / "prints_at_import.py")
+    assert worker.answers("result")[-1]["outcome"] == "completed"
+    os.killpg(worker.process.pid, signal.SIGKILL)
+    out, err = worker.process.communicate()
+    assert out.startswith(b"hello from the import")
+    assert b"\xff\xfe not text" in err
+
+
+def test_probes_leave_nothing_in_their_directory(worker, tmp_path):
+    """No byte code is written beside an operator's probes."""
+    shutil.copy(PROBES / "passes.py", tmp_path / "passes.py")
+    worker.run(tmp_path / "passes.py")
+    worker.answers("result")
+    assert [path.name for path in tmp_path.iterdir()] == ["passes.py"]
+
+
+def test_a_module_in_the_working_directory_shadows_nothing(tmp_path):
+    """A file called random.py where somebody stands is not what a probe imports, nor is a file of ours."""
+    for name in ("random.py", "queue.py", "canaryd.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    probe = tmp_path / "plain.py"
+    probe.write_text(
+        "import random\n"
+        "from canaryd.probe import ProbeSpec, Reading, Skip\n"
+        "SPEC = ProbeSpec(name='plain', summary='x', numeric=False)\n"
+        "def run(ctx):\n"
+        "    try:\n"
+        "        import runner\n"
+        "    except ModuleNotFoundError:\n"
+        "        raise Skip('not there')\n"
+        "    yield Reading(name='x', value=1)\n"
+    )
+    one = Worker(tmp_path)
+    one.run(probe)
+    assert one.answers("result")[-1]["outcome"] == "skipped"
+    one.process.communicate()
+    one.protocol.close()
+
+
+def test_a_long_traceback_keeps_its_end(worker, tmp_path):
+    """The last lines name the error; the message stays small."""
+    probe = tmp_path / "deep.py"
+    probe.write_text(
+        "from canaryd.probe import ProbeSpec\n"
+        "SPEC = ProbeSpec(name='deep', summary='x', numeric=False)\n"
+        "def run(ctx):\n"
+        "    raise ValueError('a' * 1_000_000 + ' the end')\n"
+        "    yield\n"
+    )
+    worker.run(probe)
+    detail = worker.answers("result")[-1]["detail"]
+    assert len(detail) <= 16_384
+    assert detail.endswith("the end\n")
+
+
+def test_unpacked_files_are_found_by_relative_names(tmp_path):
+    """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
+    tree = tmp_path / "tree"
+    for path in ("canaryd/__init__.py", "canaryd/codec.py", "canaryd/model.py", "canaryd/probe.py"):
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ENTRY.parents[2] / path, tree / path)
+    shutil.copytree(ENTRY.parent, tree / "canaryd" / "worker", ignore=shutil.ignore_patterns("__pycache__"))
+    ours, theirs = os.pipe()
+    argv = [sys.executable, str(tree / "canaryd/worker/__main__.py"), "--fd", str(theirs), "--nonce", "abc"]
+    requests = [
+        {"op": "unpack", "files": {"probes/0/data/golden.txt": "NDIK", "probes/0/none.py": ""}},
+        {"op": "describe", "probes": ["probes/0/none.py"]},
+    ]
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs]) as process:
+        os.close(theirs)
+        process.stdin.write(text.encode())
+        process.stdin.flush()
+        with os.fdopen(ours, "rb") as protocol:
+            lines = [line for line in (protocol.readline() for _ in range(5)) if line.strip()]
+        process.stdin.close()
+        process.wait(5)
+    assert b'"kind": "ready"' in lines[0]
+    assert b"SPEC is missing" in lines[1]
+    assert (tree / "probes" / "0" / "data" / "golden.txt").read_text() == "42\n"
+
+
+def test_core_dumps_are_off(worker, tmp_path):
+    """One byte: 0 would still feed a dump collector."""
+    probe = tmp_path / "limits.py"
+    probe.write_text(
+        "import resource\n"
+        "from canaryd.probe import ProbeSpec, Reading\n"
+        "SPEC = ProbeSpec(name='limits', summary='x', numeric=False)\n"
+        "def run(ctx):\n"
+        "    yield Reading(name='core', value=resource.getrlimit(resource.RLIMIT_CORE)[0])\n"
+    )
+    worker.run(probe)
+    wanted = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+    assert worker.answers("result")[0]["values"][0][1] == wanted
+
+
+@pytest.mark.torch
+def test_a_retest_under_load_says_under_which_conditions_it_ran(worker):
+    """Seconds under load and idle and the speed of the load come as readings, before the result."""
+    worker.run(PROBES / "fails_under_load.py", intensity="pulsed", timeout=60.0)
+    *facts, result = worker.answers("result")
+    assert result["outcome"] == "completed", result["detail"]
+    told = {reading[0] for message in facts if message["kind"] == "readings" for reading in message["values"]}
+    assert told == {"load_seconds", "pause_seconds", "load_duty", "load_speed"}
+
+
+@pytest.mark.torch
+def test_a_probe_that_does_not_pace_its_trials_is_found_out(worker):
+    """An absence with its reason, not seconds of a load that was not there; without a retest nothing is said."""
+    for intensity, expected in (("steady", ["load_seconds", "pause_seconds"]), ("repeated", []), ("", [])):
+        worker.run(PROBES / "surroundings.py", intensity=intensity, timeout=60.0)
+        *facts, result = worker.answers("result")
+        assert result["outcome"] == "completed", result["detail"]
+        values = [reading for message in facts if message["kind"] == "readings" for reading in message["values"]]
+        assert [reading[0] for reading in values if len(reading) == 2] == expected
+
+
+def test_a_probe_that_computes_nothing_is_never_loaded(worker):
+    """It runs under an interpreter that may have no torch."""
+    worker.run(PROBES / "passes.py", intensity="steady")
+    *facts, result = worker.answers("result")
+    assert (result["outcome"], result["detail"]) == ("completed", "")
+    assert "load_seconds" not in str(facts)
