@@ -414,7 +414,7 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One sentence that an operator can act on."""
+    """What is wrong, and what to do now."""
 
     rule: str
     """Stable kebab-case name of the judge's rule, e.g. "exact-mismatch-confirmed"."""
@@ -422,6 +422,11 @@ class Finding:
     """The state this finding alone calls for."""
     cause: Cause
     message: str
+    """What was seen: one short sentence."""
+    action: str = ""
+    """What to do now: one short sentence; "" where there is nothing to do."""
+    evidence: tuple[str, ...] = ()
+    """What it rests on, one sentence each: elements, bits, confirmation, dates. Shown on request."""
     probe: str = ""
     repro: str = ""
     runs: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from canaryd.report.status import UNTENDED
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.dossier/1"
-FINDING = ("rule", "state", "cause", "message", "probe", "repro", "runs")
+FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
 class DossierError(RuntimeError):
