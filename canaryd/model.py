@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 SHARED = 64
 """Characters of the longest text that `shared` looks up (ours)."""
@@ -40,9 +40,18 @@ class Outcome(str, enum.Enum):
     """The worker answered something that is not the protocol."""
 
 
-DATED = "dated by the store: the clock said "
-"""How the entry "clock" of a run's environment begins that was dated by the store's time, with seconds since the epoch
-behind it: the clock stood far before what had come for certain."""
+Sentence = Annotated[str, "sentence"]
+"""Text for people. No rule, state or page may depend on its wording; a test changes every one of them."""
+
+
+class Reason(str, enum.Enum):
+    """Why a run did not complete, where more is known than its outcome."""
+
+    NONE = ""
+    STOPPED = "stopped"
+    """canaryd itself cut the run short: no evidence, and not stored."""
+    DEVICE_LOST = "device_lost"
+    """The driver says that the device no longer answers."""
 
 
 class State(str, enum.Enum):
@@ -80,6 +89,22 @@ class Subject(str, enum.Enum):
     """The golden itself, made twice on the host, on two cores where it has them (or in two ways), that must agree."""
     COMPARATOR = "comparator"
     """The device's comparison of result and golden, repeated by the host on the same bytes."""
+
+
+class Doubt(str, enum.Enum):
+    """What put a golden or a comparison in doubt: for comparisons whose subject is not the device."""
+
+    NONE = ""
+    MADE_TWICE = "made_twice"
+    """The host made operands or golden twice and got two results."""
+    ARITHMETIC = "arithmetic"
+    """Integer and float64 arithmetic of the host gave two goldens."""
+    DIGEST = "digest"
+    """The golden differs from the one that ships with canaryd."""
+    COMPARATOR = "comparator"
+    """Device and host compared the same bytes and disagree."""
+    UNKNOWN = "unknown"
+    """A record of release 0.1.0 that does not tell."""
 
 
 class Exactness(str, enum.Enum):
@@ -162,6 +187,59 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
+
+    unit: str = ""
+    """"core", "sm", "threads", "thread" or "device"; "" where it is not known."""
+    numbers: tuple[int, ...] = ()
+    """Which cores or SMs; of "threads", how many. A golden that one core made twice names that core twice."""
+
+    @property
+    def core(self) -> int | None:
+        """The single core; None where there were several or it is not known."""
+        return self.numbers[0] if self.unit == "core" and len(self.numbers) == 1 else None
+
+    def __str__(self) -> str:
+        """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "all 2 threads", "device"."""
+        if self.unit == "threads":
+            return f"all {self.numbers[0]} threads" if self.numbers else "several threads"
+        if self.unit == "thread":
+            return "one thread"
+        unit = {"sm": "SM"}.get(self.unit, self.unit)
+        if len(self.numbers) < 2:
+            return f"{unit} {self.numbers[0]}" if self.numbers else unit
+        if len(set(self.numbers)) == 1:
+            return f"{unit} {self.numbers[0]} twice"
+        return f"{unit}s {', '.join(map(str, self.numbers[:-1]))} and {self.numbers[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What the wrong indices along one axis share."""
+
+    first: int
+    last: int
+    distinct: int
+    """How many different indices there are."""
+    period: int = 0
+    """The largest power of two by which all of them leave the same remainder; 0 where there is none."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all wrong indices are one line or one residue: a place that two faults could share."""
+        return self.distinct == 1 or self.period > 0
+
+    def __str__(self) -> str:
+        """Return e.g. "17", "= 3 mod 16", "0…31 (32 distinct)"."""
+        if self.distinct == 1:
+            return str(self.first)
+        if self.period:
+            return f"= {self.first % self.period} mod {self.period}"
+        return f"{self.first}…{self.last} ({self.distinct} distinct)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
 
@@ -177,12 +255,16 @@ class Evidence:
     """Wrong elements whose observed bits are all zero (or only the sign)."""
     nonfinite: int
     """Wrong elements observed as NaN or infinity."""
-    lines: Mapping[str, str]
-    """Per axis of the result, what the wrong indices share, e.g. {"row": "17", "column": "= 3 mod 16"}."""
-    pattern: str
-    """One sentence in words."""
-    reproduced: str = ""
-    """What fresh uploads of the same operands gave afterwards, e.g. "2 of 3 fresh uploads wrong, same elements"."""
+    lines: Mapping[str, Span]
+    """Axis of the result ("row", "column", …) → what the wrong indices share along it."""
+    pattern: Sentence
+    """The difference in words."""
+    repeats: int = 0
+    """Fresh uploads of the same operands that were tried afterwards."""
+    repeats_wrong: int = 0
+    """How many of these were wrong too."""
+    repeats_alike: int | None = None
+    """How many were wrong in the same elements with the same bits; None where that was not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +279,10 @@ class Comparison:
     """Seed of the operands; with `case` and `shape` it reproduces them bit for bit."""
     exactness: Exactness
     subject: Subject = Subject.DEVICE
-    place: str = ""
-    """Where it ran, as far as known: "core 3", "all 2 threads", "device"."""
+    place: Place = Place()
+    """Where it ran, as far as known; of a golden, which cores made it."""
+    doubt: Doubt = Doubt.NONE
+    """What was in doubt, where the subject is not the device."""
     trials: int = 1
     """Results compared with this upload."""
     wrong_trials: int = 0
@@ -264,7 +348,7 @@ class Skipped:
     """A part of a probe that was not run, and why."""
 
     case: str
-    reason: str
+    reason: Sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +405,7 @@ class Event:
     """Occurrences; for a counter, by how much it rose."""
     before: str = ""
     after: str = ""
-    detail: str = ""
+    detail: Sentence = ""
     """The newest one in words."""
 
 
@@ -348,14 +432,19 @@ class Run:
     comparisons: tuple[Comparison, ...] = ()
     recordings: tuple[Recording, ...] = ()
     skipped: tuple[Skipped, ...] = ()
-    absent: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, Sentence] = field(default_factory=dict)
     """Reading name → why it could not be read."""
     stack: Mapping[str, str] = field(default_factory=dict)
     """The software the result may depend on: torch, driver, BLAS, flags, visible cores, instruction set."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Conditions: host, load, temperature, clocks where known."""
-    detail: str = ""
+    detail: Sentence = ""
     """Traceback, signal, the last lines of what the worker printed; "" when there is nothing to say."""
+    reason: Reason = Reason.NONE
+    """Why it did not complete, where more is known than the outcome."""
+    clock: float | None = None
+    """What the clock showed, in seconds since the epoch, where the store did not believe it and dated the run by its
+    own time; None where `started` is what the clock showed."""
     repro: str = ""
     """A command that repeats this run."""
     drill: str = ""
@@ -406,8 +495,7 @@ class Rival:
     """Another explanation of what a finding says, and why it was rejected or is still open."""
 
     cause: Cause
-    why: str
-    """A sentence."""
+    why: Sentence
     rejected: bool
     """False while it is open."""
 
@@ -421,11 +509,11 @@ class Finding:
     state: State
     """The state this finding alone calls for."""
     cause: Cause
-    message: str
+    message: Sentence
     """What was seen: one short sentence."""
-    action: str = ""
+    action: Sentence = ""
     """What to do now: one short sentence; "" where there is nothing to do."""
-    evidence: tuple[str, ...] = ()
+    evidence: tuple[Sentence, ...] = ()
     """What it rests on, one sentence each: elements, bits, confirmation, dates. Shown on request."""
     probe: str = ""
     repro: str = ""

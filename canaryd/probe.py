@@ -12,7 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject
+from canaryd.model import (
+    Comparison,
+    Device,
+    Doubt,
+    Evidence,
+    Exactness,
+    Place,
+    Reading,
+    Reason,
+    Recording,
+    Skipped,
+    Span,
+    Subject,
+)
 
 __all__ = [
     "LEVELS",
@@ -20,14 +33,17 @@ __all__ = [
     "Comparison",
     "Context",
     "Device",
+    "Doubt",
     "Evidence",
     "Exactness",
     "Fact",
+    "Place",
     "ProbeSpec",
     "Reading",
     "Recording",
     "Skip",
     "Skipped",
+    "Span",
     "Subject",
 ]
 
@@ -80,6 +96,9 @@ class ProbeSpec:
 
 class Skip(Exception):
     """Raise to end a run that cannot apply here; the argument is the reason that people will read."""
+
+    reason = Reason.NONE
+    """What the judge has to know of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

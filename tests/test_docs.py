@@ -249,16 +249,10 @@ def run_example(entry: catalogue.Entry, **fields) -> Run:
 
 
 def state_after(run: Run) -> State:
-    verdict = decide(
-        DEVICE,
-        case.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, time.time(), drill=bool(run.drill)),
-        wanted={run.probe: 1800.0},
-        policy=settings.JudgePolicy(),
-        now=time.time(),
-        previous=None,
-        drill=bool(run.drill),
-    )
-    return verdict.state
+    now, drill = time.time(), bool(run.drill)
+    among = case.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, now, drill=drill)
+    wanted, policy = {run.probe: 1800.0}, settings.JudgePolicy()
+    return decide(case.Case(device=DEVICE, node=among, wanted=wanted, policy=policy, now=now, drill=drill)).state
 
 
 def test_the_example_finds_nothing_on_a_healthy_machine(entry):

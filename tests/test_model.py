@@ -6,6 +6,7 @@ import pytest
 
 from canaryd.codec import from_json, to_json
 from canaryd.model import Comparison, Evidence, Exactness, Outcome, Reading, Run, State, stack_id
+from tests.places import line
 
 
 def a_run(**changes: object) -> Run:
@@ -16,7 +17,7 @@ def a_run(**changes: object) -> Run:
         bits={"0": 1},
         zeroed=0,
         nonfinite=0,
-        lines={"row": "0"},
+        lines={"row": line(0)},
         pattern="element [0, 1]: only bit 0 (lowest of the mantissa) is flipped",
     )
     wrong = Comparison(

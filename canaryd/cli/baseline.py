@@ -19,7 +19,7 @@ from canaryd.cli.common import complain, open_store
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import moment
-from canaryd.judge.acks import AHEAD
+from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
 from canaryd.judge.recordings.rules import witnesses
 from canaryd.judge.verdict import exit_code

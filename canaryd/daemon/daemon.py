@@ -39,7 +39,7 @@ from canaryd.daemon.snapshot import budget_view, fingerprints, is_acknowledged, 
 from canaryd.daemon.watchdog import ANSWER, SILENT, STARVED, served, within_reach
 from canaryd.engine import budget, schedule
 from canaryd.engine.engine import Engine, Progress
-from canaryd.judge import acks, case
+from canaryd.judge import acks, case, clock
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition, Page
@@ -528,7 +528,7 @@ class Daemon:
         """Return the seconds since a probe was last asked, whatever became of it; infinite for never."""
         runs = (r for r in self.engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
         now = time.time()
-        return min((case.age(r, now) for r in runs), default=math.inf)
+        return min((clock.age(r, now) for r in runs), default=math.inf)
 
     def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
         """Return what a round of these probes may take: as the newest took, or else as their newest runs did."""
@@ -589,7 +589,7 @@ class Daemon:
         """Count what the last hour's runs took before this process: a restart is no way around the budget."""
         now = time.time()
         for run in self.engine.evidence(uuid):
-            age, entry = max(0.0, case.age(run, now)), self.engine.entries.get(run.probe)
+            age, entry = max(0.0, clock.age(run, now)), self.engine.entries.get(run.probe)
             of_round = not (run.drill or run.confirms or run.intensity)
             if age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
                 self.engine.account.recall(uuid, budget.worked(run.seconds), age)
@@ -830,7 +830,7 @@ class Daemon:
         device = self.engine.devices[uuid]
         reasons = []
         for probe, period in self.engine.periods(device).items():
-            ages = [case.age(r, now) for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and r.whole]
+            ages = [clock.age(r, now) for r in runs if r.probe == probe and r.outcome is Outcome.COMPLETED and r.whole]
             limit = case.freshness(self.config.judge, period)
             if not ages:
                 reasons.append(f"{device.name} {probe}: no evidence yet")

@@ -22,7 +22,7 @@ from canaryd.dossier.failures import bit_totals, find_failures, peer_results, pl
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.formatting import moment, spoken
-from canaryd.judge.case import DRILL_EXPIRY, node
+from canaryd.judge.case import DRILL_EXPIRY, Case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Subject, Verdict
 from canaryd.report.status import UNTENDED
@@ -142,15 +142,8 @@ def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) ->
     """Judge drills as of the last one: their verdict is never stored, and they are forgotten after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
-    return decide(
-        device,
-        node({device.uuid: device}, {device.uuid: runs}, last, drill=True),
-        wanted=wanted,
-        policy=config.judge,
-        now=last,
-        previous=None,
-        drill=True,
-    )
+    among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True)
+    return decide(Case(device=device, node=among, wanted=wanted, policy=config.judge, now=last, drill=True))
 
 
 def _kind(facts: Facts) -> tuple[str, str]:

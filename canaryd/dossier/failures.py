@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from canaryd.dossier.facts import Facts
 from canaryd.judge import findings
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
-from canaryd.model import Comparison, Device, Outcome, Run, Subject
+from canaryd.judge.wording import describe_repeats
+from canaryd.model import Comparison, Device, Outcome, Place, Run, Subject
 from canaryd.store.store import Store
 
 FAILURES = 50
@@ -107,7 +108,7 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in hits if c.wrong]
     evidence = [c.evidence for _, c in wrong if c.evidence]
-    shown = max(evidence, key=lambda e: (bool(e.reproduced), e.wrong), default=None)
+    shown = max(evidence, key=lambda e: (bool(e.repeats), e.wrong), default=None)
     elements = [(r.id, *element) for r, c in wrong if c.evidence for element in c.evidence.first]
     digits = len(elements[0][2].removeprefix("0x")) if elements else 0
     form = result_format(probe, case, digits)
@@ -132,8 +133,8 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
         "run_ids": sorted(bad)[-findings.RUNS_NAMED :],
         "places": placed([c for _, c in hits]),
         "pattern": shown.pattern if shown else "",
-        "reproduced": shown.reproduced if shown else "",
-        "lines": dict(shown.lines) if shown else {},
+        "reproduced": describe_repeats(shown) if shown else "",
+        "lines": {axis: str(span) for axis, span in shown.lines.items()} if shown else {},
         "zeroed": sum(e.zeroed for e in evidence),
         "nonfinite": sum(e.nonfinite for e in evidence),
         "wrong_elements": sum(e.wrong for e in evidence),
@@ -161,20 +162,20 @@ def _counted(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 def _uploads(comparisons: Sequence[Comparison]) -> tuple[int, int]:
     """Return (wrong, all) uploads. Clean repetitions are no comparisons of their own: the evidence counts them."""
-    clean_ones = 0
-    for c in comparisons:
-        told = re.match(r"(\d+) of (\d+) fresh uploads wrong", c.evidence.reproduced) if c.evidence else None
-        clean_ones += int(told[2]) - int(told[1]) if told else 0
-    return sum(c.wrong for c in comparisons), sum(c.uploads for c in comparisons) + clean_ones
+    clean_repeats = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in comparisons if c.evidence)
+    return sum(c.wrong for c in comparisons), sum(c.uploads for c in comparisons) + clean_repeats
 
 
 def placed(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
     """Return where results were computed, with how many were wrong there, in the order of the places' numbers."""
-    at: dict[str, list[Comparison]] = defaultdict(list)
+    at: dict[Place, list[Comparison]] = defaultdict(list)
     for c in comparisons:
         at[c.place].append(c)
-    natural: Callable[[str], Any] = lambda p: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", p)]  # noqa: E731
-    return [{"place": p, **_counted(at[p])} for p in sorted(at, key=natural) if p]
+    return [
+        {"place": str(p), "unit": p.unit, "numbers": list(p.numbers), **_counted(at[p])}
+        for p in sorted(at, key=lambda p: (p.unit, p.numbers))
+        if p.unit
+    ]
 
 
 def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str, Any] | None:

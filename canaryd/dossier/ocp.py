@@ -7,7 +7,6 @@ its rates and its failing cases as measurements; every finding is a diagnosis of
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -149,7 +148,7 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 def _where(failure: Document) -> dict[str, Any]:
     """Return the part of the chip that a failure names, where there is just one."""
-    places = [p["place"] for p in failure.get("places", ()) if p["results"]["wrong"]]
-    if len(places) != 1 or not re.fullmatch(r"(core|SM) \d+", places[0]):
+    places = [p for p in failure.get("places", ()) if p["results"]["wrong"]]
+    if len(places) != 1 or places[0]["unit"] not in ("core", "sm") or len(places[0]["numbers"]) != 1:
         return {}
-    return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]}}
+    return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]["place"]}}

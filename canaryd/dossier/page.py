@@ -7,7 +7,6 @@ every picture has its words in a title and a table, for text browsers and for re
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -571,9 +570,9 @@ def _reproduce(document: Document) -> str:
 
 def failing_core(failure: Mapping[str, Any]) -> int | None:
     """Return the processor's core on which a case was wrong most often; None where no core is known."""
-    wrong = [p for p in failure["places"] if p["results"]["wrong"] and re.fullmatch(r"core \d+", p["place"])]
+    wrong = [p for p in failure["places"] if p["results"]["wrong"] and p["unit"] == "core" and len(p["numbers"]) == 1]
     worst = max(wrong, key=lambda p: p["results"]["wrong"], default=None)
-    return None if worst is None else int(worst["place"].removeprefix("core "))
+    return None if worst is None else int(worst["numbers"][0])
 
 
 def _core(failure: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from canaryd.engine.polling import Task, Watch
 from canaryd.engine.schedule import Plan, Step
 from canaryd.judge import acks
 from canaryd.judge import verdict as judge_verdict
-from canaryd.judge.case import DRILL_EXPIRY, Node, node
+from canaryd.judge.case import DRILL_EXPIRY, Case, Node, node
 from canaryd.judge.recordings import drift, intake, rules
 from canaryd.judge.recordings.baseline import Baseline, Key, key_of
 from canaryd.judge.recordings.drift import Drift
@@ -32,13 +32,13 @@ from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.trends import days
 from canaryd.judge.trends.rules import findings
 from canaryd.model import (
-    DATED,
     ENDPOINT,
     INTENSITIES,
     Ack,
     Device,
     Finding,
     Outcome,
+    Reason,
     Run,
     State,
     Verdict,
@@ -63,8 +63,6 @@ BACK = 14
 """Days back for which runs and polls are kept, and so can be summed up."""
 SEEN = 90 * DAY
 """Seconds back for which summaries are looked at: more than the rules of docs/trend.md ask for."""
-STOPPED = "stopped: "
-"""How the detail of a run begins that canaryd itself cut short; such a run is no evidence and is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -558,7 +556,7 @@ class Engine:
                 pauses = budget.REST * spec.budget[level] if spares else 0.0
                 run = series.run(request, self.timeout(spec, level) + pauses)
                 # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
-                if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
+                if run.reason is Reason.STOPPED and not run.wrong:
                     break
                 run = self.add(run)
                 runs.append(run)
@@ -619,8 +617,7 @@ class Engine:
         elif (run.wrong or run.recordings) and not run.drill:
             # A clock set back must not make a mismatch older than what came before it; distances stay.
             self._behind = self._behind or reached - run.started
-            detail = f"{DATED}{run.started:.0f}"
-            run = replace(run, started=run.started + self._behind, environment={**run.environment, "clock": detail})
+            run = replace(run, started=run.started + self._behind, clock=run.started)
         if run.recordings:
             run, learnt = self._held_against_baselines(run)
         self.store.add_run(run, learnt)
@@ -954,25 +951,26 @@ class Engine:
         with self._mutex:
             device = self.devices[uuid]
             served = device.is_endpoint
-            verdict = judge_verdict.decide(
-                device,
-                among,
+            case = Case(
+                device=device,
+                node=among,
                 wanted=self.periods(device),
                 policy=self.config.judge,
                 now=self.clock(),
-                reached=self._reached(),
                 previous=previous,
                 drill=drill,
+                confirmed_time=self._reached(),
                 gone_since=None if uuid in self.in_place else self._last_seen.get(uuid),
                 signs=None if drill or served else self._signs(device, among.runs[uuid]),
-                count=self._count(device),
+                accelerators=self._count(device),
                 unlisted=self.failing if device.backend == "cpu" else {},
-                recorded=self._of_recordings(device, drill=drill),
-                said=() if drill else self._heeded(uuid),
-                lost=None if drill else self.store.lost,
+                recordings=self._of_recordings(device, drill=drill),
+                acks=() if drill else self._heeded(uuid),
+                history_lost=None if drill else self.store.lost,
                 trends=() if drill else self._trend(device),
                 serving={} if served else self._serving(device, drill=drill),
             )
+            verdict = judge_verdict.decide(case)
             if not drill and not self.restricted and news(verdict, previous):
                 self.store.set_verdict(verdict)
             return verdict

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from canaryd.config.settings import Config
 from canaryd.engine.inventory import bus_key
-from canaryd.judge.statistics import EPOCH
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import changes, happened, triggers, watched
 from canaryd.judge.telemetry.signals import Poll
@@ -398,12 +398,14 @@ class Watch:
                 self.heard()
 
         ended = series.follow(str(self._config().telemetry.kernel_log), position, take, until_end=until_end)
-        self._say(log_problem=ended.partition("\n")[0])
+        self._say(log_problem=ended.partition("\n")[0], stopped=series.stopped)
 
-    def _say(self, *, log_problem: str) -> None:
+    def _say(self, *, log_problem: str, stopped: bool = False) -> None:
+        """Keep why the log is not read; for others only where canaryd did not end the reading itself."""
         self.log_problem = log_problem
-        if self._store.note(LOG_PROBLEM_NOTE) != log_problem:
-            self._store.set_note(LOG_PROBLEM_NOTE, log_problem)
+        note = "" if stopped else log_problem
+        if self._store.note(LOG_PROBLEM_NOTE) != note:
+            self._store.set_note(LOG_PROBLEM_NOTE, note)
 
     def _count(self, records: Sequence[LogRecord], position: LogPosition, devices: Sequence[Device]) -> None:
         note = {LOG_NOTE: f"{position.boot}:{position.sequence}"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,26 +12,24 @@ from functools import cached_property
 
 from canaryd.config.settings import JudgePolicy
 from canaryd.judge import cause as judge_cause
-from canaryd.judge.cause import Hit, bytes_of
+from canaryd.judge.cause import Mismatch, operands_of
+from canaryd.judge.clock import EPOCH, age
 from canaryd.judge.confirmation import GROUNDS
-from canaryd.judge.statistics import EPOCH, Count
+from canaryd.judge.statistics import Count
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import DATED, Ack, Cause, Device, Finding, Outcome, Run, Subject
+from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, Subject, Verdict
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
-AHEAD = 3600.0
-"""Seconds by which a run may lie in the future before the clock is doubted and the run is no fresh evidence (ours).
-False alarms: none, how old it is is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The devices of a node and their runs, admitted once for the verdicts on all of them."""
+    """The devices of a node and the runs that count, selected once for the verdicts on all of them."""
 
     devices: Mapping[str, Device]
     runs: Mapping[str, tuple[Run, ...]]
-    """By uuid; sorted by start, of one world (drill or not), each id once."""
+    """By uuid, sorted by start, each id once; either drills only or no drills."""
 
     @cached_property
     def all(self) -> list[Run]:
@@ -45,23 +42,25 @@ class Node:
         return {r.id: r.started for r in self.all}
 
     @cached_property
-    def host_hits(self) -> tuple[list[Hit], list[Hit]]:
-        """Goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
+    def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
+        """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
 
-        The same words about the same bytes from different single cores are no core's fault: the reference itself fails.
+        The same doubt about the same golden from different single cores is no core's fault: the reference itself fails.
         """
-        hits = find_hits(self.all, Subject.HOST)
-        cores: dict[object, set[str]] = defaultdict(set)
-        for hit in hits:
-            cores[hit.words].add(hit.core)
-        shared = [len(cores[h.words] - {""}) > 1 for h in hits]
-        return [h for h, s in zip(hits, shared, strict=True) if not s], list(itertools.compress(hits, shared))
+        mismatches = find_mismatches(self.all, Subject.HOST)
+        cores: dict[object, set[int | None]] = defaultdict(set)
+        for mismatch in mismatches:
+            cores[mismatch.same_story].add(mismatch.core)
+        shared = [len(cores[m.same_story] - {None}) > 1 for m in mismatches]
+        return [h for h, s in zip(mismatches, shared, strict=True) if not s], list(
+            itertools.compress(mismatches, shared)
+        )
 
     @cached_property
     def goldens(self) -> set[object]:
-        """Which goldens this node has made without contradiction: they were then compared with a device's result."""
+        """The goldens that this node has made without contradiction: those that a result was compared with."""
         return {
-            (r.probe, r.probe_version, bytes_of(c))
+            (r.probe, r.probe_version, operands_of(c))
             for r in self.all
             for c in r.comparisons
             if c.subject is Subject.DEVICE
@@ -69,16 +68,16 @@ class Node:
 
     @cached_property
     def cpu_erred(self) -> list[float]:
-        """Return when this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        """When this host's CPU was wrong, in its goldens or in its own runs; ascending."""
         cpus = (runs for uuid, runs in self.runs.items() if self.devices[uuid].backend == "cpu")
         own = [h for runs in cpus for h in _accusing(runs)]
-        return sorted(h.run.started for h in (*self.host_hits[0], *own))
+        return sorted(h.run.started for h in (*self.host_mismatches[0], *own))
 
 
 def node(devices: Mapping[str, Device], runs: Mapping[str, Iterable[Run]], now: float, *, drill: bool = False) -> Node:
     """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
 
-    def admitted(candidates: Iterable[Run]) -> tuple[Run, ...]:
+    def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
         # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
         unique = {
             r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
@@ -86,38 +85,43 @@ def node(devices: Mapping[str, Device], runs: Mapping[str, Iterable[Run]], now: 
         recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
         return tuple(sorted(recent, key=_time))
 
-    return Node(devices=devices, runs={uuid: admitted(runs.get(uuid, ())) for uuid in devices})
+    return Node(devices=devices, runs={uuid: selected(runs.get(uuid, ())) for uuid in devices})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Docket:
+class Case:
     """All that one decision rests on."""
 
     device: Device
     node: Node
     wanted: Mapping[str, float]
+    """Probe that is expected to give evidence → its period in seconds."""
     policy: JudgePolicy
     now: float
-    reached: float = math.inf
-    """A time that has come for certain, however wrong the clock was."""
+    previous: Verdict | None = None
+    """The device's verdict until now; None for the first."""
+    drill: bool = False
+    """Whether drills are judged."""
+    confirmed_time: float = math.inf
+    """A time that has certainly come, however wrong the clock is: a watch ends by it."""
     gone_since: float | None = None
     """When the device was last seen, if it is not found any more."""
     signs: Signs | None = None
-    """What the device says about itself; None where that is not judged."""
-    count: tuple[int, int] | None = None
+    """What the device reports about itself; None where that is not judged."""
+    accelerators: tuple[int, int] | None = None
     """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
     unlisted: Mapping[str, str] = field(default_factory=dict)
     """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
-    recorded: Sequence[Finding] = ()
-    """What `recorded.findings` makes of this device's recordings."""
+    recordings: Sequence[Finding] = ()
+    """What the rules for recordings found of this device."""
     serving: Mapping[str, tuple[int, Sequence[Finding]]] = field(default_factory=dict)
-    """Endpoint that this device serves → how many devices do so, and the same of it."""
-    said: Sequence[Ack] = ()
-    """What operators said of the device."""
-    lost: tuple[float, str] | None = None
-    """When the records of this machine were lost, and where what is left of them is kept; None where they were not."""
+    """Endpoint that this device serves → how many devices serve it, and what was found of its recordings."""
+    acks: Sequence[Ack] = ()
+    """The operators' acknowledgements, repairs and replacements of this device."""
+    history_lost: tuple[float, str] | None = None
+    """When this machine's records were lost, and which file keeps what is left; None where they were not."""
     trends: Sequence[Finding] = ()
-    """What `trend.findings` makes of this device's days."""
+    """What the rules for trends found of this device."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -141,7 +145,7 @@ class Docket:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the host itself is on trial."""
+        """Whether the device is the host's processor."""
         return self.device.backend == "cpu"
 
     def limit(self, probe: str) -> float:
@@ -184,40 +188,45 @@ class Docket:
         return not self.host_in_doubt(run) if near and not self.is_cpu else None
 
     @cached_property
-    def charges(self) -> tuple[Hit, ...]:
-        """Every hit that speaks against this device, with its cause, oldest first; only a cure forgets one."""
-        groups: dict[tuple[Subject, str, str, bool], list[Hit]] = defaultdict(list)
-        for hit in (*_accusing(self.runs), *(self.node.host_hits[0] if self.is_cpu else ())):
-            # A core that once made a golden twice, unlike, says nothing of a reference that fails elsewhere.
-            groups[hit.comparison.subject, hit.run.probe, hit.run.stack_id, bool(hit.makers)].append(hit)
-        charges: list[Hit] = []
-        for hits in groups.values():
-            cause, why, rivals = judge_cause.decide(scene(self, hits))
-            if cause is not Cause.SOFTWARE or not _cured(self, hits[-1].run):
-                charges += [replace(h, cause=cause, why=why, rivals=rivals) for h in hits]
-        return tuple(sorted((self._doubted(h) for h in charges), key=lambda h: _time(h.run)))
+    def accusations(self) -> tuple[Mismatch, ...]:
+        """Every mismatch that speaks against this device, with its cause, oldest first; only a cure removes one."""
+        groups: dict[tuple[Subject, str, str, bool], list[Mismatch]] = defaultdict(list)
+        for mismatch in (*_accusing(self.runs), *(self.node.host_mismatches[0] if self.is_cpu else ())):
+            # A core that once gave two results says nothing of a reference that fails elsewhere.
+            groups[
+                mismatch.comparison.subject, mismatch.run.probe, mismatch.run.stack_id, mismatch.makers is not None
+            ].append(mismatch)
+        accusations: list[Mismatch] = []
+        for mismatches in groups.values():
+            cause, why, rivals = judge_cause.decide(scene(self, mismatches))
+            if cause is not Cause.SOFTWARE or not _cured(self, mismatches[-1].run):
+                accusations += [replace(h, cause=cause, why=why, rivals=rivals) for h in mismatches]
+        return tuple(sorted((self._doubted(h) for h in accusations), key=lambda h: _time(h.run)))
 
-    def _doubted(self, hit: Hit) -> Hit:
-        if not self.host_in_doubt(hit.run):
-            return hit
-        why = "The host's own CPU was wrong at about the same time, so this device cannot be told apart from its host."
-        return replace(hit, cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
+    def _doubted(self, mismatch: Mismatch) -> Mismatch:
+        if not self.host_in_doubt(mismatch.run):
+            return mismatch
+        why = "The host's CPU was wrong at about the same time: the fault may be the host's."
+        return replace(mismatch, cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
 
     @cached_property
-    def confirmed(self) -> list[tuple[list[Hit], list[str]]]:
-        """The charges that are confirmed, with the grounds.
+    def confirmed(self) -> list[tuple[list[Mismatch], list[str]]]:
+        """The accusations that are confirmed, with the grounds.
 
-        Software's charges and the device's own do not confirm each other, and none counts whose host is in doubt, or
-        that is disputed.
+        Accusations of software and of the device do not confirm each other. None counts whose host is in doubt or
+        whose golden is disputed.
         """
-        firm = [h for h in self.charges if not h.host_in_doubt and not _disputed(h)]
+        firm = [h for h in self.accusations if not h.host_in_doubt and not _disputed(h)]
         sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
-        found = [(hits, [text for ground in GROUNDS if (text := ground(hits, self.policy))]) for hits in sides]
-        return [(hits, grounds) for hits, grounds in found if grounds]
+        found = [
+            (mismatches, [text for ground in GROUNDS if (text := ground(mismatches, self.policy))])
+            for mismatches in sides
+        ]
+        return [(mismatches, grounds) for mismatches, grounds in found if grounds]
 
-    def standing(self, subject: Subject, hits: Iterable[Hit]) -> Iterator[list[Hit]]:
-        """Yield the hits of a subject, probe by probe, where they have not cleared by time and clean trials."""
-        found = sorted((h for h in hits if h.comparison.subject is subject), key=lambda h: h.run.probe)
+    def standing(self, subject: Subject, mismatches: Iterable[Mismatch]) -> Iterator[list[Mismatch]]:
+        """Yield the mismatches of a subject, probe by probe, where they have not cleared by time and clean trials."""
+        found = sorted((h for h in mismatches if h.comparison.subject is subject), key=lambda h: h.run.probe)
         for _, group in itertools.groupby(found, key=lambda h: h.run.probe):
             if not _cleared(self, listed := list(group)):
                 yield listed
@@ -227,13 +236,13 @@ def _time(run: Run) -> tuple[float, str]:
     return run.started, run.id
 
 
-def find_hits(runs: Iterable[Run], subject: Subject) -> list[Hit]:
-    """Facts that a worker delivered before it crashed are facts too: the outcome of the run does not matter here."""
-    return [Hit(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
+def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
+    """Return the mismatches of a subject, also of runs that did not complete: a fact stays one after a crash."""
+    return [Mismatch(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
 
 
-def _accusing(runs: Iterable[Run]) -> list[Hit]:
-    return [h for h in find_hits(runs, Subject.DEVICE) if h.comparison.characterised]
+def _accusing(runs: Iterable[Run]) -> list[Mismatch]:
+    return [h for h in find_mismatches(runs, Subject.DEVICE) if h.comparison.characterised]
 
 
 def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
@@ -253,11 +262,11 @@ def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
     return all_, clean
 
 
-def record(docket: Docket, hits: Sequence[Hit]) -> tuple[Count, Count]:
-    """Return the trials up to the newest hit of a probe, and the clean ones since, under the same conditions."""
-    subject, newest = hits[-1].comparison.subject, hits[-1].run
-    pool = docket.node.all if subject is Subject.HOST else docket.runs
-    lanes, loads = {h.run.instruction_set for h in hits}, {h.run.intensity for h in hits}
+def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
+    """Return the trials up to the newest mismatch of a probe, and the clean ones since, under the same conditions."""
+    subject, newest = mismatches[-1].comparison.subject, mismatches[-1].run
+    pool = case.node.all if subject is Subject.HOST else case.runs
+    lanes, loads = {h.run.instruction_set for h in mismatches}, {h.run.intensity for h in mismatches}
     # What was seen only under load is cleared only by trials under load; what shows in a usual run shows in any.
     runs = [
         r
@@ -269,18 +278,18 @@ def record(docket: Docket, hits: Sequence[Hit]) -> tuple[Count, Count]:
     return before, since
 
 
-def _cleared(docket: Docket, hits: Sequence[Hit]) -> bool:
+def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
     """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
-    before, since = record(docket, hits)
-    certain = min(docket.now, docket.reached)
-    return certain - hits[-1].run.started >= docket.policy.watch and since.outlasts(before)
+    before, since = record(case, mismatches)
+    certain = min(case.now, case.confirmed_time)
+    return certain - mismatches[-1].run.started >= case.policy.watch and since.outlasts(before)
 
 
-def _cured(docket: Docket, run: Run) -> bool:
+def _cured(case: Case, run: Run) -> bool:
     """Way out of a software fault: the newest stack of this lane is another one, and exact there."""
     lane = [
         r
-        for r in docket.scheduled(run.probe)
+        for r in case.scheduled(run.probe)
         if r.instruction_set == run.instruction_set and r.outcome is Outcome.COMPLETED and r.stack
     ]
     stack = lane[-1].stack_id if lane else run.stack_id
@@ -288,48 +297,51 @@ def _cured(docket: Docket, run: Run) -> bool:
     return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
-def scene(docket: Docket, hits: Sequence[Hit]) -> judge_cause.Scene:
-    """Return what is known around the hits of one subject, probe and stack."""
-    run, own = hits[-1].run, judge_cause.results(docket.runs, hits[-1].run)
-    if hits[-1].comparison.subject is Subject.HOST:
-        return _scene_of_goldens(docket, hits)
+def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
+    """Return what is known around the mismatches of one subject, probe and stack."""
+    run, own = mismatches[-1].run, judge_cause.results(case.runs, mismatches[-1].run)
+    if mismatches[-1].comparison.subject is Subject.HOST:
+        return _scene_of_goldens(case, mismatches)
     siblings = {
         device.name: theirs
-        for uuid, device in sorted(docket.devices.items())
-        if device.kind == docket.device.kind and (theirs := judge_cause.results(docket.peers[uuid], run))
+        for uuid, device in sorted(case.devices.items())
+        if device.kind == case.device.kind and (theirs := judge_cause.results(case.peers[uuid], run))
     }
-    data = {h.bytes for h in hits}
-    right, alike, unlike = judge_cause.same_bytes(own, siblings, data)
+    data = {h.operands for h in mismatches}
+    right, alike, unlike = judge_cause.same_operands(own, siblings, data)
     return judge_cause.Scene(
-        whole_host=docket.is_cpu and _whole_host(docket, hits),
+        whole_host=case.is_cpu and _whole_host(case, mismatches),
         right=right,
         alike=alike,
         unlike=unlike,
         outlasting=judge_cause.long_clean(own, siblings),
         siblings=frozenset(siblings),
-        host_clean=docket.host_clean(run),
+        host_clean=case.host_clean(run),
         goldens_right=any(c.trials > c.wrong_trials for key in data for c in own.get(key, ())),
         command=repeat_command(run),
     )
 
 
-def _scene_of_goldens(docket: Docket, hits: Sequence[Hit]) -> judge_cause.Scene:
+def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
-    command = repeat_command(hits[-1].run)
-    for hit in reversed(hits):
-        if hit.makers:
-            return judge_cause.Scene(golden=True, makers=hit.makers, command=command)
-        if hit.core and (hit.run.probe, hit.run.probe_version, hit.bytes) in docket.node.goldens:
-            return judge_cause.Scene(golden=True, lone_core=hit.core, command=command)
+    command = repeat_command(mismatches[-1].run)
+    for mismatch in reversed(mismatches):
+        if mismatch.makers:
+            return judge_cause.Scene(golden=True, makers=mismatch.makers, command=command)
+        if (
+            mismatch.core is not None
+            and (mismatch.run.probe, mismatch.run.probe_version, mismatch.operands) in case.node.goldens
+        ):
+            return judge_cause.Scene(golden=True, lone_core=mismatch.core, command=command)
     return judge_cause.Scene(golden=True, command=command)
 
 
-def _whole_host(docket: Docket, hits: Sequence[Hit]) -> bool:
+def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
     """Whether, within `repeat_window`, every accelerator (two or more) was wrong too and no two in the same way."""
-    times, window = sorted(h.run.started for h in hits), docket.policy.repeat_window
-    peers = [_accusing(runs) for uuid, runs in docket.peers.items() if docket.devices[uuid].backend != "cpu"]
-    accused = [hits, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
-    ways = [{(h.run.probe, h.bytes, m) for h in each for m in judge_cause.marks([h.comparison])} for each in accused]
+    times, window = sorted(h.run.started for h in mismatches), case.policy.repeat_window
+    peers = [_accusing(runs) for uuid, runs in case.peers.items() if case.devices[uuid].backend != "cpu"]
+    accused = [mismatches, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
+    ways = [{(h.run.probe, h.operands, m) for h in each for m in judge_cause.marks([h.comparison])} for each in accused]
     return len(peers) >= 2 and all(accused) and len(set().union(*ways)) == sum(map(len, ways))
 
 
@@ -344,12 +356,12 @@ def repeat_command(run: Run) -> str:
     return run.repro or f"canaryd check --probe {run.probe}"
 
 
-def _disputed(hit: Hit) -> bool:
-    """Whether it is a golden that disagrees, and nobody can tell its maker from the reference.
+def _disputed(mismatch: Mismatch) -> bool:
+    """Return whether a golden disagrees and either its maker or the reference may be wrong.
 
-    A wrong reference repeats itself as faithfully as a broken core: suspect, never confirmed.
+    A wrong reference repeats as faithfully as a broken core: suspect, never confirmed.
     """
-    return hit.comparison.subject is Subject.HOST and hit.cause is not Cause.HARDWARE
+    return mismatch.comparison.subject is Subject.HOST and mismatch.cause is not Cause.HARDWARE
 
 
 def freshness(policy: JudgePolicy, period: float) -> float:
@@ -358,13 +370,3 @@ def freshness(policy: JudgePolicy, period: float) -> float:
     Three periods: two runs may be missed (ours). False alarms: none, the evidence is that old.
     """
     return max(policy.stale_after, 3 * period)
-
-
-def age(run: Run, now: float) -> float:
-    """Return the seconds since a run began; infinite where it is dated in the future, for then nobody knows.
-
-    What the store has dated by its own time is as old as the clock said then, if the clock of now can tell that.
-    """
-    said = re.fullmatch(rf"{DATED}(\d+)", run.environment.get("clock", "")) if run.started > now + AHEAD else None
-    began = float(said[1]) if said else run.started
-    return now - began if began <= now + AHEAD else math.inf

@@ -1,182 +1,166 @@
-"""Whose fault it is: the decision table, row by row, and the other explanations that were considered.
+"""Whose fault it is: the decision table, and the other explanations that were considered.
 
 `TABLE` is read from the top; the first row that holds gives the cause. docs/judgement.md has the same rows in prose.
-Shorthand: a *hit* is a wrong comparison; a *sibling* is another device of this node, of the same backend and model,
-whose runs of the same probe, version and stack are compared.
+A *mismatch* is a wrong comparison. A *sibling* is another device of this node, of the same backend and model, whose
+runs of the same probe, version and stack are compared.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from canaryd.judge.statistics import Count
-from canaryd.model import Cause, Comparison, Rival, Run, Subject
+from canaryd.model import Cause, Comparison, Place, Rival, Run, Subject
 
-Bytes = tuple[str, str, int]
+Operands = tuple[str, str, int]
 """Case, shape and seed: equal ones mean bit-for-bit equal operands."""
 Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
 """What tells two wrong results apart: the wrong elements with their bits, or a digest."""
-Results = Mapping[Bytes, Sequence[Comparison]]
+Results = Mapping[Operands, Sequence[Comparison]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hit:
+class Mismatch:
     """One wrong comparison, and whose fault it is as far as the peers can tell."""
 
     run: Run
     comparison: Comparison
     cause: Cause = Cause.UNDETERMINED
     why: str = ""
-    """A sentence: what the cause rests on, or what would settle it."""
+    """What the cause rests on, or what would settle it."""
     rivals: tuple[Rival, ...] = ()
     host_in_doubt: bool = False
-    """True where the host's CPU erred at about the same time: accuses nobody firmly."""
+    """True where the host's CPU erred at about the same time: such a mismatch accuses nobody firmly."""
 
     @property
-    def bytes(self) -> Bytes:
-        """What operands it was computed from."""
-        return bytes_of(self.comparison)
+    def operands(self) -> Operands:
+        """What it was computed from."""
+        return operands_of(self.comparison)
 
     @property
-    def core(self) -> str:
-        """The single core it happened on, "" where it is not known."""
-        return self.comparison.place if re.fullmatch(r"core \d+", self.comparison.place) else ""
+    def core(self) -> int | None:
+        """The single core that computed it; None where it is not known."""
+        return self.comparison.place.core
 
     @property
-    def makers(self) -> str:
-        """Where this host gave two results for one program, "" where the hit is about something else."""
-        return self.comparison.place if re.fullmatch(r"cores \d+ and \d+|core \d+ alone", self.comparison.place) else ""
+    def makers(self) -> Place | None:
+        """The two cores (or the one core) on which one program gave two results; None for any other mismatch."""
+        place = self.comparison.place
+        return place if place.unit == "core" and len(place.numbers) > 1 else None
 
     @property
-    def words(self) -> object:
-        """What was said about which golden: equal for two hits that tell the same story."""
-        evidence = self.comparison.evidence
-        return self.run.probe, self.run.probe_version, self.bytes, evidence.pattern if evidence else ""
-
-    def __str__(self) -> str:
-        c, evidence = self.comparison, self.comparison.evidence
-        text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
-        text += f" on {c.place}" if c.place else ""
-        if evidence is None:
-            return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
-        if evidence.wrong:
-            text += f": {evidence.wrong} of {evidence.total} elements wrong"
-        return "; ".join(filter(None, (f"{text}: {evidence.pattern}", evidence.reproduced)))
+    def same_story(self) -> object:
+        """What is equal for two mismatches that show the same doubt about the same golden."""
+        comparison, evidence = self.comparison, self.comparison.evidence
+        first = evidence.first if evidence else ()
+        return self.run.probe, self.run.probe_version, self.operands, comparison.doubt, comparison.digest, first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is known around the hits of one subject, probe and stack: the left side of the table."""
+    """What is known around the mismatches of one subject, probe and stack: the left side of the table."""
 
     golden: bool = False
-    """The hits are goldens that this host made in two ways that disagree."""
-    makers: str = ""
-    """Where one program gave two results, as "cores 2 and 5", or "core 3 alone" where there is no other."""
-    lone_core: str = ""
-    """A core that made a golden otherwise than this host has made it elsewhere."""
+    """This host made goldens in two ways that disagree."""
+    makers: Place | None = None
+    """The cores on which one program gave two results."""
+    lone_core: int | None = None
+    """A core that made a golden wrong which this host has made right elsewhere."""
     whole_host: bool = False
-    """Every accelerator was wrong too, no two alike, and it is the host's CPU that is asked about."""
+    """Every accelerator was wrong too, no two alike, and the host's CPU is on trial."""
     right: frozenset[str] = frozenset()
-    """Siblings that computed the same bytes right."""
+    """Siblings that computed the same data right."""
     alike: frozenset[str] = frozenset()
-    """Siblings that computed the same bytes wrong in the same bits."""
+    """Siblings that computed the same data wrong in the same bits."""
     unlike: frozenset[str] = frozenset()
-    """Siblings that computed the same bytes, and neither clearly."""
+    """Siblings that computed the same data, and neither clearly."""
     outlasting: frozenset[str] = frozenset()
     """Siblings that ran the probe clean for three times the accused's trials per failure, each or together."""
     siblings: frozenset[str] = frozenset()
     """All that ran the probe on the same stack."""
     host_clean: bool | None = None
     """Whether the host's CPU computed exact goldens right at about the same time; None where it did not compute any,
-    or is itself the accused."""
+    or is on trial itself."""
     goldens_right: bool = False
     """The same goldens have been matched by a result, here or on a sibling."""
     command: str = ""
-    """What repeats the newest hit."""
+    """What repeats the newest mismatch."""
 
 
 class Row(NamedTuple):
     """One line of the decision table."""
 
-    seen: Callable[[Scene], object]
+    holds: Callable[[Scene], object]
     cause: Cause
     why: Callable[[Scene], str]
 
 
 TABLE: tuple[Row, ...] = (
-    Row(lambda s: s.makers, Cause.HARDWARE, lambda s: f"One program gave two results on {s.makers}."),
+    Row(lambda s: s.makers is not None, Cause.HARDWARE, lambda s: f"One program gave two results on {s.makers}."),
     Row(
-        lambda s: s.lone_core,
+        lambda s: s.lone_core is not None,
         Cause.HARDWARE,
-        lambda s: f"This host has also made the same golden right; here {s.lone_core} did not.",
+        lambda s: f"Other cores of this host computed the same reference right; core {s.lone_core} did not.",
     ),
     Row(
         lambda s: s.golden,
         Cause.UNDETERMINED,
-        lambda s: (
-            "Whether processor or reference is wrong stays open. To settle it, run the same command on another "
-            f"host: {s.command}"
-        ),
+        lambda _: "Cause unknown: either this processor or the reference is wrong.",
     ),
     Row(
         lambda s: s.whole_host,
         Cause.HARDWARE,
-        lambda _: "Every device of this host is wrong, each in its own way: memory, CPU or PCIe is at fault.",
+        lambda _: "Every device of this host is wrong, each in its own way: its memory, CPU or PCIe is at fault.",
     ),
     Row(
         lambda s: s.right and s.alike,
         Cause.UNDETERMINED,
         lambda s: (
-            f"Whose fault stays open: {names(s.right)} of the same model computed the same bytes right, and "
-            f"{names(s.alike)} gives the same wrong bits. {_settle(s)}"
+            f"Cause unknown: of the identical devices, {names(s.right)} computed the same data correctly and "
+            f"{names(s.alike)} gave the same wrong bits."
         ),
     ),
     Row(
         lambda s: s.right,
         Cause.HARDWARE,
-        lambda s: f"{names(s.right)} of the same model computed the same bytes right on the same stack.",
+        lambda s: f"Identical devices compute the same data correctly on the same software: {names(s.right)}.",
     ),
     Row(
         lambda s: s.alike and not s.unlike,
         Cause.SOFTWARE,
-        lambda s: f"{names(s.alike)} of the same model gives the same wrong bits on the same stack.",
+        lambda s: f"Identical devices give the same wrong bits on the same software: {names(s.alike)}.",
     ),
     Row(
         lambda s: s.outlasting and not s.alike,
         Cause.HARDWARE,
         lambda s: (
-            f"{names(s.outlasting)} of the same model ran the same probe on the same stack without a mismatch, "
+            f"Identical devices ran the same test without an error: {names(s.outlasting)}, "
             f"{'together ' * (len(s.outlasting) > 1)}at least three times as long as this device takes to fail once."
         ),
     ),
     Row(
         lambda s: s.siblings,
         Cause.UNDETERMINED,
-        lambda s: f"Whose fault stays open: {names(s.siblings)} cannot tell yet. {_settle(s)}",
+        lambda s: f"Cause unknown: the identical devices have not run long enough to tell: {names(s.siblings)}.",
     ),
     Row(
         lambda _: True,
         Cause.UNDETERMINED,
-        lambda s: f"Whose fault stays open: no sibling to ask (same model, same stack). {_settle(s)}",
+        lambda _: "Cause unknown: no identical device here to compare with.",
     ),
 )
-"""Read from the top: what is seen, whose fault it then is, and why."""
+"""Read from the top: what holds, whose fault it then is, and why."""
 
 
 def decide(scene: Scene) -> tuple[Cause, str, tuple[Rival, ...]]:
     """Return the cause, the sentence that says why, and the other explanations that were considered."""
-    row = next(row for row in TABLE if row.seen(scene))
+    row = next(row for row in TABLE if row.holds(scene))
     return row.cause, row.why(scene), tuple(_rivals(scene, row.cause))
-
-
-def _settle(scene: Scene) -> str:
-    return f"To settle it, run the same command on another host with the same stack: {scene.command}"
 
 
 def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
@@ -190,9 +174,9 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
         yield Rival(cause=Cause.HARDWARE, why=text, rejected=True)
     if scene.right or scene.goldens_right:
         who = names(scene.right) or "an earlier result"
-        yield Rival(cause=Cause.HARNESS, why=f"a wrong golden: {who} matched the same golden", rejected=True)
+        yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {who} matched it", rejected=True)
     else:
-        yield Rival(cause=Cause.HARNESS, why="a wrong golden: no other result has matched it yet", rejected=False)
+        yield Rival(cause=Cause.HARNESS, why="a wrong reference: no other result has matched it yet", rejected=False)
     if not scene.whole_host:
         yield _host(scene)
 
@@ -203,9 +187,9 @@ def _software(scene: Scene) -> Rival:
     elif scene.right:
         text, rejected = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}", True
     elif scene.outlasting and not scene.alike:
-        text, rejected = f"a wrong kernel: it has run on {names(scene.outlasting)} for long without a mismatch", True
+        text, rejected = f"a wrong kernel: it has run on {names(scene.outlasting)} for long without an error", True
     else:
-        text, rejected = "a wrong kernel: no sibling has computed the same on the same stack", False
+        text, rejected = "a wrong kernel: no identical device has computed the same on the same software", False
     return Rival(cause=Cause.SOFTWARE, why=text, rejected=rejected)
 
 
@@ -214,36 +198,36 @@ def _host(scene: Scene) -> Rival:
         who = names(scene.right or scene.outlasting)
         text, rejected = f"the host's memory or CPU: {who} in the same host is right (slot and link are its own)", True
     elif scene.host_clean:
-        text, rejected = "the host's memory or CPU: it computed exact goldens right at about the same time", True
+        text, rejected = "the host's memory or CPU: its CPU passed the same tests at about the same time", True
     else:
-        text, rejected = "the host's memory, CPU or PCIe: nothing in this host has been shown right beside it", False
+        text, rejected = "the host's memory, CPU or PCIe: nothing else on this host has passed recently", False
     return Rival(cause=Cause.HARDWARE, why=text, rejected=rejected)
 
 
 # --- What siblings computed -----------------------------------------------------------------------------------------
 
 
-def bytes_of(comparison: Comparison) -> Bytes:
+def operands_of(comparison: Comparison) -> Operands:
     """Return what tells the operands of a comparison from all others."""
     return comparison.case, comparison.shape, comparison.seed
 
 
-def results(runs: Iterable[Run], like: Run) -> dict[Bytes, list[Comparison]]:
-    """Return what devices computed with the probe and stack of a run, by operands; an unrecorded stack equals none."""
-    found: dict[Bytes, list[Comparison]] = defaultdict(list)
+def results(runs: Iterable[Run], like: Run) -> dict[Operands, list[Comparison]]:
+    """Return what devices computed with the probe and stack of a run; a stack that was not recorded equals none."""
+    found: dict[Operands, list[Comparison]] = defaultdict(list)
     for run in runs:
         same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
         if like.stack and same_probe and run.stack == like.stack:
             for comparison in run.comparisons:
                 if comparison.subject is Subject.DEVICE:
-                    found[bytes_of(comparison)].append(comparison)
+                    found[operands_of(comparison)].append(comparison)
     return dict(found)
 
 
-def same_bytes(
-    own: Results, siblings: Mapping[str, Results], data: set[Bytes]
+def same_operands(
+    own: Results, siblings: Mapping[str, Results], data: set[Operands]
 ) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the siblings that computed the same bytes: right, wrong in the same way, and neither clearly."""
+    """Return the siblings that computed the same data: right, wrong in the same way, and neither clearly."""
     right: set[str] = set()
     alike: set[str] = set()
     unlike: set[str] = set()
@@ -293,12 +277,5 @@ def names(listed: Iterable[str]) -> str:
 
 def counted(comparisons: Iterable[Comparison]) -> Count:
     """Count results and uploads, and how many of both were wrong."""
-    results = wrong = uploads = failed = 0
-    for c in comparisons:
-        results, wrong, uploads, failed = (
-            results + c.trials,
-            wrong + c.wrong_trials,
-            uploads + c.uploads,
-            failed + c.wrong,
-        )
-    return Count(results, wrong, uploads, failed)
+    each = (Count(c.trials, c.wrong_trials, c.uploads, int(c.wrong)) for c in comparisons)
+    return functools.reduce(Count.plus, each, Count())

@@ -5,117 +5,178 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from canaryd.judge.case import Docket, find_hits, record, repeat_command
-from canaryd.judge.cause import Hit, names
-from canaryd.judge.confirmation import crowded, spoken
+from canaryd.judge.case import Case, find_mismatches, record, repeat_command
+from canaryd.judge.cause import Mismatch, names
+from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, strongest
 from canaryd.judge.statistics import RULE_OF_THREE
-from canaryd.model import Cause, Finding, Outcome, State, Subject
+from canaryd.judge.wording import count, describe, duration
+from canaryd.model import Cause, Doubt, Finding, Outcome, State, Subject
+
+DOUBTS = {
+    Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",
+    Doubt.ARITHMETIC: "Integer and float64 arithmetic of this CPU disagree",
+    Doubt.DIGEST: "The reference computed on this CPU differs from the shipped one",
+}
+"""How the finding about a golden in doubt begins."""
 
 
-def exact_mismatch(docket: Docket) -> Iterator[Finding]:
+def exact_mismatch(case: Case) -> Iterator[Finding]:
     """An exact golden was missed: suspect at once, and for as long as the watch lasts."""
-    for hits in docket.standing(Subject.DEVICE, docket.charges):
-        yield _suspicion(docket, "exact-mismatch", "", hits)
+    for mismatches in case.standing(Subject.DEVICE, case.accusations):
+        before, _ = record(case, mismatches)
+        text = f"{mismatches[-1].run.probe} computed {before.wrong:,} of {before.results:,} results wrong"
+        yield _suspicion(case, "exact-mismatch", text, mismatches)
 
 
-def golden_disagreement(docket: Docket) -> Iterator[Finding]:
-    """Two ways to make a golden on this host disagree: the CPU is the accused, whichever device's run showed it."""
-    for hits in docket.standing(Subject.HOST, docket.charges):
-        yield _suspicion(docket, "golden-disagreement", "goldens made twice on this CPU disagree: ", hits)
+def golden_disagreement(case: Case) -> Iterator[Finding]:
+    """Two ways to make a golden on this host disagree: the CPU is accused, whichever device's run showed it."""
+    for mismatches in case.standing(Subject.HOST, case.accusations):
+        text = DOUBTS.get(mismatches[-1].comparison.doubt, "The reference computed on this CPU is in doubt")
+        yield _suspicion(case, "golden-disagreement", text, mismatches)
 
 
-def confirmed(docket: Docket) -> Iterator[Finding]:
-    """The charges repeat: faulty, whatever the cause; the cause decides only what to do about it."""
-    part = f"the dossier for the vendor: canaryd report {docket.device.name} -o DIR"
-    if docket.device.weak_identity:
-        part = "its identity names no physical part, so give this to whoever runs the machine"
-    todo = {
-        Cause.HARDWARE: f" Take it out of service; {part}.",
-        Cause.SOFTWARE: " No RMA: the stack gives wrong numbers. Clears when another stack runs clean.",
-    }
-    for hits, grounds in docket.confirmed:
-        lead = strongest(hits)
-        message = f"confirmed: {'; '.join(grounds)}. Newest: {hits[-1]}. {lead.why}{todo.get(lead.cause, '')}"
-        yield make_finding("exact-mismatch-confirmed", State.FAULTY, lead.cause, message, hits)
-
-
-def host_in_doubt(docket: Docket) -> Iterator[Finding]:
-    """An accelerator and its host's CPU were wrong at about the same time: the host is accused, not the accelerator."""
-    doubted = [h for h in docket.charges if h.host_in_doubt]
-    if list(docket.standing(Subject.DEVICE, doubted)):
-        cpus = names(f"{d.name} ({d.model})" for d in docket.devices.values() if d.backend == "cpu")
-        message = (
-            f"the host's CPU, {cpus or 'not in the list of devices'}, was wrong itself within "
-            f"{spoken(docket.policy.repeat_window)} of this device's mismatch: the host is accused. "
-            "Settle the CPU first; until then this device is no more than suspect"
+def confirmed(case: Case) -> Iterator[Finding]:
+    """The mismatches repeat: faulty, whatever the cause; the cause decides only what to do about it."""
+    for mismatches, grounds in case.confirmed:
+        lead = strongest(mismatches)
+        probes = names({m.run.probe for m in mismatches})
+        yield make_finding(
+            "exact-mismatch-confirmed",
+            State.FAULTY,
+            lead.cause,
+            f"Wrong results in {probes}, confirmed: {grounds[0]}",
+            _remedy(case, lead),
+            mismatches,
+            (*(f"Confirmed: {ground}." for ground in grounds), lead.why, f"Newest: {describe(mismatches[-1])}."),
         )
-        yield make_finding("host-in-doubt", State.UNKNOWN, Cause.HARDWARE, message, doubted)
 
 
-def golden_in_doubt(docket: Docket) -> Iterator[Finding]:
+def _remedy(case: Case, lead: Mismatch) -> str:
+    """Return what to do about a confirmed fault."""
+    if lead.cause is Cause.HARDWARE and case.device.weak_identity:
+        return "Take it out of service and tell whoever runs the physical machine"
+    if lead.cause is Cause.HARDWARE:
+        return f"Take it out of service, then open a vendor case: canaryd report {case.device.name} -o DIR"
+    if lead.cause is Cause.SOFTWARE:
+        return "Change the software; this is no reason for an RMA. It clears when other software runs clean"
+    return f"Do not use its results. To find the cause, run on an identical device: {repeat_command(lead.run)}"
+
+
+def host_in_doubt(case: Case) -> Iterator[Finding]:
+    """An accelerator and its host's CPU were wrong at about the same time: the host is accused, not the accelerator."""
+    doubted = [m for m in case.accusations if m.host_in_doubt]
+    if list(case.standing(Subject.DEVICE, doubted)):
+        cpus = names(f"{d.name} ({d.model})" for d in case.devices.values() if d.backend == "cpu")
+        window = duration(case.policy.repeat_window)
+        yield make_finding(
+            "host-in-doubt",
+            State.UNKNOWN,
+            Cause.HARDWARE,
+            f"The host's CPU was wrong too, within {window} of this device's mismatch",
+            "Test the CPU first; until then this device is at most suspect",
+            doubted,
+            (f"CPU: {cpus or 'not in the list of devices'}.", f"Newest: {describe(doubted[-1])}."),
+        )
+
+
+def golden_in_doubt(case: Case) -> Iterator[Finding]:
     """The newest run met a golden that its maker could not make twice alike: it says nothing about this device."""
-    accusing, shared = docket.node.host_hits
-    for run in docket.current:
-        if hits := [h for h in shared if h.run is run]:
-            text = f"several cores fail alike on one golden, so the reference is wrong and not a core: {hits[-1]}"
-            yield make_finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, hits)
-        elif not docket.is_cpu and (hits := [h for h in accusing if h.run is run]):
-            text = f"this run's golden is in doubt, because its maker, the host's CPU, is a suspect: {hits[-1]}"
-            yield make_finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, hits)
+    accusing, shared = case.node.host_mismatches
+    for run in case.current:
+        if mismatches := [m for m in shared if m.run is run]:
+            text = "The reference is wrong: several CPU cores fail on it alike"
+            action = "Install canaryd again; if that does not help, report a bug"
+        elif not case.is_cpu and (mismatches := [m for m in accusing if m.run is run]):
+            text = f"{run.probe} proves nothing here: the host's CPU, which computes the reference, is suspect"
+            action = "Test the CPU first"
+        else:
+            continue
+        newest = f"Newest: {describe(mismatches[-1])}."
+        yield make_finding("golden-in-doubt", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (newest,))
 
 
-def comparator_disagreement(docket: Docket) -> Iterator[Finding]:
+def comparator_disagreement(case: Case) -> Iterator[Finding]:
     """Device and host compared the same bytes and disagree: once it may be either, repeatedly it is the device.
 
     Repeated by chance: 1.9e-9 in 30 days (ours).
     """
-    for hits in docket.standing(Subject.COMPARATOR, find_hits(docket.runs, Subject.COMPARATOR)):
-        doubted = any(docket.host_in_doubt(h.run) for h in hits)
-        repeated = not doubted and crowded(hits, 2, docket.policy.repeat_gap, docket.policy.watch)
-        weight = "once, so it may be either side"
+    for mismatches in case.standing(Subject.COMPARATOR, find_mismatches(case.runs, Subject.COMPARATOR)):
+        doubted = any(case.host_in_doubt(m.run) for m in mismatches)
+        repeated = not doubted and crowded(mismatches, 2, case.policy.repeat_gap, case.policy.watch)
+        why = "It happened once, so either side may be wrong."
+        action = "Wait for the next run"
         if doubted:
-            weight = "and the host's CPU was wrong at about the same time"
+            why, action = "The host's CPU was wrong at about the same time.", "Test the CPU first"
         elif repeated:
-            weight = "repeatedly, so the device's own comparison or its way to the host is wrong"
-        cause = Cause.HARDWARE if repeated else Cause.UNDETERMINED
-        message = f"device and host compared the same bytes and disagree, {weight}: {hits[-1]}"
-        yield make_finding("comparator-disagreement", State.SUSPECT, cause, message, hits)
-
-
-def uncharacterised_mismatch(docket: Docket) -> Iterator[Finding]:
-    """A golden was missed whose exactness nobody has shown on this backend: no accusation, but no health either."""
-    hits = [h for h in find_hits(docket.runs, Subject.DEVICE) if not h.comparison.characterised]
-    for listed in docket.standing(Subject.DEVICE, hits):
-        message = (
-            f"{listed[-1]}. Exactness of this class has not been shown on a healthy {docket.device.backend} device, so "
-            f"it cannot accuse. Compare with a known good device of this model: {repeat_command(listed[-1].run)}"
+            why = "It happened repeatedly, so the device or its connection to the host is wrong."
+            action = "Take it out of service"
+        yield make_finding(
+            "comparator-disagreement",
+            State.SUSPECT,
+            Cause.HARDWARE if repeated else Cause.UNDETERMINED,
+            "Device and host compared the same bytes and disagree",
+            action,
+            mismatches,
+            (why, f"Newest: {describe(mismatches[-1])}."),
         )
-        yield make_finding("uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, message, listed)
 
 
-def _suspicion(docket: Docket, rule: str, opening: str, hits: Sequence[Hit]) -> Finding:
-    lead = strongest(hits)
-    count = len({h.run.id for h in hits})
-    message = f"{opening}{hits[-1]}. Seen in {count} run{'s' * (count > 1)}. "
-    known = any(h is lead for charges, _ in docket.confirmed for h in charges)
-    message += "It is confirmed." if known else f"{lead.why} {_next(docket, hits)}"
-    return make_finding(rule, State.SUSPECT, lead.cause, message, hits)
+def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
+    """A golden was missed whose exactness nobody has shown on this backend: no accusation, but no health either."""
+    backend = case.device.backend
+    mismatches = [m for m in find_mismatches(case.runs, Subject.DEVICE) if not m.comparison.characterised]
+    for listed in case.standing(Subject.DEVICE, mismatches):
+        yield make_finding(
+            "uncharacterised-mismatch",
+            State.UNKNOWN,
+            Cause.HARNESS,
+            f"{listed[-1].run.probe} gave an unexpected result, but this test is not proven on {backend} devices",
+            f"Compare with a known good device of this model: {repeat_command(listed[-1].run)}",
+            listed,
+            (f"Newest: {describe(listed[-1])}.",),
+        )
 
 
-def _next(docket: Docket, hits: Sequence[Hit]) -> str:
-    """Say what happens next to a suspect: confirmation runs, then the watch."""
-    root = hits[-1].run.confirms or hits[-1].run.id
-    again = [r for r in docket.runs if r.confirms == root and r.outcome is Outcome.COMPLETED]
-    clean = sum(1 for r in again if not any(h.run is r for h in hits))
-    to_come = docket.policy.confirm_runs - len(again)
-    before, _ = record(docket, hits)
-    text = f"Next: {to_come} confirmation runs in new processes. " if to_come > 0 else ""
-    if clean:
-        text += f"{clean} of {len(again)} confirmation runs are clean; a clean retest is not an acquittal. "
+def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch]) -> Finding:
+    lead = strongest(mismatches)
+    runs = count(len({m.run.id for m in mismatches}), "run")
+    newest = f"Newest: {describe(mismatches[-1])}."
+    if any(m is lead for accusations, _ in case.confirmed for m in accusations):
+        message, action = f"{seen}, in {runs} (part of the confirmed fault)", ""
+        evidence: tuple[str, ...] = (newest,)
+    else:
+        again = _retests(case, mismatches)
+        to_come = case.policy.confirm_runs - len(again)
+        message, action = f"{seen}, in {runs}", _next_step(lead, to_come)
+        evidence = (lead.why, *_progress(case, mismatches, again), newest)
+    return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence)
+
+
+def _retests(case: Case, mismatches: Sequence[Mismatch]) -> list[bool]:
+    """Return, for each completed retest of the newest mismatch, whether it was clean."""
+    root = mismatches[-1].run.confirms or mismatches[-1].run.id
+    again = [r for r in case.runs if r.confirms == root and r.outcome is Outcome.COMPLETED]
+    return [not any(m.run is r for m in mismatches) for r in again]
+
+
+def _next_step(lead: Mismatch, to_come: int) -> str:
+    """Return what to do about a suspect: wait for its retests, then act by cause."""
+    if to_come > 0:
+        return f"Wait for {count(to_come, 'automatic retest')}"
+    if lead.cause is Cause.UNDETERMINED:
+        return f"To find the cause, run on another host with the same software: {repeat_command(lead.run)}"
+    if lead.cause is Cause.SOFTWARE:
+        return "Change the software; this is no reason for an RMA"
+    return "Do not rely on its results; canaryd keeps retesting it"
+
+
+def _progress(case: Case, mismatches: Sequence[Mismatch], again: Sequence[bool]) -> Iterator[str]:
+    """Yield how the retests went, and when the suspicion clears."""
+    if any(again):
+        yield f"{sum(again)} of {len(again)} retests passed, which does not clear the device."
+    before, _ = record(case, mismatches)
     uploads = math.ceil(RULE_OF_THREE * before.uploads / before.failed)
     results = math.ceil(RULE_OF_THREE * before.results / before.wrong)
-    return (
-        f"{text}Watched until {spoken(docket.policy.watch)}, {uploads} clean uploads and {results} clean results have "
-        "passed without another."
-    )
+    clean = f"{count(uploads, 'clean upload')} and {count(results, 'clean result')}"
+    yield f"Clears after {duration(case.policy.watch)}, {clean}."

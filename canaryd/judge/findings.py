@@ -1,10 +1,10 @@
-"""Make a finding from runs or mismatches."""
+"""Make a finding that rests on runs or mismatches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from canaryd.judge.cause import Hit
+from canaryd.judge.cause import Mismatch
 from canaryd.model import Cause, Finding, Run, State
 
 RUNS_NAMED = 16
@@ -13,21 +13,31 @@ CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED,
 """Which cause names the verdict when findings of the same state differ: the one that costs most to overlook first."""
 
 
-def make_finding(rule: str, state: State, cause: Cause, message: str, evidence: Sequence[Hit] | Run) -> Finding:
-    """Make a finding that rests on one run, or on hits (oldest first)."""
-    runs = [evidence] if isinstance(evidence, Run) else [h.run for h in evidence]
+def make_finding(
+    rule: str,
+    state: State,
+    cause: Cause,
+    message: str,
+    action: str,
+    basis: Sequence[Mismatch] | Run,
+    evidence: Sequence[str] = (),
+) -> Finding:
+    """Make a finding that rests on one run, or on mismatches (oldest first)."""
+    runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
     return Finding(
         rule=rule,
         state=state,
         cause=cause,
         message=message,
+        action=action,
+        evidence=tuple(filter(None, evidence)),
         probe=runs[-1].probe,
         repro=runs[-1].repro,
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
-        rivals=() if isinstance(evidence, Run) else strongest(evidence).rivals,
+        rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
     )
 
 
-def strongest(hits: Sequence[Hit]) -> Hit:
-    """Return the newest of the hits whose cause ranks first."""
-    return min(reversed(hits), key=lambda h: CAUSES.index(h.cause))
+def strongest(mismatches: Sequence[Mismatch]) -> Mismatch:
+    """Return the newest of the mismatches whose cause ranks first."""
+    return min(reversed(mismatches), key=lambda m: CAUSES.index(m.cause))

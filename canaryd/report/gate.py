@@ -22,7 +22,7 @@ from typing import Any
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import spoken
-from canaryd.judge import case
+from canaryd.judge import clock
 from canaryd.model import Cause, Device, Outcome, State, printable
 from canaryd.report import status
 from canaryd.report.status import DeviceStatus, Status
@@ -256,7 +256,7 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
 def _newest(store: Store, device: str, now: float) -> float | None:
     for limit in (1, LOOKED):  # one is enough nearly always, and reading a run takes time
         runs = store.runs(device, limit=limit)
-        ages = [case.age(r, now) for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
+        ages = [clock.age(r, now) for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
         if (least := min(ages, default=math.inf)) < math.inf:
             return now - least
     return None

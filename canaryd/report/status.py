@@ -18,6 +18,7 @@ from canaryd.engine.inventory import remembered
 from canaryd.formatting import moment, spoken
 from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
+from canaryd.judge.clock import AHEAD
 from canaryd.judge.findings import CAUSES
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, State, Verdict
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
@@ -39,8 +40,6 @@ STALLED = 300.0
 """Age in seconds from which a cached status is said to be old: a daemon gathers it anew every 15 s (ours)."""
 LOOKED = 20
 """Newest runs of a probe among which one that completed, or that was wrong, is looked for."""
-STOPPED = "stopped: "
-"""How the reason begins why the kernel log is not read by a daemon that was told to stop: no problem."""
 NAMED = 4
 """Devices that are named one by one in a sentence."""
 Newest = Mapping[str, float | None]
@@ -182,7 +181,7 @@ def _problems(store: Store, config: Config, said: Iterable[Ack], now: float, *, 
                 f"for {spoken(config.judge.watch)} at most"
             )
     unread = store.note(LOG_PROBLEM_NOTE)
-    if daemon and unread and not unread.startswith(STOPPED):
+    if daemon and unread:
         yield f"the kernel log is not read: {unread}"
 
 
@@ -498,7 +497,7 @@ def _tended(verdict: Verdict | None, device: Device, now: float) -> Verdict:
         text = "it has not been judged yet: start the daemon, or run canaryd check"
         return _unknown(device.uuid, now, text, ())
     age = now - verdict.decided
-    if -judge_acks.AHEAD <= age <= UNTENDED or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
+    if -AHEAD <= age <= UNTENDED or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
     text = (
         f"nobody has judged it for {age / 3600:.1f} h (it was {_was(verdict)}): start the daemon, or run canaryd check"

@@ -66,7 +66,12 @@ def _version_5(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day))")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
+def _version_6(db: sqlite3.Connection) -> None:
+    """Bodies of runs name their format now (rows.FORMAT): no table changes, but an older canaryd cannot read them."""
+    del db
+
+
+MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5, _version_6)
 """In order; the database's `user_version` is the number of those it has had."""
 
 

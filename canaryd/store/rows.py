@@ -7,13 +7,16 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from canaryd.codec import to_json
+from canaryd.codec import from_json, to_json
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.trends.days import Day
-from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, whole
+from canaryd.store import release_0_1
+
+T = TypeVar("T")
 
 HOUR = 3600.0
 """Equal events within an hour of the clock are one event with a count: a failing part cannot fill the disk."""
@@ -62,10 +65,25 @@ def refused(constant: str) -> float:
     raise ValueError(f"{constant} is no number")
 
 
+FORMAT = 2
+"""How the body of a run is written; release 0.1.0 named none."""
+
+
 def pack(value: Run | Device | Verdict | Baseline | Ack | Day) -> bytes:
     """Return a model object as compressed JSON."""
+    data = to_json(value) | ({"format": FORMAT} if isinstance(value, Run) else {})
     # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
-    return zlib.compress(json.dumps(to_json(value), separators=(",", ":")).encode())
+    return zlib.compress(json.dumps(data, separators=(",", ":")).encode())
+
+
+def unpack(kind: type[T], body: bytes) -> T:
+    """Return the object that `pack` was given; raise `ValueError`, `TypeError` or `zlib.error` where it is damaged."""
+    text = zlib.decompress(body)
+    data = json.loads(text, parse_constant=refused)
+    data = whole(data) if b"\\ud" in text else data
+    if kind is Run and isinstance(data, dict) and data.pop("format", 1) == 1:
+        data = release_0_1.converted(data)
+    return from_json(kind, data)
 
 
 def run_row(run: Run, stored: float) -> tuple[Any, ...]:

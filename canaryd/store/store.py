@@ -12,7 +12,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import json
 import math
 import os
 import sqlite3
@@ -26,11 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote
 
-from canaryd.codec import from_json
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.recordings.baseline import Baseline
-from canaryd.judge.statistics import EPOCH
 from canaryd.judge.trends.days import Day
-from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, printable, whole
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, printable
 from canaryd.store.locks import Busy, flock, make, make_directory
 from canaryd.store.migrations import MIGRATIONS, Migration, apply_migration
 from canaryd.store.rows import (
@@ -58,9 +56,9 @@ from canaryd.store.rows import (
     encode_labels,
     event_row,
     pack,
-    refused,
     run_counts,
     run_row,
+    unpack,
 )
 
 DATABASE = "canaryd.db"
@@ -717,9 +715,7 @@ class Store:
         found = []
         for name, body in rows:
             try:
-                text = zlib.decompress(body)
-                data = json.loads(text, parse_constant=refused)
-                found.append(from_json(kind, whole(data) if b"\\ud" in text else data))
+                found.append(unpack(kind, body))
             except (ValueError, TypeError, RecursionError, zlib.error) as error:
                 self._notes["damaged"] = printable(
                     f"{self.path}: {kind.__name__} {name} is passed over, it is unreadable: {error!s:.300}"

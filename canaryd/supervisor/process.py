@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from canaryd.model import (
     Outcome,
+    Reason,
     whole,
 )
 from canaryd.supervisor import cgroup
@@ -111,9 +112,10 @@ _place = _Place()
 class LostError(Exception):
     """The worker is of no more use; says which outcome that is, and why."""
 
-    def __init__(self, outcome: Outcome, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, outcome: Outcome, detail: str, reason: Reason = Reason.NONE) -> None:
+        super().__init__(detail)
         self.outcome = outcome
+        self.detail = detail
         self.reason = reason
 
 
@@ -208,7 +210,7 @@ class Worker:
         """
         while not self._messages:
             if reason := stopped():
-                raise LostError(Outcome.ERRORED, f"stopped: {reason}")
+                raise LostError(Outcome.ERRORED, f"stopped: {reason}", Reason.STOPPED)
             now = time.monotonic()
             if now - self._looked > AWAY:
                 self._away += now - self._looked
@@ -388,7 +390,8 @@ class Worker:
             self._reaped = True
         number = -code if code < 0 else code - 128 if self._remote and code > 128 else 0
         if self._away and code == 1:  # stopped with us, it found its time over when it went on
-            return LostError(Outcome.ERRORED, f"stopped: canaryd itself did not run for {self._away:.0f} s meanwhile")
+            detail = f"stopped: canaryd itself did not run for {self._away:.0f} s meanwhile"
+            return LostError(Outcome.ERRORED, detail, Reason.STOPPED)
         try:
             how = f"was killed by {signal.Signals(number).name}"
         except ValueError:

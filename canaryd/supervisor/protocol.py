@@ -14,6 +14,7 @@ from canaryd.model import (
     Device,
     Outcome,
     Reading,
+    Reason,
     Recording,
     Skipped,
     shared,
@@ -109,6 +110,7 @@ class Answer:
     paused: float = 0.0
     """Seconds of these that the run paused beside a server."""
     detail: str = ""
+    reason: Reason = Reason.NONE
     stack: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)

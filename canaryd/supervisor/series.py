@@ -23,6 +23,7 @@ from canaryd.model import (
     LogPosition,
     LogRecord,
     Outcome,
+    Reason,
     Run,
     whole,
 )
@@ -279,7 +280,7 @@ class Series:
         except LostError as lost:
             seconds = time.monotonic() - begun if begun is not None else 0.0
             outcome, detail = self._discard(lost)
-            answer = Answer(outcome=outcome, seconds=seconds, detail=detail)
+            answer = Answer(outcome=outcome, seconds=seconds, detail=detail, reason=lost.reason)
         return Run(
             id=run,
             device=request.device.uuid,
@@ -299,6 +300,7 @@ class Series:
             stack=answer.stack,
             environment=answer.environment,
             detail=answer.detail,
+            reason=answer.reason,
             repro=self._repro(request),
             drill=request.drill,
             confirms=request.confirms,
@@ -348,12 +350,17 @@ class Series:
         if worker is not None:
             worker.signal(signal.SIGKILL)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether `kill` was called: canaryd itself ended it."""
+        return bool(self._stopped)
+
     def _why_stopped(self) -> str:
         return self._stopped
 
     def _ready(self, deadline: float) -> Worker:
         if self._stopped:
-            raise LostError(Outcome.ERRORED, f"stopped: {self._stopped}")
+            raise LostError(Outcome.ERRORED, f"stopped: {self._stopped}", Reason.STOPPED)
         if self._worker is not None and not self._answers(self._worker, deadline):
             self.close()
         if self._worker is not None:
@@ -370,7 +377,7 @@ class Series:
         except LostError as lost:
             if lost.outcome is not Outcome.CRASHED:
                 raise
-            raise LostError(Outcome.ERRORED, f"{where} does not run the worker: {lost.reason}") from lost
+            raise LostError(Outcome.ERRORED, f"{where} does not run the worker: {lost.detail}") from lost
         with _decoding(message):
             self._worker.python = str(message["python"])
         return self._worker
@@ -388,17 +395,17 @@ class Series:
 
     def _discard(self, lost: LostError) -> tuple[Outcome, str]:
         worker, self._worker = self._worker, None
-        outcome, reason = lost.outcome, lost.reason
+        outcome, detail = lost.outcome, lost.detail
         if worker is None:
-            return outcome, reason
+            return outcome, detail
         # Only a worker that overran is asked first: SIGTERM makes it print where it hangs.
         ask = functools.partial(worker.signal, signal.SIGTERM) if outcome is Outcome.TIMED_OUT else None
         if not worker.end(ask=ask, grace=self._grace):
             outcome = Outcome.UNKILLABLE
-            reason += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
+            detail += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
         self._account(worker)
         printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
-        return outcome, f"{reason}\nlast output:\n{printed}" if printed else reason
+        return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
 
     def _account(self, worker: Worker) -> None:
         self.wall_seconds += time.monotonic() - self._began

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Recording, Skipped
+from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Reason, Recording, Skipped
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
 from canaryd.worker import limits
 
@@ -179,7 +179,7 @@ class Runner:
         """Run one probe; send its facts as they come and then the result."""
         run = request["id"]
         device = from_json(Device, request["device"])
-        seconds, numeric, detail = 0.0, False, ""
+        seconds, numeric, detail, reason = 0.0, False, "", Reason.NONE
         budget, capped, bursts = request["beside"], False, None
         readings: list[list[Any]] = []
         facts: Callable[[], list[Any]] = list
@@ -228,7 +228,7 @@ class Runner:
                 self._send_readings(run, [*readings, *map(_compact, facts())])
             outcome = Outcome.COMPLETED
         except Skip as skip:
-            outcome, detail = Outcome.SKIPPED, str(skip)
+            outcome, detail, reason = Outcome.SKIPPED, str(skip), skip.reason
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
             outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
             traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
@@ -239,7 +239,14 @@ class Runner:
         faulthandler.cancel_dump_traceback_later()
         paused = bursts.paused if bursts is not None else 0.0
         self._send(
-            kind="result", id=run, outcome=outcome.value, seconds=seconds, paused=paused, detail=detail, **surroundings
+            kind="result",
+            id=run,
+            outcome=outcome.value,
+            seconds=seconds,
+            paused=paused,
+            detail=detail,
+            reason=reason.value,
+            **surroundings,
         )
 
     def answer(self, request: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ from canaryd.model import (
 )
 from canaryd.store.store import Store
 from tests.command import ROOT, canaryd, configure
+from tests.places import line, place
 
 VALIDATOR = jsonschema.Draft202012Validator(json.loads((ROOT / "docs/dossier.schema.json").read_text()))
 NOW = 1_790_000_000.0
@@ -74,9 +75,9 @@ def evidence(row: int, column: int, bit: int, wrong: int = 1) -> Evidence:
         bits={str(bit): wrong},
         zeroed=0,
         nonfinite=0,
-        lines={"row": str(row), "column": str(column)},
+        lines={"row": line(row), "column": line(column)},
         pattern=f"element [{row}, {column}]: only bit {bit} is flipped",
-        reproduced="0 of 3 fresh uploads wrong",
+        repeats=3,
     )
 
 
@@ -87,7 +88,7 @@ def run(number: int, *, device: str = UUID, wrong: int = 0, trials: int = 100, *
         shape="M=64 N=96 K=128",
         seed=42,
         exactness=Exactness.UNIVERSAL,
-        place="device",
+        place=place("device"),
         trials=trials,
         wrong_trials=wrong,
         evidence=evidence(17, 40, 13) if wrong else None,
@@ -610,7 +611,10 @@ def test_the_page_fits_a_phone(store, tmp_path):
 )
 def test_the_failing_core_is_where_most_was_wrong(wrong, core):
     """All threads together and a device name no core; core 0 is one."""
-    places = [{"place": p, "results": {"wrong": n, "total": 10}} for p, n in wrong.items()]
+    places = [
+        {"place": p, "unit": place(p).unit, "numbers": list(place(p).numbers), "results": {"wrong": n, "total": 10}}
+        for p, n in wrong.items()
+    ]
     assert failing_core({"places": places}) == core
 
 
@@ -811,8 +815,8 @@ def test_the_ocp_output_follows_the_specification(store, tmp_path):
     assert (part["serialNumber"], part["name"]) == (SERIAL, "NVIDIA H200")
     assert lines[-1]["testRunArtifact"] == {"testRunEnd": {"status": "COMPLETE", "result": "FAIL"}}
     open_steps: set[str] = set()
-    for line in lines:
-        if step := line.get("testStepArtifact"):
+    for entry in lines:
+        if step := entry.get("testStepArtifact"):
             if "testStepStart" in step:
                 assert step["testStepId"] not in open_steps
                 open_steps.add(step["testStepId"])
@@ -825,7 +829,7 @@ def test_the_ocp_output_follows_the_specification(store, tmp_path):
                 open_steps.remove(step["testStepId"])
     assert open_steps == set()
     verdicts = [
-        line["testStepArtifact"]["diagnosis"] for line in lines if "diagnosis" in line.get("testStepArtifact", {})
+        entry["testStepArtifact"]["diagnosis"] for entry in lines if "diagnosis" in entry.get("testStepArtifact", {})
     ]
     assert [(v["verdict"], v["type"]) for v in verdicts] == [("exact-mismatch-confirmed", "FAIL")]
     assert ocp.lines(document) == (made / "ocp.jsonl").read_text()
@@ -836,12 +840,13 @@ def test_the_ocp_output_follows_the_specification(store, tmp_path):
 ONE_CORE = '''
 """Wrong on core 3 alone: one element of its tile, bit 5, in 2 of every 8 results."""
 
-from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec, Reading
+from canaryd.probe import Comparison, Evidence, Exactness, Place, ProbeSpec, Reading, Span
 
 SPEC = ProbeSpec(name="one_core", summary="wrong on one core", numeric=False)
 EVIDENCE = Evidence(
     wrong=1, total=4096, first=(((17, 40), "0x3f800000", "0x3f800020"),), bits={"5": 1}, zeroed=0, nonfinite=0,
-    lines={"row": "17", "column": "40"}, pattern="element [17, 40]: only bit 5 (mantissa) is flipped",
+    lines={"row": Span(first=17, last=17, distinct=1), "column": Span(first=40, last=40, distinct=1)},
+    pattern="element [17, 40]: only bit 5 (mantissa) is flipped",
 )
 
 
@@ -850,7 +855,8 @@ def run(ctx):
     for core in (0, 1, 3):
         yield Comparison(
             case=f"float32/dense/square/{core}", shape="M=64 N=64 K=8", seed=core, exactness=Exactness.UNIVERSAL,
-            place=f"core {core}", trials=8, wrong_trials=2 * (core == 3), evidence=EVIDENCE if core == 3 else None,
+            place=Place(unit="core", numbers=(core,)), trials=8, wrong_trials=2 * (core == 3),
+            evidence=EVIDENCE if core == 3 else None,
         )
 '''
 
@@ -933,7 +939,9 @@ def test_a_drill_is_labelled_everywhere(drilled):
     lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
     assert lines[1]["testRunArtifact"]["testRunStart"]["name"] == "canaryd DRILL"
     assert lines[-1]["testRunArtifact"]["testRunEnd"]["result"] == "NOT_APPLICABLE"
-    told = [line["testStepArtifact"]["diagnosis"] for line in lines if "diagnosis" in line.get("testStepArtifact", {})]
+    told = [
+        entry["testStepArtifact"]["diagnosis"] for entry in lines if "diagnosis" in entry.get("testStepArtifact", {})
+    ]
     assert told
     assert all(d["verdict"].startswith("drill-") and d["type"] != "FAIL" for d in told)
 

@@ -119,7 +119,7 @@ def test_unknown_bits_are_confirmed_and_accuse_the_device_behind(host):
         assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
         behind = rules(known, cpu(known))["endpoint-departed"]
         assert behind.state is State.SUSPECT
-        assert "endpoint:main, which this device serves, departs" in behind.message
+        assert "endpoint:main, served by this device, gives wrong answers" in behind.message
 
 
 def test_a_faulty_device_behind_it_teaches_nothing(host):

@@ -13,6 +13,7 @@ from canaryd.judge.acks import cut, heeded, retired, standing
 from canaryd.model import Ack, Cause, Comparison, Device, Event, Evidence, Exactness, Outcome, Reading, Run, State
 from canaryd.store.store import Store
 from tests.command import canaryd
+from tests.places import place
 
 NOW = 1_790_000_000.0
 HOUR, DAY = 3600.0, 86_400.0
@@ -62,7 +63,7 @@ def result(number, ago, *, wrong=False, of=GPU):
         shape="M=4",
         seed=number,
         exactness=Exactness.UNIVERSAL,
-        place="device",
+        place=place("device"),
         trials=10,
         wrong_trials=10 * wrong,
         evidence=EVIDENCE if wrong else None,

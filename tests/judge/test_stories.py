@@ -20,7 +20,7 @@ TOLD_BY = {
     "devices_missing": "vanishes-and-returns",
     "devices_unlisted": "library-broken",
     "unreached": "torch-cannot-see",
-    "telemetry_signs": "xid-79",
+    "telemetry": "xid-79",
     "confirmed": "lone-device",
     "exact_mismatch": "daemon-restarts",
     "golden_disagreement": "core-makes-goldens",

@@ -21,8 +21,9 @@ import pytest
 from canaryd.config.settings import JudgePolicy, TelemetryConfig
 from canaryd.engine import schedule
 from canaryd.judge.case import DRILL_EXPIRY
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.recordings import baseline, rules, triage
-from canaryd.judge.statistics import EPOCH, RULE_OF_THREE, rate_bound, tail
+from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
 from canaryd.judge.telemetry import link_rules, signals, xid_rules
 from canaryd.judge.telemetry.rules import LEAST_STEP, STRETCH
 from canaryd.judge.trends import change
@@ -53,6 +54,7 @@ NOT_THRESHOLDS = {
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.rules.RUNS_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
+    "judge.wording.DETAIL": "characters of a message",
     "judge.statistics.TINY": "where a sum is cut off: its error is far below what is shown of it",
     "judge.telemetry.signals.MINUTE": "a unit of time",
     "judge.telemetry.signals.HOUR": "a unit of time",
@@ -444,7 +446,7 @@ CROSSINGS: Mapping[str, Crossing] = {
     # telemetry
     "judge.telemetry.link_rules.pcie_errors: link not known": Crossing(lambda n: replays(n, None, None), 310, False, 311, True),  # noqa: E501
     "judge.telemetry.link_rules.replay_limit": Crossing(lambda n: replays(n, 9, 16), 310, False, 311, True),
-    "judge.statistics.EPOCH": Crossing(dated, EPOCH, False, EPOCH - 1, True),
+    "judge.clock.EPOCH": Crossing(dated, EPOCH, False, EPOCH - 1, True),
     "judge.telemetry.signals.AHEAD": Crossing(
         lambda s: told(completed=test_telemetry.poll(-s)), signals.AHEAD, False, signals.AHEAD + 1, True
     ),
@@ -720,7 +722,7 @@ def settings() -> dict[str, list[float]]:
 
 NO_LIMITS: Mapping[str, set[float]] = {
     "judge.coverage.vanished": {60},  # whole minutes, in words
-    "judge.confirmation.spoken": {2, 60, 3600, 86_400},  # words
+    "judge.wording.duration": {2, 60, 3600, 86_400},  # words
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
     "judge.recordings.record.accepted_digests": {2, 3, 4},  # places in a key
     "judge.recordings.rules.symptom": {3},  # causes named in a message
@@ -737,7 +739,6 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.telemetry.xid_rules._repeated": {45},  # an Xid
     "judge.telemetry.rules.throttled": {2},  # how far back events are taken, beyond the window that is counted
     "judge.telemetry.link_rules.nvlink_errors": {2, 3},  # as above; links named in a message
-    "judge.telemetry.signals.reason_of": {300},  # characters of a message
     "engine.schedule.new_seed": {53},  # bits of a seed
     "engine.schedule.due": {2},  # from 0…1 to -1…1
     "engine.schedule.retests_due": {2},  # places in a tuple

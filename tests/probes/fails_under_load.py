@@ -1,6 +1,6 @@
 """Wrong only where the device is hot: while it serves (a setting says so here), or in a retest under load."""
 
-from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec
+from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec, Span
 
 SPEC = ProbeSpec(
     name="fails_under_load",
@@ -14,7 +14,7 @@ EVIDENCE = Evidence(
     bits={"0": 1},
     zeroed=0,
     nonfinite=0,
-    lines={"row": "0"},
+    lines={"row": Span(first=0, last=0, distinct=1)},
     pattern="one bit",
 )
 

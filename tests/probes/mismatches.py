@@ -1,6 +1,6 @@
 """Reports a wrong bit."""
 
-from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec
+from canaryd.probe import Comparison, Evidence, Exactness, ProbeSpec, Span
 
 SPEC = ProbeSpec(name="mismatches", summary="Finds a wrong result", version=3, numeric=False)
 EVIDENCE = Evidence(
@@ -10,7 +10,7 @@ EVIDENCE = Evidence(
     bits={"23": 1},
     zeroed=1,
     nonfinite=0,
-    lines={"row": "0"},
+    lines={"row": Span(first=0, last=0, distinct=1)},
     pattern="one element zeroed",
 )
 

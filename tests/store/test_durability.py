@@ -32,11 +32,13 @@ from canaryd.model import (
     Ack,
     Comparison,
     Device,
+    Doubt,
     Event,
     Evidence,
     Exactness,
     Outcome,
     Reading,
+    Reason,
     Recording,
     Run,
     State,
@@ -44,15 +46,19 @@ from canaryd.model import (
 )
 from canaryd.probe import ProbeSpec
 from canaryd.report import status
+from canaryd.store import release_0_1
 from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import REACHED_NOTE, Store, StoreTooNew
+from tests.places import place
 
 WRITER = Path(__file__).with_name("kill_store.py")
 STORES = Path(__file__).parents[1] / "data" / "stores"
 CPU = "CPU-1"
 NOW = 1_790_000_000.0
 HOUR, DAY, YEAR = 3600.0, 86_400.0, 365 * 86_400.0
-OLDER = (1, 2, 3, 4)
+HOSTS = ("h0", "h1", "h2", "h3", "h4")
+"""Runs of version 5 with a golden in doubt."""
+OLDER = (1, 2, 3, 4, 5)
 """Versions of the store of which there is a file in `STORES`."""
 COMMITS = 6
 """Transactions of one turn of the writer: baselines, run, verdict, event, poll, ack."""
@@ -176,9 +182,10 @@ def old_store(place, version):
 
 
 def bodies(place, table):
-    """Return the JSON that a database holds in a table, as it was written."""
+    """Return the JSON that an older database holds in a table, facts in sentences converted."""
     with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
-        return [json.loads(zlib.decompress(body)) for (body,) in db.execute(f"SELECT body FROM {table}")]
+        found = [json.loads(zlib.decompress(body)) for (body,) in db.execute(f"SELECT body FROM {table}")]
+    return [release_0_1.converted(data) if table in ("runs", "polls") else data for data in found]
 
 
 def kept(value, written):
@@ -215,10 +222,12 @@ def test_the_store_of_every_older_version_keeps_all_it_has(tmp_path, version):
                 written[table]
             )
             assert read[table] == [from_json(kind, w) for w in written[table]]
-        assert [r.id for r in store.runs(failed=True)] == (["b", "c", "e30"] if version > 2 else ["b", "c"])
+        old = ["b", "c", "e30"] if version > 2 else ["b", "c"]
+        assert [r.id for r in store.runs(failed=True)] == (old if version < 5 else ["b", "c", *HOSTS, "e30"])
         assert [r.id for r in store.runs(drill=True)] == ["d"]
         of = frozenset({"device": "GPU-1", "probe": "exact_matmul"}.items())
-        assert (store.counters()["probe_trials", of], store.counters()["probe_mismatches", of]) == (8.0, 1.0)
+        counted = (12.0, 6.0) if version > 4 else (8.0, 1.0)
+        assert (store.counters()["probe_trials", of], store.counters()["probe_mismatches", of]) == counted
         if version > 1:
             assert [(e.kind, e.name, e.detail) for e in store.events()] == [("xid", "31", "Xid 31")]
             assert store.note("kernel log") == "boot:7"
@@ -228,6 +237,29 @@ def test_the_store_of_every_older_version_keeps_all_it_has(tmp_path, version):
         assert store.add_ack(Ack(device="GPU-1", kind="repaired", at=NOW, reason="r"))
         assert store.set_baselines(read["baselines"])
     sound(place / "canaryd.db")
+
+
+def test_what_0_1_0_told_in_sentences_is_a_field(tmp_path):
+    """Place, doubt, span, repeats, the clock and a lost GPU; what a sentence does not tell stays unknown."""
+    with Store.open(old_store(tmp_path, 5), now=lambda: NOW) as store:
+        runs = {r.id: r for r in store.runs(drill=None)}
+    (wrong,) = runs["b"].comparisons
+    assert (str(wrong.place), wrong.place.core) == ("core 3", 3)
+    found = wrong.evidence
+    assert (found.repeats, found.repeats_wrong, found.repeats_alike) == (3, 2, 2)
+    assert {axis: str(span) for axis, span in found.lines.items()} == {
+        "row": "3", "column": "= 1 mod 16", "head": "0…31 (32 distinct)"
+    }  # fmt: skip
+    assert [span.shared for span in found.lines.values()] == [True, True, False]
+    doubts = [(str(c.place), c.doubt) for name in HOSTS for c in runs[name].comparisons]
+    assert doubts == [
+        ("cores 2 and 5", Doubt.MADE_TWICE), ("core 4 twice", Doubt.MADE_TWICE), ("core 6", Doubt.DIGEST),
+        ("core 7", Doubt.ARITHMETIC), ("rack 9", Doubt.UNKNOWN),
+    ]  # fmt: skip
+    assert runs["h2"].comparisons[0].digest == "00ff"
+    assert (runs["k"].clock, dict(runs["k"].environment)) == (NOW - 9, {"load": "0.5"})
+    assert runs["l"].reason is Reason.DEVICE_LOST
+    assert {r.reason for r in runs.values() if r.id != "l"} == {Reason.NONE}
 
 
 def test_an_engine_of_today_judges_by_what_an_older_one_stored(tmp_path):
@@ -276,7 +308,7 @@ def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path):
         if said:
             break
         assert process.returncode == -signal.SIGKILL
-    assert statement > 3 * len(MIGRATIONS[1:]), "each migration has a statement, its version and its commit"
+    assert statement > 3 * len(MIGRATIONS[1:]) - 1, "each migration but 6 has a statement; all a version and a commit"
     assert version == len(MIGRATIONS)
 
 
@@ -328,7 +360,7 @@ def run(number, at, *, wrong=False, trials=10, **fields):
         shape="M=4",
         seed=number,
         exactness=Exactness.UNIVERSAL,
-        place="device",
+        place=place("device"),
         trials=trials,
         wrong_trials=int(wrong),
         evidence=EVIDENCE if wrong else None,
@@ -741,7 +773,7 @@ def test_a_device_whose_history_was_lost_is_not_healthy(host, how):
     host.live(HOUR)
     finding = next(f for f in host.verdict.findings if f.rule == "history-lost")
     assert (host.verdict.state, finding.state.value, finding.cause.value) == (State.UNKNOWN, "unknown", "harness")
-    assert re.search(r"canaryd\.db\.corrupt-", finding.message)
+    assert re.search(r"canaryd\.db\.corrupt-", finding.action)
     host.store.close()
     host.store = Store.open(host.place, now=host.clock)
     assert host.store.problems == []

@@ -32,7 +32,6 @@ from canaryd.judge.telemetry.signals import (
     Signs,
     finding,
     lost_because,
-    reason_of,
     returns,
     stale_after,
     until,
@@ -46,6 +45,7 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_repeated,
     xid_unknown,
 )
+from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Event, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE

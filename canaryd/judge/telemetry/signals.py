@@ -12,10 +12,11 @@ from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
 from canaryd.formatting import spoken
-from canaryd.judge.statistics import EPOCH
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import fields_of, has, numbers, within, xid_code
-from canaryd.model import Cause, Device, Event, Finding, Outcome, Reading, Run, State
+from canaryd.judge.wording import reason_of
+from canaryd.model import Cause, Device, Event, Finding, Reading, Reason, Run, State
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 WATCH = 30 * DAY
@@ -207,16 +208,8 @@ def finding(rule: str, state: State, cause: Cause, message: str, probe: str = ""
 
 
 def lost_because(run: Run | None) -> str:
-    """Return the reason of a poll if it says that its device is lost, else ""."""
-    reason = reason_of(run) if run is not None and run.outcome is not Outcome.COMPLETED else ""
-    # Nothing that merely speaks of another device's loss: only what `canaryd.worker.nvidia.LOST` begins with.
-    return reason if reason.startswith("GPU is lost") else ""
-
-
-def reason_of(run: Run) -> str:
-    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
-    lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
-    return lines[-1 if lines[0].startswith("Traceback") else 0][:300] if lines else ""
+    """Return why a poll's device counts as lost; "" where it does not."""
+    return reason_of(run) if run is not None and run.reason is Reason.DEVICE_LOST else ""
 
 
 def clears_after(signs: Signs) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Comparison, Evidence, Exactness, Reading, Recording, printable, reading_key
+from canaryd.model import Comparison, Evidence, Exactness, Place, Reading, Recording, printable, reading_key
 from canaryd.probe import Absent, Fact
 from canaryd.worker.canary.model import (
     BadFile,
@@ -332,9 +332,9 @@ class Bench:
                 found = next((e for e in evidences if e), None)
                 if found:
                     count = sum(1 for e in repeated if e)
-                    found = replace(found, reproduced=f"{count} of {len(again)} fresh uploads wrong")
+                    found = replace(found, repeats=len(again), repeats_wrong=count)
                 wrong = sum(1 for e in evidences if e)
-                place = self.session.place_name(self._place(task))
+                place = self.session.place_of(self._place(task))
                 comparison = self._comparison(task.name + suffix, exactness, place, len(seen), wrong, found)
                 yield replace(comparison, digest=seen[0].digest) if suffix else comparison
         if numeric_verify.chosen(ctx, f"{task.name}/logits"):
@@ -353,7 +353,7 @@ class Bench:
             name, found = wrong[0]
             text = f"weights {', '.join(n for n, _ in wrong)} changed in memory; {name}: {found.pattern}"
             found = replace(found, lines={}, pattern=text)
-        return self._comparison(f"{dtype}/weights", Exactness.UNIVERSAL, "", 1, len(wrong[:1]), found)
+        return self._comparison(f"{dtype}/weights", Exactness.UNIVERSAL, None, 1, len(wrong[:1]), found)
 
     def readings(self) -> Iterator[Fact]:
         """Yield how far each mode (dtype, path, batch) was from its goldens."""
@@ -437,7 +437,7 @@ class Bench:
         return look(self.golden, rows, task.dtype, task.path, tokens, logits), recording
 
     def _comparison(
-        self, case: str, exactness: Exactness, place: str, trials: int, wrong: int, found: Evidence | None
+        self, case: str, exactness: Exactness, place: Place | None, trials: int, wrong: int, found: Evidence | None
     ) -> Comparison:
         ctx = self.session.ctx
         return Comparison(
@@ -445,7 +445,7 @@ class Bench:
             shape=f"prompt={self.golden.prompts.shape[1]} tokens={self.golden.tokens.shape[1]}",
             seed=numeric_verify.FIXED_SEED,
             exactness=exactness,
-            place=place or ("device" if ctx.device.backend != "cpu" else ""),
+            place=place or Place(unit="device" if ctx.device.backend != "cpu" else ""),
             trials=trials,
             wrong_trials=wrong,
             evidence=found,

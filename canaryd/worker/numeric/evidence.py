@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from canaryd.model import Evidence
+from canaryd.model import Evidence, Span
 from canaryd.worker.numeric.tensors import bits, torch
 
 FIRST = 64
@@ -57,23 +57,18 @@ def _unsigned(value: int, width: int) -> int:
     return value & ((1 << width) - 1)
 
 
-def _lines(where: Any, shape: Any) -> dict[str, str]:
-    """Say per axis what the wrong indices share: one value, a residue, or only a range."""
+def _lines(where: Any, shape: Any) -> dict[str, Span]:
+    """Return, per axis, what the wrong indices share: one value, a residue, or only a range."""
     names = _AXES[-len(shape) :] if len(shape) > 1 else ("element",)
     lines = {}
     for axis, name in enumerate(names):
         if shape[axis] == 1:
             continue  # an axis of one element says nothing about where
         values = sorted(set(where[:, axis].tolist()))
-        if len(values) == 1:
-            lines[name] = str(values[0])
-            continue
-        lines[name] = f"{values[0]}…{values[-1]} ({len(values)} distinct)"
         # Lanes, fragments and tiles repeat with powers of two: the largest period that all wrong indices share.
-        for period in (128, 64, 32, 16, 8, 4, 2):
-            if shape[axis] > period and len({v % period for v in values}) == 1:
-                lines[name] = f"= {values[0] % period} mod {period}"
-                break
+        periods = (p for p in (128, 64, 32, 16, 8, 4, 2) if shape[axis] > p and len({v % p for v in values}) == 1)
+        period = 0 if len(values) == 1 else next(periods, 0)
+        lines[name] = Span(first=values[0], last=values[-1], distinct=len(values), period=period)
     return lines
 
 
@@ -99,7 +94,7 @@ def _sentence(
     golden: Any,
     where: Any,
     histogram: dict[str, int],
-    lines: dict[str, str],
+    lines: dict[str, Span],
     examined: int,
     zeroed: int,
     nonfinite: int,

@@ -12,7 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject, reading_key
+from canaryd.model import (
+    Comparison,
+    Device,
+    Doubt,
+    Evidence,
+    Exactness,
+    Place,
+    Reading,
+    Recording,
+    Skipped,
+    Subject,
+    reading_key,
+)
 from canaryd.probe import Absent, Fact
 from canaryd.worker.numeric import error_bounds, evidence, verify
 from canaryd.worker.numeric.integers import combine, derive
@@ -192,13 +204,14 @@ class Recorder:
             bounded = made.kernel.judged(twin.operands, error_bounds.form_of(first))
         pairs = zip((*made.operands, *made.bounded), (*twin.operands, *bounded), strict=True)
         if not all(host_same_bits(a, b) for a, b in pairs):
-            text = "the host made operands or reference twice, unlike"
+            text = "this host computed operands and reference twice and got two results"
             doubt = self._comparison(made, wrong=1, found=evidence.collect_nothing(made.bounded[0], text))
-            return replace(doubt, subject=Subject.HOST, place=self.session.makers_name(made.core, second))
+            place = self.session.place_of_makers(made.core, second)
+            return replace(doubt, subject=Subject.HOST, place=place, doubt=Doubt.MADE_TWICE)
         again = [first, *(self._compute(made, turn) for _ in range(verify.FRESH_UPLOADS - 1))]
         count = sum(1 for result in again if self._judge(made, result)[0])
-        found = replace(found, reproduced=f"{count} of {len(again)} fresh uploads wrong")
-        place = self.session.place_name(self._place(made.kernel, turn))
+        found = replace(found, repeats=len(again), repeats_wrong=count)
+        place = self.session.place_of(self._place(made.kernel, turn))
         return replace(self._comparison(made, wrong=1, found=found), place=place)
 
     def _comparison(self, made: Made, *, trials: int = 1, wrong: int = 0, found: Evidence | None = None) -> Comparison:
@@ -208,7 +221,7 @@ class Recorder:
             shape=kernel.name.partition("@")[2],
             seed=verify.FIXED_SEED,
             exactness=Exactness.MARGIN,
-            place="device" if device.backend != "cpu" else "",
+            place=Place(unit="device" if device.backend != "cpu" else ""),
             trials=trials,
             wrong_trials=wrong,
             evidence=found,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Comparison, Device, Evidence, Reading, Skipped, Subject
+from canaryd.model import Comparison, Device, Doubt, Evidence, Place, Reading, Skipped, Subject
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.integers import combine, derive, digest
@@ -138,7 +138,7 @@ class Session:
     elements: int = 0
     made_twice: int = 0
     digests: list[tuple[str, str]] = field(default_factory=list)
-    places: set[str] = field(default_factory=set)
+    places: set[Place] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
@@ -158,13 +158,13 @@ class Session:
             return None
         return self.cores[(draw >> 1) % len(self.cores)]
 
-    def place_name(self, core: int | None) -> str:
-        """Return the place in words, as it stands in comparisons and findings."""
+    def place_of(self, core: int | None) -> Place:
+        """Return the place of what runs on one core, or on all of them (None)."""
         if self.ctx.device.backend != "cpu":
-            return "device"
+            return Place(unit="device")
         if core is None:
-            return f"all {torch.get_num_threads()} threads"
-        return f"core {core}" if can_pin() else "one thread"
+            return Place(unit="threads", numbers=(torch.get_num_threads(),))
+        return Place(unit="core", numbers=(core,)) if can_pin() else Place(unit="thread")
 
     def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
         """Return two host cores to make a golden on, away from others where there is a choice, from the first of all.
@@ -178,11 +178,9 @@ class Session:
         return first, second
 
     @staticmethod
-    def makers_name(first: int, second: int) -> str:
-        """Return the makers of a golden in words, as it stands in comparisons and findings."""
-        if not can_pin():
-            return "two threads"
-        return f"cores {first} and {second}" if first != second else f"core {first} alone"
+    def place_of_makers(first: int, second: int) -> Place:
+        """Return the place of a golden that two cores made, or one core twice."""
+        return Place(unit="core", numbers=(first, second)) if can_pin() else Place(unit="threads")
 
 
 def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipped: Path | None) -> Iterator[Fact]:
@@ -224,7 +222,7 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
     yield Reading(name="trials", value=session.trials, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
-    yield Reading(name="places", value=", ".join(sorted(session.places)))
+    yield Reading(name="places", value=", ".join(sorted(map(str, session.places))))
     if fixed and not ctx.cases and len(session.digests) == len(fixed):
         yield Reading(name="golden_fingerprint", value=combine(session.digests), unit="1")
 
@@ -270,10 +268,8 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
     assert comparison.evidence is not None
     wrong = [c.evidence for c in again if c.evidence is not None]
     same = sum(1 for e in wrong if e.first == comparison.evidence.first)
-    text = f"{len(wrong)} of {len(again)} fresh uploads wrong"
-    if wrong:
-        text += f", {same} with the same bits in the same elements"
-    return replace(comparison, evidence=replace(comparison.evidence, reproduced=text))
+    found = replace(comparison.evidence, repeats=len(again), repeats_wrong=len(wrong), repeats_alike=same)
+    return replace(comparison, evidence=found)
 
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
@@ -283,8 +279,7 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
         problem = case.build(seed)
     doubts = []
 
-    def doubt(place: str, text: str, other: Any = None) -> None:
-        found = None
+    def doubt(kind: Doubt, place: Place, text: str, other: Any = None, made: str = "") -> None:
         if other is not None and other.shape == problem.golden.shape and not host_same_bits(other, problem.golden):
             found = evidence.collect(problem.golden, other)
         else:
@@ -297,6 +292,8 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
                 exactness=problem.exactness,
                 subject=Subject.HOST,
                 place=place,
+                doubt=kind,
+                digest=made,
                 wrong_trials=1,
                 evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.wrong else text),
             )
@@ -309,12 +306,14 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
     if all(host_same_bits(a, b) for a, b in pairs):
         _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
     else:
-        doubt(session.makers_name(first, second), "the host made operands or golden twice, unlike", twin.golden)
-    maker = f"core {first}" if can_pin() else "one thread"
+        text = "this host computed operands and golden twice and got two results"
+        doubt(Doubt.MADE_TWICE, session.place_of_makers(first, second), text, twin.golden)
+    maker = Place(unit="core", numbers=(first,)) if can_pin() else Place(unit="thread")
     if not problem.witnessed:
-        doubt(maker, "integer and float64 arithmetic of the host disagree on the golden")
+        doubt(Doubt.ARITHMETIC, maker, "integer and float64 arithmetic of this host disagree on the golden")
     if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
-        doubt(maker, f"golden has digest {made}, the one made elsewhere and shipped is {shipped}")
+        text = f"the golden has digest {made}; the one shipped with canaryd has {shipped}"
+        doubt(Doubt.DIGEST, maker, text, made=made)
     return problem, doubts
 
 
@@ -343,7 +342,7 @@ def _measure(
     (golden,) = upload((problem.golden,), ctx.device)
     session.injector.before(case.name, operands[case.struck])
     burst = 1 if golden.device.type == "cpu" else max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes)))
-    place = session.place_name(core)
+    place = session.place_of(core)
     session.places.add(place)
     trials = wrong = 0
     found = None
@@ -397,7 +396,13 @@ def _measure(
         return comparison, None
     doubt = evidence.collect_nothing(problem.golden, comparator_erred)
     return comparison, replace(
-        comparison, subject=Subject.COMPARATOR, trials=1, wrong_trials=1, evidence=doubt, digest=""
+        comparison,
+        subject=Subject.COMPARATOR,
+        doubt=Doubt.COMPARATOR,
+        trials=1,
+        wrong_trials=1,
+        evidence=doubt,
+        digest="",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from canaryd.model import Device, Reading
+from canaryd.model import Device, Reading, Reason
 from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
@@ -22,6 +22,12 @@ BACKENDS = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
 
 class Unavailable(Skip):
     """The vendor's library or driver cannot be used here; a poll that meets it is skipped for that reason."""
+
+
+class DeviceLost(Unavailable):
+    """The driver says that the device no longer answers."""
+
+    reason = Reason.DEVICE_LOST
 
 
 class NotHere(Unavailable):

@@ -14,7 +14,7 @@ from typing import Any
 
 from canaryd.model import Device, Reading, reading_key
 from canaryd.probe import Absent
-from canaryd.worker.telemetry.interface import Unavailable
+from canaryd.worker.telemetry.interface import DeviceLost, Unavailable
 from canaryd.worker.telemetry.nvml import (
     FUNCTION_NOT_FOUND,
     GPU_IS_LOST,
@@ -553,7 +553,7 @@ def _field(batch: Ask, check: Check, number: int, link: int = 0) -> Any:
     """Return one value of a batch, checked and in base units. Each has a code of its own."""
     given = batch()[number, link]
     if given.nvmlReturn == GPU_IS_LOST:
-        raise Unavailable(LOST)
+        raise DeviceLost(LOST)
     if given.nvmlReturn == 2:  # NVML_ERROR_INVALID_ARGUMENT
         raise Missing("the driver does not know this field", FUNCTION_NOT_FOUND)
     if given.nvmlReturn:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from canaryd.model import Device
-from canaryd.worker.telemetry.interface import NotHere, Unavailable
+from canaryd.worker.telemetry.interface import DeviceLost, NotHere, Unavailable
 
 Ask = Callable[[], Any]
 """Returns a value or raises `Missing`."""
@@ -82,7 +82,7 @@ def library() -> ModuleType:
 
 
 def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
-    """Return what one call returns; raise `Missing` with the reason, or `Unavailable` where the GPU is lost."""
+    """Return what one call returns; raise `Missing` with the reason, or `DeviceLost`."""
     call = getattr(nvml, name, None)
     if call is None:
         raise Missing(OLD_PACKAGE, FUNCTION_NOT_FOUND)
@@ -92,7 +92,7 @@ def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
         # pynvml answers a missing function in two ways: as an error code, and as NVMLLibraryMismatchError.
         code = getattr(error, "value", FUNCTION_NOT_FOUND if "Mismatch" in type(error).__name__ else 0)
         if code == GPU_IS_LOST:
-            raise Unavailable(LOST) from error
+            raise DeviceLost(LOST) from error
         raise Missing(REASONS.get(code, f"NVML: {_said(error)}"), code) from error
 
 

@@ -1,10 +1,11 @@
 """Writes a store with the canaryd that is imported, and prints it as SQL: how the files beside this one came to be.
 
 `git archive TAG canaryd | tar x -C OLD` and `PYTHONPATH=OLD python tests/data/stores/write.py > version-N.sql`, with
-TAG 38b9ae2, 25553dd, 28918fa and ff75b26 for versions 1 to 4. A body is JSON under zlib, as that canaryd wrote it.
+TAG 38b9ae2, 25553dd, 28918fa, ff75b26 and 7a46600 for versions 1 to 5. A body is JSON under zlib.
 """
 
 import contextlib
+import dataclasses
 import sqlite3
 import sys
 import tempfile
@@ -19,6 +20,8 @@ except ImportError:  # 0.1.0 and older
 
 NOW = 1_790_000_000.0
 UUID = "GPU-1"
+TEXTS = not hasattr(model, "Place")
+"""Whether facts stood in sentences, as up to release 0.1.0."""
 
 
 def run(name, at=NOW, *, wrong=False, **fields):
@@ -30,8 +33,9 @@ def run(name, at=NOW, *, wrong=False, **fields):
         bits={"0": 1},
         zeroed=0,
         nonfinite=0,
-        lines={"row": "3"},
+        lines={"row": "3", "column": "= 1 mod 16", "head": "0…31 (32 distinct)"} if TEXTS else {},
         pattern="one element",
+        **({"reproduced": "2 of 3 fresh uploads wrong, 2 with the same bits in the same elements"} if TEXTS else {}),
     )
     comparison = model.Comparison(
         case="bfloat16/cancel",
@@ -41,6 +45,7 @@ def run(name, at=NOW, *, wrong=False, **fields):
         trials=4,
         wrong_trials=int(wrong),
         evidence=evidence if wrong else None,
+        **({"place": "core 3"} if TEXTS else {}),
     )
     default = {"device": UUID, "probe": "exact_matmul", "probe_version": 1, "seconds": 1.5}
     default |= {"outcome": model.Outcome.COMPLETED, "comparisons": (comparison,), "stack": {"torch": "2.13"}}
@@ -50,6 +55,27 @@ def run(name, at=NOW, *, wrong=False, **fields):
 def verdict(state, cause, at, *findings, drill=False):
     """Return a verdict on the one device."""
     return model.Verdict(device=UUID, state=state, cause=cause, findings=findings, decided=at, since=at, drill=drill)
+
+
+def fill_texts(store):
+    """Write the facts that release 0.1.0 told in sentences only."""
+    host = {"subject": model.Subject.HOST, "wrong_trials": 1}
+    (compared,) = run("x", wrong=True).comparisons
+    texts = {
+        "cores 2 and 5": "the host made operands or golden twice, unlike: row 3",
+        "core 4 alone": "the host made operands or golden twice, unlike",
+        "core 6": "golden has digest 00ff, the one made elsewhere and shipped is 11ee",
+        "core 7": "integer and float64 arithmetic of the host disagree on the golden",
+        "rack 9": "something else",
+    }
+    for number, (place, text) in enumerate(texts.items()):
+        evidence = dataclasses.replace(compared.evidence, wrong=0, first=(), bits={}, lines={}, pattern=text)
+        doubt = dataclasses.replace(compared, place=place, evidence=evidence, **host)
+        store.add_run(run(f"h{number}", NOW + 5, comparisons=(doubt,)))
+    said = {"clock": f"dated by the store: the clock said {NOW - 9:.0f}", "load": "0.5"}
+    store.add_run(run("k", NOW + 6, environment=said))
+    lost = {"outcome": model.Outcome.SKIPPED, "detail": "GPU is lost: it no longer answers on its bus"}
+    store.add_run(run("l", NOW + 7, probe="nvidia_telemetry", comparisons=(), **lost))
 
 
 def fill(store):
@@ -71,6 +97,8 @@ def fill(store):
     )
     store.set_verdict(verdict(model.State.SUSPECT, model.Cause.UNDETERMINED, NOW + 1, found))
     store.set_verdict(verdict(model.State.SUSPECT, model.Cause.UNDETERMINED, NOW + 3, found, drill=True))
+    if TEXTS:
+        fill_texts(store)
     if hasattr(store, "add_poll"):
         event = model.Event(device=UUID, kind="xid", name="31", first=NOW, last=NOW, detail="Xid 31")
         reading = model.Reading(name="temperature_celsius", value=61, unit="celsius")
@@ -78,7 +106,10 @@ def fill(store):
         store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
         store.set_note("kernel log", "boot:7")
     if hasattr(store, "set_baselines"):
-        from canaryd.judge.recordings.intake import intake
+        try:
+            from canaryd.judge.recordings.intake import intake
+        except ImportError:
+            from canaryd.recorded import intake
 
         known = {}
         for number in range(31):

@@ -19,7 +19,7 @@ from canaryd.cli.baseline import Selection
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import JudgePolicy
 from canaryd.judge.acks import heeded, standing
-from canaryd.judge.case import node
+from canaryd.judge.case import Case, node
 from canaryd.judge.recordings.baseline import begun, learn
 from canaryd.judge.trends.days import Day
 from canaryd.judge.verdict import decide
@@ -140,7 +140,9 @@ def _rows(data: bytes) -> None:
     standing(counted, NOW)
     if table == "runs":
         among = node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: runs}, NOW)
-        verdict = decide(DEVICE, among, wanted={"exact_matmul": 1800.0}, policy=JudgePolicy(), now=NOW, previous=None)
+        verdict = decide(
+            Case(device=DEVICE, node=among, wanted={"exact_matmul": 1800.0}, policy=JudgePolicy(), now=NOW)
+        )
         plain(verdict)
         assert runs or verdict.state is not State.HEALTHY
         assert verdict.state is not State.HEALTHY or any(c.trials > 0 for run in runs for c in run.comparisons)

@@ -19,7 +19,7 @@ from typing import Any
 
 from canaryd.codec import to_json
 from canaryd.config.settings import JudgePolicy
-from canaryd.judge.case import node
+from canaryd.judge.case import Case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import (
     Comparison,
@@ -186,7 +186,7 @@ def ran(run: Run) -> None:
     _stored(run)
     proved = any(c.trials > 0 for c in run.comparisons) and run.outcome is Outcome.COMPLETED
     among = node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: (run,)}, NOW)
-    verdict = decide(DEVICE, among, wanted={SPEC.name: 1800.0}, policy=JudgePolicy(), now=time.time(), previous=None)
+    verdict = decide(Case(device=DEVICE, node=among, wanted={SPEC.name: 1800.0}, policy=JudgePolicy(), now=time.time()))
     plain(verdict)
     assert proved or verdict.state is not State.HEALTHY, verdict
     assert not any(c.wrong for c in run.comparisons) or verdict.state is not State.HEALTHY, verdict

@@ -230,7 +230,7 @@ def test_no_healthy_text_is_called_wrong():
 
 def test_a_healthy_text_that_differs_is_called_coherent():
     """Each against its neighbour, and the second half of each against its first: another answer, but no gibberish."""
-    texts = list(healthy().items())
+    texts = [(name, text) for name, text in healthy().items() if len(text) > 100]
     wrong = {}
     for (name, text), (_, other) in itertools.pairwise(texts):
         half = len(text) // 2

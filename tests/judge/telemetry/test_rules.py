@@ -28,7 +28,7 @@ from canaryd.judge.telemetry.link_rules import replay_limit
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.telemetry.rules import findings
 from canaryd.judge.telemetry.signals import Poll, Signs, stale_after
-from canaryd.model import Cause, Device, Event, LogRecord, Outcome, Reading, Run, Skipped, State
+from canaryd.model import Cause, Device, Event, LogRecord, Outcome, Reading, Reason, Run, Skipped, State
 from canaryd.store.store import Store
 from canaryd.worker.telemetry import kernel_log
 from tests.command import ROOT
@@ -199,10 +199,11 @@ SCENARIOS = {
     ),
     # gpu-lost
     "the driver says lost": lambda: (
-        sign(newest=failed(Outcome.SKIPPED, "GPU is lost: restart the machine")), [("gpu-lost", SUSPECT, H)],
+        sign(newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)), [("gpu-lost", SUSPECT, H)],
     ),
     "lost for long is not stale as well": lambda: (
-        sign(completed=OLD, newest=failed(Outcome.SKIPPED, "GPU is lost")), [("gpu-lost", SUSPECT, H)],
+        sign(completed=OLD, newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)),
+        [("gpu-lost", SUSPECT, H)],
     ),
     "another GPU is lost": lambda: (
         sign(newest=failed(Outcome.SKIPPED, "GPU GPU-a is not among those that answer; of others: GPU is lost")), [],

@@ -200,14 +200,8 @@ def test_retests_find_what_confirmations_do_not():
         return runs[-1]
 
     def state():
-        verdict = decide(
-            device,
-            case.node({device.uuid: device}, {device.uuid: runs}, now),
-            wanted={},
-            policy=policy,
-            now=now,
-            previous=None,
-        )
+        among = case.node({device.uuid: device}, {device.uuid: runs}, now)
+        verdict = decide(case.Case(device=device, node=among, wanted={}, policy=policy, now=now))
         return max((f.state for f in verdict.findings if f.probe == spec.name), key=lambda s: s.severity)
 
     with Series(WorkerSpec(), grace=0.5) as series:

@@ -101,7 +101,7 @@ def test_every_drill_is_detected_and_named(probes, name, fault):
     if fault in ("flip", "zero", "nan"):
         assert seen.wrong == 1
         assert flat_index(index, wrong[-1].case, shape) == choice % size
-        assert seen.reproduced.startswith("0 of 3 fresh uploads wrong")
+        assert (seen.repeats_wrong, seen.repeats) == (0, 3)
         assert wrong[-1].wrong_trials == 1
     if fault == "flip":
         assert dict(seen.bits) == {"0": 1}
@@ -121,9 +121,9 @@ def test_every_drill_is_detected_and_named(probes, name, fault):
     elif fault == "consistent":
         assert dict(seen.bits) == {str(width - 2): 1}
         assert flat_index(index, wrong[-1].case, shape) == size // 2
-        assert seen.reproduced == "3 of 3 fresh uploads wrong, 3 with the same bits in the same elements"
+        assert (seen.repeats_wrong, seen.repeats, seen.repeats_alike) == (3, 3, 3)
     elif fault == "stuck":
-        assert seen.reproduced == "3 of 3 fresh uploads wrong, 3 with the same bits in the same elements"
+        assert (seen.repeats_wrong, seen.repeats, seen.repeats_alike) == (3, 3, 3)
 
 
 def flat_index(index, case, shape):
@@ -347,7 +347,7 @@ def test_two_cores_that_disagree_accuse_the_host(what):
     assert doubt.evidence.wrong == (what == "golden")
     assert [len(cores) for cores in made] == [1, 1]
     assert made[0] != made[1]
-    assert doubt.place == f"cores {made[0][0]} and {made[1][0]}"
+    assert str(doubt.place) == f"cores {made[0][0]} and {made[1][0]}"
 
 
 @pytest.mark.skipif(not tensors.can_pin(), reason="this process cannot be held to one core")
@@ -369,7 +369,7 @@ def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
     (doubt,) = comparisons(facts, Subject.HOST)
     assert not comparisons(facts)
     assert made == [(only,), (only,)]
-    assert doubt.place == f"core {only} alone"
+    assert str(doubt.place) == f"core {only} twice"
     (twice,) = [f.value for f in facts if isinstance(f, Reading) and f.name == "goldens_made_on_two_cores"]
     assert twice == 0
 
@@ -656,8 +656,8 @@ def test_every_core_and_all_threads_together_take_their_turn():
     assert 150 < places[None] < 250  # half of the cases
     again = verify.Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
     assert again.place("float32/case 7/square/nn@8x8x8") == session.place("float32/case 7/square/nn@9x9x9")
-    assert session.place_name(None) == f"all {torch.get_num_threads()} threads"
-    assert session.place_name(session.cores[0]) == f"core {session.cores[0]}"
+    assert str(session.place_of(None)) == f"all {torch.get_num_threads()} threads"
+    assert str(session.place_of(session.cores[0])) == f"core {session.cores[0]}"
 
 
 @TWO_CORES

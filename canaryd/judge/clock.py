@@ -1,0 +1,23 @@
+"""Which times may be believed: clocks are set late, run ahead, and are set back."""
+
+from __future__ import annotations
+
+import math
+
+from canaryd.model import Run
+
+EPOCH = 1_577_836_800.0
+"""2020-01-01: a clock that shows an earlier time was never set (ours). False alarms: none, it moves what happened."""
+AHEAD = 3600.0
+"""Seconds by which something may lie in the future before its age counts as unknown (ours): less is a clock that was
+corrected. False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""
+
+
+def age(run: Run, now: float) -> float:
+    """Return the seconds since a run began; infinite where it lies in the future, so that its age is unknown.
+
+    A run that the store dated by its own time is as old as the clock said then, if the clock agrees with itself now.
+    """
+    doubted = run.clock is not None and run.started > now + AHEAD
+    began = run.clock if doubted and run.clock is not None else run.started
+    return now - began if began <= now + AHEAD else math.inf

@@ -1,0 +1,50 @@
+"""Sentences about mismatches and runs, for findings and the dossier: written last, read by people alone."""
+
+from __future__ import annotations
+
+from canaryd.judge.cause import Mismatch
+from canaryd.model import Evidence, Run
+
+DETAIL = 300
+"""Characters of a worker's own words that a finding repeats."""
+
+
+def describe(mismatch: Mismatch) -> str:
+    """Return what was wrong and where: case, operands, place, elements and bits."""
+    c, found = mismatch.comparison, mismatch.comparison.evidence
+    text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
+    text += f" on {c.place}" if str(c.place) else ""
+    if found is None:
+        return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
+    if found.wrong:
+        text += f": {found.wrong} of {found.total} elements wrong"
+    return "; ".join(filter(None, (f"{text}: {found.pattern}", describe_repeats(found))))
+
+
+def describe_repeats(found: Evidence) -> str:
+    """Return what fresh uploads of the same operands gave; "" where none was tried."""
+    if not found.repeats:
+        return ""
+    text = f"{found.repeats_wrong} of {found.repeats} fresh uploads wrong"
+    if found.repeats_wrong and found.repeats_alike is not None:
+        text += f", {found.repeats_alike} with the same bits in the same elements"
+    return text
+
+
+def reason_of(run: Run) -> str:
+    """Return the line of a run's detail that says why: the end of a traceback, the beginning of anything else."""
+    lines = [line.strip() for line in run.detail.splitlines() if line.strip()] or [s.reason for s in run.skipped[:1]]
+    return lines[-1 if lines[0].startswith("Traceback") else 0][:DETAIL] if lines else ""
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its largest fitting unit: "60 seconds", "24 hours", "30 days"."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size or (unit == "hours" and seconds == size):
+            return f"{seconds / size:.4g} {unit}" if seconds % size == 0 else f"{seconds // size:g} {unit}"
+    return f"{seconds:g} seconds"
+
+
+def count(number: int, thing: str) -> str:
+    """Return a number with its noun: "1 run", "4 runs", "1,200 results"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
