@@ -43,7 +43,8 @@ def rewrite(patch):
 
     def asked(self, *arguments, **named):
         listing = inventory(self, *arguments, **named)
-        reasons = {name: {k: changed(v) for k, v in getattr(listing, name).items()} for name in ("unavailable", "failing")}
+        fields = {name: getattr(listing, name).items() for name in ("unavailable", "failing")}
+        reasons = {name: {k: changed(v) for k, v in items} for name, items in fields.items()}
         return dataclasses.replace(listing, problems=tuple(map(changed, listing.problems)), **reasons)
 
     def followed(self, path, position, on_batch, **named):
