@@ -30,8 +30,8 @@ from canaryd.judge.recordings.record import (
     known_digests,
     variant_of,
 )
-from canaryd.judge.recordings.symptoms import next_test, symptom, triaged
-from canaryd.judge.recordings.text import and_more, counted
+from canaryd.judge.recordings.symptoms import symptom, triaged
+from canaryd.judge.recordings.text import and_more, counted, listed
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
 from canaryd.model import LINKS, Cause, Finding, Outcome, Recording, Rival, Run, State
@@ -119,7 +119,8 @@ def _departure(record: Record, probe: str, cases: Sequence[_Weighed]) -> Finding
         cause, action, rivals = blame.cause, blame.action, blame.rivals
         kind = None if newest.recording.of_kernel else triaged(record, newest.run, newest.recording, newest.baseline)
         if kind is not None:
-            evidence += [f"The answer is: {kind.name}.", next_test(kind)]
+            next_test = f"Next boundary to test: {kind.next_boundary}, with: {kind.command}"
+            evidence += [f"The answer is: {kind.name}.", next_test]
         evidence += blame.evidence
     where = f"(case {newest.recording.case}{and_more(len(cases))})"
     return Finding(
@@ -143,7 +144,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     # What healthy hardware rarely does in one case of a probe, it does as rarely in another.
     others = [b for b in record.baselines.values() if b.probe == baseline.probe and b.stack == baseline.stack]
     rate = baseline.rate(condition, others)
-    grounds = f"A healthy device gives such results in at most {rate:.2g} of its runs"
+    grounds = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
     first_runs = [o.run for o in outliers if not o.run.confirms]
     repeated = max((sum(1 for o in outliers if o.run.confirms == run.id) for run in first_runs), default=0)
     differs, repeats = "differs from its baseline", f"; it repeats in {counted(repeated, 're-run')}"
@@ -175,7 +176,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     if waiting:
         missing = counted(wanted - len(reruns[waiting[-1].id]), "re-run")
         return weighed(State.UNKNOWN, "; not judged yet", f"{grounds}.", f"Wait for {missing} in new processes.")
-    outcome = "; re-runs match it again" if any(reruns.values()) else "; it was not run again in time"
+    outcome = "; re-runs match the baseline again" if any(reruns.values()) else "; it was not run again in time"
     why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
     return weighed(State.HEALTHY, outcome, why)
 
@@ -206,14 +207,14 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> _Blame:
         cause=Cause.HARNESS, why="a wrong golden: results are compared with earlier ones, not a golden", rejected=True
     )
     if clean and not alike:
-        names = ", ".join(clean)
+        names = listed(clean)
         software = Rival(
             cause=Cause.SOFTWARE, why=f"a change outside the chain: it would show on {names} too", rejected=True
         )
         found = f"Matching the baseline on the same chain: {names}."
         return _Blame(cause=Cause.HARDWARE, action=deep, evidence=(found,), rivals=(software, no_golden))
     if alike and not clean:
-        names = ", ".join(alike)
+        names = listed(alike)
         hardware = Rival(
             cause=Cause.HARDWARE,
             why=f"a fault of this device alone: {names} would not give the same new results",
@@ -222,11 +223,11 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> _Blame:
         found = f"Same new results on the same chain: {names}."
         look = f"Find out what changed for {device} and {names}."
         return _Blame(cause=Cause.SOFTWARE, action=look, evidence=(found,), rivals=(hardware, no_golden))
-    other = "another server of the same model and version" if record.is_endpoint else "another device of the same model"
+    other = "server of the same model, version" if record.is_endpoint else "device of the same model"
     peers = "nothing else on this host computes the same"
     if clean:
-        peers = f"{', '.join(clean)} match the baseline, but {', '.join(alike)} give the new results"
-    evidence = [f"Cause unknown: {peers}.", f"Compare with {other} and stack."]
+        peers = f"the baseline is matched by {listed(clean)}, the new results by {listed(alike)}"
+    evidence = [f"Cause unknown: {peers}.", f"Compare with another {other} and stack."]
     if record.is_endpoint and "checkpoint" not in newest.recording.chain:
         evidence.append(
             "The checkpoint is not in the chain: name its directory in the configuration, so that canaryd can tell a"
@@ -294,7 +295,9 @@ def _chain_change(
     samples = own.learnt.get(EVERY, 0) if own is not None else 0
     kind = _kind_of_change(record, changes)
     accept = f'canaryd baseline accept {record.device.name} --reason "…"'
-    evidence = [f"Changed: {', '.join(map(str, changes))}.", "No device is accused."]
+    # Where no link differs, the probe has another version: its older results cannot be compared either.
+    what = ", ".join(map(str, changes)) or "the version of the probe"
+    evidence = [f"Changed: {what}.", "The device itself is not accused."]
     if complete:
         action = f"If the change was intended: {accept}"
         evidence.append("The new results have their own baseline, which nothing has confirmed; the old one is kept.")
@@ -308,12 +311,12 @@ def _chain_change(
     elif kind is _Change.UNKNOWN_LINK:
         cause = Cause.HARNESS
         evidence.append("A link that is not known does not prove a change: the results may differ for another reason.")
-    names = ", ".join(change.link for change in changes)
+    names = listed([change.link for change in changes]) or "the probe"
     return Finding(
         rule="chain-changed",
         state=State.UNKNOWN if unknown else State.HEALTHY,
         cause=cause,
-        message=f"{run.probe} results changed (case {recording.case}{and_more(len(cases))}) with: {names}.",
+        message=f"{run.probe} results changed after a change of {names} (case {recording.case}{and_more(len(cases))}).",
         action=action,
         evidence=tuple(evidence),
         probe=run.probe,
@@ -391,12 +394,13 @@ def slow(record: Record) -> Iterator[Finding]:
         for reading in run.readings:
             if reading.name in LATENCIES:
                 values[run.probe, reading.name, reading.key].append((run, float(reading.value)))
-    for (probe, name, key), listed in sorted(values.items()):
-        listed = [(run, v) for run, v in listed if _serving_links(run) == _serving_links(listed[-1][0])]  # noqa: PLW2901
+    for (probe, name, key), series in sorted(values.items()):
+        serving = _serving_links(series[-1][0])
+        series = [(run, v) for run, v in series if _serving_links(run) == serving]  # noqa: PLW2901
         factor = BUSY_SLOWER
-        if all(_idle(run) for run, _ in listed[-NEWEST:]):  # it served nobody else: others cannot explain it
-            factor, listed = SLOWER, [(run, v) for run, v in listed if _idle(run)]  # noqa: PLW2901
-        now, before = [v for _, v in listed[-NEWEST:]], [v for _, v in listed[:-NEWEST]]
+        if all(_idle(run) for run, _ in series[-NEWEST:]):  # it served nobody else: others cannot explain it
+            factor, series = SLOWER, [(run, v) for run, v in series if _idle(run)]  # noqa: PLW2901
+        now, before = [v for _, v in series[-NEWEST:]], [v for _, v in series[:-NEWEST]]
         if len(now) < NEWEST or len(before) < EARLIER:
             continue
         usual, present = statistics.median(before), statistics.median(now)
@@ -409,7 +413,7 @@ def slow(record: Record) -> Iterator[Finding]:
                 action="Look for other load, throttling or a lost cache.",
                 evidence=(f"Medians of the newest {NEWEST} runs and of the {len(before)} runs before.",),
                 probe=probe,
-                runs=(listed[-1][0].id,),
+                runs=(series[-1][0].id,),
             )
 
 

@@ -54,16 +54,11 @@ def _evidence(record: Record, found: Symptom, *, complete: bool) -> tuple[str, .
     sentences = [
         f"Certainty: {found.certainty}.{scope}",
         f"Likely causes, the likeliest first: {likely}.",
-        next_test(found),
+        f"Next boundary to test: {found.next_boundary}.",
     ]
     if not complete:
         sentences.append(f'If this output is intended: canaryd baseline accept {record.device.name} --reason "…"')
     return tuple(sentences)
-
-
-def next_test(found: Symptom) -> str:
-    """Return which boundary to test next, and the command, as a sentence."""
-    return f"Next boundary to test: {found.next_boundary}, with: {found.command}"
 
 
 def triaged(record: Record, run: Run, recording: Recording, known: Baseline | None) -> Symptom | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from canaryd.judge.recordings.baseline import EVERY, Baseline
 from canaryd.judge.recordings.record import Record
-from canaryd.judge.recordings.text import and_more, counted
+from canaryd.judge.recordings.text import and_more, counted, listed
 from canaryd.model import Cause, Finding, Rival, State
 
 PROCESSES = 3
@@ -56,7 +56,7 @@ def _may_vote(baseline: Baseline) -> bool:
 
 def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     own, _, differ = votes[0]
-    device, others = record.device.name, ", ".join(differ)
+    device, others = record.device.name, listed(differ)
     return Finding(
         rule="recording-outvoted",
         state=State.SUSPECT,
@@ -81,9 +81,9 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
 def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     own, agree, differ = votes[0]
     device = record.device.name
-    evidence = [f"Same model and stack, other results: {', '.join(differ)}."]
+    evidence = [f"Same model and stack, other results: {listed(differ)}."]
     if agree:
-        evidence.append(f"Same results as {device}: {', '.join(agree)}.")
+        evidence.append(f"Same results as {device}: {listed(agree)}.")
     if not _names_kernels(record, own):
         evidence.append("It is not known which kernels ran; the devices may have chosen different ones.")
     evidence.append("To settle it, you can also record the same on another host: canaryd baseline import.")
@@ -141,6 +141,6 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
             cause=Cause.NONE,
             message=f"Baselines of {counted(len(baselines), 'case')} are not confirmed by a sibling or a reference.",
             action="Import the same baselines from another host: canaryd baseline import",
-            evidence=("They hold what this device gave when it was first recorded.",),
+            evidence=("They hold what this device gave when it was first recorded; a faulty one would look the same.",),
             probe=probe,
         )

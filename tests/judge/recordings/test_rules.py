@@ -201,9 +201,32 @@ def test_a_changed_chain_accuses_no_device(link, value):
     history.add(HOUR, recording(0.5, chain=CHAIN | {link: value}))
     found = history.found()
     assert set(found) == {"chain-changed"}
-    assert found["chain-changed"].message.endswith(f"with: {link}.")
+    assert found["chain-changed"].message == f"canary results changed after a change of {link} (case story)."
     assert f"Changed: {link} ({CHAIN[link]} → {value})." in found["chain-changed"].evidence
     assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
+
+
+def test_another_version_of_a_probe_is_named_as_the_change():
+    """The chain is the same; the results of the older version cannot be compared."""
+    history = History().learn()
+    history.add(HOUR, STRANGE, probe_version=2)
+    found = history.found()["chain-changed"]
+    assert found.message == "canary results changed after a change of the probe (case story)."
+    assert "Changed: the version of the probe." in found.evidence
+
+
+def test_findings_have_one_sentence_for_what_was_seen_and_one_for_what_to_do():
+    """Everything else is evidence; a command stands once."""
+    stories = [departed(), departed(*[STRANGE] * 3), departed(STRANGE, GOOD, GOOD), History().learn(times=3)]
+    stories += [twin("a", STRANGE), History().learn()]
+    stories[-1].add(HOUR, BANG, recording(0.5, case="tale", chain=CHAIN | {"server": "x"}))
+    for found in itertools.chain.from_iterable(story.found().values() for story in stories):
+        assert found.message.endswith(".")
+        assert len(found.message) <= 160
+        assert ". " not in found.message + found.action
+        commands = [text for text in (found.action, *found.evidence) if "canaryd " in text]
+        assert len(commands) == len({*commands})
+        assert all(sentence[0].isupper() for sentence in found.evidence)
 
 
 def test_a_changed_chain_is_learnt_and_told_for_a_while():
