@@ -79,10 +79,13 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
 
 def _object(kind: Any) -> Callable[[Any], Any]:
     fields = {name: _decoder(hint) for name, hint in typing.get_type_hints(kind).items()}
+    upgrade = getattr(kind, "upgrade_json", None)
 
     def decode(data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise _UnfitError(f"wanted an object, got {type(data).__name__}")
+        if upgrade is not None:  # what an older release wrote
+            data = upgrade(data)
         if not data.keys() <= fields.keys():
             raise _UnfitError(f"unknown field {min(data.keys() - fields.keys())!r}")
         decoded = {}

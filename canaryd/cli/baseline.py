@@ -20,8 +20,9 @@ from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import moment
 from canaryd.judge.clock import AHEAD
-from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, begun, key_of
-from canaryd.judge.recordings.rules import witnesses
+from canaryd.judge.recordings import cases
+from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
+from canaryd.judge.recordings.votes import witnesses
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, State, printable, whole
 from canaryd.store.store import Store
@@ -44,7 +45,7 @@ class Selection:
     def picks(self, device: Device, probe: str, case: str) -> bool:
         """Whether a case of a device is meant."""
         named = self.device in ("", device.uuid, device.name)
-        return named and self.probe in ("", probe) and f"{case}/".startswith(f"{self.case}/" if self.case else "")
+        return named and self.probe in ("", probe) and (not self.case or cases.is_within(case, self.case))
 
 
 class Listed(NamedTuple):
@@ -61,8 +62,8 @@ def chosen(store: Store, selection: Selection) -> list[Listed]:
     devices = {r.device.uuid: r.device for r in store.devices()}
     by_key: dict[Key, list[tuple[Device, Baseline]]] = defaultdict(list)
     for baseline in store.baselines():
-        backend, _, model = baseline.imported.partition(" ")
-        elsewhere = Device(uuid=baseline.device, backend=backend or "gone", index=0, model=model, weak_identity=True)
+        backend, model = baseline.imported_kind or ("gone", "")
+        elsewhere = Device(uuid=baseline.device, backend=backend, index=0, model=model, weak_identity=True)
         by_key[baseline.key].append((devices.get(baseline.device, elsewhere), baseline))
     return sorted(
         (
@@ -97,7 +98,7 @@ def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device,
                     continue  # known when it came: its baseline has it
                 if not selection.picks(device, run.probe, recording.case):
                     continue
-                own = known.get(key_of(run, recording)) or begun(run, recording)
+                own = known.get(key_of(run, recording)) or empty_baseline(run, recording)
                 if recording.digest not in own.digests and not own.pinned:
                     known[own.key] = accept(own, run, recording, why)
                     counts[own.key] += 1
@@ -167,11 +168,11 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
         named = printable(f"{one.probe} {one.case}")[:300]
         raise ValueError(f"{where}: {named}: no vector, or counts and times that cannot be")
     if one.device in mine:
-        return replace(one, imported="")
-    of = f"{data.get('backend', '')} {data.get('model', '')}".strip()
-    if not of:
+        return replace(one, imported_kind=None)
+    kind = (str(data.get("backend", "")), str(data.get("model", "")))
+    if not any(kind):
         raise ValueError(f"{where}: it does not say of what model its device is; export it again with this canaryd")
-    return replace(one, imported=of)
+    return replace(one, imported_kind=kind)
 
 
 def table(found: Sequence[Listed]) -> str:
@@ -200,7 +201,7 @@ def described(found: Sequence[Listed]) -> str:
             noise = b.noise(condition)
             varies = "varies, by how much is not known yet" if noise is None else f"varies by up to {noise:.3g} nats"
             steady = "bit-stable" if b.stable(condition) else varies
-            if b.under(condition) != condition:
+            if b.effective_condition(condition) != condition:
                 steady = "too few to be compared by themselves"
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
@@ -223,6 +224,7 @@ def document(found: Sequence[Listed]) -> dict[str, Any]:
             "complete": b.complete,
             "stable": b.stable(""),
             "witness": witness,
+            "imported": " ".join(b.imported_kind or ()),
             **to_json(b),
         }
         for d, b, witness in found

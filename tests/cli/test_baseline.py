@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from canaryd.cli.baseline import Selection, accepted, chosen, document, imported, pinned
-from canaryd.judge.recordings.baseline import LEARN, Baseline, begun, learn
+from canaryd.cli.baseline import SCHEMA, Selection, accepted, chosen, document, imported, pinned
+from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
 from canaryd.model import Device, Outcome, Recording, Run
 from canaryd.store.store import REACHED_NOTE, Retention, Store
 from tests.command import canaryd
@@ -31,7 +32,7 @@ def learnt(of: Device, digest="a" * 16, *, times=LEARN) -> Baseline:
         recordings=(recording,),
         stack={"torch": "2.13"},
     )
-    baseline = begun(run, recording)
+    baseline = empty_baseline(run, recording)
     for _ in range(times):
         baseline = learn(baseline, run, recording)
     return baseline
@@ -95,11 +96,24 @@ def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
     assert imported(elsewhere, text) == (1, 0)
     assert imported(elsewhere, text) == (0, 1)
     own, far = sorted(chosen(elsewhere, EVERYTHING), key=lambda one: one.device.uuid, reverse=True)
-    assert (own.witness, far.baseline.imported) == ("GPU-0", "cuda H100")
+    assert (own.witness, far.baseline.imported_kind) == ("GPU-0", ("cuda", "H100"))
     lost = Store.open(tmp_path / "lost", now=lambda: NOW)
     lost.see_device(GPUS[0], NOW)
     assert imported(lost, text) == (1, 0)
     assert lost.baselines(GPUS[0].uuid) == [learnt(GPUS[0])]
+
+
+def test_an_export_of_release_0_1_0_is_still_read(store):
+    """It has `imported` where `imported_kind` stands now; the export of today has both."""
+    store.set_baselines([replace(learnt(Device(uuid="GPU-9", backend="cuda", index=0, model="H100")), used=NOW)])
+    (one,) = document(chosen(store, EVERYTHING))["baselines"]
+    assert one["imported"] == ""
+    older = {name: value for name, value in one.items() if name != "imported_kind"}
+    other = {**older, "device": "GPU-7", "backend": "cuda", "model": "H100", "imported": "cuda A100"}
+    assert imported(store, json.dumps({"schema": SCHEMA, "baselines": [other]})) == (1, 0)
+    assert {b.device: b.imported_kind for b in store.baselines()} == {"GPU-9": None, "GPU-7": ("cuda", "H100")}
+    exported = {one["device"]: one for one in document(chosen(store, EVERYTHING))["baselines"]}
+    assert (exported["GPU-7"]["imported"], exported["GPU-7"]["imported_kind"]) == ("cuda H100", ["cuda", "H100"])
 
 
 @pytest.mark.parametrize(

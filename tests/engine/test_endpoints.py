@@ -181,7 +181,7 @@ def test_a_changed_chain_is_learnt_at_once_and_accuses_nobody(host):
     runs = ask(engine)
     assert [r.trigger for r in runs] == ["", "the chain changed", "what was learnt is compared"]
     assert rules(engine)["chain-changed"].state is State.HEALTHY
-    assert "server (s 1 → s 2)" in rules(engine)["chain-changed"].message
+    assert "Changed: server (s 1 → s 2)." in rules(engine)["chain-changed"].evidence
     assert "endpoint-departed" not in rules(engine, cpu(engine))
     assert len(engine.store.baselines("endpoint:main")) == 2
 
@@ -204,7 +204,7 @@ def test_check_and_status_show_it(host):
     host.say(vector(0.01))
     done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main")
     assert done.code == 2
-    assert "unknown bits on an unchanged chain" in " ".join(done.out.split())
+    assert "recalls differs from its baseline (case story); it repeats in 3 re-runs." in " ".join(done.out.split())
     status = canaryd("status", "--config", host.path)
     assert "endpoint:main" in status.out
 

@@ -72,7 +72,7 @@ def test_a_changed_link_is_named_and_accuses_no_device(clean, link):
         CHANGES[link](clean.checkpoint)
     clean.ask()
     found = clean.found()
-    assert link in found["chain-changed"].message.partition("the chain is: ")[2].split(" (")[0], found
+    assert link in found["chain-changed"].evidence[0].partition("Changed: ")[2].split(" (")[0], found
     assert not {"recording-departed", "recording-unconfirmed"} & set(found)
     assert "endpoint-departed" not in clean.behind
     assert all(f.cause is not Cause.HARDWARE for f in found.values())

@@ -53,6 +53,7 @@ SECTIONS = {"judge": JudgePolicy, "telemetry": TelemetryConfig}
 NOT_THRESHOLDS = {
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.rules.RUNS_NAMED": "length of a list in a message",
+    "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "judge.wording.DETAIL": "characters of a message",
     "judge.statistics.TINY": "where a sum is cut off: its error is far below what is shown of it",
@@ -417,7 +418,7 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.recordings.baseline.Baseline.rate": Crossing(unsteady, 2, State.UNKNOWN, 3, State.SUSPECT),
     # 1 departure in 1 known run and itself: 6 known ones since outlast that.
     "judge.recordings.rules.departed": Crossing(known_since, 2 * RULE_OF_THREE - 1, False, 2 * RULE_OF_THREE, True),
-    "judge.recordings.rules.outvoted": Crossing(voters, 2, False, 3, True),
+    "judge.recordings.votes.outvoted": Crossing(voters, 2, False, 3, True),
     "judge.recordings.baseline.Baseline.noise: vectors": Crossing(noise, 2, False, 3, True),
     "judge.recordings.baseline.Baseline.noise: farthest": Crossing(farthest, 1, False, 2, True),
     # trends
@@ -724,9 +725,6 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.coverage.vanished": {60},  # whole minutes, in words
     "judge.wording.duration": {2, 60, 3600, 86_400},  # words
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
-    "judge.recordings.record.accepted_digests": {2, 3, 4},  # places in a key
-    "judge.recordings.rules.symptom": {3},  # causes named in a message
-    "judge.recordings.baseline.changed": {2},  # a place in a tuple
     "judge.trends.days.tracks": {2},  # polls that are remembered
     "judge.trends.change._ways": {4096},  # a cache
     "judge.statistics._at_most": {1e-17},  # where a sum is cut off

@@ -1,7 +1,7 @@
-"""Baselines: what a case gave while it was learnt, and how far what it gives now is from that.
+"""Baselines: what a case gave while it was being learnt, and how far a new recording is from that.
 
-Serving has a few legitimate modes (prefix cache cold or warm, alone or batched with others). Each repeats to the bit,
-and they differ from each other by more than many faults do. So a baseline is neither an average nor a tolerance: it is
+Serving has a few legitimate modes (prefix cache empty or filled, alone or batched with others). Each mode repeats
+exactly, and two modes differ by more than many faults do. So a baseline is neither an average nor a tolerance: it is
 the set of exact vectors that were seen. Everything here is pure; docs/baselines.md has the statistics.
 """
 
@@ -11,30 +11,39 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from canaryd.judge.recordings import cases
 from canaryd.judge.statistics import rate_bound
 from canaryd.model import ENDPOINT, LINKS, Exactness, Recording, Run, stack_id
 
 LEARN = 30
-"""Recordings from which a baseline is learnt (ours: 29 in a row without a new vector bound its rate by 9.8 %)."""
+"""Samples that make a baseline (ours: 29 in a row without a new vector bound the rate of new ones by 9.8 %)."""
 STEADY = 12
-"""Recordings in a row without a new vector from which a case is called bit-stable (ours). A mode that stays hidden
-comes in at most 22 % of runs (95 %)."""
+"""Samples in a row without a new vector that make a case bit-stable (ours). A mode that stays hidden occurs in at most
+22 % of runs (95 %)."""
 SLACK = 3.0
-"""Times the distance between modes that an unsteady case may stray: other loads have modes of their own (ours). False
-alarms: 2.7e-4 per unknown vector by re-runs."""
+"""Tolerance of an unsteady case, in distances between its modes: other loads have other modes (ours). False alarms:
+2.7e-4 per unknown vector by re-runs."""
 EVERY = ""
-"""The condition that stands for all of them."""
+"""The condition that stands for all conditions together."""
 IDLE, LOADED = "idle", "loaded"
-"""Conditions under which a server was asked: nobody else was served, or others were."""
+"""Conditions of a server during a request: it served nobody else, or it did."""
 
-Key = tuple[str, int, str, str, str]
-"""Probe, its version, case, id of the stack, id of the chain."""
+
+class Key(NamedTuple):
+    """What tells a baseline from every other baseline of its device."""
+
+    probe: str
+    probe_version: int
+    case: str
+    stack_id: str
+    chain_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """One exact vector, and how often it was seen while the baseline was learnt."""
+class Mode:
+    """One exact vector, and how often it was seen while the baseline was being learnt."""
 
     recording: Recording
     counts: Mapping[str, int]
@@ -46,110 +55,134 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What one case gave on one device, stack and chain."""
+    """What one case gave on one device, stack and chain. Stored and exported as JSON: field names never change."""
 
     device: str
+    """`Device.uuid`."""
     probe: str
     probe_version: int
     case: str
     stack: Mapping[str, str]
     chain: Mapping[str, str]
-    known: tuple[Known, ...] = ()
+    known: tuple[Mode, ...] = ()
     learnt: Mapping[str, int] = field(default_factory=dict)
-    """Condition → recordings that it was learnt from; `EVERY` for all together."""
+    """Condition → samples that it was learnt from; `EVERY` for all together."""
     steady: Mapping[str, int] = field(default_factory=dict)
-    """Condition → how many of them came after the last one that was new."""
+    """Condition → how many of them came after the last new vector."""
     first: float = 0.0
     last: float = 0.0
-    """When it was learnt, from and to, in seconds since the epoch."""
+    """When learning began and ended, in seconds since the epoch."""
     passed: Mapping[str, int] = field(default_factory=dict)
-    """Condition → runs with known bits since then; `EVERY` for all together."""
+    """Condition → runs with known vectors since then; `EVERY` for all together."""
     strange: int = 0
-    """Runs with bits beyond what is known since then; re-runs are not counted."""
+    """Runs with unknown vectors since then; re-runs are not counted."""
     calm: Mapping[str, int] = field(default_factory=dict)
-    """What `passed` was when the first of them came: the record by which they are judged."""
+    """`passed` as it was at the first unknown vector: unknown vectors are judged by this record."""
     since: int = 0
-    """Runs with known bits since the newest of them."""
+    """Runs with known vectors since the newest unknown one."""
     strange_at: float = 0.0
-    """When the newest of them came."""
+    """When the newest unknown vector came."""
     used: float = 0.0
-    """When it was last needed."""
+    """When it was last compared with or learnt from."""
     accepted: str = ""
-    """Why an operator took an unknown vector into it; "" where that never happened."""
-    imported: str = ""
-    """Backend and model of the device of another host that it is of, as "cuda NVIDIA H200"; "" for one of this host."""
+    """Why an operator added an unknown vector to it; "" where that never happened."""
+    imported_kind: tuple[str, str] | None = None
+    """Backend and model of the device on another host that it was imported from; None for a baseline of this host."""
     processes: int = 0
-    """Runs, each a process of its own, that it was learnt from since the last one that brought a new vector."""
+    """Runs, each in its own process, that it was learnt from since the last one that brought a new vector."""
     last_run: str = ""
-    """The newest of them, by id."""
+    """Id of the newest of them."""
     referenced: bool = False
-    """Whether, all the while it was learnt, a reference confirmed the same results to within a bound."""
+    """Whether a reference confirmed the same results, within an error bound, in every run it was learnt from."""
     pinned: str = ""
-    """Why an operator fixed it: no vector is added, and it is kept for good; "" where that never happened."""
+    """Why an operator pinned it (no vector is added, and it is kept forever); "" where that never happened."""
+
+    @staticmethod
+    def upgrade_json(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the JSON of a stored or exported baseline with the fields of today.
+
+        Release 0.1.0 wrote `imported`, "BACKEND MODEL" or "", where `imported_kind` stands now.
+        """
+        older = data.get("imported")
+        if not isinstance(older, str):
+            return data
+        newer = {name: value for name, value in data.items() if name != "imported"}
+        backend, _, model = older.partition(" ")
+        return {"imported_kind": [backend, model], **newer} if older else newer
+
+    @property
+    def imported(self) -> bool:
+        """Whether it is of a device on another host."""
+        return self.imported_kind is not None
 
     @functools.cached_property
     def key(self) -> Key:
         """What tells it from every other baseline of its device."""
-        return self.probe, self.probe_version, self.case, stack_id(self.stack), stack_id(self.chain)
+        return Key(self.probe, self.probe_version, self.case, stack_id(self.stack), stack_id(self.chain))
 
     @functools.cached_property
     def digests(self) -> frozenset[str]:
-        """The digests that pass at once."""
-        return frozenset(k.recording.digest for k in self.known)
+        """The digests of the known vectors."""
+        return frozenset(mode.recording.digest for mode in self.known)
 
     @property
-    def served(self) -> bool:
-        """Whether a server gave it."""
+    def is_endpoint(self) -> bool:
+        """Whether a server gave the results, rather than a device of this host."""
         return self.device.startswith(f"{ENDPOINT}:")
 
     @property
     def complete(self) -> bool:
-        """Whether enough was seen to call anything else unknown."""
+        """Whether it has enough samples to call any other vector unknown."""
         return self.learnt.get(EVERY, 0) >= LEARN
 
-    def under(self, condition: str) -> str:
-        """Return the condition to compare under: the given one where enough was learnt under it, else all."""
+    @property
+    def trials(self) -> int:
+        """Runs compared with it, up to the newest one with an unknown vector."""
+        return self.passed.get(EVERY, 0) - self.since + self.strange
+
+    def effective_condition(self, condition: str) -> str:
+        """Return the condition to compare under: the given one where it has enough samples, else all together."""
         return condition if self.learnt.get(condition, 0) >= STEADY else EVERY
 
     def stable(self, condition: str) -> bool:
-        """Whether the case repeats known bits under this condition, so that any other bits mean something.
+        """Whether the case repeats known vectors under this condition, so that any other vector means something.
 
-        Idle, or on a server that nobody else uses: when it did so for long enough. Where others may be served at the
-        same time, only when our own load brought no vector that did not come alone as well: of a server that batches,
-        no few loads show what every other load will give.
+        Idle, or on a server that nobody else uses: when it repeated them long enough. Where others may be served at the
+        same time, only when our own load brought no vector that did not come without load as well: a few loads do not
+        show every mode of a server that batches.
         """
-        condition = self.under(condition)
+        condition = self.effective_condition(condition)
         if condition != IDLE:
-            loaded = {k.recording.digest for k in self.known if LOADED in k.counts}
-            alone = {k.recording.digest for k in self.known if {*k.counts} - {LOADED}}
-            idle = any(IDLE in k.counts for k in self.known)
+            loaded = {m.recording.digest for m in self.known if LOADED in m.counts}
+            alone = {m.recording.digest for m in self.known if {*m.counts} - {LOADED}}
+            idle = any(IDLE in m.counts for m in self.known)
             if not loaded <= alone or (idle and not loaded):
                 return False
-        return self.record(condition) >= STEADY
+        return self.clean_samples(condition) >= STEADY
 
-    def record(self, condition: str) -> int:
-        """Return for how many recordings in a row no new vector came, up to the first that was strange."""
-        condition = self.under(condition)
+    def clean_samples(self, condition: str) -> int:
+        """Return how many samples in a row brought no new vector, up to the first unknown one."""
+        condition = self.effective_condition(condition)
         clean = self.calm if self.strange else self.passed
         return self.steady.get(condition, 0) + clean.get(condition, 0)
 
-    def independent(self, condition: str) -> int:
-        """Return how many of these may be counted as independent of each other.
+    def independent_samples(self, condition: str) -> int:
+        """Return how many of the clean samples count as independent of each other.
 
-        What a worker computes may stick to its process (addresses, which kernel was chosen), so of a device's own
-        results each process counts once. A server is one process whoever asks, and each of its answers counts.
+        A worker's results may depend on its process (addresses, choice of kernels), so each process of a device counts
+        once. A server is one process for all requests, and each of its answers counts.
         """
-        if self.served:
-            return self.record(condition)
+        if self.is_endpoint:
+            return self.clean_samples(condition)
         clean = self.calm if self.strange else self.passed
-        return max(1, self.processes + clean.get(self.under(condition), 0))
+        return max(1, self.processes + clean.get(self.effective_condition(condition), 0))
 
     def noise(self, condition: str) -> float | None:
-        """Return how far, in nats, a vector is from its nearest neighbour at most, the farthest one left out.
+        """Return the largest distance of a vector from its nearest neighbour, in nats, without the farthest vector.
 
-        That one may be a passing fault that was learnt. None where fewer than three vectors tell.
+        The farthest one may be a passing fault that was learnt. None where fewer than three vectors can be compared.
         """
-        condition = self.under(condition)
+        condition = self.effective_condition(condition)
         if condition not in self._noises:
             self._noises[condition] = self._noise(condition)
         return self._noises[condition]
@@ -159,32 +192,34 @@ class Baseline:
         return {}
 
     def _noise(self, condition: str) -> float | None:
-        mine = [k.recording for k in self.known if condition == EVERY or condition in k.counts]
+        mine = [m.recording for m in self.known if condition == EVERY or condition in m.counts]
         pairs = [(a, _nearest(a, [b for b in mine if b is not a])) for a in mine]
-        # Where not even the first token is shared there is nothing to measure by.
-        nearest = sorted(_distance(b, a)[0] for a, b in pairs if b is not None and (_common(a, b) or not a.tokens))
+        # Vectors that do not even share the first token cannot be compared.
+        nearest = sorted(
+            _distance(b, a)[0] for a, b in pairs if b is not None and (_common_prefix(a, b) or not a.tokens)
+        )
         finite = [d for d in nearest if math.isfinite(d)]
         return finite[-2] if len(finite) > 2 else None
 
     def rate(self, condition: str, others: Iterable[Baseline] = ()) -> float:
-        """Return an upper bound of the chance that a healthy device gives a vector as far out as an unknown one.
+        """Return an upper bound of the rate at which a healthy device gives a vector as far out as an unknown one.
 
-        A stable case: n independent recordings in a row without a new vector bound the rate of new ones by
-        1 - 0.05^(1/n) at 95 % (the rule of three); of a server those of `others` count as well, where they are stable
-        too. An unsteady one: among m + 1 exchangeable recordings the last is one of the two farthest out with a chance
-        of 2 / (m + 1).
+        A stable case: n independent samples in a row without a new vector bound the rate of new ones by
+        1 - 0.05^(1/n) at 95 % (the rule of three); for a server, stable baselines among `others` count as well. An
+        unsteady case: among m + 1 exchangeable samples the last is one of the two farthest out with a probability of
+        2 / (m + 1).
         """
-        condition = self.under(condition)
+        condition = self.effective_condition(condition)
         if self.stable(condition):
             pool = [self]
-            if self.served:  # the cases of one worker share its process, and tell no more than one of them
+            if self.is_endpoint:  # the cases of one worker share its process and are not independent of each other
                 pool += [b for b in others if b.key != self.key and b.complete and b.stable(condition)]
-            return rate_bound(sum(b.independent(condition) for b in pool))
+            return rate_bound(sum(b.independent_samples(condition) for b in pool))
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departure:
+class Deviation:
     """How an unknown vector differs from the nearest known one."""
 
     distance: float
@@ -195,42 +230,42 @@ class Departure:
     """By how much the known vector preferred its own token there, in nats."""
     noise: float | None
     """As `Baseline.noise`."""
-    beyond: bool
+    is_outlier: bool
     """Whether it is more than noise: always on a bit-stable case."""
-    known: Recording
+    nearest: Recording
     """The nearest known vector."""
 
-    def __str__(self) -> str:
-        if not self.known.tokens:
-            return self._of_tiles()
-        tokens = "every token is the same"
+    def sentence(self) -> str:
+        """Return the difference as one sentence."""
+        noise = f" (known results differ by {self.noise:.3g})" if self.noise else ""
+        if not self.nearest.tokens:
+            return f"{self._of_tiles(noise)}."
+        tokens = "All tokens are equal"
         if self.position is not None:
-            margin = f", where the known one led by {self.margin:.3g}" if self.margin is not None else ""
-            tokens = f"token {self.position + 1} is another{margin}"
-        if not self.known.values:
-            return tokens
+            margin = f" (the known one led by {self.margin:.3g} nats)" if self.margin is not None else ""
+            tokens = f"Token {self.position + 1} differs{margin}"
+        if not self.nearest.values:
+            return f"{tokens}."
         if math.isinf(self.distance):
-            return f"{tokens}, and a log probability is missing or not finite"
-        noise = f" (known ones differ by {self.noise:.3g})" if self.noise else ""
-        return f"{tokens}, log probabilities differ by up to {self.distance:.3g}{noise}"
+            return f"{tokens}; a log probability is missing or not finite."
+        return f"{tokens}; log probabilities differ by up to {self.distance:.3g} nats{noise}."
 
-    def _of_tiles(self) -> str:
-        """Return in words how the result of a kernel differs."""
+    def _of_tiles(self, noise: str) -> str:
         if self.position is None:
-            return "the bits are others, the mean of every tile is the same"
+            return "Bits differ; the mean of every tile is the same"
+        tile = f"tile {self.position} of {len(self.nearest.values)}"
         if math.isinf(self.distance):
-            return f"tile {self.position} of {len(self.known.values)} is not finite"
-        noise = f" (known ones differ by {self.noise:.3g})" if self.noise else ""
-        return f"tile {self.position} of {len(self.known.values)} differs most, its mean by {self.distance:.3g}{noise}"
+            return f"{tile.capitalize()} is not finite"
+        return f"The mean of {tile} differs most, by {self.distance:.3g}{noise}"
 
 
 def key_of(run: Run, recording: Recording) -> Key:
     """Return the key of the baseline that a recording belongs to."""
-    return run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id
+    return Key(run.probe, run.probe_version, recording.case, run.stack_id, recording.chain_id)
 
 
-def begun(run: Run, recording: Recording) -> Baseline:
-    """Return the empty baseline that a recording belongs to."""
+def empty_baseline(run: Run, recording: Recording) -> Baseline:
+    """Return a baseline without samples for the case, stack and chain of a recording."""
     return Baseline(
         device=run.device,
         probe=run.probe,
@@ -243,17 +278,17 @@ def begun(run: Run, recording: Recording) -> Baseline:
 
 
 def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
-    """Return the baseline with one more recording in it; a complete one is returned as it is."""
-    before = before or begun(run, recording)
+    """Return the baseline with one more sample; a complete one is returned unchanged."""
+    before = before or empty_baseline(run, recording)
     if before.complete:
         return before
     conditions = dict.fromkeys((EVERY, recording.condition))
     learnt, steady = dict(before.learnt), dict(before.steady)
     for condition in conditions:
-        seen = any(k.recording.digest == recording.digest and _met(k, condition) for k in before.known)
+        seen = any(m.recording.digest == recording.digest and _seen_under(m, condition) for m in before.known)
         learnt[condition] = learnt.get(condition, 0) + 1
         steady[condition] = steady.get(condition, 0) + 1 if seen else 0
-    known = _counted(before.known, run, recording)
+    known = _with_sample(before.known, run, recording)
     processes = before.processes + (run.id != before.last_run)
     return replace(
         before,
@@ -264,19 +299,22 @@ def learn(before: Baseline | None, run: Run, recording: Recording) -> Baseline:
         steady=steady,
         last=run.started,
         used=run.started,
-        referenced=_confirmed(run, recording) and (before.referenced or not before.known),
+        referenced=_meets_reference(run, recording) and (before.referenced or not before.known),
     )
 
 
-def _confirmed(run: Run, recording: Recording) -> bool:
-    """Whether the run held the same case against a reference, by a margin or a bound, and it passed."""
-    of = [c for c in run.comparisons if f"{recording.case}/".startswith(f"{c.case}/")]
-    held = [c for c in of if c.exactness is Exactness.MARGIN and c.trials]
-    return bool(held) and not any(c.wrong for c in of)
+def _meets_reference(run: Run, recording: Recording) -> bool:
+    """Whether the run compared the same case with a reference, by a margin or an error bound, and it passed."""
+    compared = [c for c in run.comparisons if cases.is_within(recording.case, c.case)]
+    bounded = [c for c in compared if c.exactness is Exactness.MARGIN and c.trials]
+    return bool(bounded) and not any(c.wrong for c in compared)
 
 
-def count(before: Baseline, run: Run, condition: str, *, strange: bool) -> Baseline:
-    """Return a complete baseline with one more run counted that is no re-run: of known bits, or of `strange` ones."""
+def count_run(before: Baseline, run: Run, condition: str, *, strange: bool) -> Baseline:
+    """Return a complete baseline with one more run counted: with a known vector, or with an unknown (`strange`) one.
+
+    Not for re-runs.
+    """
     if strange:
         calm = before.calm if before.strange else before.passed
         newest = max(before.strange_at, run.started)
@@ -288,51 +326,55 @@ def count(before: Baseline, run: Run, condition: str, *, strange: bool) -> Basel
 
 
 def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseline:
-    """Return the baseline with an unknown vector taken into it by an operator's word; it is complete by that word."""
+    """Return the baseline with an unknown vector that an operator accepted; it is complete from then on."""
     learnt = {**before.learnt, EVERY: max(LEARN, before.learnt.get(EVERY, 0))}
-    known = _counted(before.known, run, recording)
+    known = _with_sample(before.known, run, recording)
     return replace(before, known=known, learnt=learnt, strange=0, calm={}, since=0, strange_at=0.0, accepted=why)
 
 
-def _met(known: Known, condition: str) -> bool:
-    return condition == EVERY or condition in known.counts
+def _seen_under(mode: Mode, condition: str) -> bool:
+    return condition == EVERY or condition in mode.counts
 
 
-def _counted(known: tuple[Known, ...], run: Run, recording: Recording) -> tuple[Known, ...]:
+def _with_sample(known: tuple[Mode, ...], run: Run, recording: Recording) -> tuple[Mode, ...]:
+    """Return the modes with one more sample counted."""
     condition, at = recording.condition, run.started
-    for number, one in enumerate(known):
-        if one.recording.digest == recording.digest:
-            counts = {**one.counts, condition: one.counts.get(condition, 0) + 1}
-            again = replace(one, counts=counts, first=min(one.first, at), last=max(one.last, at))
+    for number, mode in enumerate(known):
+        if mode.recording.digest == recording.digest:
+            counts = {**mode.counts, condition: mode.counts.get(condition, 0) + 1}
+            again = replace(mode, counts=counts, first=min(mode.first, at), last=max(mode.last, at))
             return (*known[:number], again, *known[number + 1 :])
-    return (*known, Known(recording=recording, counts={condition: 1}, first=at, last=at))
+    return (*known, Mode(recording=recording, counts={condition: 1}, first=at, last=at))
 
 
-def departure(baseline: Baseline, recording: Recording) -> Departure | None:
-    """Return how a recording differs from what is known; None where exactly these bits are known."""
+def deviation(baseline: Baseline, recording: Recording) -> Deviation | None:
+    """Return how a recording differs from the known vectors; None where it is one of them.
+
+    Raises `ValueError` where the baseline has no vector.
+    """
     if recording.digest in baseline.digests:
         return None
-    nearest = _nearest(recording, [k.recording for k in baseline.known])
+    nearest = _nearest(recording, [m.recording for m in baseline.known])
     if nearest is None:
         raise ValueError(f"{baseline.case}: a baseline without a vector")
     distance, position = _distance(nearest, recording)
     margin = nearest.margins[position] if position is not None and position < len(nearest.margins) else None
     noise = baseline.noise(recording.condition)
-    return Departure(
+    return Deviation(
         distance=distance,
         position=position,
         margin=margin,
         noise=noise,
-        beyond=baseline.stable(recording.condition) or _strays(nearest, distance, margin, noise),
-        known=nearest,
+        is_outlier=baseline.stable(recording.condition) or _exceeds_noise(nearest, distance, margin, noise),
+        nearest=nearest,
     )
 
 
-def _strays(known: Recording, distance: float, margin: float | None, noise: float | None) -> bool:
-    """Whether an unsteady case went farther than its noise: in value, or to another token that was no near tie.
+def _exceeds_noise(known: Recording, distance: float, margin: float | None, noise: float | None) -> bool:
+    """Whether an unsteady case is outside its tolerance: in value, or by another token that was no near tie.
 
-    Two logits that may each be off by the tolerance can change places where they are within twice of it. Text alone
-    cannot tell: without values there is nothing to measure the noise by. A lost value is no matter of noise.
+    Two logits that may each be off by the tolerance can change places where they are within twice of it. Without values
+    there is no noise to measure, so text alone is never an outlier. A lost value always is one.
     """
     if not known.values or (noise is None and math.isfinite(distance)):
         return False
@@ -341,24 +383,25 @@ def _strays(known: Recording, distance: float, margin: float | None, noise: floa
 
 
 def _nearest(recording: Recording, others: Iterable[Recording]) -> Recording | None:
-    """Return the vector that a recording follows longest, and of several the nearest in value."""
-    return min(others, key=lambda k: (-_common(k, recording), _distance(k, recording)[0]), default=None)
+    """Return the vector with the longest common prefix, and of several the nearest in value."""
+    return min(others, key=lambda k: (-_common_prefix(k, recording), _distance(k, recording)[0]), default=None)
 
 
-def _common(a: Recording, b: Recording) -> int:
+def _common_prefix(a: Recording, b: Recording) -> int:
+    """Return how many tokens at the start are equal."""
     pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
 
 
 def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
-    """Return the largest difference on the common prefix, in nats, and where the tokens part.
+    """Return the largest difference on the common prefix, in nats, and the first token that differs.
 
     Of a kernel's result: the largest difference of a tile's mean, and which tile that is. Where there is nothing to
     compare by (no tokens, no values), any difference of the digests is infinite.
     """
     if not a.tokens and not b.tokens and a.values and len(a.values) == len(b.values):
         return _distance_of_tiles(a.values, b.values)
-    common = _common(a, b)
+    common = _common_prefix(a, b)
     position = common if common < max(len(a.tokens), len(b.tokens)) else None
     if not a.tokens or len(a.values) < common or len(b.values) < common:
         return (0.0 if a.digest == b.digest else math.inf), position
@@ -375,13 +418,19 @@ def _distance_of_tiles(a: Sequence[float | None], b: Sequence[float | None]) -> 
     return farthest, apart.index(farthest) if farthest else None
 
 
-def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return the links that differ as (link, before, after), in the order from weights to answer, the stack's last."""
+class LinkChange(NamedTuple):
+    """One link of the chain or stack that differs; "" for a value that is not known."""
+
+    link: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.link} ({self.before or 'unknown'} → {self.after or 'unknown'})"
+
+
+def changed_links(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[LinkChange, ...]:
+    """Return the links that differ, in the order from weights to answer, the stack's last."""
     order = [*LINKS, *sorted((before.keys() | after.keys()) - {*LINKS})]
-    pairs = [(link, before.get(link, ""), after.get(link, "")) for link in order]
-    return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def spoken(links: Iterable[tuple[str, str, str]]) -> str:
-    """Return changed links in words: "tokenizer (1f… → 9c…), server (vllm 0.31 → vllm 0.32)"."""
-    return ", ".join(f"{link} ({before or 'not known'} → {after or 'not known'})" for link, before, after in links)
+    changes = (LinkChange(link, before.get(link, ""), after.get(link, "")) for link in order)
+    return tuple(change for change in changes if change.before != change.after)

@@ -1,4 +1,4 @@
-"""Which recordings may enter a baseline."""
+"""Decide which recordings enter a baseline, and count the others."""
 
 from __future__ import annotations
 
@@ -11,53 +11,55 @@ from canaryd.judge.recordings.baseline import (
     LOADED,
     Baseline,
     Key,
-    count,
-    departure,
+    count_run,
+    deviation,
     key_of,
     learn,
 )
-from canaryd.judge.recordings.record import accepted_digests
+from canaryd.judge.recordings.record import known_digests
 from canaryd.judge.recordings.triage import BROKEN, triage
 from canaryd.model import Recording, Run
 
 
 def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tuple[Run, dict[Key, Baseline]]:
-    """Return a run as it is to be kept, and the baselines that learnt from it, if it `learns`, or counted it.
+    """Return a run as it is to be stored, and the baselines that it changed.
 
-    Of known vectors the digest is kept, for the baseline has the rest, and once; unknown ones are kept whole, and
-    named. What is certainly broken is not learnt: a server that answers nothing must not be held to that.
+    With `learns` it adds samples to baselines that are not complete; complete ones count it. Of known vectors the run
+    keeps the digest, once, for the baseline has the rest; unknown ones are kept whole, and their cases are named in
+    `Run.unknown`. Output that is certainly broken is not learnt: a server that answers nothing must not become its own
+    standard.
     """
-    fresh: dict[Key, Baseline] = {}
-    known = ChainMap(fresh, dict(baselines))
+    changed: dict[Key, Baseline] = {}
+    current = ChainMap(changed, dict(baselines))
     kept: dict[object, Recording] = {}
-    strange: dict[Key, Recording] = {}
-    passed: dict[Key, Recording] = {}
+    unknown: dict[Key, Recording] = {}
+    known: dict[Key, Recording] = {}
     learnt = []
     for number, recording in enumerate(run.recordings):
         key = key_of(run, recording)
-        own = known.get(key)
+        own = current.get(key)
         if learns and (own is None or not own.complete) and not _certainly_broken(recording):
-            own = fresh[key] = learn(own, run, recording)
+            own = changed[key] = learn(own, run, recording)
             learnt.append(recording.case)
-        if own is not None and recording.digest in accepted_digests(known, key):
+        if own is not None and recording.digest in known_digests(current, key):
             brief = Recording(case=own.case, digest=recording.digest, chain=own.chain, condition=recording.condition)
             kept[brief.case, brief.digest, brief.condition] = brief
-            passed[key] = recording
+            known[key] = recording
             continue
         kept[number] = recording
-        if own is not None and own.complete and (away := departure(own, recording)) is not None and away.beyond:
-            strange[key] = recording
+        if own is not None and own.complete and (found := deviation(own, recording)) is not None and found.is_outlier:
+            unknown[key] = recording
     if not run.confirms and not run.drill:
-        for key in {**passed, **strange}:
-            own = known.get(key)
-            recording = strange.get(key) or passed[key]
-            counts = key not in strange or tells(own, recording)
+        for key in {**known, **unknown}:
+            own = current.get(key)
+            recording = unknown.get(key) or known[key]
+            counts = key not in unknown or is_comparable(own, recording)
             if own is not None and own.complete and own.case not in learnt and counts:
-                fresh[key] = count(own, run, recording.condition, strange=key in strange)
-    unknown = tuple(dict.fromkeys(r.case for r in strange.values()))
+                changed[key] = count_run(own, run, recording.condition, strange=key in unknown)
+    names = tuple(dict.fromkeys(recording.case for recording in unknown.values()))
     return (
-        replace(run, recordings=tuple(kept.values()), unknown=unknown, learnt=tuple(dict.fromkeys(learnt))),
-        fresh,
+        replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))),
+        changed,
     )
 
 
@@ -66,6 +68,6 @@ def _certainly_broken(recording: Recording) -> bool:
     return found is not None and found.name in BROKEN and found.certainty == "certain"
 
 
-def tells(baseline: Baseline | None, recording: Recording) -> bool:
-    """Return whether a recording may be compared: one under load counts only where a baseline allows it."""
-    return baseline is None or baseline.under(IDLE) != IDLE or recording.condition != LOADED
+def is_comparable(baseline: Baseline | None, recording: Recording) -> bool:
+    """Whether a recording may be compared: one under load does not count where the baseline has idle samples."""
+    return baseline is None or baseline.effective_condition(IDLE) != IDLE or recording.condition != LOADED

@@ -1,4 +1,4 @@
-"""All that is known of the recordings of one device."""
+"""Everything that the judgement of one device's recordings rests on."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import (
     Baseline,
-    Departure,
+    Deviation,
     Key,
-    departure,
+    deviation,
     key_of,
 )
 from canaryd.model import Device, Outcome, Recording, Run
 
-CACHES = ("fresh", "warm")
-"""Last words of cases that are one question, asked past the prefix cache and through it."""
-Lane = tuple[str, str, str]
-"""Probe, case, and the instruction set that it was computed with: another one is no change of the chain."""
+
+class CaseVariant(NamedTuple):
+    """A case with the instruction set it was computed with: switching between sets is no change of the chain."""
+
+    probe: str
+    case: str
+    instruction_set: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,25 +35,30 @@ class Peer:
 
     device: Device
     trusted: bool = True
-    """Whether nothing speaks against it: else it witnesses nothing."""
+    """Whether nothing counts against it; an untrusted peer confirms no baseline."""
     runs: tuple[Run, ...]
     baselines: Mapping[Key, Baseline]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
-    """One recording held against its complete baseline."""
+class Observation:
+    """One recording compared with its complete baseline."""
 
     run: Run
     recording: Recording
     baseline: Baseline
-    departure: Departure | None
-    """None where exactly these bits are known."""
+    deviation: Deviation | None
+    """None where the vector is known."""
+
+    @property
+    def is_outlier(self) -> bool:
+        """Whether it deviates from the baseline by more than noise."""
+        return self.deviation is not None and self.deviation.is_outlier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All that the judgement of one device's recordings rests on. Runs are sorted by start, of one world."""
+    """Everything that the judgement of one device's recordings rests on. Runs are sorted by start; drills never mix."""
 
     device: Device
     runs: tuple[Run, ...]
@@ -58,23 +68,23 @@ class Record:
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """By name."""
     reached: float = math.inf
-    """A time that has come for certain, however wrong the clock was."""
+    """A time that has certainly come, however wrong the clock was."""
     imported: Sequence[Baseline] = ()
-    """Baselines of devices that are not of this host."""
+    """Baselines of devices on other hosts."""
 
     @property
-    def served(self) -> bool:
-        """Whether it is an endpoint: recordings are then the only evidence."""
+    def is_endpoint(self) -> bool:
+        """Whether the device is an endpoint: recordings are then the only evidence."""
         return self.device.is_endpoint
 
     @cached_property
-    def sightings(self) -> dict[Key, list[Sighting]]:
+    def observations(self) -> dict[Key, list[Observation]]:
         """Every recording with a complete baseline, by key, oldest first."""
-        return find_sightings(self.runs, self.baselines)
+        return find_observations(self.runs, self.baselines)
 
     @cached_property
     def reruns(self) -> dict[str, list[Run]]:
-        """The re-runs that completed, by the id of the run that they repeat."""
+        """The completed re-runs, by the id of the run that they repeat."""
         found: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
             if run.confirms and run.outcome is Outcome.COMPLETED and run.recordings:
@@ -82,39 +92,36 @@ class Record:
         return found
 
     @cached_property
-    def newest(self) -> dict[Lane, tuple[Run, Recording]]:
-        """The newest recording of every case, each way in which a CPU may be told to compute by itself."""
-        return {_lane(run, recording): (run, recording) for run in self.runs for recording in run.recordings}
+    def newest(self) -> dict[CaseVariant, tuple[Run, Recording]]:
+        """The newest recording of every case and instruction set."""
+        return {_variant(run, recording): (run, recording) for run in self.runs for recording in run.recordings}
 
     @cached_property
-    def past(self) -> dict[Lane, list[Key]]:
-        """The keys that every case was recorded under, the newest last."""
-        found: dict[Lane, dict[Key, None]] = defaultdict(dict)
+    def keys_in_order(self) -> dict[CaseVariant, list[Key]]:
+        """The baseline keys that every case was recorded under, the newest last."""
+        found: dict[CaseVariant, dict[Key, None]] = defaultdict(dict)
         for run in self.runs:
             for recording in run.recordings:
-                keys, key = found[_lane(run, recording)], key_of(run, recording)
+                keys, key = found[_variant(run, recording)], key_of(run, recording)
                 keys.pop(key, None)
                 keys[key] = None
-        return {lane: list(keys) for lane, keys in found.items()}
+        return {variant: list(keys) for variant, keys in found.items()}
 
     def before(self, run: Run, recording: Recording) -> Baseline | None:
-        """Return the complete baseline that a case was held against before its chain or stack became another."""
-        own, lane = key_of(run, recording), _lane(run, recording)
-        others = [
-            b
-            for b in self.baselines.values()
-            if b.complete and b.key != own and (b.probe, b.case, b.stack.get("instruction_set", "")) == lane
-        ]
-        order = self.past.get(lane, [])
+        """Return the complete baseline that a case was compared with before its chain or stack changed."""
+        own, variant = key_of(run, recording), _variant(run, recording)
+        others = [b for b in self.baselines.values() if b.complete and b.key != own and variant_of(b) == variant]
+        order = self.keys_in_order.get(variant, [])
         return max(others, key=lambda b: (order.index(b.key) if b.key in order else -1, b.last), default=None)
 
     def voters(self, own: Baseline) -> list[tuple[str, Baseline]]:
-        """Return the others' baselines of the same case on the same chain and stack, with whose they are.
+        """Return the complete baselines of siblings for the same case, chain and stack, with the name of each sibling.
 
-        Only siblings are asked, for other models have other kernels, and each part once: instances of one GPU share
-        it, and are no witnesses for each other. Servers do not vote: their flags and devices are not in the chain.
+        Only devices of the same model vote, since other models run other kernels. Each physical part votes once:
+        instances of one GPU share it and do not confirm each other. Servers do not vote: their flags and devices are
+        not in the chain.
         """
-        if self.served:
+        if self.is_endpoint:
             return []
         by_part: dict[str, tuple[str, Baseline]] = {}
         for name, peer in sorted(self.peers.items()):
@@ -122,48 +129,56 @@ class Record:
             if same and peer.trusted and (b := peer.baselines.get(own.key)) is not None:
                 by_part.setdefault(peer.device.part, (name, b))
         for b in self.imported:
-            if b.key == own.key and b.imported == " ".join(self.device.kind) and b.device != self.device.uuid:
+            if b.key == own.key and b.imported_kind == self.device.kind and b.device != self.device.uuid:
                 by_part.setdefault(b.device, (f"{b.device} (imported)", b))
         return [(name, b) for name, b in by_part.values() if b.complete]
 
     @cached_property
     def current(self) -> list[tuple[Baseline, str]]:
-        """The complete baselines that the newest recordings belong to, with the digest that was given last."""
+        """The complete baselines of the newest recordings, with the newest digest."""
         newest = {key_of(run, recording): recording.digest for run, recording in self.newest.values()}
         return [(b, d) for key, d in newest.items() if (b := self.baselines.get(key)) is not None and b.complete]
 
 
-def _lane(run: Run, recording: Recording) -> Lane:
-    return run.probe, recording.case, run.stack.get("instruction_set", "")
+def _variant(run: Run, recording: Recording) -> CaseVariant:
+    return CaseVariant(run.probe, recording.case, run.stack.get("instruction_set", ""))
 
 
-def accepted_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
-    """Return the digests that pass for a case: its own, and those of the same question asked cold or warm.
+def variant_of(baseline: Baseline) -> CaseVariant:
+    """Return the case and instruction set of a baseline."""
+    return CaseVariant(baseline.probe, baseline.case, baseline.stack.get("instruction_set", ""))
 
-    A server whose cache cannot be bypassed forgets when it likes: then the one is answered as the other was.
+
+def devices_behind(device: Device) -> list[str]:
+    """Return the names of the devices that an endpoint serves from; [] for any other device."""
+    return device.detail.get("behind", "").split() if device.is_endpoint else []
+
+
+def known_digests(baselines: Mapping[Key, Baseline], key: Key) -> frozenset[str]:
+    """Return the digests that pass for a case: its own, and those of the same question with an empty or filled cache.
+
+    A server whose cache cannot be bypassed evicts entries at any time, and then answers one case as the other.
     """
-    question, _, how = key[2].rpartition("/")
-    cases = [f"{question}/{other}" for other in CACHES] if how in CACHES else [key[2]]
-    found = (baselines.get((key[0], key[1], case, key[3], key[4])) for case in cases)
+    found = (baselines.get(key._replace(case=case)) for case in cases.same_question(key.case))
     return frozenset().union(*(b.digests for b in found if b is not None))
 
 
-def find_sightings(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Sighting]]:
-    """Return one sighting per run and case: the strangest of its recordings. What was learnt from tells nothing."""
-    found: dict[Key, list[Sighting]] = defaultdict(list)
-    kin: dict[Key, frozenset[str]] = {}
+def find_observations(runs: Iterable[Run], baselines: Mapping[Key, Baseline]) -> dict[Key, list[Observation]]:
+    """Return one observation per run and case: an outlier if there is one. Samples of the baseline are left out."""
+    found: dict[Key, list[Observation]] = defaultdict(list)
+    passing: dict[Key, frozenset[str]] = {}
     for run in runs:
-        mine: dict[Key, Sighting] = {}
+        of_run: dict[Key, Observation] = {}
         for recording in run.recordings:
             key = key_of(run, recording)
             baseline = baselines.get(key)
             if baseline is None or not baseline.complete or recording.case in run.learnt:
                 continue
-            if key not in kin:
-                kin[key] = accepted_digests(baselines, key)
-            away = None if recording.digest in kin[key] else departure(baseline, recording)
-            if key not in mine or (away is not None and away.beyond):
-                mine[key] = Sighting(run=run, recording=recording, baseline=baseline, departure=away)
-        for key, sighting in mine.items():
-            found[key].append(sighting)
+            if key not in passing:
+                passing[key] = known_digests(baselines, key)
+            differs = None if recording.digest in passing[key] else deviation(baseline, recording)
+            if key not in of_run or (differs is not None and differs.is_outlier):
+                of_run[key] = Observation(run=run, recording=recording, baseline=baseline, deviation=differs)
+        for key, observation in of_run.items():
+            found[key].append(observation)
     return dict(found)

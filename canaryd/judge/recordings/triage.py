@@ -1,7 +1,7 @@
-"""Triage of a wrong answer: which kind of wrong it is, what causes that most often, and where to look next.
+"""Triage of a wrong answer: what kind of fault it shows, the most likely causes, and what to test next.
 
-By rule, from recordings alone (`triage`). A rule that fires on a text that is known to be right says nothing: a tiny
-model with random weights babbles when it is healthy. docs/triage.md gives every threshold with its source.
+By rule, from recordings alone (`triage`). A rule that also fires on a known answer is ignored: a healthy tiny model
+with random weights writes gibberish. docs/triage.md gives every threshold with its source.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Literal
 
 from canaryd.model import LINKS, Recording
 
 SENTINEL = -9999.0
 """What some servers write for a log probability that is not finite (ROCm/vllm#572)."""
 ZEROS = 8
-"""Times that token 0 ("!" in many vocabularies) ends an answer, as argmax over NaN may (vllm#53480). Ours."""
+"""Repetitions of token 0 ("!" in many vocabularies) at the end, which argmax over NaN may give (vllm#53480). Ours."""
 EARLY = 4
-"""An answer that stops by itself at less than 1/4 of the shortest known length ended too soon. Ours."""
+"""An answer that stops by itself at less than 1/4 of the shortest known length stopped too early. Ours."""
 LOOP_LENGTH, LOOP_SHARE = 48, 0.25
-"""Characters, and part of the answer, that a loop at its end covers. Ours."""
+"""Characters, and share of the answer, that a loop at its end covers at least. Ours."""
 DISTINCT = 0.35
-"""Different groups of four words over all groups, below which an answer of 40 words and more runs in circles. Ours."""
+"""Share of different groups of four words below which an answer of 40 or more words repeats itself. Ours."""
 REPLACED, CONTROLS = 0.02, 0.01
 """Share of U+FFFD, and of control, private and unassigned characters (3 of them at least). Ours."""
 ENTROPY_LOW, ENTROPY_HIGH = 1.5, 5.7
 """Bits per character: over 64 characters of any text, over 128 of an ASCII text. Ours; docs/triage.md measures."""
 MIXED, SWITCHES = 0.05, 0.5
-"""Share of words that mix scripts which no language mixes; share of changes of script from word to word. Ours."""
+"""Share of words that mix scripts no language mixes; share of script changes from word to word. Ours."""
 UNLIKE, OVERLAP, VARIED = 0.3, 0.1, 0.93
-"""Fall of the share of word-like words; share of words known before; different words over all words. Ours."""
+"""Drop of the share of word-like words; share of words of the known answer; share of different words. Ours."""
 MARKS = 0.3
-"""Punctuation marks per word, above which a text may be code or a list, whose words are not compared. Ours."""
+"""Punctuation marks per word above which a text may be code or a list; its words are not compared. Ours."""
 DOUBT = 2.0
-"""Nats by which the mean log probability of the answer falls below the known one. Ours."""
+"""Nats by which the mean log probability of the answer is below the known one. Ours."""
 NEAR_TIE = 0.13
-"""Nats: twice 6.2e-2, by which prefill and decode in bfloat16 were seen to differ; both candidates may move."""
+"""Nats: twice the 6.2e-2 by which prefill and decode in bfloat16 differed; both candidates may move."""
 SLOWER = 1.5
 """Times the usual latency. Ours."""
 
@@ -55,11 +56,15 @@ _META = re.compile(
     r"|\b(?:my|your|the system) prompt (?:says|tells|asks|is empty|seems|appears|was)|\byou are a helpful assistant\b"
 )
 _EAST = {"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "FULLWIDTH", "BOPOMOFO"}
-_TOGETHER = ({"EAST", "LATIN"}, {"GREEK", "LATIN"})
+_USUAL_MIXES = ({"EAST", "LATIN"}, {"GREEK", "LATIN"})
+
+Certainty = Literal["certain", "likely", "possible"]
+Scope = Literal["", "one device", "some devices", "all devices", "several devices together"]
+"""Who else shows a symptom; "" for unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspect:
+class LikelyCause:
     """One likely cause, at a boundary that is a key of `NEXT`."""
 
     boundary: str
@@ -69,23 +74,21 @@ class Suspect:
 
 @dataclass(frozen=True, kw_only=True)
 class Symptom:
-    """What an answer looks like, and what to do about it."""
+    """What kind of fault an answer shows, and what to do about it."""
 
     name: str
     """Of `BROKEN`, "coherent but different" or "latency only"."""
-    certainty: str
-    """"certain", "likely" or "possible"."""
+    certainty: Certainty
     evidence: str
     """What was seen, with its numbers."""
-    scope: str
-    """Who else shows it: "one device", "all devices", "some devices", "several devices together", or "" for unknown."""
-    causes: tuple[Suspect, ...]
+    scope: Scope
+    causes: tuple[LikelyCause, ...]
     """The likeliest first."""
     next_boundary: str
     command: str
     """What to run next."""
     position: int | None = None
-    """Where the answer leaves the known one, in tokens (or characters where there are no tokens)."""
+    """Where the answer first differs from the known one, in tokens (in characters where there are no tokens)."""
     margin: float | None = None
     """The known answer's margin there, in nats."""
 
@@ -93,30 +96,37 @@ class Symptom:
 @dataclass(frozen=True)
 class _Rule:
     name: str
-    certainty: str
+    certainty: Certainty
     find: Callable[[Recording, Sequence[Recording]], str]
-    """What speaks for it; "" where nothing does."""
+    """Returns the evidence for the symptom; "" where there is none."""
     causes: tuple[str, ...]
     """Keys of `CAUSES`, the likeliest first."""
+    always: bool = False
+    """Whether it counts even where a known answer shows it too."""
 
 
-CAUSES: Mapping[str, Suspect] = {
-    key: Suspect(boundary=boundary, what=what, why=why)
+CAUSES: Mapping[str, LikelyCause] = {
+    key: LikelyCause(boundary=boundary, what=what, why=why)
     for key, boundary, what, why in (
-        ("checkpoint", "checkpoint", "weights damaged or of another version", "one exponent bit moves every logit"),
-        ("dtype", "checkpoint", "overflow: float16 where the model needs bfloat16", "activations above 65,504 are Inf"),
-        ("tokenizer", "tokenizer", "tokenizer of another model or version", "right ids become wrong text"),
-        ("template", "template", "chat template missing, changed or doubled", "the model continues the frame"),
-        ("stop", "template", "stop tokens or their settings changed", "the answer ends at once, or never"),
-        ("sampling", "server", "sampling settings changed", "temperature or a penalty was not what was asked"),
-        ("server", "server", "server upgraded or in a bad state", "a bad cache entry lasts until a restart"),
+        (
+            "checkpoint",
+            "checkpoint",
+            "weights damaged or of another version",
+            "one flipped exponent bit moves every logit",
+        ),
+        ("dtype", "checkpoint", "overflow: float16 where the model needs bfloat16", "above 65,504 is Inf"),
+        ("tokenizer", "tokenizer", "tokenizer of another model or version", "correct ids become wrong text"),
+        ("template", "template", "chat template missing, changed or doubled", "the model continues the template"),
+        ("stop", "template", "stop tokens or their settings changed", "the answer ends immediately or never"),
+        ("sampling", "server", "sampling settings changed", "wrong temperature or penalty"),
+        ("server", "server", "server upgraded or in a bad state", "a bad cache entry stays until a restart"),
         ("batch", "server", "another batch, cache or kernel path", "rounding decides near ties"),
-        ("load", "server", "load, queueing or a small KV cache", "waiting is not computing"),
-        ("attention", "attention kernel", "attention or KV cache computes wrongly", "the past is read wrongly"),
-        ("rope", "attention kernel", "positions wrong (rope_theta, scaling)", "fluent at first, then it drifts"),
-        ("peer", "all-reduce/multi-device", "transfers between devices lose data", "peer copies, IOMMU, a link"),
-        ("device", "device", "the device computes wrongly", "exact goldens settle it"),
-        ("clocks", "device", "throttled clocks or a degraded link", "the numbers stay right, the time does not"),
+        ("load", "server", "load, queueing or a small KV cache", "requests wait; results stay right"),
+        ("attention", "attention kernel", "attention or KV cache computes wrongly", "earlier tokens are read wrongly"),
+        ("rope", "attention kernel", "positions wrong (rope_theta, scaling)", "fluent at first, wrong later"),
+        ("peer", "all-reduce/multi-device", "transfers between devices lose data", "peer copies, IOMMU, links"),
+        ("device", "device", "the device computes wrongly", "exact tests show it"),
+        ("clocks", "device", "throttled clocks or a degraded link", "results stay right but come late"),
     )
 }
 DIFFERENT = ("server", "template", "checkpoint", "attention", "device", "peer")
@@ -127,10 +137,11 @@ NEXT: Mapping[str, str] = {
     "all-reduce/multi-device": "canaryd check --level deep",
     "device": "canaryd check --level deep --device {device}",
 }
-"""Boundary → command. A capture takes the model without its server; against the CPU's it shows what departs first."""
+"""Boundary → command. A capture runs the model without its server; compared with the CPU's it shows where they differ
+first."""
 
 
-# --- What the rules look at ------------------------------------------------------------------------------------------
+# --- Evidence for each symptom ---------------------------------------------------------------------------------------
 
 
 def _nonfinite(now: Recording, known: Sequence[Recording]) -> str:
@@ -138,14 +149,14 @@ def _nonfinite(now: Recording, known: Sequence[Recording]) -> str:
     if bad:
         return f"{len(bad)} of {len(now.values)} log probabilities are not finite"
     given = any(v is not None for v in now.values)
-    lost = [i for i, v in enumerate(now.values) if v is None and i and given]  # a first one without a past is usual
+    lost = [i for i, v in enumerate(now.values) if v is None and i and given]  # position 0 often has none
     if lost:
         return f"{len(lost)} of {len(now.values)} log probabilities are missing, the first at position {lost[0]}"
     if now.values and not given and any(v is not None for k in known for v in k.values):
-        return "no log probability at all, where the known answer has them"
+        return "no log probabilities, although the known answer has them"
     zeros = len(now.tokens) - len("".join("0" if t in ("0", "!") else " " for t in now.tokens).rstrip("0"))
     zeros = max(zeros, len(now.text.rstrip()) - len(now.text.rstrip().rstrip("!")))
-    return f"ends in {zeros} times token 0 or '!'" if zeros >= ZEROS else ""
+    return f"ends in {zeros} repetitions of token 0 or '!'" if zeros >= ZEROS else ""
 
 
 def _nothing(now: Recording, known: Sequence[Recording]) -> str:
@@ -172,28 +183,28 @@ def _loop(now: Recording, _: Sequence[Recording]) -> str:
             length += 1
         enough = length >= period * (6 if period < 16 else 3) and length >= LOOP_LENGTH
         if enough and length >= LOOP_SHARE * len(tail):
-            return f"ends in {length // period} times {tail[-period:]!r}"
+            return f"ends in {length // period} repetitions of {tail[-period:]!r}"
     words = re.findall(r"\w+", now.text)
     groups = list(zip(words, words[1:], words[2:], words[3:], strict=False))
     if len(words) >= 40 and len(set(groups)) < DISTINCT * len(groups):
-        return f"{len(set(groups))} different groups of four words among {len(groups)}"
+        return f"only {len(set(groups))} of {len(groups)} groups of four words are different"
     return ""
 
 
 def _gibberish(now: Recording, known: Sequence[Recording]) -> str:
     text = now.text
     replaced, controls = text.count("\ufffd"), sum(map(_control, text))
-    for count, limit, kind in ((replaced, REPLACED, "U+FFFD"), (controls, CONTROLS, "no text")):
+    for count, limit, kind in ((replaced, REPLACED, "U+FFFD"), (controls, CONTROLS, "control or unassigned")):
         if count >= 3 and count > limit * len(text):
             return f"{count} of {len(text)} characters are {kind}"
     bits = _entropy(text)
     if len(text) >= 64 and bits < ENTROPY_LOW:
-        return f"{bits:.2f} bits per character: hardly any different characters"
+        return f"{bits:.2f} bits per character: too few different characters"
     if len(text) >= 128 and text.isascii() and bits > ENTROPY_HIGH:
-        return f"{bits:.2f} bits per character: no language and no code has so many different ones"
+        return f"{bits:.2f} bits per character: too many different characters for text or code"
     words = re.findall(r"\w+", text)
     scripts = [found for word in words if (found := _scripts(word))]
-    mixed = sum(len(s) > 1 and s not in _TOGETHER for s in scripts)
+    mixed = sum(len(s) > 1 and s not in _USUAL_MIXES for s in scripts)
     if mixed >= 3 and mixed > MIXED * len(scripts):
         return f"{mixed} of {len(scripts)} words mix scripts that no language mixes"
     switches = sum(a != b for a, b in itertools.pairwise(scripts))
@@ -203,20 +214,20 @@ def _gibberish(now: Recording, known: Sequence[Recording]) -> str:
 
 
 def _unlike(now: Recording, known: Sequence[Recording]) -> str:
-    """Compare with known answers: are the words like words, are they the same ones, how sure is the model."""
+    """Compare with known answers: how word-like the words are, how many are known, and the mean log probability."""
     words, usual = ([w for r in rs for w in re.findall(r"\b[^\W\d]+\b", r.text)] for rs in ([now], known))
     marks = sum(not c.isalnum() and not c.isspace() for c in now.text)
     if len(words) >= 20 and len(usual) >= 20 and marks <= MARKS * len(words):
         likeness, before = (fmean(map(_wordlike, ws)) for ws in (words, usual))
         if likeness < before - UNLIKE:
-            return f"{likeness:.0%} of its words look like words, {before:.0%} in the known answer"
+            return f"{likeness:.0%} of its words look like words ({before:.0%} in the known answer)"
         shared, varied = fmean(w.lower() in {u.lower() for u in usual} for w in words), len(set(words)) / len(words)
         if len(words) >= 30 and shared < OVERLAP and varied > VARIED:
-            return f"{shared:.0%} of its words are in the known answer, and {varied:.0%} of them come once"
+            return f"{shared:.0%} of its words are in the known answer, and {varied:.0%} are different from each other"
     sure = [v for v in now.values if v is not None]
     were = [v for k in known for v in k.values if v is not None]
     if len(sure) >= 16 and were and fmean(sure) < fmean(were) - DOUBT:
-        return f"mean log probability {fmean(sure):.2f}, {fmean(were):.2f} in the known answer"
+        return f"mean log probability {fmean(sure):.2f} ({fmean(were):.2f} in the known answer)"
     return ""
 
 
@@ -234,7 +245,7 @@ def _scripts(word: str) -> set[str]:
 
 
 def _wordlike(word: str) -> bool:
-    """Tell a pronounceable word, or one of another script, from a scrap of tokens."""
+    """Whether it is a pronounceable word, or a word of another script, and not pieces of tokens."""
     if not word.isascii() or not word.isalpha():
         return not word.isascii()
     joined = re.search(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}|(?i:[bcdfghjklmnpqrstvwxz]{5})", word)
@@ -244,7 +255,8 @@ def _wordlike(word: str) -> bool:
 # --- The rules -------------------------------------------------------------------------------------------------------
 
 RULES: tuple[_Rule, ...] = (
-    _Rule("non-finite logits", "certain", _nonfinite, ("dtype", "server", "attention", "checkpoint", "device", "peer")),
+    _Rule("non-finite logits", "certain", _nonfinite, ("dtype", "server", "attention", "checkpoint", "device", "peer"),
+          always=True),
     _Rule("nothing generated", "certain", _nothing, ("stop", "template", "tokenizer", "server", "device")),
     _Rule("meta text", "likely", _meta, ("template", "stop", "tokenizer", "server")),
     _Rule("repetition loop", "likely", _loop, ("sampling", "attention", "template", "rope", "device")),
@@ -252,7 +264,7 @@ RULES: tuple[_Rule, ...] = (
 )  # fmt: skip
 
 BROKEN = frozenset(rule.name for rule in RULES)
-"""Symptoms that no healthy stack shows, beside those that are only different or slow."""
+"""Symptoms that no healthy stack shows; answers that are only different or slow are not among them."""
 
 
 def triage(
@@ -264,46 +276,48 @@ def triage(
     latency: float | None = None,
     device: str = "DEVICE",
 ) -> Symptom | None:
-    """Say what is wrong with an answer; None where nothing is known to be.
+    """Return the symptom of an answer; None where it has none.
 
-    `known`: right answers of the same case. `others`: other devices or endpoints of the same case → the name of their
-    symptom, "" for none. `devices`: how many compute `now` together. `latency`: in usual
-    latencies. `device`: for the command.
+    `known`: right answers of the same case. `others`: other devices or endpoints that answered the same case → the name
+    of their symptom, "" for none. `devices`: how many devices compute `now` together. `latency`: time over the usual
+    time. `device`: the name to put into the command.
     """
     others = others or {}
     for rule in RULES:
         evidence = rule.find(now, known)
-        if evidence and (rule.name == "non-finite logits" or not any(rule.find(k, ()) for k in known)):
+        if evidence and (rule.always or not any(rule.find(k, ()) for k in known)):
             return _symptom(
-                rule.name, rule.certainty, evidence, rule.causes, _changed(now, known), others, devices, device
+                rule.name, rule.certainty, evidence, rule.causes, _changed_link(now, known), others, devices, device
             )
     if known and not any(now.text == k.text and now.tokens in (k.tokens, ()) for k in known):
-        position, unit, margin = _fork(now, known)
+        position, unit, margin = _first_difference(now, known)
         tie = margin is not None and margin < NEAR_TIE
-        at = "an unknown margin" if margin is None else f"a margin of {margin:.3g} nats"
+        at = "unknown margin" if margin is None else f"margin {margin:.3g} nats"
         found = _symptom(
             "coherent but different",
             "possible" if tie or margin is None else "likely",
-            f"leaves the known answer at {unit} {position}, at {at}{', a near tie' if tie else ''}",
+            f"differs from the known answer from {unit} {position} on, {at}{', a near tie' if tie else ''}",
             (*(("batch",) if tie else ()), *DIFFERENT),
-            _changed(now, known),
+            _changed_link(now, known),
             others,
             devices,
             device,
         )
         return replace(found, position=position, margin=margin)
     if known and latency is not None and latency >= SLOWER:
-        evidence = f"a known answer, in {latency:.2g} times the usual time"
+        evidence = f"the known answer, in {latency:.2g} times the usual time"
         return _symptom("latency only", "certain", evidence, ("load", "clocks"), "", others, devices, device)
     return None
 
 
 def _symptom(
-    name: str, certainty: str, evidence: str, causes: Sequence[str], changed: str,
+    name: str, certainty: Certainty, evidence: str, causes: Sequence[str], changed: str,
     others: Mapping[str, str], devices: int, device: str,
 ) -> Symptom:  # fmt: skip
+    """Return the symptom with its scope, its causes in order and the next command."""
     wrong = [bool(symptom) for symptom in others.values()]
-    scope, first, last = "", "", ""
+    scope: Scope = ""
+    first = last = ""
     if wrong and all(wrong):
         scope, last = "all devices", "device"
     elif wrong and not any(wrong) and devices > 1:
@@ -312,32 +326,30 @@ def _symptom(
         scope, first = "one device", "device"
     elif wrong:
         scope = "some devices"
-    suspects = [CAUSES[key] for key in causes]
-    if first and first not in [s.boundary for s in suspects]:
-        suspects.append(next(s for s in CAUSES.values() if s.boundary == first))
+    ordered = [CAUSES[key] for key in causes]
+    if first and first not in [cause.boundary for cause in ordered]:
+        ordered.append(next(cause for cause in CAUSES.values() if cause.boundary == first))
     if devices == 1:
-        suspects = [s for s in suspects if s.boundary != "all-reduce/multi-device"]
-    suspects.sort(key=lambda s: (s.boundary == last) - (s.boundary == first))  # stable: the table's order otherwise
+        ordered = [cause for cause in ordered if cause.boundary != "all-reduce/multi-device"]
+    ordered.sort(key=lambda c: (c.boundary == last) - (c.boundary == first))  # stable: otherwise the table's order
     if changed:
         near = changed if changed in NEXT else "template" if changed == "prompt" else "server"
         near = "checkpoint" if changed in ("config", "dtype") else near
-        said = Suspect(
-            boundary=near, what=f"the {changed} changed", why="it is not what the known answer was made with"
-        )
-        suspects.insert(0, said)
-    boundary = suspects[0].boundary
-    return Symptom(name=name, certainty=certainty, evidence=evidence, scope=scope, causes=tuple(suspects),
+        why = "the known answer was made with another one"
+        ordered.insert(0, LikelyCause(boundary=near, what=f"the {changed} changed", why=why))
+    boundary = ordered[0].boundary
+    return Symptom(name=name, certainty=certainty, evidence=evidence, scope=scope, causes=tuple(ordered),
                    next_boundary=boundary, command=NEXT[boundary].format(device=device))  # fmt: skip
 
 
-def _changed(now: Recording, known: Sequence[Recording]) -> str:
-    """Return the first link that differs from every known answer's chain, "" where one has the same chain."""
+def _changed_link(now: Recording, known: Sequence[Recording]) -> str:
+    """Return the first link that differs from the chain of every known answer; "" where one has the same chain."""
     firsts = [[x for x in LINKS if x in now.chain and x in k.chain and now.chain[x] != k.chain[x]][:1] for k in known]
     return min((first[0] for first in firsts), key=LINKS.index) if firsts and all(firsts) else ""
 
 
-def _fork(now: Recording, known: Sequence[Recording]) -> tuple[int, str, float | None]:
-    """Return where the answer leaves the known one that it follows longest, the unit, and the known margin there."""
+def _first_difference(now: Recording, known: Sequence[Recording]) -> tuple[int, str, float | None]:
+    """Return where the answer first differs from the nearest known one, the unit, and the known margin there."""
     tokens = bool(now.tokens) and all(k.tokens for k in known)
 
     def common(k: Recording) -> int:

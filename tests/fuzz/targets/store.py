@@ -20,7 +20,7 @@ from canaryd.codec import from_json, to_json
 from canaryd.config.settings import JudgePolicy
 from canaryd.judge.acks import heeded, standing
 from canaryd.judge.case import Case, node
-from canaryd.judge.recordings.baseline import begun, learn
+from canaryd.judge.recordings.baseline import empty_baseline, learn
 from canaryd.judge.trends.days import Day
 from canaryd.judge.verdict import decide
 from canaryd.model import (
@@ -58,7 +58,7 @@ RUN = Run(
     recordings=(RECORDING,),
     stack={"torch": "2.13"},
 )
-BASELINE = learn(learn(begun(RUN, RECORDING), RUN, RECORDING), RUN, RECORDING)
+BASELINE = learn(learn(empty_baseline(RUN, RECORDING), RUN, RECORDING), RUN, RECORDING)
 VERDICT = Verdict(
     device=DEVICE.uuid,
     state=State.SUSPECT,

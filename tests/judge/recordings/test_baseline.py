@@ -17,12 +17,11 @@ from canaryd.judge.recordings.baseline import (
     SLACK,
     STEADY,
     accept,
-    changed,
-    count,
-    departure,
+    changed_links,
+    count_run,
+    deviation,
     key_of,
     learn,
-    spoken,
 )
 from canaryd.model import Outcome, Recording, Run
 
@@ -75,10 +74,10 @@ def test_known_bits_pass_and_others_depart():
     """Every mode seen while learning passes at once; anything else is a departure from the nearest."""
     other = near(BASE, 0.01)
     both = learnt(PLAIN, other)
-    assert departure(both, PLAIN) is None
-    assert departure(both, other) is None
-    away = departure(both, near(BASE, 0.011))
-    assert away.known == other
+    assert deviation(both, PLAIN) is None
+    assert deviation(both, other) is None
+    away = deviation(both, near(BASE, 0.011))
+    assert away.nearest == other
     assert away.distance == pytest.approx(0.001)
     assert away.position is None
 
@@ -91,13 +90,26 @@ def test_it_survives_the_codec():
     assert again.key == full.key == key_of(run(PLAIN), PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("imported", "kind"), [("", None), ("cuda NVIDIA H200", ("cuda", "NVIDIA H200")), ("gone", ("gone", ""))]
+)
+def test_a_baseline_of_release_0_1_0_is_still_read(imported, kind):
+    """It named backend and model of an imported baseline in one text; anything else there is refused."""
+    older = {name: value for name, value in to_json(learnt(PLAIN)).items() if name != "imported_kind"}
+    found = from_json(baseline.Baseline, {**older, "imported": imported})
+    assert found == dataclasses.replace(learnt(PLAIN), imported_kind=kind)
+    assert found.imported is bool(imported)
+    with pytest.raises(ValueError, match="unknown field 'imported'"):
+        from_json(baseline.Baseline, {**older, "imported": 7})
+
+
 @pytest.mark.parametrize(("last_new", "stable"), [(LEARN - STEADY, True), (LEARN - STEADY + 1, False)])
 def test_stable_needs_so_many_known_vectors_in_a_row(last_new, stable):
     """A second mode that shows too late leaves open whether there is a third."""
     vectors = [near(BASE, 0.5) if n == last_new - 1 else PLAIN for n in range(LEARN)]
     full = learnt(*vectors)
     assert full.stable("") is stable
-    assert departure(full, near(BASE, 0.6)).beyond is stable  # within the noise, were there any
+    assert deviation(full, near(BASE, 0.6)).is_outlier is stable  # within the noise, were there any
 
 
 def under(load, *vectors):
@@ -112,8 +124,8 @@ def test_a_server_that_batches_is_stable_only_when_idle():
     assert full.stable("idle")
     assert not full.stable("loaded")
     assert not full.stable("")
-    assert departure(full, *under("idle", near(BASE, 0.0005))).beyond
-    assert not departure(full, *under("loaded", near(BASE, 0.0005))).beyond
+    assert deviation(full, *under("idle", near(BASE, 0.0005))).is_outlier
+    assert not deviation(full, *under("loaded", near(BASE, 0.0005))).is_outlier
     assert full.noise("idle") is None
 
 
@@ -133,7 +145,7 @@ def unsteady():
 def test_an_unsteady_case_departs_beyond_so_many_times_its_noise(steps, beyond):
     """The tolerance is in units of the distance between its own modes."""
     high = (LEARN - 1) / 1000
-    assert departure(unsteady(), near(BASE, high + steps / 1000)).beyond is beyond
+    assert deviation(unsteady(), near(BASE, high + steps / 1000)).is_outlier is beyond
 
 
 @pytest.mark.parametrize(("margin", "beyond"), [(2 * SLACK - 0.1, False), (2 * SLACK + 0.1, True)])
@@ -142,32 +154,32 @@ def test_another_token_is_legal_only_at_a_near_tie(margin, beyond):
     margins = (9.0, 9.0, margin / 1000, 9.0)
     vectors = [recording(tuple(v + n / 1000 for v in BASE), margins=margins) for n in range(LEARN)]
     forked = recording((*BASE[:2], -0.3, -0.3), tokens=(*WORDS[:2], "X", "Y"))
-    away = departure(learnt(*vectors), forked)
+    away = deviation(learnt(*vectors), forked)
     assert away.position == 2
     assert away.margin == pytest.approx(margin / 1000)
-    assert away.beyond is beyond
+    assert away.is_outlier is beyond
 
 
 def test_behind_the_fork_nothing_is_compared():
     """After another token the model answers another question."""
     forked = recording((*BASE[:2], -7.0, -9.0), tokens=(*WORDS[:2], "X", "Y"))
-    assert departure(learnt(PLAIN), forked).distance == 0.0
+    assert deviation(learnt(PLAIN), forked).distance == 0.0
 
 
 @pytest.mark.parametrize("lost", [None, math.nan, math.inf])
 def test_a_value_that_is_lost_is_infinitely_far(lost):
     """A log probability that is missing or not finite departs, however noisy the case is."""
-    away = departure(unsteady(), recording((BASE[0], lost, *BASE[2:]), digest="lost"))
+    away = deviation(unsteady(), recording((BASE[0], lost, *BASE[2:]), digest="lost"))
     assert math.isinf(away.distance)
-    assert away.beyond
-    assert "missing or not finite" in str(away)
+    assert away.is_outlier
+    assert "missing or not finite" in away.sentence()
 
 
 def test_text_alone_cannot_measure_noise():
     """Without values an unsteady case is never beyond, a stable one always."""
     texts = [recording(tokens=(*WORDS[:3], str(n))) for n in range(LEARN)]
-    assert not departure(learnt(*texts), recording(tokens=tuple("quite else"))).beyond
-    assert departure(learnt(texts[0]), recording(tokens=tuple("quite else"))).beyond
+    assert not deviation(learnt(*texts), recording(tokens=tuple("quite else"))).is_outlier
+    assert deviation(learnt(texts[0]), recording(tokens=tuple("quite else"))).is_outlier
 
 
 def test_the_rate_of_a_stable_case_is_the_exact_rule_of_three():
@@ -176,7 +188,7 @@ def test_the_rate_of_a_stable_case_is_the_exact_rule_of_three():
     rate = full.rate("")
     assert (1 - rate) ** (LEARN - 1) == pytest.approx(0.05)
     for _ in range(1000):
-        full = count(full, run(PLAIN), "", strange=False)
+        full = count_run(full, run(PLAIN), "", strange=False)
     assert full.rate("") < rate / 30
 
 
@@ -184,9 +196,9 @@ def test_what_is_strange_is_judged_by_the_record_before_it():
     """The clean runs between two faults of a rare kind must not make the first one more unlikely afterwards."""
     full = learnt(PLAIN)
     before = full.rate("")
-    full = count(full, run(PLAIN, at=5000.0), "", strange=True)
+    full = count_run(full, run(PLAIN, at=5000.0), "", strange=True)
     for _ in range(50):
-        full = count(full, run(PLAIN), "", strange=False)
+        full = count_run(full, run(PLAIN), "", strange=False)
     assert full.rate("") == before
     assert (full.strange, full.since, full.strange_at, full.passed[EVERY]) == (1, 50, 5000.0, 50)
 
@@ -197,7 +209,7 @@ def test_one_glitch_while_learning_does_not_widen_the_noise():
     vectors = [recording(tuple(v + n / 1000 for v in BASE)) for n in range(LEARN - 1)]
     full = learnt(*vectors[:20], glitch, *vectors[20:])
     assert full.noise("") == pytest.approx(0.001)
-    assert departure(full, near(BASE, 1.0)).beyond
+    assert deviation(full, near(BASE, 1.0)).is_outlier
 
 
 def test_a_near_tie_at_the_first_token_is_measured_within_each_branch():
@@ -212,14 +224,14 @@ def test_a_near_tie_at_the_first_token_is_measured_within_each_branch():
     ]
     full = learnt(*vectors[:LEARN])
     assert full.noise("") > 0
-    assert sum(departure(full, v).beyond for v in vectors[LEARN:]) <= 10
+    assert sum(deviation(full, v).is_outlier for v in vectors[LEARN:]) <= 10
 
 
 def test_fewer_than_three_vectors_measure_no_noise():
     """Where it is not bit-stable and nothing tells by how much it varies, nothing can be beyond it."""
     full = learnt(*under("loaded", *[PLAIN] * (LEARN - 2)), *under("loaded", near(BASE, 0.001), PLAIN))
     assert full.noise("") is None
-    assert not departure(full, near(BASE, 0.002)).beyond
+    assert not deviation(full, near(BASE, 0.002)).is_outlier
 
 
 def test_the_rate_of_an_unsteady_case_holds_by_counting():
@@ -228,7 +240,7 @@ def test_the_rate_of_an_unsteady_case_holds_by_counting():
     for _ in range(tries):
         vectors = [recording(tuple(v + luck.gauss(0, 1e-3) for v in BASE)) for _ in range(LEARN + 1)]
         full = learnt(*vectors[:LEARN])
-        away = departure(full, vectors[-1])
+        away = deviation(full, vectors[-1])
         beyond += away is not None and away.distance > full.noise("")
     said = unsteady().rate("")
     assert said == pytest.approx(2 / (LEARN + 1))
@@ -239,7 +251,7 @@ def test_accepting_makes_bits_known():
     """An operator's word, kept with its reason."""
     strange = near(BASE, 3.0)
     taken = accept(learnt(PLAIN), run(strange, at=9000.0), strange, "new cooling, same card")
-    assert departure(taken, strange) is None
+    assert deviation(taken, strange) is None
     assert taken.accepted == "new cooling, same card"
 
 
@@ -247,9 +259,9 @@ def test_changed_links_stand_in_the_order_of_the_chain():
     """From weights to answer, then the stack; equal ones are left out."""
     before = {"server": "a 1", "tokenizer": "x", "torch": "2.4", "client": "c"}
     after = {"server": "a 2", "tokenizer": "y", "torch": "2.5", "client": "c", "template": "t"}
-    found = changed(before, after)
-    assert [link for link, _, _ in found] == ["tokenizer", "template", "server", "torch"]
-    assert spoken(found).startswith("tokenizer (x → y), template (not known → t)")
+    found = changed_links(before, after)
+    assert [change.link for change in found] == ["tokenizer", "template", "server", "torch"]
+    assert [str(change) for change in found[:2]] == ["tokenizer (x → y)", "template (unknown → t)"]
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d"]), min_size=1, max_size=60))

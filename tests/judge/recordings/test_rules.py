@@ -118,16 +118,18 @@ def test_an_unknown_vector_asks_for_confirmation():
     assert history.runs[-1].unknown == ("story",)
     found = history.found()["recording-unconfirmed"]
     assert found.state is State.UNKNOWN
-    assert "3 re-runs" in found.message
+    assert "not judged yet" in found.message
+    assert "3 re-runs" in found.action
 
 
 def test_repeated_by_every_rerun_it_is_a_departure():
     """Suspect, whoever's fault it is, with the chance stated and the way to settle it."""
     found = departed(STRANGE, STRANGE, STRANGE).found()["recording-departed"]
     assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert "log probabilities differ by up to 0.01" in found.message
-    assert "by chance:" in found.message
-    assert "--device cuda:0 --device cuda:1" in found.message
+    assert found.message == "canary differs from its baseline (case story); it repeats in 3 re-runs."
+    assert any("log probabilities differ by up to 0.01 nats" in sentence for sentence in found.evidence)
+    assert any("by chance" in sentence for sentence in found.evidence)
+    assert found.action.endswith("--device cuda:0 --device cuda:1")
 
 
 def test_reruns_that_differ_from_one_another_are_departures_too():
@@ -199,8 +201,32 @@ def test_a_changed_chain_accuses_no_device(link, value):
     history.add(HOUR, recording(0.5, chain=CHAIN | {link: value}))
     found = history.found()
     assert set(found) == {"chain-changed"}
-    assert f"{link} ({CHAIN[link]} → {value})" in found["chain-changed"].message
+    assert found["chain-changed"].message == f"canary results changed after a change of {link} (case story)."
+    assert f"Changed: {link} ({CHAIN[link]} → {value})." in found["chain-changed"].evidence
     assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
+
+
+def test_another_version_of_a_probe_is_named_as_the_change():
+    """The chain is the same; the results of the older version cannot be compared."""
+    history = History().learn()
+    history.add(HOUR, STRANGE, probe_version=2)
+    found = history.found()["chain-changed"]
+    assert found.message == "canary results changed after a change of the probe (case story)."
+    assert "Changed: the version of the probe." in found.evidence
+
+
+def test_findings_have_one_sentence_for_what_was_seen_and_one_for_what_to_do():
+    """Everything else is evidence; a command stands once."""
+    stories = [departed(), departed(*[STRANGE] * 3), departed(STRANGE, GOOD, GOOD), History().learn(times=3)]
+    stories += [twin("a", STRANGE), History().learn()]
+    stories[-1].add(HOUR, BANG, recording(0.5, case="tale", chain=CHAIN | {"server": "x"}))
+    for found in itertools.chain.from_iterable(story.found().values() for story in stories):
+        assert found.message.endswith(".")
+        assert len(found.message) <= 160
+        assert ". " not in found.message + found.action
+        commands = [text for text in (found.action, *found.evidence) if "canaryd " in text]
+        assert len(commands) == len({*commands})
+        assert all(sentence[0].isupper() for sentence in found.evidence)
 
 
 def test_a_changed_chain_is_learnt_and_told_for_a_while():
@@ -212,7 +238,7 @@ def test_a_changed_chain_is_learnt_and_told_for_a_while():
     history.add(DAY, served)
     assert history.found()["baseline-fresh"].state is State.HEALTHY
     assert history.found()["chain-changed"].state is State.HEALTHY
-    assert "nobody has witnessed" in history.found()["chain-changed"].message
+    assert any("nothing has confirmed" in sentence for sentence in history.found()["chain-changed"].evidence)
     assert history.found(now=NOW + 10 * DAY) == {}
 
 
@@ -252,7 +278,7 @@ def test_what_changed_is_told_beside_what_was_there_last():
     history.learn(8 * DAY, recording(0.5, chain=CHAIN | {"server": "vllm 0.33"}))
     history.add(DAY, GOOD)
     history.add(HOUR, recording(0.7, chain=CHAIN | {"tokenizer": "t2"}))
-    assert "the chain is: tokenizer (t1 → t2). " in history.found()["chain-changed"].message
+    assert "Changed: tokenizer (t1 → t2)." in history.found()["chain-changed"].evidence
 
 
 def test_another_model_stays_unknown_until_somebody_says_that_it_was_meant():
@@ -263,7 +289,7 @@ def test_another_model_stays_unknown_until_somebody_says_that_it_was_meant():
     history.add(DAY, other)
     found = history.found()["chain-changed"]
     assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
-    assert "baseline accept endpoint:main --reason" in found.message
+    assert "baseline accept endpoint:main --reason" in found.action
     key = next(b.key for b in history.baselines.values() if b.chain["checkpoint"] == "c2")
     history.baselines[key] = dataclasses.replace(history.baselines[key], accepted="deployed")
     assert history.found() == {}
@@ -337,7 +363,8 @@ def test_broken_output_on_an_unchanged_chain_is_suspect():
     history.add(HOUR, BANG)
     found = history.found()["broken-output"]
     assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert "Next boundary to test" in found.message
+    assert any("Next boundary to test" in sentence for sentence in found.evidence)
+    assert found.action.startswith("Run: canaryd ")
 
 
 def test_broken_output_of_another_chain_accuses_nobody():
@@ -347,7 +374,7 @@ def test_broken_output_of_another_chain_accuses_nobody():
     history.add(HOUR, *[changed] * LEARN, baselining=True)
     found = history.found()["broken-output"]
     assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
-    assert "baseline accept" in found.message
+    assert any("baseline accept" in sentence for sentence in found.evidence)
     assert len(history.baselines) == 1
 
 
@@ -523,7 +550,7 @@ def test_kernels_that_do_not_repeat_do_not_vote():
 def test_a_baseline_from_another_host_is_a_witness_and_a_vote():
     """Taken in with `canaryd baseline import`, it stands in for the sibling that this host lacks."""
     bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    imported = tuple(dataclasses.replace(b, imported="cuda H100") for b in far.baselines.values())
+    imported = tuple(dataclasses.replace(b, imported_kind=("cuda", "H100")) for b in far.baselines.values())
     assert voted(bad, good, imported=imported) == OUTVOTED
     assert voted(good, imported=imported) == {}
 
@@ -531,7 +558,7 @@ def test_a_baseline_from_another_host_is_a_witness_and_a_vote():
 def test_what_is_imported_of_another_model_does_not_vote():
     """The stack of a processor says nothing of its model."""
     bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    imported = tuple(dataclasses.replace(b, imported="cuda A100") for b in far.baselines.values())
+    imported = tuple(dataclasses.replace(b, imported_kind=("cuda", "A100")) for b in far.baselines.values())
     assert voted(bad, good, imported=imported) == DISPUTED
 
 
