@@ -413,7 +413,7 @@ def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordin
         speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
         at = NOW - 3600
         idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
-        if "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}:
+        if "endpoint-slow" in {finding.rule for finding in idle._decisions._recording_findings(served, drill=False)}:
             slow.append(number)
     # Until what is slow is half of what is remembered.
     assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + rules.NEWEST) // 2))
