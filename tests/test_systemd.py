@@ -387,8 +387,8 @@ def belongs_to(path: str) -> str:
 @pytest.mark.parametrize(
     ("membership", "reason"),
     [
-        (None, "no control group of version 2"),
-        ("1:name=systemd:/\n", "no control group of version 2"),
+        (None, "no cgroup version 2"),
+        ("1:name=systemd:/\n", "no cgroup version 2"),
         (belongs_to("/elsewhere"), "is no control group"),
         (belongs_to("/a"), "not delegated"),
     ],
