@@ -221,7 +221,7 @@ class BudgetConfig:
     busy: float = setting(
         SHARE,
         "0.9",
-        "Rounds wait while the device is in use for at least this fraction of the time; with 1 they never wait."
+        "Rounds wait while the device is in use for at least this fraction of the time; with 1 they never wait.",
     )
     power: float | None = setting(
         SHARE,

@@ -201,7 +201,7 @@ class Daemon:
             signal.signal(number, self._on_signal)
         self._divide()
         self.engine.recall()
-        self.engine.watch.history.note_running(running=True)
+        self.engine.watch.runs(running=True)
         self._render()
         server.start()
         log.info(
@@ -342,7 +342,7 @@ class Daemon:
     def _stop(self, server: Server, heeding: threading.Thread) -> None:
         self.engine.stop()
         self._quit.set()
-        self.engine.watch.history.note_running(running=False)
+        self.engine.watch.runs(running=False)
         server.close()
         done = threading.Event()
 

@@ -272,6 +272,10 @@ class Watch:
         """Read the events of the last month from the store."""
         self.history.recall(now)
 
+    def runs(self, *, running: bool) -> None:
+        """Note that a daemon runs on this boot, or that it stopped in good order."""
+        self.history.note_running(running=running)
+
     def events(self, device: Device) -> tuple[Event, ...]:
         """Return what happened to a device in the last month, oldest first."""
         return self.history.of(device)

@@ -255,7 +255,8 @@ def test_a_file_that_others_can_write_is_refused(tmp_path):
     """Whoever writes it decides who may read the evidence."""
     path = write(tmp_path, "")
     path.chmod(0o662)
-    with pytest.raises(ConfigError, match=r"web\.yml: it is writable by others \(-rw-rw--w-\); if you trust it, run chmod go-w"):
+    reason = r"it is writable by others \(-rw-rw--w-\); if you trust it, run chmod go-w"
+    with pytest.raises(ConfigError, match=rf"web\.yml: {reason}"):
         WebConfig(path)
 
 
