@@ -93,12 +93,12 @@ class Discovery:
             now = host.clock()
             known = host.store.devices()
             here = {r.device.uuid for r in known if r.present} | host.present
-            said = acks.heeded(host.store.acks(), now)
+            acknowledged = acks.heeded(host.store.acks(), now)
             verdicts = host.store.verdicts()
             records = [
                 r
                 for r in known
-                if inventory.remembered(r, here, host.config, now, said, verdict=verdicts.get(r.device.uuid))
+                if inventory.remembered(r, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid))
                 and host.is_included(r.device)
             ]
             # A new mapping each time: other threads iterate over the old one.

@@ -56,7 +56,7 @@ Listener = Callable[[Progress], None]
 class Engine(Host):
     """The host, what is known of it, and how to learn more.
 
-    The parts share the `Host` that this is, and its mutex; each owns what it keeps in memory.
+    Its parts share this `Host` and its mutex, and each owns what it keeps in memory.
     """
 
     listener: Listener = lambda _: None
@@ -223,7 +223,7 @@ class Engine(Host):
                 request, seconds = self._request(plan.device, step, yields=yields)
                 report(0.0, "starting")
                 run = series.run(request, seconds)
-                # A wrong bit seen before the stop is evidence all the same: a rare fault may not show it again.
+                # A wrong bit seen before the stop still counts: a rare fault may not show again.
                 if run.outcome is Outcome.ERRORED and run.detail.startswith(STOPPED) and not run.wrong:
                     break
                 run = self.add(run)

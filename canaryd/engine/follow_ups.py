@@ -13,7 +13,7 @@ TRIES = 3
 
 
 class FollowUps:
-    """Says what to run after a mismatch."""
+    """Plans what to run after a mismatch."""
 
     def __init__(self, host: Host, evidence: Evidence) -> None:
         """Plan from the evidence in memory."""

@@ -32,13 +32,13 @@ def remembered(
     here: Collection[str],
     config: Config,
     now: float,
-    said: Iterable[Ack] = (),
+    acknowledged: Iterable[Ack] = (),
     *,
     verdict: Verdict | None = None,
 ) -> bool:
     """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
 
-    `said` are the operators' acknowledgements, `verdict` is the newest of this device.
+    `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device.
     """
     device = record.device
     if device.is_endpoint:  # it exists because it is configured
@@ -46,8 +46,8 @@ def remembered(
     if device.uuid in here:
         return True
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
-    planned |= acks.retired(device, said, record.last_seen)
-    # The GPU was divided anew, so its old instances are gone; but a doubted one is still reported.
+    planned |= acks.retired(device, acknowledged, record.last_seen)
+    # The GPU was divided differently, so its old instances are gone; a doubted one is still reported.
     planned |= device.parent in here and not (verdict is not None and verdict.doubted)
     return not planned and now - record.last_seen < config.judge.watch
 

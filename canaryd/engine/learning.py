@@ -89,7 +89,7 @@ class Learning:
             mine = self._baselines.setdefault(run.device, {})
             try:
                 run, learnt = intake.intake(run, mine, learns=trusted)
-            except ValueError as error:  # an invalid baseline: keep the run all the same
+            except ValueError as error:  # an invalid baseline: keep the run
                 self._host.problems.append(f"{run.device} {run.probe}: not compared with its baselines: {error}")
                 return run, ()
             self._baselines[run.device] = mine | learnt

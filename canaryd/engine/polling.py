@@ -180,7 +180,7 @@ class Watch:
     @property
     def holding(self) -> bool:
         """Whether a driver without persistence is in use: releasing it would reset what the next poll reads."""
-        with self._mutex:  # of completed polls, because one failed poll is no reason to release the driver
+        with self._mutex:  # only completed polls: one failed poll must not release the driver
             newest = [lane.completed for lane in self._lanes.values()]
         return any(
             reading.name == "persistence_mode" and not reading.value

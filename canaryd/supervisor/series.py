@@ -217,19 +217,19 @@ class Series:
         Never raises for what a worker does. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
-        run, facts, begun = new_run_id(started), Facts(), None
+        run, facts, ready_at = new_run_id(started), Facts(), None
         try:
             worker = self._slot.ready(deadline)
-            begun = time.monotonic()
+            ready_at = time.monotonic()
             lenience = STARVED * timeout if self._slot.spec.nice else 0.0
             worker.be_lenient(lenience)
-            worker.send(self._run_message(worker, request, run, deadline - begun + lenience + self._slot.grace))
+            worker.send(self._run_message(worker, request, run, deadline - ready_at + lenience + self._slot.grace))
             answer = self._receive_result(worker, run, facts, deadline)
             self._slot.wall_seconds -= answer.paused
             if answer.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
                 self.close()
         except LostError as lost:
-            seconds = time.monotonic() - begun if begun is not None else 0.0
+            seconds = time.monotonic() - ready_at if ready_at is not None else 0.0
             outcome, detail = self._slot.discard(lost)
             answer = Answer(outcome=outcome, seconds=seconds, detail=detail)
         return Run(

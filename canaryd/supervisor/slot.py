@@ -74,7 +74,7 @@ class Slot:
         return worker
 
     def _answers(self, worker: Worker, deadline: float) -> bool:
-        """Return whether a worker that has served before still answers; its death between runs is no run's outcome."""
+        """Return whether a worker that has served before still answers; its death between runs is not an outcome."""
         try:
             worker.begin()
             worker.send({"op": "ping"})
