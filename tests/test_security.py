@@ -111,9 +111,8 @@ def test_what_lies_beside_probes_counts_too(tmp_path, name):
     (probes / name).chmod(0o666)
     names, (problem,) = found(probes, tmp_path)
     assert names == []
-    assert (
-        f"{name}: every probe beside it may read it, so none in {probes} is used: it is writable by others" in problem
-    )
+    reason = f"the probes beside it may read it, so no probe in {probes} is used"
+    assert f"{name}: {reason}: it is writable by others" in problem
 
 
 @needs_root

@@ -97,7 +97,7 @@ def load(
         if isinstance(spec, str):
             problems.append(Problem(where=str(file.path), message=spec))
         elif spec.name != file.name:
-            message = f"its SPEC.name is {spec.name!r}, but its file is named {file.name!r}; make the two equal"
+            message = f"its SPEC.name is {spec.name!r}, but the probe is named {file.name!r}; make the two equal"
             problems.append(Problem(where=str(file.path), message=message))
         else:
             entries[file.name] = Entry(spec=spec, file=file)
