@@ -46,6 +46,7 @@ from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
 from canaryd.store.store import Retention, Store
 from canaryd.supervisor import process as supervisor_process
+from canaryd.supervisor import protocol as supervisor_protocol
 from canaryd.supervisor import remote
 from canaryd.supervisor import series as supervisor_series
 from canaryd.supervisor.process import Worker
@@ -451,7 +452,7 @@ ITEMS: Sequence[tuple[str, Any, str]] = (
     ("ending a worker", supervisor_series.Series, "close"),
     ("waiting for answers, and reading the pipe", Worker, "receive"),
     ("lines of the protocol, JSON", Worker, "_take"),
-    ("facts from JSON data, checked", supervisor_series, "from_json"),
+    ("facts from JSON data, checked", supervisor_protocol, "from_json"),
     ("questions and the run around them", supervisor_series.Series, "run"),
     ("comparing a poll with the one before", polling, "changes"),
     ("what of a poll is worth keeping", polling, "watched"),

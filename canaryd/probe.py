@@ -1,7 +1,7 @@
 """Everything a probe author needs: `SPEC = ProbeSpec(…)` and `def run(ctx) -> Iterator[Fact]`.
 
-A probe measures and yields facts; it never decides. Time, deadline, process, errors, storage and judgement belong to
-the framework. See docs/writing-a-probe.md.
+A probe measures and yields facts; it never judges. The framework handles time, processes, errors, storage and
+verdicts. See docs/writing-a-probe.md.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ __all__ = [
 ]
 
 LEVELS = ("quick", "standard", "deep")
-"""How hard to look, in ascending order."""
+"""How thoroughly to test, in ascending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSpec:
-    """What the framework must know of a probe before it runs. Assign one to `SPEC` at module level."""
+    """What the framework must know about a probe before it runs. Assign one to `SPEC` at module level."""
 
     name: str
-    """Snake case, equal to the file's stem; never changed once published."""
+    """Snake case, equal to the file's stem. Never change it after publication."""
     summary: str
-    """One line: what it stresses."""
+    """One line: what it tests."""
     version: int = 1
-    """Raised whenever the numbers that a healthy device gives may change."""
+    """Raise it whenever the numbers of a healthy device may change."""
     backends: tuple[str, ...] = ("*",)
     """Backends it applies to; ("*",) for all."""
     period: float = 1800.0
     """Seconds between two runs under `canaryd run`."""
     budget: Mapping[str, float] = field(default_factory=lambda: {"quick": 2.0, "standard": 20.0, "deep": 120.0})
-    """Seconds of work a run should aim at, per level."""
+    """Level → seconds of work that a run should aim at."""
     timeout: float = 60.0
-    """Seconds beyond the budget after which the worker is killed."""
+    """Seconds that a run may take beyond its budget before the worker is killed."""
     every_instruction_set: bool = False
-    """True: on CPUs, levels above quick run it once per instruction set."""
+    """True: on CPUs, levels above quick run it once for each instruction set."""
     numeric: bool = True
-    """True: runs under `worker.python` beside torch; False: under canaryd's own interpreter (telemetry, endpoints)."""
+    """True: runs under `worker.python`, with torch. False: under canaryd's own interpreter (telemetry, endpoints)."""
     telemetry: bool = False
-    """True: reads what the device says of itself; polled in a sweep with all other telemetry, not kept run by run."""
+    """True: reads what the device reports. It is polled with all other telemetry, and not every run is kept."""
     opt_in: bool = False
-    """True: runs only where the configuration enables it."""
+    """True: runs only if the configuration enables it."""
     order: int = 50
-    """Position within a series, ascending: cheap and telling probes first."""
+    """Position within a series, ascending: cheap and informative probes first."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a name, level or number that cannot be meant."""
+        """Raise `ValueError` for an invalid name, level or number."""
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,62}", self.name):
             raise ValueError(f"name: {self.name!r} is not snake case (a-z, 0-9, _; at most 63 characters)")
         if self.version < 1:
@@ -89,13 +89,13 @@ class ProbeSpec:
         if self.period <= 0 or self.timeout <= 0:
             raise ValueError("period and timeout must be positive numbers of seconds")
         if self.telemetry and self.numeric:
-            raise ValueError("telemetry: runs under canaryd's own interpreter; write numeric=False beside it")
+            raise ValueError("telemetry: runs under canaryd's own interpreter; also write numeric=False")
         if set(self.budget) != set(LEVELS) or any(v <= 0 for v in self.budget.values()):
             raise ValueError(f"budget: wanted positive seconds for each of {', '.join(LEVELS)}")
 
 
 class Skip(Exception):
-    """Raise to end a run that cannot apply here; the argument is the reason that people will read."""
+    """Raise it to end a run that does not apply here; the argument is the reason that people will read."""
 
     reason = Reason.NONE
     """What the judge has to know of it."""
@@ -103,10 +103,10 @@ class Skip(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A reading that this device or this machine does not give, and why. Never yield a zero in its place."""
+    """A reading that this device or machine does not have, and why. Never yield a zero instead."""
 
     name: str
-    """As `Reading.name`, or as `Reading.key` where only some of its labels are missing."""
+    """The `Reading.name`, or the `Reading.key` if only some of its labels are missing."""
     reason: str
 
 
@@ -116,34 +116,34 @@ Fact = Union[Reading, Comparison, Recording, Skipped, Absent]
 
 @dataclass(kw_only=True)
 class Context:
-    """What a probe is given. All time, randomness and intent come from here, none from the surroundings."""
+    """What a probe gets. Take time, randomness and settings only from here."""
 
     device: Device
     level: str
     seed: int
-    """Seed of this run's fresh operands."""
+    """Seed of this run's new operands."""
     budget: float
-    """Seconds this run should aim at."""
+    """Seconds that this run should aim at."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The probe's own section of the configuration."""
+    """The probe's own settings in the configuration."""
     cases: tuple[str, ...] = ()
     """Run only these cases (confirmation, `--case`); empty for all."""
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False
-    """True: the judge lacks a baseline of what is recorded here; repeat each case so that all its modes show."""
+    """True: the judge has no baseline of these recordings yet; repeat each case so that all its modes show."""
     memory: str = ""
-    """A directory that outlives the worker, for what takes long to find out; "" where there is none."""
+    """A directory that outlives the worker, for results that take long to compute; "" where there is none."""
     intensity: str = ""
-    """How a retest asks harder: one of `canaryd.model.INTENSITIES`; "" for a run as usual."""
+    """How a retest is harder: one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     pace: Callable[[], None] = lambda: None
     """Call it between trials. In a retest under load or after idling it loads the device, or lets it idle, for a
-    moment, never past the deadline; in every other run it does nothing."""
+    moment, and never past the deadline. In every other run it does nothing."""
     progress: Callable[[float, str], None] = lambda _fraction, _text: None
     """Report how far the run is (0…1) and what it is doing."""
     clock: Callable[[], float] = time.monotonic
     deadline: float = field(init=False)
-    """`clock()` value at which the budget is spent."""
+    """Value of `clock()` at which the budget is used up."""
 
     def __post_init__(self) -> None:
         """Start the budget."""

@@ -428,19 +428,7 @@ class Watcher(Engine):
         self.host = host
         self.carrying = ""
         super().__init__(host.config, Store.open(host.config.state_dir, now=host.clock), clock=host.clock)
-
-    def _worker(
-        self,
-        instruction_set: str,
-        on_progress: Callable[[float, str], None] | None = None,
-        *,
-        numeric: bool = True,
-        device: Device | None = None,
-        touches: bool = True,
-        nice: int = 0,
-    ) -> Series:
-        del on_progress, numeric, device, touches, nice
-        return Simulated(self.host, instruction_set)
+        self.workers.start = lambda instruction_set="", *_, **__: Simulated(host, instruction_set)
 
     def decide(self) -> dict[str, Verdict]:
         """While a device is tested judge it alone, for speed; all are judged at the end of the round."""

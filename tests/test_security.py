@@ -81,7 +81,7 @@ def test_owners_on_the_way(tmp_path):
     os.chown(link, STRANGER, -1, follow_symlinks=False)
     names, (problem,) = found(link / "probes.d", tmp_path)
     assert names == []
-    assert f"the link {link} on the way to it belongs to user {STRANGER}; wanted root" in problem
+    assert f"its link {link} belongs to user {STRANGER}; wanted root" in problem
     os.chown(tmp_path / "above", STRANGER, -1)
     names, (problem,) = found(probes, tmp_path)
     assert names == []
@@ -111,9 +111,8 @@ def test_what_lies_beside_probes_counts_too(tmp_path, name):
     (probes / name).chmod(0o666)
     names, (problem,) = found(probes, tmp_path)
     assert names == []
-    assert (
-        f"{name}: every probe beside it may read it, so none in {probes} is used: it is writable by others" in problem
-    )
+    reason = f"the probes beside it may read it, so no probe in {probes} is used"
+    assert f"{name}: {reason}: it is writable by others" in problem
 
 
 @needs_root
@@ -152,13 +151,14 @@ def test_the_configuration_names_programs_and_is_believed_like_one(tmp_path, mon
     path.chmod(0o664)
     answer = canaryd("config", "check", "--config", path)
     assert (answer.code, answer.out) == (64, "")
-    assert answer.err == (f"canaryd: {path}: it is writable by others (-rw-rw-r--); chmod go-w it, if you trust it\n")
+    assert answer.err == (
+        f"canaryd: {path}: it is writable by others (-rw-rw-r--); if you trust it, run chmod go-w on it\n"
+    )
     path.chmod(0o644)
     os.chown(path, STRANGER, -1)
     monkeypatch.setenv("CANARYD_CONFIG", str(path))
-    with pytest.raises(
-        ConfigError, match=rf"named by \$CANARYD_CONFIG.*it belongs to user {STRANGER}; wanted root: chown"
-    ):
+    reason = rf"it belongs to user {STRANGER}; wanted root; if you trust it, chown"
+    with pytest.raises(ConfigError, match=rf"named by \$CANARYD_CONFIG.*{reason}"):
         load.load(None)
     os.chown(path, 0, -1)
     os.chown(path.parent, STRANGER, -1)
@@ -219,8 +219,8 @@ def test_what_strangers_could_read_is_said(tmp_path, state):
     )  # fmt: skip
     pytest.importorskip("bcrypt", reason="bcrypt is not installed here: passwords are not tried")
     with running(Daemon(path, state, "--listen", ":0")) as daemon:
-        daemon.line(f"{state}: everybody may read it (drwxr-xr-x): chmod o-rwx {state}")
-        daemon.line(f"{key}: everybody may read it (-rw-r--r--)")
+        daemon.line(f"{state}: all users may read it (drwxr-xr-x); run chmod o-rwx {state}")
+        daemon.line(f"{key}: all users may read it (-rw-r--r--)")
         daemon.line("with passwords but without TLS: they can be read on their way")
 
 

@@ -387,9 +387,9 @@ def belongs_to(path: str) -> str:
 @pytest.mark.parametrize(
     ("membership", "reason"),
     [
-        (None, "no control group of version 2"),
-        ("1:name=systemd:/\n", "no control group of version 2"),
-        (belongs_to("/elsewhere"), "is no control group"),
+        (None, "no cgroup version 2"),
+        ("1:name=systemd:/\n", "no cgroup version 2"),
+        (belongs_to("/elsewhere"), "is not a cgroup"),
         (belongs_to("/a"), "not delegated"),
     ],
 )
@@ -437,7 +437,7 @@ group = cgroup.divide(root)
 process.place_workers(group)
 with Series(WorkerSpec()) as series:
     series.describe([])
-    for pid in ("self", series._worker._process.pid):
+    for pid in ("self", series._slot._worker._process.pid):
         print(next(l for l in open(f"/proc/{pid}/cgroup") if l.startswith("0::")).strip())
 """
 
@@ -481,7 +481,7 @@ def test_a_group_that_is_gone_costs_its_limits_and_no_worker(tmp_path, monkeypat
     for _ in range(2):
         with Series(WorkerSpec()) as series:
             assert series.describe([]).python
-    assert len([record for record in caplog.records if "share the limits" in record.message]) == 1
+    assert len([record for record in caplog.records if "share the daemon" in record.message]) == 1
 
 
 def test_a_daemon_says_where_its_workers_are(tmp_path):

@@ -56,7 +56,7 @@ class Watched:
         for _ in range(6):
             runs = self.ask()
             assert all(r.recordings for r in runs), [r.detail for r in runs]
-            if not self.engine._lacks_baseline(NAMED, "endpoint_canary"):
+            if not self.engine._learning.lacks_baseline(NAMED, "endpoint_canary"):
                 return
         pytest.fail(f"no baseline after six runs: {self.found()}")
 

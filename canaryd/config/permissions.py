@@ -1,4 +1,4 @@
-"""Who could have written a file: whoever can write what canaryd runs, or what tells it what to run, is canaryd."""
+"""Check who could have written a file: a user who can write what canaryd runs, or its configuration, controls it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LINKS = 40
 
 
 def doubt(path: Path) -> str:
-    """Say why what is at `path` may be the word of somebody else; "" where it is root's or this user's alone.
+    """Return why another user could have written the file at `path`; "" where only root or this user could.
 
-    It must belong to root or to the user that runs this process, and neither group nor others may write it. The same
-    holds for every directory on the way to it, through every symbolic link, since who can rename a directory can put
-    another in its place; there the sticky bit is enough, as on /tmp. The mode of a directory does not count where it is
-    a read-only mount of its own: whoever made that is root (Kubernetes mounts what it configures so, with mode 0777).
-    A device cannot be rewritten and is never doubted. Raises `OSError` where something on the way cannot be looked at.
+    The file must belong to root or to the user of this process, and neither group nor others may write it. The same
+    holds for every directory on the way to it, through every symbolic link, because a user who can rename a directory
+    can put another in its place; there the sticky bit is enough, as on /tmp. The mode of a directory does not count if
+    it is a read-only mount of its own, because only root can make one (Kubernetes mounts its configuration this way,
+    with mode 0777). A device file is always trusted. Raises `OSError` where something on the way cannot be examined.
     """
     status = path.stat()
     if stat.S_ISCHR(status.st_mode):
         return ""
-    if stat.S_ISFIFO(status.st_mode):  # a shell's <(…): its name leads through /proc to no directory
+    if stat.S_ISFIFO(status.st_mode):  # a shell's <(…): its name in /proc leads to no directory
         return _doubt(status, "it ", shared=False)
     rest = list(reversed(path.absolute().parts[1:]))
     here, links = Path("/"), 0
@@ -40,7 +40,7 @@ def doubt(path: Path) -> str:
             here /= part
             continue
         if status.st_uid not in (0, os.geteuid()):
-            return f"the link {here / part} on the way to it {_belongs(status)}"
+            return f"its link {here / part} {_belongs(status)}"
         if (links := links + 1) > _LINKS:
             return f"more than {_LINKS} links lead to it; name the file itself"
         target = (here / part).readlink()
@@ -53,9 +53,9 @@ def doubt(path: Path) -> str:
 
 
 def _sealed(directory: Path) -> bool:
-    """Whether a directory belongs to root, and is a read-only mount by itself, not only part of one.
+    """Return whether a directory belongs to root and is itself a read-only mount point.
 
-    Part of one is not enough: to a service that systemd protects (ProtectSystem=strict), nearly everything is that.
+    A directory inside a read-only mount is not enough: for a service with ProtectSystem=strict nearly all are.
     """
     there = os.statvfs(directory)
     return directory.stat().st_uid == 0 and directory.is_mount() and bool(there.f_flag & os.ST_RDONLY)
@@ -65,21 +65,21 @@ def _doubt(status: os.stat_result, what: str, *, shared: bool) -> str:
     if status.st_uid not in (0, os.geteuid()):
         return what + _belongs(status)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (shared and status.st_mode & stat.S_ISVTX):
-        return f"{what}is writable by others ({stat.filemode(status.st_mode)}); chmod go-w it, if you trust it"
+        return f"{what}is writable by others ({stat.filemode(status.st_mode)}); if you trust it, run chmod go-w on it"
     return ""
 
 
 def _belongs(status: os.stat_result) -> str:
     wanted = "root" if os.geteuid() == 0 else f"root or user {os.geteuid()}"
-    return f"belongs to user {status.st_uid}; wanted {wanted}: chown it, if you trust it"
+    return f"belongs to user {status.st_uid}; wanted {wanted}; if you trust it, chown it"
 
 
 def exposure(path: Path) -> str:
-    """Say that everybody may read what is at `path`, and how to end that; "" where that is not so, or not to be had."""
+    """Return a warning if all users may read the file at `path`; "" if not, or if it cannot be examined."""
     try:
         mode = path.stat().st_mode
     except OSError:
         return ""
     if not mode & stat.S_IROTH:
         return ""
-    return f"everybody may read it ({stat.filemode(mode)}): chmod o-rwx {path}"
+    return f"all users may read it ({stat.filemode(mode)}); run chmod o-rwx {path}"

@@ -1,7 +1,7 @@
-"""How settings are declared, read and described: strict YAML, with every mistake noted at its line.
+"""Declare, read and describe settings: strict YAML, with every mistake noted at its line.
 
-A dataclass whose fields are made by `setting` and `section` is a schema: each field carries its kind, its default as
-YAML text and one sentence. From these alone come validation, defaults, the JSON Schema and the commented example.
+A dataclass whose fields are made by `setting` and `section` is a schema: each field has its kind, its default as YAML
+text, and a description. Validation, defaults, the JSON Schema and the commented example are made from these alone.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ MAX_DEPTH = 32
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
-# --- YAML, without its traps -----------------------------------------------------------------------------------------
+# --- Strict YAML -----------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes with their lines; no aliases, no tags, no octal, base-60 or date surprises of YAML 1.1."""
+    """Composes nodes with their lines, without the aliases, tags, octal and base-60 numbers and dates of YAML 1.1."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML's own attribute
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node, or raise `MarkedYAMLError` for what a configuration file has no use for."""
+        """Compose one node. Raises `MarkedYAMLError` for what a configuration file does not need."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self.depth += 1
         problem = ""
         if isinstance(event, yaml.AliasEvent):
-            # Not repeated, here and below: a password that lacks its quotes may look like one.
+            # Not repeated, here and below: it may be a password without its quotes.
             problem = "an alias (*…) is not supported; put the text in quotes, or write the value out"
         elif event.tag is not None:
             problem = "a tag (!…) is not supported; put the text in quotes, or write a plain value"
         elif self.depth > MAX_DEPTH:
-            problem = f"nested deeper than {MAX_DEPTH} levels"
+            problem = f"nested more than {MAX_DEPTH} levels deep; use fewer levels"
         elif isinstance(event, yaml.ScalarEvent) and re.search(r"[\0\ud800-\udfff]", event.value):
-            problem = "a text holds a NUL or half a surrogate pair"
+            problem = "a text contains a NUL or an unpaired surrogate; remove it"
         if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
@@ -75,8 +75,8 @@ def _type(node: yaml.Node) -> str:
     return str(node.tag).rpartition(":")[2]
 
 
-def _shown(node: yaml.Node) -> str:
-    """Say what was given: the first half of "…; wanted …"."""
+def _given(node: yaml.Node) -> str:
+    """Return what was given: the first half of "…; wanted …"."""
     kind = _type(node)
     if kind == "str":
         return f"{quoted(node.value)} is text"
@@ -91,7 +91,7 @@ def _join(where: str, key: str) -> str:
 
 
 class Notes:
-    """What reading one file gathers: mistakes as (line, setting, message), and the line of each setting given."""
+    """What was noted while a file was read: mistakes as (line, setting, message), and the line of each setting."""
 
     def __init__(self) -> None:
         self.problems: list[tuple[int, str, str]] = []
@@ -102,12 +102,12 @@ class Notes:
         self.problems.append((node.start_mark.line + 1, where, message))
 
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Yield (key as typed, key node, value node); note keys that are given twice or are no names."""
+        """Yield (key as typed, key node, value node); note keys that are given twice or are not names."""
         first: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                self.add(key, where, f"{_shown(key)} as a key; wanted a name")
+                self.add(key, where, f"{_given(key)} as a key; wanted a name")
             elif key.value in first:
                 self.add(key, _join(where, key.value), f"given twice, on lines {first[key.value]} and {line}; keep one")
             else:
@@ -116,7 +116,7 @@ class Notes:
 
 
 def document(data: bytes, notes: Notes) -> yaml.Node | None:
-    """Compose the file's only document; None where it is empty, or where it is no YAML and a problem was noted."""
+    """Compose the file's only document; None where it is empty, or is not YAML and a problem was noted."""
     try:
         return _compose(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -125,13 +125,13 @@ def document(data: bytes, notes: Notes) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         text = data.decode("utf-8-sig")
         line = text.count("\n", 0, error.position) + 1
-        problem = f"not YAML: the control character {ord(text[error.position]):#04x}; remove it"
+        problem = f"not YAML: it contains the control character {ord(text[error.position]):#04x}; remove it"
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        said = ", ".join(filter(None, (error.context, error.problem)))
-        advice = "; indent with spaces" if "'\\t'" in said else ""
-        problem = f"not YAML that canaryd reads: {said}{advice}"
+        reason = ", ".join(filter(None, (error.context, error.problem)))
+        advice = "; indent with spaces" if "'\\t'" in reason else ""
+        problem = f"cannot read this YAML: {reason}{advice}"
     notes.problems.append((line, "", problem))
     return None
 
@@ -140,7 +140,7 @@ def document(data: bytes, notes: Notes) -> yaml.Node | None:
 
 
 class Kind(Protocol):
-    """What a setting may be."""
+    """The type of a setting."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
         """Return the value, or note what is wrong (and return None where nothing is usable)."""
@@ -155,14 +155,14 @@ class Scalar:
 
     wanted: str
     parse: Callable[[str], Any]
-    """From the text as typed; raises `ValueError` with the whole message."""
+    """Returns the value of the text as typed; raises `ValueError` with the whole message."""
     json: Mapping[str, Any]
     types: tuple[str, ...] = ("str",)
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
         """Parse the text as typed."""
         if _type(node) not in self.types:
-            notes.add(node, where, f"{_shown(node)}; wanted {self.wanted}")
+            notes.add(node, where, f"{_given(node)}; wanted {self.wanted}")
             return None
         try:
             return self.parse(node.value)
@@ -182,9 +182,9 @@ class ListOf:
     item: Scalar
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read every item, so that all mistakes are seen."""
+        """Read every item, so that all mistakes are noted."""
         if not isinstance(node, yaml.SequenceNode):
-            return notes.add(node, where, f"{_shown(node)}; wanted a list in [brackets], each item {self.item.wanted}")
+            return notes.add(node, where, f"{_given(node)}; wanted a list in [brackets], each item {self.item.wanted}")
         return tuple(self.item.read(item, f"{where}[{i}]", notes) for i, item in enumerate(node.value))
 
     def schema(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Variables:
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
         """Read names and their values."""
         if not isinstance(node, yaml.MappingNode):
-            return notes.add(node, where, f"{_shown(node)}; wanted {self.wanted}")
+            return notes.add(node, where, f"{_given(node)}; wanted {self.wanted}")
         values = {}
         for key, key_node, value in notes.items(node, where):
             if not re.fullmatch(self.name, key):
@@ -220,12 +220,12 @@ class Variables:
 
 @dataclass(frozen=True)
 class Free:
-    """A mapping that only its probe understands; plain JSON values, because it travels to the worker."""
+    """A mapping for a probe alone: plain JSON values, because it is sent to the worker."""
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read anything that JSON can say."""
+        """Read anything that JSON can hold."""
         if not isinstance(node, yaml.MappingNode):
-            return notes.add(node, where, f"{_shown(node)}; wanted a mapping of the probe's own settings")
+            return notes.add(node, where, f"{_given(node)}; wanted a mapping of the probe's own settings")
         return self._plain(node, where, notes)
 
     def _plain(self, node: yaml.Node, where: str, notes: Notes) -> Any:
@@ -256,19 +256,19 @@ class Section:
     cls: type[Any]
 
     def read(self, node: yaml.Node, where: str, notes: Notes) -> Any:
-        """Read the settings that are known; note those that are not."""
+        """Read the known settings; note the others."""
         settings = _settings(self.cls)
         each = next((f for f in settings.values() if isinstance(f.metadata["kind"], Each)), None)
         known = sorted(name for name, f in settings.items() if f is not each)
         if _type(node) == "null":  # a heading whose settings are all commented out
             return self.cls()
         if not isinstance(node, yaml.MappingNode):
-            return notes.add(node, where, f"{_shown(node)}; wanted a mapping with any of: {', '.join(known)}")
+            return notes.add(node, where, f"{_given(node)}; wanted a mapping with any of: {', '.join(known)}")
         beyond = (
             f"{', and ' if known else ''}{each.metadata['kind'].of} by name (a-z, 0-9, _)" if each is not None else ""
         )
         if any(isinstance(f.metadata["kind"], Free) for f in settings.values()):
-            beyond = "; what only this probe knows goes under settings"
+            beyond = "; put settings of this probe alone under settings"
         values: dict[str, Any] = {}
         named: dict[str, Any] = {}
         for key, key_node, value in notes.items(node, where):
@@ -281,7 +281,7 @@ class Section:
                 named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
             else:
                 close = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {quoted(close[0])}?" if close else f"known here: {', '.join(known)}{beyond}"
+                hint = f"did you mean {quoted(close[0])}?" if close else f"known settings: {', '.join(known)}{beyond}"
                 notes.add(key_node, place, f"unknown setting; {hint}")
         return self.cls(**values, **({each.name: named} if each is not None else {}))
 
@@ -303,10 +303,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Each(Section):
-    """Every other key of its section is a name; its value holds the settings of `cls`."""
+    """Every other key of the section is a name; its value has the settings of `cls`."""
 
     of: str = "probes"
-    """What is named."""
+    """What the names stand for."""
     name = "[a-z][a-z0-9_]{0,62}"
 
 
@@ -319,13 +319,13 @@ def _read_setting(setting: dataclasses.Field[Any], node: yaml.Node, where: str, 
     kind: Kind = setting.metadata["kind"]
     if _type(node) == "null" and not isinstance(kind, Section):
         if setting.metadata["default"] != "null":
-            notes.add(node, where, "nothing is given; write a value, or remove the line for the default")
+            notes.add(node, where, "no value is given; write one, or remove the line for the default")
         return None
     return kind.read(node, where, notes)
 
 
 def setting(kind: Kind, default: str, doc: str, *, sample: str = "", factory: Callable[[], Any] | None = None) -> Any:
-    """Declare a setting. `default` and `sample` (shown by `example()` where the default says little) are YAML text."""
+    """Declare a setting. `default` and `sample` are YAML text; `example()` shows `sample` if there is one."""
     notes = Notes()
     node = _compose(default)
     assert node is not None, doc
@@ -337,35 +337,35 @@ def setting(kind: Kind, default: str, doc: str, *, sample: str = "", factory: Ca
 
 
 def section(cls: type[Any], doc: str) -> Any:
-    """Declare a mapping whose settings are those of `cls`."""
+    """Declare a mapping with the settings of `cls`."""
     return field(default_factory=cls, metadata={"kind": Section(cls), "doc": doc})
 
 
 SPELLED = ("str", "bool", "int", "float")
-"""Types of a scalar that is judged as typed, so that a bare 900 is told what it lacks."""
+"""YAML types of a value that is parsed as typed, so that the message for a bare 900 can name the missing unit."""
 
 
 def read_filled(text: str) -> str:
-    """Return a text that is not empty, or raise `ValueError`."""
+    """Return a text that is not empty. Raises `ValueError`."""
     if not text:
         raise ValueError('"" is empty; write a value or remove it')
     return text
 
 
 def read_boolean(text: str) -> bool:
-    """Return what a text that YAML takes for a boolean means."""
+    """Return the value of a text that YAML takes for a boolean."""
     return text.lower() in _TRUE
 
 
 def read_integer(text: str) -> int:
-    """Return a decimal number of at most 19 characters, or raise `ValueError`."""
+    """Return a whole number of at most 19 characters. Raises `ValueError`."""
     if len(text) > 19:  # beyond 64 bits, JSON readers disagree
         raise ValueError(f"{quoted(text)[1:-1]} is too long for a whole number; write at most 19 digits")
     return int(text)
 
 
 def read_number(text: str) -> float:
-    """Return a finite number, or raise `ValueError`."""
+    """Return a finite number. Raises `ValueError`."""
     number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if not math.isfinite(number):
         raise ValueError(f"{quoted(text)[1:-1]} is not a finite number; write e.g. 0.1")

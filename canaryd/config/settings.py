@@ -1,6 +1,6 @@
-"""The configuration: what can be set, and the file that sets it, with every mistake reported at once with its line.
+"""The settings of canaryd, as frozen dataclasses.
 
-The frozen dataclasses below are the schema: validation, defaults, `json_schema()` and `example()` come from them.
+They are the schema: validation, defaults, `json_schema()` and `example()` are made from them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from canaryd.config.values import (
     MEMORY,
     PATH,
     PROGRAM,
+    REQUEST_TIMEOUT,
     SHARE,
     SIZE,
     URL,
@@ -47,15 +48,15 @@ DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
 
 
 def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
-    """Return where runs are kept: /var/lib/canaryd for root, for users without a home, and for all once it is there.
+    """Return the state directory: /var/lib/canaryd for root, for users without a home, and for all once it exists.
 
-    A command that a person runs beside the daemon then meets the daemon's locks and history; where it may not write, it
-    runs unrecorded and says so.
+    A person's command then shares locks and history with the daemon. Where it cannot write, it says that it runs
+    unrecorded.
     """
     if STATE_DIRECTORY.exists():
         return STATE_DIRECTORY
     state, home = environ.get("XDG_STATE_HOME", ""), environ.get("HOME", "")
-    if uid != 0 and state.startswith("/"):  # the XDG specification tells to ignore a relative one
+    if uid != 0 and state.startswith("/"):  # the XDG specification: ignore a relative path
         return Path(state, "canaryd")
     if uid != 0 and home.startswith("/"):
         return Path(home, ".local/state/canaryd")
@@ -69,22 +70,22 @@ class WorkerConfig:
     python: str | None = setting(
         PROGRAM,
         "null",
-        "Interpreter for numeric probes: the serving engine's own, which has torch. Default: canaryd's own.",
+        "Python interpreter for numeric probes: that of the serving engine, with torch. Default: canaryd's own.",
         sample='"/opt/vllm/bin/python3"',
     )
     command: tuple[str, ...] = setting(
         ListOf(FILLED),
         "[]",
-        "Instead of python: a command that starts one elsewhere, as in a container. Default: none.",
+        "Instead of python: a command that starts an interpreter elsewhere, such as in a container. Default: none.",
         sample='["docker", "exec", "-i", "vllm", "python3"]',
     )
     env: Mapping[str, str] = setting(
         Variables(VARIABLE),
         "{}",
-        "Variables to set for workers, on top of canaryd's own environment. Default: none.",
+        "Environment variables for workers, in addition to canaryd's own environment. Default: none.",
         sample='{LD_LIBRARY_PATH: "/opt/cuda/lib64"}',
     )
-    grace: float = setting(DURATION, '"2s"', "How long a worker may take to end before it is killed.")
+    grace: float = setting(DURATION, '"2s"', "Time that a worker gets to end by itself before it is killed.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,31 +95,31 @@ class ProbeSettings:
     enabled: bool | None = setting(
         BOOLEAN,
         "null",
-        "Whether to run it. Default: yes, but no for a probe that another Python package brings.",
+        "Whether to run the probe. Default: yes, except for probes that other Python packages install.",
         sample="false",
     )
     period: float | None = setting(
         DURATION, "null", "Time between two runs on one device. Default: the probe's own.", sample='"15m"'
     )
     timeout: float | None = setting(
-        DURATION, "null", "Time beyond its budget after which it is killed. Default: the probe's own.", sample='"60s"'
+        DURATION, "null", "Time that a run may take beyond its budget. Default: the probe's own.", sample='"60s"'
     )
     level: str | None = setting(
-        LEVEL, "null", "How hard to look: quick, standard or deep. Default: schedule.level.", sample="deep"
+        LEVEL, "null", "How thoroughly to test: quick, standard or deep. Default: schedule.level.", sample="deep"
     )
     settings: Mapping[str, Any] = setting(
-        Free(), "{}", "The probe's own settings, as its documentation names them. Default: none.", sample="{}"
+        Free(), "{}", "Settings that only this probe has; see its documentation. Default: none.", sample="{}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbesConfig:
-    """Where probes are found, and what is set for each by name."""
+    """Where probes are found, and the settings of each by name."""
 
     directories: tuple[Path, ...] = setting(
         ListOf(PATH),
         f'["{DROP_IN_DIRECTORY}"]',
-        "Directories of further probes, owned by root or canaryd's user. Default: this one, where it exists.",
+        "Directories with more probes, owned by root or canaryd's user. Default: this one, if it exists.",
         factory=lambda: (DROP_IN_DIRECTORY,) if os.path.isdir(DROP_IN_DIRECTORY) else (),  # noqa: PTH112  never raises
     )
     each: Mapping[str, ProbeSettings] = field(
@@ -130,63 +131,61 @@ class ProbesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-    """One server that answers on behalf of devices of this host."""
+    """One model server."""
 
     url: str = setting(
         URL,
         "null",
-        "Where its OpenAI-compatible API is; this one has to be given.",
+        "Address of its OpenAI-compatible API; required.",
         sample='"http://127.0.0.1:8000/v1"',
         factory=str,
     )
     devices: tuple[str, ...] = setting(
         ListOf(FILLED),
         "[]",
-        "The devices behind it, by uuid, name or backend. Default: all accelerators, or the CPU where there is none;"
-        " none where the address is another host's.",
+        "Devices of this host that serve it, by uuid, name or backend. Default: all accelerators, else the CPU;"
+        " no device if the address is another host's.",
         sample='["cuda:0", "cuda:1"]',
     )
     model: str | None = setting(
-        FILLED, "null", "The model to ask for. Default: the only one that the server lists.", sample='"qwen"'
+        FILLED, "null", "The model to ask for. Default: the only model that the server lists.", sample='"qwen"'
     )
     directory: Path | None = setting(
         PATH,
         "null",
-        "The checkpoint that it serves, a directory or a GGUF file: its digests tell a changed model from a fault."
-        " Default: not known.",
+        "The checkpoint that it serves, a directory or a GGUF file. Its digests tell a changed model from a fault."
+        " Default: unknown.",
         sample='"/srv/models/qwen"',
     )
     prompts: Path | None = setting(
-        PATH, "null", "A file of prompts. Default: those that canaryd brings.", sample='"/etc/canaryd/prompts.json"'
+        PATH, "null", "A file with prompts. Default: canaryd's own prompts.", sample='"/etc/canaryd/prompts.json"'
     )
     apis: tuple[str, ...] = setting(
-        ListOf(API), '["completions", "chat"]', "Which of its APIs to ask; one that it lacks is left out."
+        ListOf(API), '["completions", "chat"]', "Which of its APIs to test; an API that it lacks is skipped."
     )
-    dialect: str | None = setting(
-        DIALECT, "null", "Which server it is. Default: found out by asking it.", sample="vllm"
-    )
+    dialect: str | None = setting(DIALECT, "null", "The server software. Default: detected.", sample="vllm")
     key_file: Path | None = setting(
         PATH,
         "null",
-        "A file that holds the API key, and nothing else. Default: none is sent.",
+        "A file that contains only the API key. Default: no key is sent.",
         sample='"/etc/canaryd/key"',
     )
     ca_file: Path | None = setting(
-        PATH, "null", "Certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
+        PATH, "null", "CA certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
     )
-    timeout: float = setting(DURATION, '"60s"', "How long one request may take.")
+    timeout: float = setting(REQUEST_TIMEOUT, '"60s"', "Time limit of one request.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointsConfig:
-    """The serving endpoints that are asked, by name; a name under which nothing is set is a heading, no endpoint."""
+    """The model servers to test, by name. A name without settings is a heading, not an endpoint."""
 
     each: Mapping[str, EndpointConfig] = field(
         default_factory=dict,
         hash=False,
         metadata={
             "kind": Each(EndpointConfig, of="endpoints"),
-            "doc": "One section per server, by a name of yours.",
+            "doc": "One section per server, by a name of your choice.",
             "sample": "main",
         },
     )
@@ -194,44 +193,47 @@ class EndpointsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """When probes run, and how hard they look."""
+    """When probes run, and how thoroughly they test."""
 
     level: str = setting(
         LEVEL,
         "quick",
-        "How hard probes look: quick, standard or deep. On CPUs quick takes one instruction set per round, in turn.",
+        "How thoroughly to test: quick, standard or deep. On CPUs quick tests one instruction set per round, in turn.",
     )
     jitter: float = setting(
-        FRACTION, "0.1", "Fraction of its period by which a run may move, so that hosts do not march in step."
+        FRACTION, "0.1", "Fraction of its period by which a run may move, so that hosts do not run in step."
     )
-    run_at_start: bool = setting(BOOLEAN, "true", "Whether every probe runs once as soon as the daemon starts.")
+    run_at_start: bool = setting(BOOLEAN, "true", "Whether to run every probe once when the daemon starts.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """What canaryd run may take of a device that serves; docs/budget.md has the reasons of each number."""
+    """What canaryd run may take from a device that serves. docs/budget.md has the reason for each number."""
 
     share: float = setting(
-        SHARE, "0.005", "Largest part of an hour that rounds may take of a device's time, or of a CPU's cores."
+        SHARE, "0.005", "Largest fraction of an hour of device time, or of a CPU's cores, that rounds may use."
     )
-    burst: float = setting(DURATION, '"0.05s"', "A run pauses whenever it has worked for this long.")
+    burst: float = setting(DURATION, '"0.05s"', "A run pauses each time it has worked for this long.")
     memory: int = setting(
-        MEMORY, '"1GiB"', "Memory that a worker may take; on an accelerator beside the driver's own context."
+        MEMORY, '"1GiB"', "Memory that a worker may use; on an accelerator in addition to the driver's own context."
     )
-    free: int = setting(MEMORY, '"512MiB"', "Memory that must be left free for the server in any case.")
+    free: int = setting(MEMORY, '"512MiB"', "Memory that always stays free for the server.")
     busy: float = setting(
-        SHARE, "0.9", "A round waits while the device is in use for this part of the time or more; 1 is never."
+        SHARE,
+        "0.9",
+        "Rounds wait while the device is in use for at least this fraction of the time; with 1 they never wait.",
     )
     power: float | None = setting(
         SHARE,
         "null",
-        "A round waits while the device draws this part of its power limit or more. Default: it does not wait.",
+        "Rounds wait while the device draws at least this fraction of its power limit. Default: they do not wait.",
         sample="0.95",
     )
     headroom: float = setting(
         DEGREES,
         "5",
-        "A round waits while fewer degrees Celsius are left until the device slows itself down; 0 is never.",
+        "Rounds wait while the device is less than this many degrees Celsius below its throttle point; with 0 they"
+        " never wait.",
     )
     quiet_hours: tuple[tuple[int, int], ...] = setting(
         ListOf(HOURS),
@@ -242,52 +244,50 @@ class BudgetConfig:
     evidence: float | None = setting(
         DURATION,
         "null",
-        "A round that waits for load, heat, hours or its share runs all the same when evidence is this old."
-        " Default: three quarters of what judge.stale_after allows.",
+        "Rounds that wait for load, heat, power, quiet hours or their share run anyway when the newest evidence is this"
+        " old. Default: three quarters of the age that judge.stale_after allows.",
         sample='"90m"',
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePolicy:
-    """The judge's numbers; durations are in seconds. docs/thresholds.md: source and false-alarm chance of each."""
+    """The numbers of the judge, durations in seconds. docs/thresholds.md has source and false-alarm rate of each."""
 
     stale_after: float = setting(
-        DURATION, '"2h"', "A device whose newest evidence is older than this, and than three periods, is unknown."
+        DURATION, '"2h"', "A device is unknown when its newest evidence is older than this and than three periods."
     )
     confirm_runs: int = setting(
         whole(1, 100), "3", "A mismatch is confirmed when this many new processes all repeat it."
     )
     repeat_window: float = setting(DURATION, '"24h"', "Two mismatches within this time make a device faulty.")
     repeat_gap: float = setting(
-        DURATION, '"60s"', "Mismatches less than this apart count as one: they may share a cause."
+        DURATION, '"60s"', "Mismatches closer together than this count as one, because they may have one cause."
     )
-    week_count: int = setting(whole(2, 1000), "3", "So many mismatches within judge.week make a device faulty.")
-    week: float = setting(DURATION, '"7d"', "The window for judge.week_count.")
+    week_count: int = setting(whole(2, 1000), "3", "This many mismatches within judge.week make a device faulty.")
+    week: float = setting(DURATION, '"7d"', "The time in which judge.week_count mismatches count.")
     watch: float = setting(DURATION, '"30d"', "A suspect device stays suspect for at least this long.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is made of what devices say about themselves; docs/thresholds.md has source and chance of each number."""
+    """How telemetry is read and judged. docs/thresholds.md has source and false-alarm rate of each number."""
 
-    kernel_log: Path = setting(
-        PATH, '"/dev/kmsg"', "The kernel's log, or a file that is fed with records in its format."
-    )
+    kernel_log: Path = setting(PATH, '"/dev/kmsg"', "The kernel log, or a file with records in its format.")
     keep: float = setting(
-        DURATION, '"5m"', "A poll is stored at least this often, and whenever a counter or a flag has changed."
+        DURATION, '"5m"', "A poll is stored at least this often, and whenever a counter or a flag changes."
     )
     settle: float = setting(
         DURATION, '"1h"', "A condition that comes and goes is over when it has not been seen for this long."
     )
     throttle: float = setting(
-        DURATION, '"60s"', "Time held down by heat or power within telemetry.settle that makes a device degraded."
+        DURATION, '"60s"', "Time throttled by heat or power within telemetry.settle that makes a device degraded."
     )
     corrected_per_day: int = setting(
-        whole(1, 10**9), "1000", "Corrected errors of an accelerator's memory in a day that make it degraded."
+        whole(1, 10**9), "1000", "Corrected memory errors of an accelerator in a day that make it degraded."
     )
     dimm_corrected_per_day: int = setting(
-        whole(1, 10**9), "10", "Corrected errors of a memory module of the host in a day that make it degraded."
+        whole(1, 10**9), "10", "Corrected errors of one memory module in a day that make the host degraded."
     )
     xids: Mapping[str, str] = setting(
         Variables(
@@ -297,7 +297,7 @@ class TelemetryConfig:
             'not an Xid; write its number in quotes, e.g. "31"',
         ),
         "{}",
-        "Xids to be graded otherwise than NVIDIA's catalogue says. Default: none.",
+        "Xids to grade differently from NVIDIA's catalogue. Default: none.",
         sample='{"31": none}',
     )
 
@@ -307,10 +307,10 @@ class StoreConfig:
     """How long runs are kept. Sizes are in bytes."""
 
     keep_successes: float = setting(
-        DURATION, '"45d"', "How long runs without a mismatch are kept; beyond judge.watch they can clear a suspect."
+        DURATION, '"45d"', "How long runs without a mismatch are kept; must exceed judge.watch to clear suspects."
     )
     keep_failures: float = setting(DURATION, '"400d"', "How long mismatches and failed runs are kept.")
-    max_size: int = setting(SIZE, '"256MiB"', "Size of the database beyond which the oldest successes go early.")
+    max_size: int = setting(SIZE, '"256MiB"', "Size of the database above which old successes are deleted early.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,36 +320,36 @@ class DevicesConfig:
     include: tuple[str, ...] = setting(
         ListOf(FILLED),
         "[]",
-        "Devices to watch, by uuid, name or backend. Default: all that are found.",
+        "Devices to watch, by uuid, name or backend. Default: all.",
         sample='["cuda", "cpu:0"]',
     )
     expected: int | None = setting(
         whole(0, 1024),
         "null",
-        "How many accelerators should be found: whole ones, without the CPU. Default: any number will do.",
+        "How many accelerators this host has, without the CPU; a divided GPU counts as one. Default: any number.",
         sample="8",
     )
     absent: tuple[str, ...] = setting(
         ListOf(FILLED),
         "[]",
-        "Devices taken out on purpose, by uuid: they are not missed while they are gone. Default: none.",
+        "Devices that you removed on purpose, by uuid; they are not reported as missing. Default: none.",
         sample='["GPU-5f1c0d6e-0000-0000-0000-000000000000"]',
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. Equal, and of equal hash, when every setting is: a reload compares sections."""
+    """The whole configuration. Two are equal if all settings are; a reload compares sections."""
 
     listen: tuple[str, int] = setting(
         LISTEN,
         '"127.0.0.1:19469"',
-        'Address and port that serve metrics; ":19469" is every interface, and port 0 any free port.',
+        'Address and port for metrics and pages; ":19469" means all interfaces, port 0 any free port.',
     )
     web_config: Path | None = setting(
         PATH,
         "null",
-        "TLS and passwords for that address: a file in Prometheus's web.config.yml format. Default: neither.",
+        "File with TLS and passwords for that address, in Prometheus's web.config.yml format. Default: neither.",
         sample='"/etc/canaryd/web.yml"',
     )
     state_dir: Path = setting(
@@ -362,16 +362,16 @@ class Config:
     enforcement: str = setting(
         ENFORCEMENT,
         "log",
-        "What canaryd gate does about a faulty device: log says what it would do, act fails (docs/enforcement.md).",
+        "What canaryd gate does about a faulty device: log only reports it, act fails (docs/enforcement.md).",
     )
-    worker: WorkerConfig = section(WorkerConfig, "Workers: the processes that touch the hardware.")
-    probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each by name.")
-    endpoints: EndpointsConfig = section(EndpointsConfig, "Endpoints: servers that are asked canary prompts.")
-    schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how hard they look.")
-    budget: BudgetConfig = section(BudgetConfig, "Budget: what canaryd run may take of devices that serve.")
+    worker: WorkerConfig = section(WorkerConfig, "Workers: the processes that use the hardware.")
+    probes: ProbesConfig = section(ProbesConfig, "Probes: where they are found, and a section for each, by name.")
+    endpoints: EndpointsConfig = section(EndpointsConfig, "Endpoints: model servers to test with canary prompts.")
+    schedule: ScheduleConfig = section(ScheduleConfig, "Schedule: when probes run, and how thoroughly they test.")
+    budget: BudgetConfig = section(BudgetConfig, "Budget: what canaryd run may take from devices that serve.")
     judge: JudgePolicy = section(JudgePolicy, "Judge: how mismatches become verdicts.")
-    telemetry: TelemetryConfig = section(TelemetryConfig, "Telemetry: what is made of what devices say of themselves.")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "Telemetry: how readings and the kernel log are judged.")
     store: StoreConfig = section(StoreConfig, "Store: how long runs are kept.")
-    devices: DevicesConfig = section(DevicesConfig, "Devices: which are watched.")
+    devices: DevicesConfig = section(DevicesConfig, "Devices: which ones canaryd watches.")
     file: Path | None = field(default=None, compare=False)
-    """The file it was read from; None where defaults alone hold."""
+    """The file that it was read from; None for the defaults."""

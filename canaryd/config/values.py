@@ -20,21 +20,23 @@ from canaryd.config.schema import (
 )
 from canaryd.probe import LEVELS
 
-MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of the standard library overflow
+MAX_SECONDS = 36500 * 86400.0  # a century: longer ones overflow the standard library's timers and timestamps
 MAX_BYTES = 1 << 50
+MAX_REQUEST = 86400.0
+"""Longest time limit of one request to an endpoint, in seconds (ours)."""
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What an Xid may call for, from nothing to a return of the part; docs/kernel-log.md explains them."""
+"""What an Xid calls for, from nothing to a return of the part; see docs/kernel-log.md."""
 DIALECTS = (
     *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
     *("transformers", "generic"),
 )
-"""Servers whose ways an endpoint canary knows; docs/endpoint.md has them."""
+"""Server software that the endpoint canary supports; see docs/endpoint.md."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds that "90s", "15m", "2h" or "30d" stands for, or raise `ValueError` saying what to write."""
+    """Return the seconds of "90s", "15m", "2h" or "30d". Raises `ValueError` that says what to write."""
     match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     if not match:
         raise ValueError(f'{quoted(text)} is not a duration; write e.g. "15m"')
@@ -44,12 +46,18 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{quoted(text)} has no unit; write {quoted(text + 's')}")
     seconds = float(match[1]) * _UNITS[match[2]]
     if not 0 < seconds <= MAX_SECONDS:
-        raise ValueError(f"{quoted(text)} is longer than a century; write at most {quoted(_spoken(MAX_SECONDS))}")
+        raise ValueError(f'{quoted(text)} is longer than a century; write at most "36500d"')
+    return seconds
+
+
+def _request_timeout(text: str) -> float:
+    if (seconds := parse_duration(text)) > MAX_REQUEST:
+        raise ValueError(f'{quoted(text)} is too long for one request; write at most "1d"')
     return seconds
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that e.g. "256MiB" stands for (KiB, MiB, GiB, TiB), or raise `ValueError`."""
+    """Return the bytes of e.g. "256MiB" (KiB, MiB, GiB or TiB). Raises `ValueError` that says what to write."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(KiB|MiB|GiB|TiB)", text)
     if not match:
         raise ValueError(f'{quoted(text)} is not a size; write e.g. "256MiB"')
@@ -60,9 +68,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return (host, port) of "127.0.0.1:19469", "[::1]:19469", "name:19469" or ":19469"; raise `ValueError` otherwise.
+    """Return (host, port) of "127.0.0.1:19469", "[::1]:19469", "name:19469" or ":19469". Raises `ValueError`.
 
-    The host is "" for all interfaces, which has to be asked for with a leading colon. Port 0 means any free port.
+    The host is "" for all interfaces, which takes a leading colon. Port 0 means any free port.
     """
     host, colon, port = text.rpartition(":")
     if not colon:
@@ -91,7 +99,7 @@ def _is_host(host: str) -> bool:
 
 def _store_size(text: str) -> int:
     if (size := parse_size(text)) < 1 << 20:
-        raise ValueError(f'{quoted(text)} is too small for the store to work in; write at least "1MiB"')
+        raise ValueError(f'{quoted(text)} is too small for the database; write at least "1MiB"')
     return size
 
 
@@ -120,8 +128,8 @@ def _choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
 
 def _url(text: str) -> str:
     parts = urlsplit(text)
-    if "@" in parts.netloc:  # not repeated: it may be a password
-        raise ValueError("the address holds a name or a password; put the key into a file and name it in key_file")
+    if "@" in parts.netloc:  # not repeated, because it may be a password
+        raise ValueError("the address contains a user name or password; put the key into a file and set key_file")
     try:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
@@ -147,20 +155,15 @@ def _between(low: float, high: float) -> Callable[[str], float]:
 
 
 def parse_hours(text: str) -> tuple[int, int]:
-    """Return the minutes of the day at which "22:00-06:00" begins and ends, or raise `ValueError` saying what to write.
+    """Return the minutes of the day at which "22:00-06:00" begins and ends. Raises `ValueError`.
 
-    An end before the beginning is of the next day; "00:00-24:00" is the whole day.
+    An end before the beginning means the next day; "00:00-24:00" is the whole day.
     """
     match = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", text)
     begin, end = (60 * int(match[i]) + int(match[i + 1]) for i in (1, 3)) if match else (0, 0)
     if not match or max(int(match[2]), int(match[4])) > 59 or begin >= 1440 or end > 1440 or begin == end:
         raise ValueError(f'{quoted(text)} is not a time of day; write e.g. "08:00-20:00" or "22:00-06:00"')
     return begin, end
-
-
-def _spoken(seconds: float) -> str:
-    unit = next((u for u, size in reversed(_UNITS.items()) if seconds % size == 0), "s")
-    return f"{seconds / _UNITS[unit]:g}{unit}"
 
 
 def whole(low: int, high: int) -> Scalar:
@@ -181,6 +184,7 @@ DURATION = Scalar(
     {"type": "string", "pattern": r"^(?=.*[1-9])[0-9]+(\.[0-9]+)?[smhd]$"},
     SPELLED,
 )
+REQUEST_TIMEOUT = Scalar(DURATION.wanted, _request_timeout, DURATION.json, DURATION.types)
 _BYTES = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]iB)$"}
 SIZE = Scalar('a size, e.g. "256MiB"', _store_size, _BYTES, SPELLED)
 MEMORY = Scalar('a size, e.g. "1GiB"', parse_size, _BYTES, SPELLED)
@@ -205,8 +209,8 @@ PATH = Scalar("an absolute path", _absolute, {"type": "string", "pattern": "^/"}
 PROGRAM = Scalar("an absolute path or a command's name", _program, {"type": "string", "pattern": "^(/.*|[^/]+)$"})
 
 
-class _Unsaid(Scalar):
-    """A text that may be a secret: a mistake does not repeat it."""
+class _Secret(Scalar):
+    """A text that may be a secret, so that messages do not repeat it."""
 
     def read(self, node: Any, where: str, notes: Notes) -> Any:
         noted = len(notes.problems)
@@ -217,7 +221,7 @@ class _Unsaid(Scalar):
         return value
 
 
-VARIABLE = _Unsaid("text (in quotes)", str, {"type": "string"})
+VARIABLE = _Secret("text (in quotes)", str, {"type": "string"})
 URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
 _APIS = ("completions", "chat")
 ENFORCEMENT = _choice("a way to enforce", ("log", "act"), ("str",))

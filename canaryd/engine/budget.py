@@ -1,8 +1,8 @@
-"""What canaryd may take of a device that serves, and why a round waits: pure functions over facts, and an account.
+"""What canaryd may take from a device that serves, and why a test is postponed: pure functions, and an account.
 
-A round waits for its share, for load, heat, power and the operator's hours, until evidence would grow too old; it then
-runs all the same, as small as ever. Nothing runs where memory is short or the compute mode forbids it. docs/budget.md
-has the reasons.
+A round waits for its share, for load, heat, power and the operator's quiet hours, until the evidence would become too
+old. Then it runs anyway, as small as always. Nothing runs where memory is short or the compute mode forbids it.
+docs/budget.md has the reasons.
 """
 
 from __future__ import annotations
@@ -19,72 +19,73 @@ from canaryd.config.settings import BudgetConfig
 from canaryd.model import Device, Reading
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
-"""What a series is for: probes that are due; the same because evidence would grow too old; a retest of a suspect; a
-confirmation of a mismatch, or a test that an event called for."""
+"""Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
+suspect; and a confirmation of a mismatch or a test after an event."""
 PURPOSES = (ROUND, FORCED, RETEST, DOUBT)
 REASONS = ("compute_mode", "memory", "quiet_hours", "heat", "power", "load", "share")
-"""Why something waits, the most binding first."""
-_HEEDED: Mapping[str, tuple[str, ...]] = {
+"""Reasons to postpone a test, the most binding first."""
+_REASONS_FOR: Mapping[str, tuple[str, ...]] = {
     ROUND: REASONS,
     FORCED: ("compute_mode", "memory"),
     RETEST: ("compute_mode", "memory", "quiet_hours", "heat", "power"),
     DOUBT: ("compute_mode", "memory"),
 }
-"""What each purpose waits for. Retests have a share of their own (`schedule.RETEST_SHARE`) and are meant for load."""
+"""Purpose → the reasons that postpone it. Retests have a share of their own (`schedule.RETEST_SHARE`), and should run
+under load."""
 
 HOUR = 3600.0
-"""Seconds over which a share is reckoned."""
+"""Seconds for which a share is calculated."""
 COVERAGE = 0.75
-"""Part of the age at which evidence counts as stale after which a round is forced: what is left is time for it to wait
-for its device (ours)."""
+"""Fraction of the age at which evidence becomes stale after which a round is forced. The rest is time to wait for the
+device (ours)."""
 NICE = 10
-"""Nice level of workers: a core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
-kernel/sched/core.c, sched_prio_to_weight). At 19 it would be a seventieth, and torch's start alone take minutes (ours).
-"""
+"""Nice level of workers. A core that a server keeps busy gives them a tenth of its time (weights 110 to 1024, Linux,
+kernel/sched/core.c, sched_prio_to_weight). At 19 they would get a seventieth, and starting torch would take minutes
+(ours)."""
 REST = 3.0
-"""A pause is so many times as long as the burst before it: a round works a quarter of the time that it lasts (ours)."""
+"""A pause is this many times as long as the burst before it, so that a round works a quarter of its time (ours)."""
 CONTEXT = 512 << 20
-"""Bytes that a CUDA or HIP context with its kernels takes beside what torch allocates (ours, ample)."""
+"""Bytes of a CUDA or HIP context with its kernels, in addition to what torch allocates (ours, ample)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a device at one moment; None where it is not known, which holds nothing back."""
+    """What is known of a device at one moment. None means unknown, which postpones nothing."""
 
     now: float
     """Seconds since the epoch."""
     accelerator: bool = True
     spent: float = 0.0
-    """Seconds of device time that rounds took in the last hour."""
+    """Seconds of device time that rounds used in the last hour."""
     expected: float = 0.0
-    """Seconds that this one is expected to take; 0 where none like it has run yet."""
+    """Seconds that this round is expected to take; 0 where no similar one has run yet."""
     busy: float | None = None
-    """Part of the time for which it is in use; above 1 where a CPU's tasks wait."""
+    """Fraction of the time for which it is in use; above 1 where tasks wait for a CPU."""
     free: int | None = None
-    """Bytes of memory that are free."""
+    """Free bytes of memory."""
     power: float | None = None
-    """Power drawn over its limit."""
+    """Power draw as a fraction of the power limit."""
     margin: float | None = None
-    """Degrees left until it slows itself down."""
+    """Degrees Celsius below the throttle point."""
     mode: str = ""
-    """Its compute mode, as NVML calls it; "" where it has none."""
+    """Compute mode, as NVML names it; "" where there is none."""
     processes: int | None = None
-    """Processes that compute on it."""
+    """Number of processes that compute on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Why something does not run now."""
+    """Why a test does not run now."""
 
     reason: str
     """One of `REASONS`."""
     text: str
-    """It in words."""
+    """The reason in words: what was measured, and the limit."""
 
 
 def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
-    """Return the most binding reason why a series has to wait; None where it may run."""
-    for reason in _HEEDED[purpose]:
+    """Return the most binding reason to postpone a series; None if it may run."""
+    for reason in _REASONS_FOR[purpose]:
         if text := _CHECKS[reason](policy, facts):
             return Wait(reason=reason, text=text)
     return None
@@ -92,17 +93,17 @@ def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
 
 def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
     if facts.mode == "prohibited":
-        return "its compute mode lets nobody compute"
+        return "the compute mode prohibits computing"
     if facts.mode.startswith("exclusive") and facts.processes == 0:
-        return "its compute mode is exclusive: a server that starts would be refused while canaryd holds it"
-    return ""  # held by others: the worker asks, and is let in where the holder is MPS
+        return "the compute mode is exclusive, so no server could start during the test"
+    return ""  # another process holds it: the worker tries, and succeeds if that is MPS
 
 
 def _memory(policy: BudgetConfig, facts: Facts) -> str:
     wanted = policy.memory + policy.free + (CONTEXT if facts.accelerator else 0)
     if facts.free is None or facts.free >= wanted:
         return ""
-    return f"{facts.free >> 20} MiB of its memory are free, and {wanted >> 20} MiB are wanted"
+    return f"{facts.free >> 20:,} MiB of memory free, {wanted >> 20:,} MiB needed"
 
 
 def _quiet_hours(policy: BudgetConfig, facts: Facts) -> str:
@@ -117,28 +118,29 @@ def _quiet_hours(policy: BudgetConfig, facts: Facts) -> str:
 def _heat(policy: BudgetConfig, facts: Facts) -> str:
     if not policy.headroom or facts.margin is None or facts.margin >= policy.headroom:
         return ""
-    return f"{facts.margin:.0f} °C are left until it slows itself down, and {policy.headroom:g} °C are wanted"
+    if facts.margin < 0:
+        return f"{-facts.margin:.0f} °C above its throttle point"
+    return f"{facts.margin:.0f} °C below its throttle point ({policy.headroom:g} °C needed)"
 
 
 def _power(policy: BudgetConfig, facts: Facts) -> str:
     if policy.power is None or facts.power is None or facts.power < policy.power:
         return ""
-    return f"it draws {facts.power:.0%} of its power limit, and less than {policy.power:.0%} is wanted"
+    return f"power draw is {100 * facts.power:.0f} % of its limit (tests run below {100 * policy.power:g} %)"
 
 
 def _load(policy: BudgetConfig, facts: Facts) -> str:
     if policy.busy >= 1 or facts.busy is None or facts.busy < policy.busy:
         return ""
-    return f"it is in use for {facts.busy:.0%} of the time, and less than {policy.busy:.0%} is wanted"
+    what = "device" if facts.accelerator else "CPU"
+    return f"{what} load is {100 * facts.busy:.0f} % (limit {100 * policy.busy:g} %)"
 
 
 def _share(policy: BudgetConfig, facts: Facts) -> str:
-    may = policy.share * HOUR
-    if not facts.spent or facts.spent + facts.expected <= may:
-        return ""  # the first round of an hour runs whatever it takes: how long is known afterwards
-    return (
-        f"rounds took {facts.spent:.1f} s of it within the hour, another {facts.expected:.1f} s, and {may:g} s may be"
-    )
+    limit = policy.share * HOUR
+    if not facts.spent or facts.spent + facts.expected <= limit:
+        return ""  # the first round of an hour always runs, because only then its time is known
+    return f"{facts.spent:.1f} s used this hour, this needs {facts.expected:.1f} s, limit {limit:g} s"
 
 
 _CHECKS: Mapping[str, Callable[[BudgetConfig, Facts], str]] = {
@@ -155,9 +157,9 @@ _CHECKS: Mapping[str, Callable[[BudgetConfig, Facts], str]] = {
 def facts(
     device: Device, own: Iterable[Reading], whole: Iterable[Reading] = (), *, now: float, spent: float, expected: float
 ) -> Facts:
-    """Return what fresh readings of a device say; `whole` are those of the device that it is an instance of.
+    """Return the facts in the fresh readings of a device; `whole` are those of the device that it is an instance of.
 
-    An instance of a divided device has memory of its own, and shares heat, power and the compute mode.
+    An instance of a divided device has its own memory, and shares heat, power and the compute mode.
     """
     mine: dict[str, list[Reading]] = {}
     for reading in own:
@@ -199,7 +201,7 @@ def _one(readings: Mapping[str, list[Reading]], name: str, **labels: str) -> flo
 
 
 def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
-    """Return the smallest distance of a sensor from where the device slows down, or is in danger."""
+    """Return the smallest distance of a sensor from its throttle or critical point, in degrees; None where unknown."""
     thresholds = {
         r.labels.get("threshold", ""): float(r.value) for r in readings.get("temperature_threshold_celsius", ())
     }
@@ -213,20 +215,20 @@ def _margin(readings: Mapping[str, list[Reading]]) -> float | None:
 
 
 def allowance(policy: BudgetConfig) -> dict[str, float]:
-    """Return what a run beside a server is told: seconds of a burst, pause over burst, bytes to take and to leave."""
+    """Return the limits of a run beside a server: seconds of a burst, pause over burst, bytes to use and to leave."""
     return {"burst": policy.burst, "rest": REST, "memory": policy.memory, "free": policy.free}
 
 
 def oldest(policy: BudgetConfig, fresh: float) -> float:
-    """Return the age in seconds of evidence at which a round is forced; `fresh` is the age up to which it counts."""
+    """Return the age of evidence in seconds at which a round is forced; `fresh` is the age up to which it counts."""
     return COVERAGE * fresh if policy.evidence is None else policy.evidence
 
 
 def device_seconds(device: Device, wall: float, processor: float | None) -> float:
-    """Return how much of a device's time a worker took.
+    """Return how many seconds of a device's time a worker used.
 
-    Of a CPU its processor time, over all cores. Of an accelerator the time for which the worker was there, its pauses
-    left out: more than it computed for, since torch's start and the goldens' making on the host are in it.
+    For a CPU, its processor time divided by all cores. For an accelerator, the worker's life without its pauses: more
+    than it computed for, because starting torch and making goldens on the host are included.
     """
     if device.backend == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
@@ -234,27 +236,27 @@ def device_seconds(device: Device, wall: float, processor: float | None) -> floa
 
 
 def worked(seconds: float) -> float:
-    """Return how much of a run's wall time was work, the rest being pauses: an estimate, for runs of the past."""
+    """Return an estimate of how much of a past run's wall time was work; the rest was pauses."""
     return seconds / (1.0 + REST)
 
 
 @dataclass
 class Withheld:
-    """A round that is due and waits."""
+    """A postponed round."""
 
     since: float
-    """Since when, in seconds since the epoch."""
+    """When it was first postponed, in seconds since the epoch."""
     wait: Wait
-    """Why, as things stand."""
+    """The newest reason."""
     counted: set[str] = field(default_factory=set)
-    """Reasons that have been counted for this round."""
+    """Reasons that were counted for this round."""
 
 
 class Account:
-    """What was spent and what was skipped, by this process. Safe to use from several threads."""
+    """Device time used and rounds postponed by this process. Safe to use from several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is a monotonic one: a share of an hour must not depend on a clock that is set."""
+        """`clock` is monotonic, so that setting the system clock does not change a share."""
         self._clock = clock
         self._mutex = threading.Lock()
         self._recent: dict[str, deque[tuple[float, float]]] = {}
@@ -264,19 +266,19 @@ class Account:
         self._cost: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def spend(self, device: str, seconds: float, purpose: str) -> None:
-        """Add device time; that of rounds counts towards the share of the hour."""
+        """Add device time; time of rounds counts towards the hourly share."""
         with self._mutex:
             self._seconds[device, purpose] += seconds
             if purpose in (ROUND, FORCED):
                 self._recent.setdefault(device, deque()).append((self._clock(), seconds))
 
     def recall(self, device: str, seconds: float, age: float) -> None:
-        """Take up what an earlier process spent `age` seconds ago: a restart begins no new hour, and counts nothing."""
+        """Add time that an earlier process used `age` seconds ago to the hourly share, but not to the totals."""
         with self._mutex:
             self._recent.setdefault(device, deque()).append((self._clock() - age, seconds))
 
     def spent(self, device: str) -> float:
-        """Return the seconds that rounds took of a device within the last hour."""
+        """Return the seconds that rounds used of a device in the last hour."""
         with self._mutex:
             recent, since = self._recent.get(device, deque()), self._clock() - HOUR
             kept = deque(each for each in recent if each[0] > since)
@@ -284,22 +286,22 @@ class Account:
             return sum(seconds for _, seconds in kept)
 
     def cost(self, device: str, probes: tuple[str, ...]) -> float:
-        """Return what the newest round of these probes took; 0 where none has run."""
+        """Return the device seconds of the newest round of these probes; 0 where none has run."""
         return self._cost.get((device, probes), 0.0)
 
     def took(self, device: str, probes: tuple[str, ...], seconds: float) -> None:
-        """Note what a round of these probes took, and that it waits no longer."""
+        """Note the device seconds of a round of these probes, and that it no longer waits."""
         with self._mutex:
             self._cost[device, probes] = seconds
             self._withheld.pop(device, None)
 
     def release(self, device: str) -> None:
-        """Note that what waited has run."""
+        """Note that the postponed round has run."""
         with self._mutex:
             self._withheld.pop(device, None)
 
     def withhold(self, device: str, wait: Wait, now: float) -> bool:
-        """Note that a round that is due waits; return whether that, or its reason, is news. Counts each reason once."""
+        """Note that a round is postponed; return whether that or its reason is new. Counts each reason once."""
         with self._mutex:
             held = self._withheld.setdefault(device, Withheld(since=now, wait=wait))
             news = wait.reason not in held.counted or held.wait.reason != wait.reason
@@ -311,11 +313,11 @@ class Account:
             return news
 
     def withheld(self, device: str) -> Withheld | None:
-        """Return what waits on a device; None where nothing does."""
+        """Return the postponed round of a device; None where there is none."""
         return self._withheld.get(device)
 
     def totals(self, device: str) -> tuple[dict[str, float], dict[str, int]]:
-        """Return the seconds spent by purpose and the rounds put off by reason, 0 where there were none."""
+        """Return the seconds used by purpose and the rounds postponed by reason; 0 where there were none."""
         with self._mutex:
             return (
                 {purpose: self._seconds[device, purpose] for purpose in PURPOSES},

@@ -1,6 +1,6 @@
-"""Finds probe files without importing any: the catalogue, an operator's directories, enabled entry points.
+"""Find probe files without importing them: canaryd's own, those in the operator's directories, enabled entry points.
 
-What a file says of itself (its `SPEC`) only a worker can tell, because only a worker may import it; `load` joins both.
+Only a worker may import a probe file and read its `SPEC`; `load` joins files and specs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from canaryd.config import permissions
 from canaryd.probe import ProbeSpec
 
 GROUP = "canaryd.probes"
-"""Entry-point group of third-party probes; each value names a module that holds one probe."""
+"""Entry-point group of third-party probes; each value names a module with one probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeFile:
-    """A probe as found on disk."""
+    """A probe file."""
 
     name: str
-    """File stem, or the entry point's name; what its `SPEC.name` must be."""
+    """File stem, or the entry point's name; must equal its `SPEC.name`."""
     path: Path
     source: str
     """"builtin", "directory" or "entry point"."""
@@ -32,7 +32,7 @@ class ProbeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A probe that can be run."""
+    """A probe that can run."""
 
     spec: ProbeSpec
     file: ProbeFile
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Why something is not in the catalogue; the rest of the catalogue is not affected."""
+    """Why a probe is not in the catalogue; the other probes are not affected."""
 
     where: str
     """A path, or the name of an entry point."""
@@ -51,7 +51,7 @@ class Problem:
 
 
 def builtin_directory() -> Path:
-    """Return the directory of canaryd's own probes: the checkout's where there is one, else the wheel's."""
+    """Return the directory of canaryd's own probes: that of the checkout if there is one, else of the wheel."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent
     if (checkout / "pyproject.toml").is_file() and (checkout / "probes").is_dir():
@@ -64,8 +64,8 @@ def find(
 ) -> tuple[list[ProbeFile], list[Problem]]:
     """List probes: the built-in ones, those in an operator's `directories`, and `enabled` entry points.
 
-    Installed is not enabled: an entry point is listed only if its name is in `enabled`. Nothing is imported. Of two
-    probes of one name the first found is kept. `builtin` replaces canaryd's own directory.
+    An installed entry point is listed only if its name is in `enabled`. Nothing is imported. Of two probes with one
+    name the first is kept. `builtin` replaces canaryd's own directory.
     """
     problems: list[Problem] = []
     found: dict[str, ProbeFile] = {}
@@ -79,7 +79,7 @@ def find(
             problems.append(candidate)
         elif candidate.name in found:
             first = found[candidate.name].path
-            message = f"the name {candidate.name!r} is taken by {first}, which is kept; rename one of the two"
+            message = f"the name {candidate.name!r} is already used by {first}, which is kept; rename one of the two"
             problems.append(Problem(where=str(candidate.path), message=message))
         else:
             found[candidate.name] = candidate
@@ -89,15 +89,15 @@ def find(
 def load(
     files: Iterable[ProbeFile], described: Mapping[Path, ProbeSpec | str]
 ) -> tuple[dict[str, Entry], list[Problem]]:
-    """Join probe files with what a worker says of them: path → its spec, or what is wrong with it."""
+    """Join probe files with `described`: path → the spec that a worker read, or what is wrong with the file."""
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for file in files:
-        spec = described.get(file.path, "the worker said nothing about it")
+        spec = described.get(file.path, "the worker did not describe it")
         if isinstance(spec, str):
             problems.append(Problem(where=str(file.path), message=spec))
         elif spec.name != file.name:
-            message = f"its SPEC.name is {spec.name!r}, but it was found as {file.name!r}; the two must be equal"
+            message = f"its SPEC.name is {spec.name!r}, but the probe is named {file.name!r}; make the two equal"
             problems.append(Problem(where=str(file.path), message=message))
         else:
             entries[file.name] = Entry(spec=spec, file=file)
@@ -111,10 +111,10 @@ def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        yield Problem(where=str(directory), message=f"cannot be listed: {error.strerror}")
+        yield Problem(where=str(directory), message=f"cannot list it: {error.strerror}")
         return
     probes = [path for path in paths if path.suffix == ".py" and not path.name.startswith(("_", "."))]
-    if source == "directory" and (problems := _beside(directory, probes)):
+    if source == "directory" and (problems := _unsafe_neighbours(directory, probes)):
         yield from problems
         return
     for path in probes:
@@ -124,9 +124,9 @@ def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]
             yield ProbeFile(name=path.stem, path=path, source=source)
 
 
-def _beside(directory: Path, probes: Collection[Path]) -> list[Problem]:
-    """Return what is wrong with files that are no probes: any probe may read them, so none of them is safe."""
-    message = "every probe beside it may read it, so none in {} is used: {}"
+def _unsafe_neighbours(directory: Path, probes: Collection[Path]) -> list[Problem]:
+    """Return problems of files beside probes that another user could have written, because the probes may read them."""
+    message = "the probes beside it may read it, so no probe in {} is used: {}"
     others = [Path(folder, name) for folder, below, names in os.walk(directory) for name in (*below, *names)]
     return [
         Problem(where=problem.where, message=message.format(directory, problem.message))
@@ -136,16 +136,16 @@ def _beside(directory: Path, probes: Collection[Path]) -> list[Problem]:
 
 
 def _untrusted(path: Path) -> Problem | None:
-    """Return a problem where somebody other than root and the daemon's user could have written what is at `path`."""
+    """Return a problem if users other than root and the daemon's user could have written the file at `path`."""
     try:
         doubt = permissions.doubt(path)
     except OSError as error:
-        doubt = f"cannot be read: {error.strerror}"
+        doubt = f"cannot read it: {error.strerror}"
     return Problem(where=str(path), message=doubt) if doubt else None
 
 
 def _at(point: EntryPoint) -> ProbeFile | Problem:
-    """Return the file of an entry point's module, found part by part: importing would run strangers' code here."""
+    """Return the file of an entry point's module, found part by part; importing it would run foreign code here."""
     search: list[str] | None = None
     origin = None
     parts = point.module.split(".")

@@ -1,21 +1,250 @@
-"""When a verdict is worth writing again."""
+"""Verdicts: collect the evidence on a device, ask the judge, and store what is news."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from canaryd.engine import endpoints, inventory
+from canaryd.engine.discovery import Discovery
+from canaryd.engine.evidence import Acknowledgements, Evidence, last_pass
+from canaryd.engine.host import Host
+from canaryd.engine.learning import Learning
+from canaryd.engine.polling import Watch
+from canaryd.engine.trends import Trends
+from canaryd.judge import verdict as judge_verdict
+from canaryd.judge.case import Case, Node, node
+from canaryd.judge.recordings import drift, rules
+from canaryd.judge.recordings.drift import Drift
+from canaryd.judge.recordings.record import Peer, Record
+from canaryd.judge.telemetry.signals import Signs
 from canaryd.model import (
+    ENDPOINT,
+    Device,
+    Finding,
+    Run,
     Verdict,
 )
 
 REWRITE = 600.0
-"""Seconds after which an unchanged verdict is written again, so that readers of the store see that it is maintained."""
+"""Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""
 REJUDGED = 600.0
-"""Seconds after which recordings are judged anew though none was added: their windows are days."""
+"""Seconds after which recordings are judged again without a new one, because the rules look back for days."""
 REWORD = 60.0
-"""The same where only its words are others, since "3 minutes ago" would be written at every look."""
+"""Seconds after which a verdict is written again where only its wording differs, such as "3 minutes ago"."""
 
 
-def news(verdict: Verdict, previous: Verdict | None) -> bool:
-    """Return whether a verdict is worth a write: it says something else, or the stored one looks old."""
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    """What the recordings of a device show."""
+
+    at: float
+    version: int
+    """`Learning.version` at that time."""
+    findings: tuple[Finding, ...]
+    drifts: tuple[Drift, ...]
+
+
+class Decisions:
+    """Judges the devices of `host` by the evidence in memory."""
+
+    def __init__(
+        self,
+        host: Host,
+        watch: Watch,
+        evidence: Evidence,
+        acknowledgements: Acknowledgements,
+        learning: Learning,
+        trends: Trends,
+        discovery: Discovery,
+    ) -> None:
+        """Judge nothing yet."""
+        self._host = host
+        self._watch = watch
+        self._evidence = evidence
+        self._acks = acknowledgements
+        self._learning = learning
+        self._trends = trends
+        self._discovery = discovery
+        self._doubted: frozenset[str] = frozenset()
+        """Devices with something against them in their newest verdict; they are no evidence on others."""
+        self._recordings: dict[str, _Judged] = {}
+        """Device → what its recordings show; removed when a recording is added."""
+
+    def decide_all(self) -> dict[str, Verdict]:
+        """Judge every known device, store what changed, and return the verdicts."""
+        previous = self._look()
+        with self._host.mutex:
+            nodes = {served: self._node(served=served) for served in (False, True)}
+            return {
+                uuid: self._decide(uuid, nodes[device.is_endpoint], previous.get(uuid))
+                for uuid, device in self._host.devices.items()
+            }
+
+    def decide(self, uuid: str) -> Verdict:
+        """Judge one device now."""
+        previous = self._look().get(uuid)
+        return self._decide(uuid, self._node(served=self._host.devices[uuid].is_endpoint), previous)
+
+    def decide_drill(self, uuid: str, since: float) -> Verdict:
+        """Judge a device's drills since `since` by the same rules. The verdict is never stored."""
+        self._look()
+        served = self._host.devices[uuid].is_endpoint
+        return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
+
+    def drifts(self, uuid: str) -> tuple[Drift, ...]:
+        """Return how far a device's newest recordings are from their baselines."""
+        with self._host.mutex:
+            self._look()
+            return self._judge_recordings(self._host.devices[uuid]).drifts
+
+    def forget(self, uuid: str) -> None:
+        """Judge recordings again of the devices that a new run of device `uuid` may bear on: all of its backend."""
+        of = self._host.devices.get(uuid)
+        for other in list(self._recordings):
+            device = self._host.devices.get(other)
+            if of is None or device is None or device.backend == of.backend:
+                self._recordings.pop(other, None)
+
+    def _look(self) -> dict[str, Verdict]:
+        """Read again what other processes may have written, and return the stored verdicts."""
+        self._learning.refresh()
+        verdicts = self._host.store.verdicts()
+        self._doubted = frozenset(uuid for uuid, verdict in verdicts.items() if verdict.doubted)
+        return verdicts
+
+    # -- the case for the judge ---------------------------------------------------------------------------------------
+
+    def _decide(self, uuid: str, among: Node, previous: Verdict | None, *, drill: bool = False) -> Verdict:
+        """Ask the judge about one device, and store the verdict where it is news."""
+        host = self._host
+        with host.mutex:
+            device = host.devices[uuid]
+            served = device.is_endpoint
+            case = Case(
+                device=device,
+                node=among,
+                wanted=host.periods(device),
+                policy=host.config.judge,
+                now=host.clock(),
+                confirmed_time=host.certain_time(),
+                previous=previous,
+                drill=drill,
+                gone_since=None if uuid in host.in_place else self._discovery.last_seen.get(uuid),
+                signs=None if drill or served else self._signs(device, among.runs[uuid]),
+                accelerators=self._count(device),
+                unlisted=host.failing if device.backend == "cpu" else {},
+                recordings=self._recording_findings(device, drill=drill),
+                acks=() if drill else self._acks.in_force(uuid),
+                history_lost=None if drill else host.store.lost,
+                trends=() if drill else self._trends.findings(device),
+                serving={} if served else self._served_endpoints(device, drill=drill),
+            )
+            verdict = judge_verdict.decide(case)
+            if not drill and not host.restricted and is_news(verdict, previous):
+                host.store.set_verdict(verdict)
+            return verdict
+
+    def _node(self, *, served: bool, drill: bool = False, since: float = 0.0) -> Node:
+        """Return the devices of this node, or its endpoints if `served`, with the evidence on them."""
+        host = self._host
+        with host.mutex:
+            devices = {u: d for u, d in host.devices.items() if d.is_endpoint == served}
+            runs: dict[str, Sequence[Run]] = {
+                u: [r for r in self._evidence.of(u) if r.started >= since] for u in devices
+            }
+        if host.restricted:  # the verdict is about the part that was asked for, so runs of that part count as complete
+            part = host.cases, host.intensity
+            for uuid, listed in runs.items():
+                runs[uuid] = [
+                    replace(r, cases=(), intensity="") if (r.cases, r.intensity) == part else r for r in listed
+                ]
+        return node(devices, runs, host.clock(), drill=drill)
+
+    def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
+        """Return what a device, its driver and the kernel log reported."""
+        host = self._host
+        polls = {n: p for n, p in self._watch.polls(device.uuid).items() if n in host.entries}
+        instances = [u for u, d in host.devices.items() if d.parent == device.uuid and u in host.present]
+        # A divided device has passed when all of its instances have.
+        passes = [last_pass(self._evidence.of(u)) for u in instances] or [last_pass(runs)]
+        tested = (runs, *map(self._evidence.of, instances))
+        wrong = [r for each in tested for r in each if r.wrong and not r.drill]
+        since = self._acks.evidence_since(device.uuid)
+        return Signs(
+            device=device,
+            polls=polls,
+            events=tuple(e for e in self._watch.events(device) if e.last > since),
+            last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
+            last_mismatch=max((r.started for r in wrong), default=None),
+            now=host.clock(),
+            policy=host.config.telemetry,
+        )
+
+    def _count(self, device: Device) -> tuple[int, int] | None:
+        """Return how many accelerators were found and are expected, for the host's CPU where the number is set."""
+        expected = self._host.config.devices.expected
+        if expected is None or device.backend != "cpu":
+            return None
+        here = [d for u, d in self._host.devices.items() if u in self._host.present]
+        found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent)]
+        return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
+
+    def _served_endpoints(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
+        """Return each endpoint that a device serves → how many devices serve it, and its findings."""
+        host = self._host
+        found: dict[str, tuple[int, Sequence[Finding]]] = {}
+        for name, endpoint in endpoints.named(host.config).items():
+            parts = endpoints.behind(endpoint, host.devices.values())
+            uuid = f"{ENDPOINT}:{name}"
+            if uuid in host.devices and any(d.uuid == device.uuid for d in parts):
+                found[uuid] = len(parts), self._recording_findings(host.devices[uuid], drill=drill)
+        return found
+
+    def _recording_findings(self, device: Device, *, drill: bool) -> tuple[Finding, ...]:
+        if drill:
+            return tuple(rules.findings(self._record(device, drill=True)))
+        return self._judge_recordings(device).findings
+
+    def _judge_recordings(self, device: Device) -> _Judged:
+        """Return what a device's recordings show; kept for a while, because judging all of them takes time."""
+        now, version = self._host.clock(), self._learning.version
+        known = self._recordings.get(device.uuid)
+        if known is None or known.version != version or not 0 <= now - known.at < REJUDGED:
+            record = self._record(device, drill=False)
+            known = _Judged(
+                at=now, version=version, findings=tuple(rules.findings(record)), drifts=drift.drifts(record)
+            )
+            self._recordings[device.uuid] = known
+        return known
+
+    def _record(self, device: Device, *, drill: bool) -> Record:
+        """Return the recordings of a device, its baselines, and the same of every device to compare it with."""
+        host = self._host
+        of = {u: tuple(r for r in self._evidence.of(u) if r.recordings or r.readings) for u in host.devices}
+        return Record(
+            device=device,
+            runs=tuple(r for r in of[device.uuid] if bool(r.drill) == drill),
+            baselines=self._learning.of(device.uuid),
+            policy=host.config.judge,
+            now=host.clock(),
+            reached=host.certain_time(),
+            peers={
+                d.name: Peer(
+                    device=d,
+                    trusted=u not in self._doubted,
+                    runs=tuple(r for r in of[u] if not r.drill),
+                    baselines=self._learning.of(u),
+                )
+                for u, d in host.devices.items()
+                if u != device.uuid and not host.share_a_device(device, d)
+            },
+            imported=self._learning.imported,
+        )
+
+
+def is_news(verdict: Verdict, previous: Verdict | None) -> bool:
+    """Return whether to store a verdict: it says something new, or the stored one is old."""
     if previous is None or (verdict.state, verdict.cause) != (previous.state, previous.cause):
         return True
     if [(f.rule, f.state) for f in verdict.findings] != [(f.rule, f.state) for f in previous.findings]:

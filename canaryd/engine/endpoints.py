@@ -1,4 +1,4 @@
-"""Serving endpoints as devices: what the configuration names is watched, judged and shown like any other device."""
+"""Serving endpoints as devices: those in the configuration are tested, judged and shown like other devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canaryd.model import ENDPOINT, Device
 
 
 def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
-    """Return the endpoints of a configuration as devices; of `devices`, each knows those behind it by name."""
+    """Return the endpoints of a configuration as devices; each names those of `devices` that serve it."""
     known = list(devices)
     return [
         Device(
@@ -29,14 +29,14 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
 
 
 def named(config: Config) -> Mapping[str, EndpointConfig]:
-    """Return the endpoints by name, headings under which nothing is set left out."""
+    """Return the endpoints by name, without headings that set nothing."""
     return {name: endpoint for name, endpoint in config.endpoints.each.items() if endpoint.url}
 
 
 def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices that an endpoint answers for: those named, else all accelerators, else the CPU.
+    """Return the devices that serve an endpoint: those named in its settings, else all accelerators, else the CPU.
 
-    A server on another host answers for none of this one's, unless they are named.
+    A server on another host uses none of this one's, unless they are named.
     """
     parts = [d for d in devices if not d.is_endpoint]
     if endpoint.devices:
@@ -47,7 +47,7 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
 
 def _here(url: str) -> bool:
-    """Whether an address is this host's: a loopback one, or its own name."""
+    """Return whether an address is this host's: a loopback address, or the host's name."""
     host = (urlsplit(url).hostname or "").lower()
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -57,7 +57,7 @@ def _here(url: str) -> bool:
 
 
 def settings(endpoint: EndpointConfig) -> dict[str, Any]:
-    """Return what a probe is told of an endpoint; paths as text, "" for what is not set."""
+    """Return the settings of an endpoint for its probe: paths as text, "" for what is not set."""
     return {
         "url": endpoint.url,
         "model": endpoint.model or "",

@@ -1,7 +1,7 @@
-"""Which devices this machine has, and what changed since the last look.
+"""Which devices this machine has, and what changed since the last discovery.
 
-Two witnesses speak: the vendors' own libraries under canaryd's interpreter, and torch under the stack that is tested.
-`merge` makes one list of both; `changes` tells what is another than before. Both are pure.
+There are two sources: the vendors' libraries under canaryd's interpreter, and torch under the stack under test. `merge`
+makes one list of both; `changes` returns the differences. Both are pure functions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from canaryd.store.store import DeviceRecord
 from canaryd.supervisor.protocol import Description, Listing
 
 PLACEHOLDER = "undriven"
-"""`Device.detail` key of a PCI function that looks like an accelerator and that nothing drives."""
+"""`Device.detail` key of a PCI function that looks like an accelerator but has no working driver."""
 BACKENDS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
 UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
-"""Keys of `Device.detail` whose change is no event: a reboot has its own, and a cpuset says nothing of the machine."""
+"""Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
 
 
 def remembered(
@@ -32,13 +32,13 @@ def remembered(
     here: Collection[str],
     config: Config,
     now: float,
-    said: Iterable[Ack] = (),
+    acknowledged: Iterable[Ack] = (),
     *,
     verdict: Verdict | None = None,
 ) -> bool:
-    """Whether a device is still spoken of: it is among those `here`, or it went not long ago and nobody took it out.
+    """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
 
-    `said` is what operators said of devices, `verdict` what was last found of this one.
+    `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device.
     """
     device = record.device
     if device.is_endpoint:  # it exists because it is configured
@@ -46,8 +46,8 @@ def remembered(
     if device.uuid in here:
         return True
     planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
-    planned |= acks.retired(device, said, record.last_seen)
-    # The GPU was divided otherwise: its instances are others now. That acquits none of them.
+    planned |= acks.retired(device, acknowledged, record.last_seen)
+    # The GPU was divided differently, so its old instances are gone; a doubted one is still reported.
     planned |= device.parent in here and not (verdict is not None and verdict.doubted)
     return not planned and now - record.last_seen < config.judge.watch
 
@@ -58,11 +58,11 @@ class Found:
 
     devices: tuple[Device, ...]
     uncertain: frozenset[str]
-    """Backends that nobody could be asked about: a known device of one of them may still be there."""
+    """Backends that could not be listed; a known device of one of them may still be present."""
 
 
 def bus_key(bus_id: str) -> str:
-    """Return a PCI address in one spelling, its function left out: "00000000:65:00.0" → "0000:65:00"; "" for none."""
+    """Return a PCI address in one spelling, without its function: "00000000:65:00.0" → "0000:65:00"; "" for none."""
     match = re.fullmatch(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?", bus_id.strip())
     if not match:
         return ""
@@ -71,10 +71,10 @@ def bus_key(bus_id: str) -> str:
 
 
 def merge(described: Description, listing: Listing, known: Mapping[str, Device], here: Collection[str] = ()) -> Found:
-    """Return one list of what torch and the vendors' libraries see. Of those `known`, `here` were there the last time.
+    """Return one list of what torch and the vendors' libraries see. Of the `known` devices, `here` were present before.
 
-    A device that both see has the vendor's index and identity, torch's number, and the facts of both. What was known
-    of a device and cannot be read now is kept.
+    A device that both see gets the vendor's index and identity, torch's number, and the facts of both. Known facts that
+    cannot be read now are kept.
     """
     from_torch = list(described.devices)
     from_vendors = [d for devices in listing.devices.values() for d in devices if PLACEHOLDER not in d.detail]
@@ -84,16 +84,16 @@ def merge(described: Description, listing: Listing, known: Mapping[str, Device],
         twin = next((t for t in from_torch if _same(device, t)), None)
         if twin is not None:
             from_torch.remove(twin)
-            # NVML's and torch's differ at most by a prefix; elsewhere a worker finds a device by torch's alone.
+            # NVML's and torch's uuids differ at most by a prefix; for other vendors a worker needs torch's.
             uuid = device.uuid if twin.weak_identity or device.backend == "cuda" else twin.uuid
             detail = {**twin.detail, **device.detail}
             device = replace(device, uuid=uuid, torch_index=twin.torch_index, detail=detail)  # noqa: PLW2901
         elif device.parent and cuda:
-            # CUDA shows a process one instance only: its worker is given this one, and there it is the first.
+            # CUDA shows a process only one instance. Its worker gets this one, which is number 0 there.
             device = replace(device, torch_index=0)  # noqa: PLW2901
         found.append(device)
     found += from_torch
-    # A device that was there a moment ago is missed by its own name, not by that of a stranger in its place.
+    # A device that was present before is missed under its own name, not as an unknown one in its place.
     missed = [d for uuid, d in known.items() if uuid in here]
     claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if PLACEHOLDER not in d.detail}
     for device in (d for devices in listing.devices.values() for d in devices if PLACEHOLDER in d.detail):
@@ -102,8 +102,8 @@ def merge(described: Description, listing: Listing, known: Mapping[str, Device],
             why = listing.unavailable.get(vendor, "its driver does not list it")
             found.append(replace(device, detail={**device.detail, PLACEHOLDER: why}))
     stack = {key: described.stack[key] for key in STACK if key in described.stack}
-    # Torch alone shows one instance of a divided GPU, and none that another variable hides: where something of the
-    # vendor is installed, only the vendor's own word is complete.
+    # Torch shows only one instance of a divided GPU, and no device that a variable hides. Where something of the vendor
+    # is installed, only the vendor's list is complete.
     failing = {BACKENDS[name] for name in listing.failing if name in BACKENDS}
     asked = {BACKENDS[name] for name in listing.devices if name in BACKENDS}
     asked |= {d.backend for d in described.devices} - failing
@@ -120,7 +120,7 @@ def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: M
 
 
 def _same(device: Device, other: Device) -> bool:
-    """Whether a vendor's device and torch's are one: by uuid, whatever its prefix, or by their place on the bus."""
+    """Return whether a vendor's device and torch's are the same: by uuid without its prefix, or by place on the bus."""
     if device.backend != other.backend:
         return False
     if device.uuid.partition("-")[2].lower() == other.uuid.partition("-")[2].lower():
@@ -130,26 +130,23 @@ def _same(device: Device, other: Device) -> bool:
     bus, other_bus = (bus_key(d.detail.get("bus_id", "")) for d in (device, other))
     if bus and other_bus:
         return bus == other_bus
-    return other.weak_identity and device.index == other.index  # torch knows it by nothing but its number
+    return other.weak_identity and device.index == other.index  # torch knows only its number
 
 
 def changes(
     known: Mapping[str, Device], here: Collection[str], found: Iterable[Device], gone: Sequence[Device], now: float
 ) -> list[Event]:
-    """Return what is another than at the last inventory, one event per component, with before and after.
+    """Return what changed since the last discovery: one event per component, with before and after.
 
-    Of those `known`, `here` were there at the last one.
-
-    The first inventory of a machine changes nothing. A component that could not be read is no change.
+    Of the `known` devices, `here` were present then. The first discovery on a machine changes nothing. A component that
+    could not be read is not a change.
     """
     events = []
     for device in found:
         before = known.get(device.uuid)
         if before is None:
             if known and PLACEHOLDER not in device.detail:
-                events.append(
-                    _change(device, "device", "", "found", f"{device.name} ({device.model}) is new here", now)
-                )
+                events.append(_change(device, "device", "", "found", f"{device.name} ({device.model}) is new", now))
             continue
         if device.uuid not in here and PLACEHOLDER not in device.detail:
             events.append(_change(device, "device", "gone", "found", f"{device.name} ({device.model}) is back", now))

@@ -1,4 +1,4 @@
-"""What to run next: pure functions of the catalogue, the clock and what ran before."""
+"""What to run next: pure functions of the probes, the clock and earlier runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from canaryd.engine.catalogue import Entry
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
 CONFIRMED_UNKNOWN = 8
-"""Cases with unknown bits that it repeats: all that an endpoint's quick run has."""
+"""Cases with unknown bits that one confirmation run repeats: all of an endpoint's quick run."""
 CONFIRMED_CASES = 3
-"""Wrong cases that one confirmation run repeats: more say nothing new, and make the repro command unreadable."""
+"""Wrong cases that one confirmation run repeats; more prove nothing new and make the repro command unreadable."""
 ROUNDS = (0.0, 3600.0, 21_600.0)
-"""Seconds after one round of retests, all intensities once, until the next may begin; ours: the first rounds come while
-the conditions of the mismatch may still hold."""
+"""Seconds between rounds of retests, each with all intensities once; ours: the first rounds come while the conditions
+of the mismatch may still hold."""
 DAY = 86_400.0
-"""Seconds between two retests once `ROUNDS` are over, one intensity after the other; and the time over which
-`RETEST_SHARE` is reckoned."""
+"""Seconds between two retests after `ROUNDS`, one intensity after the other; also the time for which `RETEST_SHARE` is
+calculated."""
 RETEST_SHARE = 0.05
-"""Part of a device's time that its retests, confirmations of them included, may take before another is begun; ours:
-three rounds of the longest probe here fit into a day, and a serving node keeps the rest."""
+"""Fraction of a device's time that its retests and their confirmations may use before another retest starts; ours:
+three rounds of the longest probe fit into a day, and a serving node keeps the rest."""
 UNSETTLED = 3600.0
-"""Seconds after which a mismatch is retested though its confirmations did not all complete; ours."""
+"""Seconds after which a mismatch is retested even if some of its confirmations did not complete (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class Step:
     confirms: str = ""
     trigger: str = ""
     intensity: str = ""
-    """How a retest asks harder: one of `INTENSITIES`; "" for a run as usual."""
+    """How a retest is harder: one of `INTENSITIES`; "" for a normal run."""
 
     @property
     def effort(self) -> str:
-        """The level whose budget it has: a retest takes the time of deep, whatever level its cases come from."""
+        """The level whose budget the run gets: that of deep for a retest, whatever the level of its cases."""
         return "deep" if self.intensity else self.level
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A series: steps on one device that share one worker, and so one start of the stack under test."""
+    """A series: steps on one device that share one worker, so that the stack under test starts once."""
 
     device: Device
     instruction_set: str
@@ -59,22 +59,22 @@ class Plan:
 
     @property
     def numeric(self) -> bool:
-        """Whether its probes need the stack under test; the others run under canaryd's own interpreter."""
+        """Whether the probes need the stack under test; others run under canaryd's own interpreter."""
         return all(step.entry.spec.numeric for step in self.steps)
 
 
 def new_seed() -> int:
-    """Return a fresh seed: unsigned, below 2**53 so that JSON readers keep every digit."""
+    """Return a new seed: unsigned, and below 2**53 so that JSON readers keep every digit."""
     return secrets.randbits(53)
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe is meant for the device's backend; an endpoint is no device of every kind."""
+    """Return whether a probe is for the device's backend; "*" does not include endpoints."""
     return device.backend in entry.spec.backends or ("*" in entry.spec.backends and device.backend != "endpoint")
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
-    """Return the execution paths a round covers: all of them above quick, one in rotation at quick; ("",) off CPUs."""
+    """Return the instruction sets of a round: one in turn at level quick, else all; ("",) for other devices."""
     if not device.instruction_sets:
         return ("",)
     if level == "quick":
@@ -96,9 +96,9 @@ def plan_round(
 ) -> list[Plan]:
     """Return the series of one round on one device: every entry that applies, once per instruction set.
 
-    Probes that need no torch form a series of their own; telemetry is no part of a round. `levels` maps probe name →
-    level. A probe that does not depend on the instruction set runs with the first only. Every instruction set gets the
-    same seed, so that their results can be set side by side.
+    Probes without torch form a series of their own; telemetry is not part of a round. `levels` maps probe name → level.
+    A probe that does not depend on the instruction set runs with the first only. Every instruction set gets the same
+    seed, so that the results can be compared.
     """
     plans = []
     mine = sorted(
@@ -129,9 +129,9 @@ def due(
 ) -> list[str]:
     """Return the probes whose period has passed since they last started.
 
-    `luck` in 0…1 shortens or lengthens each period by up to `jitter` of it. A probe that never ran is due; so is one
-    whose last start lies in the future, since the clock was set back and waiting for it would lose evidence.
-    However many periods have passed, a probe is due once: nothing piles up over a pause.
+    `luck` in 0…1 shortens or lengthens each period by up to the fraction `jitter`. A probe that never ran is due; so is
+    one whose last start lies in the future, because the clock was set back. A probe is due once, however many periods
+    have passed.
     """
     scale = 1.0 + jitter * (2.0 * luck - 1.0)
     return [
@@ -142,11 +142,11 @@ def due(
 
 
 def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Device], count: int) -> list[Plan]:
-    """Return what a mismatch, or unknown bits, ask for at once.
+    """Return the confirmations of a run with a mismatch or unknown bits.
 
-    `count` re-runs on the accused, each a worker and an upload of its own, and the same bytes once on every sibling.
-    Empty when nothing was wrong, or when the run is itself a confirmation. A retest is confirmed at its own intensity:
-    what shows under load alone would be clean without it.
+    These are `count` runs on the same device, each with its own worker and upload, and one with the same bytes on every
+    sibling. Empty if nothing was wrong, or if the run is itself a confirmation. A retest is confirmed at its own
+    intensity, because a fault that shows only under load would not show without it.
     """
     if not (run.wrong or run.unknown) or run.confirms:
         return []
@@ -160,14 +160,14 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
         intensity=run.intensity,
     )
     again = [Plan(device=device, instruction_set=run.instruction_set, steps=(step,)) for _ in range(count)]
-    # A drill's fault is injected by software: a sibling would be injected too, and would witness nothing.
+    # A drill's fault is injected by software, so a sibling would have it too and prove nothing.
     others = [] if run.drill else [Plan(device=s, instruction_set=run.instruction_set, steps=(step,)) for s in siblings]
     return again + others
 
 
 def _repeated(run: Run) -> tuple[str, ...]:
-    """Return the cases of a run that are to be asked again: wrong ones first, then those with unknown bits."""
-    # Of unknown vectors others each time: a run with many of them is called for again until all were repeated.
+    """Return the cases of a run to repeat: wrong ones first, then those with unknown bits."""
+    # Different ones each time: a run with many unknown vectors is repeated until all were.
     turn = run.seed % max(1, len(run.unknown))
     unknown = (*run.unknown[turn:], *run.unknown[:turn])
     wrong = tuple(dict.fromkeys(c.case for c in run.wrong))[:CONFIRMED_CASES]
@@ -175,19 +175,19 @@ def _repeated(run: Run) -> tuple[str, ...]:
 
 
 def can_be_retested(entry: Entry, device: Device) -> bool:
-    """Return whether retests mean something: a probe that computes, on a device that is ours to load."""
+    """Return whether a retest makes sense: a numeric probe on a device that canaryd can load."""
     return entry.spec.numeric and not device.is_endpoint and applies(entry, device)
 
 
 def retests(
     run: Run, intensity: str, entries: Mapping[str, Entry], device: Device, *, seed: int, turn: int = 0
 ) -> list[Plan]:
-    """Return one retest of a run with a mismatch, or unknown bits, on its device or on a sibling; [] where none may be.
+    """Return one retest, on its device or on a sibling, of a run with a mismatch or unknown bits; [] if impossible.
 
-    "repeated", "steady", "pulsed" and "idle" ask the same cases of the same bytes, for the time of a deep run.
-    "content" asks the whole probe at level deep from `seed`, a fresh one: all contents, shapes and layouts; on CPUs
-    also another instruction set, the next with each `turn`. Where nothing was wrong but recorded bits were unknown,
-    it asks every other probe that computes as well: the exact ones tell a fault from a stack that changed.
+    "repeated", "steady", "pulsed" and "idle" repeat the same cases with the same bytes, for the time of a deep run.
+    "content" runs the whole probe at level deep from the new `seed`: all contents, shapes and layouts; on CPUs also
+    with another instruction set, the next with each `turn`. If nothing was wrong but recorded bits were unknown, it
+    runs every other numeric probe too: the exact ones tell a fault from a changed stack.
     """
     entry = entries.get(run.probe)
     if entry is None or run.drill or not can_be_retested(entry, device):
@@ -210,20 +210,20 @@ def retests(
 
 
 def may_be_retested(runs: Iterable[Run], now: float) -> bool:
-    """Return whether the retests of the last day left a device something of `RETEST_SHARE`; `runs` are its own."""
+    """Return whether the retests of the last day used less than `RETEST_SHARE`; `runs` are those of one device."""
     took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)
     return took < RETEST_SHARE * DAY
 
 
 def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tuple[Run, str]]:
-    """Return which mismatches of one device are to be retested now, and at which intensity; the most urgent first.
+    """Return which mismatches of one suspect to retest now, and at which intensity; the most urgent first.
 
-    For a device that is suspect, and only while it is. `runs` are its own, of probes that can be retested. The newest
-    mismatch of each probe and instruction set is retested once its confirmations are through: every intensity once at
-    once, again an hour and six hours after that, then one a day in turn. A retest that was lost counts as asked, for
-    what crashes under load must not be asked for ever. Two of them, and a mismatch, lie `repeat_gap` apart, so that
-    each is independent evidence. None begins while those of the last day took `RETEST_SHARE` of it. Drills call for
-    nothing; a run that is dated in the future (the clock was set back) waits for its time.
+    `runs` are those of the device, of probes that can be retested. The newest mismatch of each probe and instruction
+    set is retested after its confirmations: every intensity once immediately, again after one and after six hours, then
+    one a day in turn. A retest that did not complete counts, because one that crashes under load must not be repeated
+    forever. Retests and mismatches are at least `repeat_gap` apart, so that each is independent evidence. No retest
+    starts while those of the last day used `RETEST_SHARE`. Drills are not retested; a run dated in the future (the
+    clock was set back) waits until then.
     """
     if not may_be_retested(runs, now):
         return []
@@ -235,21 +235,21 @@ def retests_due(runs: Sequence[Run], policy: JudgePolicy, now: float) -> list[tu
     found = []
     for lane, run in calling.items():
         confirmed = sum(r.confirms == run.id and r.outcome is Outcome.COMPLETED for r in past)
-        asked = [
+        done = [
             r
             for r in retested
             if (r.probe, r.instruction_set) == lane and not r.confirms and (r.started, r.id) > (run.started, run.id)
         ]
         settled = confirmed >= policy.confirm_runs or now - run.started >= UNSETTLED
-        if settled and (not asked or now - asked[-1].started >= _pause(len(asked))):
-            times = Counter(r.intensity for r in asked)
-            found.append((len(asked), -run.started, run, min(INTENSITIES, key=lambda i: times[i])))
+        if settled and (not done or now - done[-1].started >= _pause(len(done))):
+            times = Counter(r.intensity for r in done)
+            found.append((len(done), -run.started, run, min(INTENSITIES, key=lambda i: times[i])))
     return [(run, intensity) for *_, run, intensity in sorted(found, key=lambda each: each[:2])]
 
 
-def _pause(asked: int) -> float:
-    """Return the seconds from the newest of so many retests to the next."""
-    rounds, within = divmod(asked, len(INTENSITIES))
+def _pause(retests: int) -> float:
+    """Return the seconds from the newest of so many `retests` to the next."""
+    rounds, within = divmod(retests, len(INTENSITIES))
     if rounds >= len(ROUNDS):
         return DAY
     return 0.0 if within else ROUNDS[rounds]

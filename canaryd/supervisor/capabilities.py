@@ -1,8 +1,8 @@
-"""Which process may keep the capability to read the kernel log: the one that reads it, and no other.
+"""Give the capability to read the kernel log only to the process that reads it.
 
-A service manager hands CAP_SYSLOG to the daemon as an ambient capability, which every program that a thread starts
-would keep. It is therefore taken out at the start, and put back for the moment in which one thread starts the reader:
-ambient sets belong to threads (capabilities(7)).
+A service manager gives CAP_SYSLOG to the daemon as an ambient capability, which every program that it starts would
+inherit. The daemon therefore drops it from the ambient set, and raises it only while one thread starts the reader: each
+thread has an ambient set of its own (capabilities(7)).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ CAP_SYSLOG = 34
 """Number of the capability (linux/capability.h)."""
 _PR_CAP_AMBIENT = 47
 _RAISE, _LOWER, _CLEAR_ALL = 2, 3, 4
-"""Numbers of prctl(2) and of what it does with an ambient set (linux/prctl.h)."""
+"""Operations of prctl(2) on the ambient set (linux/prctl.h)."""
 _STATUS = Path("/proc/thread-self/status")
 
 
 def withdraw() -> None:
-    """Empty the ambient set of this thread, and of every thread and program that it starts from now on."""
+    """Empty the ambient set of this thread, and so of every thread and program that it starts from now on."""
     if _held("CapAmb"):
         _ambient(_CLEAR_ALL, 0)
 
 
 @contextlib.contextmanager
 def reading_kernel_log() -> Iterator[None]:
-    """Let what this thread starts meanwhile keep CAP_SYSLOG, where this process was given it; others see no change."""
+    """Let programs that this thread starts in the meantime keep CAP_SYSLOG, if this process has it."""
     mine = 1 << CAP_SYSLOG
     lendable = bool(_held("CapPrm") & _held("CapInh") & mine) and not _held("CapAmb") & mine
     if lendable:
@@ -41,7 +41,7 @@ def reading_kernel_log() -> Iterator[None]:
 
 
 def _held(name: str) -> int:
-    """Return one of this thread's sets as bits; none where the system has no capabilities."""
+    """Return one of this thread's capability sets as bits; 0 where the system has none."""
     try:
         found = re.search(rf"^{name}:\s*([0-9a-f]+)$", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -51,10 +51,10 @@ def _held(name: str) -> int:
 
 def _ambient(operation: int, capability: int) -> None:
     """Change the ambient set of this thread. Raises `OSError` where the kernel refuses."""
-    import ctypes  # noqa: PLC0415  only a daemon that was given a capability needs it
+    import ctypes  # noqa: PLC0415  only a daemon with a capability needs it
 
     library = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
     if library.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(operation), ctypes.c_ulong(capability), zero, zero) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"the ambient capabilities cannot be changed (prctl, operation {operation})")
+        raise OSError(number, f"cannot change the ambient capabilities (prctl, operation {operation})")

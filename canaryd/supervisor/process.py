@@ -33,35 +33,35 @@ log = logging.getLogger(__name__)
 CHATTER = 65_536
 """Bytes kept of what a worker prints."""
 MAX_LINE = 16 * 1024 * 1024
-"""Bytes in one line of the protocol beyond which it is garbled."""
+"""Longest line of the protocol, in bytes; a longer one is garbled."""
 MAX_RUN = 64 * 1024 * 1024
-"""Bytes of protocol in one run beyond which it is garbled."""
+"""Most bytes of protocol in one run; a run with more is garbled."""
 LONGEST_INTEGER = 40
-"""Characters; what is longer is no number of a device, and none that every reader of JSON can hold."""
+"""Most characters of an integer. No device reports a longer one, and not every JSON reader could hold it."""
 TICK = 0.1
-"""Longest sleep, in seconds, between two looks at the worker's process."""
+"""Longest time, in seconds, between two checks of the worker's process."""
 AWAY = 2.0
-"""Seconds between two looks at a worker from which this process was stopped, or its machine asleep: the worker is not
-charged for them (ours)."""
+"""If this many seconds pass between two checks, this process was stopped or the machine was asleep, and the worker's
+deadline moves by that time (ours)."""
 AFTERLIFE = 1.0
-"""Seconds that a worker has to disappear after SIGKILL, or after it closed its protocol."""
+"""Seconds within which a worker has to end after SIGKILL, or after it closed its protocol pipe."""
 WAKE = 30.0
-"""Seconds after SIGKILL for one that is not held by the kernel but waits for a core to end on: one that has stepped
-back gets little of a busy one (ours)."""
+"""The same for a worker that is not blocked in the kernel but waits for a core: a low-priority worker gets little of a
+busy core (ours)."""
 
 
 def abandoned() -> int:
-    """Return how many workers this process has given up because they survived SIGKILL."""
+    """Return how many workers this process has abandoned because they survived SIGKILL."""
     return _abandoned.count
 
 
 def stuck() -> int:
-    """Return how many of them are still there."""
+    """Return how many abandoned workers still exist."""
     return _abandoned.reap()
 
 
 class _Abandoned:
-    """Workers in uninterruptible sleep: counted, and reaped without waiting should they ever wake."""
+    """Workers in uninterruptible sleep: counted, and reaped without waiting when they end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -83,26 +83,26 @@ _abandoned = _Abandoned()
 
 
 def place_workers(group: Path) -> None:
-    """Put every worker that is started from now on into a control group (a directory of cgroup version 2)."""
+    """Put every worker started from now on into a control group (a directory of cgroup version 2)."""
     _place.group = group
 
 
 @dataclass
 class _Place:
-    """Where workers are put."""
+    """The control group of workers."""
 
     group: Path | None = None
 
     def put(self, pid: int) -> None:
-        """Move a process that has just been started, before it had time to use anything."""
+        """Move a process that has just started, before it has used any resources."""
         if self.group is None:
             return
         try:
             (self.group / "cgroup.procs").write_text(f"{pid}\n", encoding="ascii")
         except ProcessLookupError:
-            pass  # it has ended already, and that tells the story
+            pass  # it has ended already, which its outcome will show
         except OSError as error:
-            log.warning("workers share the limits of the daemon from now on: %s: %s", self.group, error.strerror)
+            log.warning("workers now share the daemon's limits: %s: %s", self.group, error.strerror)
             self.group = None
 
 
@@ -110,7 +110,7 @@ _place = _Place()
 
 
 class LostError(Exception):
-    """The worker is of no more use; says which outcome that is, and why."""
+    """The worker can no longer be used; holds the outcome of its run, and the reason."""
 
     def __init__(self, outcome: Outcome, detail: str, reason: Reason = Reason.NONE) -> None:
         super().__init__(detail)
@@ -135,18 +135,18 @@ class Worker:
         self._shipped: dict[Path, str] = {}
         self._protocol_ended: float | None = None
         self._looked = time.monotonic()
-        self._away = 0.0  # seconds in which nobody looked
+        self._away = 0.0  # seconds for which this process did not run
         self._reaped = False
         self._lock = threading.RLock()  # a signal handler may call kill() in the very thread that holds it
         self._oom_kills = _oom_kills()
-        self._selector = selectors.DefaultSelector()  # before the process: where this fails there is nobody to leave
+        self._selector = selectors.DefaultSelector()  # before the process: if this fails, no process is left behind
         self.processor_seconds: float | None = None
-        """Processor time that it has used, children included; known once it has ended, None where it cannot be."""
+        """Processor seconds of the worker and its children; None before it has ended, or where it is unknown."""
         self._lenience = self._waited_before = 0.0
-        stepping_back = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
-        if spec.nice and not self._remote and cgroup.apart(_place.group):  # else nobody could tell who is in its group
-            stepping_back |= {"CANARYD_IDLE": "1"}
-        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **stepping_back, **spec.env}
+        priority = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
+        if spec.nice and not self._remote and cgroup.apart(_place.group):  # a remote worker's group is unknown
+            priority |= {"CANARYD_IDLE": "1"}
+        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **priority, **spec.env}
         if self._remote:
             try:
                 self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
@@ -179,18 +179,18 @@ class Worker:
         self._write_later()
 
     def begin(self) -> None:
-        """Forget what was printed and received so far: a new run starts."""
+        """Forget what was printed and received so far, because a new run starts."""
         self.chatter.clear()
         self._received = 0
         self._looked, self._away = time.monotonic(), 0.0
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue one request; it is written while waiting for the answer."""
+        """Queue one request; it is written while the answer is awaited."""
         self._outgoing += json.dumps(message, default=str).encode() + b"\n"
         self._write_later()
 
     def place(self, path: Path) -> str:
-        """Return the name under which the worker finds a probe's file, sending its directory along if need be."""
+        """Return the path of a probe's file for the worker, and send its directory if the worker is remote."""
         path = path.resolve()
         if not self._remote:
             return str(path)
@@ -199,12 +199,12 @@ class Worker:
             try:
                 self.send({"op": "unpack", "files": pack(path.parent, into)})
             except OSError as error:
-                raise LostError(Outcome.ERRORED, f"{path.parent} cannot be sent to worker.command: {error}") from error
+                raise LostError(Outcome.ERRORED, f"cannot send {path.parent} to worker.command: {error}") from error
             self._shipped[path.parent] = into
         return f"{self._shipped[path.parent]}/{path.name}"
 
     def receive(self, deadline: float, stopped: Callable[[], str]) -> dict[str, Any]:
-        """Return the next message; raise `_LostError` when there will be none, or none before `deadline`.
+        """Return the next message. Raises `LostError` when there is none before `deadline`, or can be none.
 
         The deadline moves by the time for which this process itself did not run.
         """
@@ -214,7 +214,7 @@ class Worker:
             now = time.monotonic()
             if now - self._looked > AWAY:
                 self._away += now - self._looked
-                self._pump(0.0)  # what it answered meanwhile is waiting
+                self._pump(0.0)  # its answer may be waiting in the pipe
                 continue
             if now >= deadline + self._away and now >= deadline + self._away + self._starved():
                 raise LostError(Outcome.TIMED_OUT, "the worker did not answer before its deadline and was killed")
@@ -223,21 +223,21 @@ class Worker:
                 if not self._messages:
                     raise self._death()
             elif self._protocol_ended is not None and now > self._protocol_ended + AFTERLIFE:
-                raise LostError(Outcome.GARBLED, "the worker closed its end of the protocol without an answer")
+                raise LostError(Outcome.GARBLED, "the worker closed its protocol pipe without an answer")
             else:
                 pause, left = TICK if self._protocol_ended is None else 0.01, deadline + self._away - now
                 self._pump(min(pause, left) if left > 0 else pause)
         return self._messages.popleft()
 
     def be_lenient(self, seconds: float) -> None:
-        """From now on move the deadline by the time for which others had its core, by `seconds` at most."""
+        """From now on move the deadline by the time for which the worker waited for a core, by at most `seconds`."""
         self._lenience, self._waited_before = seconds, _waited(self._process.pid)
 
     def _starved(self) -> float:
         return min(self._lenience, _waited(self._process.pid) - self._waited_before) if self._lenience else 0.0
 
     def exited(self) -> bool:
-        """Tell whether the process has ended, without reaping it: until then its process group's id stays its own."""
+        """Return whether the process has ended, without reaping it, so that its process group's id stays reserved."""
         if self._reaped:
             return True
         try:
@@ -253,9 +253,9 @@ class Worker:
                     os.killpg(self._process.pid, number)
 
     def end(self, *, ask: Callable[[], None] | None, grace: float) -> bool:
-        """End the whole process group; return False where the worker was abandoned.
+        """End the whole process group; return False if the worker survived and was abandoned.
 
-        `ask` asks for it politely; SIGKILL follows when the worker is gone or `grace` seconds are over.
+        `ask` asks the worker to end. SIGKILL follows when it has ended, or after `grace` seconds.
         """
         if ask is not None:
             ask()
@@ -267,8 +267,8 @@ class Worker:
                 break
         with self._lock:
             if gone:
-                self.signal(signal.SIGKILL)  # children that were born meanwhile
-                self._weigh()
+                self.signal(signal.SIGKILL)  # children that were started in the meantime
+                self._note_processor_time()
                 self._process.wait()
             else:
                 _abandoned.add(self._process)
@@ -279,13 +279,13 @@ class Worker:
         return gone
 
     def hang_up(self) -> None:
-        """Close standard input, which a worker takes as its end."""
+        """Close standard input, which asks the worker to end."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._stdin)
         self._stdin.close()
 
-    def _weigh(self) -> None:
-        """Note what it has cost, while the kernel still knows: it forgets with the process."""
+    def _note_processor_time(self) -> None:
+        """Note the processor time before the process is reaped; the kernel forgets it then."""
         if not (self._remote or self._reaped):
             self.processor_seconds = _processor_seconds(self._process.pid)
 
@@ -295,14 +295,14 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            with contextlib.suppress(LostError):  # nonsense no longer matters
-                self._pump(min(0.01, left))  # its last words must not block it
+            with contextlib.suppress(LostError):  # garbage no longer matters
+                self._pump(min(0.01, left))  # a full pipe must not block it
         with contextlib.suppress(LostError):
             self._drain()
         return True
 
     def _drain(self) -> None:
-        """Read what a dead worker left in the pipes; bounded, for its children may still be writing."""
+        """Read what a dead worker left in the pipes; limited, because its children may still be writing."""
         for _ in range(64):
             if not self._pump(0.0):
                 break
@@ -325,7 +325,7 @@ class Worker:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._outgoing.clear()  # its exit tells the story
+            self._outgoing.clear()  # its outcome will show why it ended
         if not self._outgoing:
             self._selector.unregister(self._stdin)
 
@@ -351,7 +351,7 @@ class Worker:
             self._split(data)
         except LostError:
             self._line.clear()
-            self._selector.unregister(protocol)  # nothing after nonsense is read, let alone kept
+            self._selector.unregister(protocol)  # read nothing after garbage
             raise
 
     def _split(self, data: bytes) -> None:
@@ -362,7 +362,7 @@ class Worker:
             for line in lines:
                 self._take(bytes(line))
         if len(self._line) > MAX_LINE or self._received > MAX_RUN:
-            raise LostError(Outcome.GARBLED, f"the worker sent {self._received} bytes, too many to be facts")
+            raise LostError(Outcome.GARBLED, f"the worker sent too much: {self._received} bytes in one run")
 
     def _take(self, line: bytes) -> None:
         if not line:
@@ -370,7 +370,7 @@ class Worker:
         nonce, _, body = line.partition(b" ")
         if nonce != self._nonce.encode():
             if not self._remote:
-                raise LostError(Outcome.GARBLED, f"on the protocol's descriptor stood {line[:80]!r}")
+                raise LostError(Outcome.GARBLED, f"the worker sent {line[:80]!r}, which is not the protocol")
             self._keep(line + b"\n")  # what the command itself prints
             return
         try:
@@ -379,42 +379,42 @@ class Worker:
         except (ValueError, RecursionError) as error:
             raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}: {error}") from error
         if not isinstance(message, dict):
-            raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}, not an object")
+            raise LostError(Outcome.GARBLED, f"the worker sent {body[:80]!r}, which is not an object")
         self._messages.append(message)
 
     def _death(self) -> LostError:
         with self._lock:
-            self.signal(signal.SIGKILL)  # its children first, while the group's id cannot have passed to strangers
-            self._weigh()
+            self.signal(signal.SIGKILL)  # its children first, while the group's id is still reserved
+            self._note_processor_time()
             code = self._process.wait()
             self._reaped = True
         number = -code if code < 0 else code - 128 if self._remote and code > 128 else 0
-        if self._away and code == 1:  # stopped with us, it found its time over when it went on
-            detail = f"stopped: canaryd itself did not run for {self._away:.0f} s meanwhile"
+        if self._away and code == 1:  # stopped together with canaryd, it ran out of time
+            detail = f"stopped: canaryd itself did not run for {self._away:.0f} s"
             return LostError(Outcome.ERRORED, detail, Reason.STOPPED)
         try:
             how = f"was killed by {signal.Signals(number).name}"
         except ValueError:
-            return LostError(Outcome.CRASHED, f"the worker exited with status {code} before it answered")
+            return LostError(Outcome.CRASHED, f"the worker exited with status {code} without an answer")
         if number == signal.SIGKILL:
             now = _oom_kills()
             if now > self._oom_kills:
                 why = f"the kernel's count of out-of-memory kills rose from {self._oom_kills} to {now}"
                 return LostError(Outcome.OUT_OF_MEMORY, f"the worker {how}, and {why}")
-            how += ", not by canaryd: by hand, or by an out-of-memory killer that this machine does not count"
+            how += ", not by canaryd: by a person, or by an out-of-memory killer that this machine does not count"
         return LostError(Outcome.CRASHED, f"the worker {how}")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is no number that a fact may hold")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return number
 
 
 def _integer(text: str) -> int:
     if len(text) > LONGEST_INTEGER:
-        raise ValueError(f"a number of {len(text)} digits")
+        raise ValueError(f"an integer has {len(text)} digits, limit {LONGEST_INTEGER}")
     return int(text)
 
 
@@ -441,7 +441,7 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    """Return how many processes the kernel has killed for memory since it started; 0 where unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -450,7 +450,7 @@ def _oom_kills() -> int:
 
 
 def _waited(pid: int) -> float:
-    """Return the seconds for which a process's first thread was ready to run and others ran; 0.0 where unknown.
+    """Return the seconds for which a process's first thread waited for a core; 0.0 where unknown.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst, "/proc/<pid>/schedstat": the second field, in nanoseconds.
     """
@@ -460,12 +460,12 @@ def _waited(pid: int) -> float:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return what proc_pid_stat(5) says of a process or thread after its name, which may hold anything; or OSError."""
+    """Return the fields of proc_pid_stat(5) after the name of a process or thread. Raises `OSError` if it has ended."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _runnable(pid: int) -> bool:
-    """Whether a thread of a process runs, or waits for a core: state R of proc_pid_stat(5)."""
+    """Return whether a thread of a process runs or waits for a core: state R of proc_pid_stat(5)."""
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
@@ -475,7 +475,7 @@ def _runnable(pid: int) -> bool:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Return the processor time of a process and its children that have ended: fields 14 to 17 of proc_pid_stat(5)."""
+    """Return the processor seconds of a process and its ended children: fields 14 to 17 of proc_pid_stat(5)."""
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, _stat(Path(f"/proc/{pid}"))[11:15])) / os.sysconf("SC_CLK_TCK")
     return None

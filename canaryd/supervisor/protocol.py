@@ -1,4 +1,4 @@
-"""What supervisor and worker say to each other."""
+"""The messages between supervisor and worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from canaryd.codec import from_json
 from canaryd.model import (
     Comparison,
     Device,
@@ -21,7 +22,7 @@ from canaryd.model import (
 )
 from canaryd.probe import Absent, ProbeSpec
 
-FACTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Recording, Skipped, Absent)}
+FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Recording, Skipped, Absent)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +32,16 @@ class WorkerSpec:
     python: str = sys.executable
     """Interpreter of the stack under test; Python 3.10 or newer."""
     command: tuple[str, ...] = ()
-    """Instead of `python`: a command that ends in an interpreter elsewhere, e.g. docker exec -i vllm python3."""
+    """Instead of `python`: a command that starts an interpreter elsewhere, e.g. docker exec -i vllm python3."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Set last, above everything that canaryd sets or removes."""
+    """Environment variables that override everything that canaryd sets or removes."""
     nice: int = 0
-    """Nice level at which it runs beside a server, where it also goes first when memory runs out; 0 for neither."""
+    """Nice level of a worker that yields to a server; it is also the first to be killed for memory. 0 for neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to run, and on what."""
+    """Which probe to run on which device, and how."""
 
     probe_path: Path
     spec: ProbeSpec
@@ -56,23 +57,23 @@ class RunRequest:
     baselining: bool = False
     memory: str = ""
     intensity: str = ""
-    """How a retest asks harder: one of `canaryd.model.INTENSITIES`; "" for a run as usual."""
+    """How a retest is harder: one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     budget: float | None = None
-    """Seconds of work to aim at; None for what the probe's spec says of the level."""
+    """Seconds of work to aim at; None for the probe's own budget at this level."""
     beside: Mapping[str, float] = field(default_factory=dict)
-    """What the run may take beside a server (`canaryd.budget.allowance`); empty where it has the device to itself."""
+    """What the run may take beside a server (`canaryd.engine.budget.allowance`); empty where there is no server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a worker's interpreter has to offer."""
+    """What a worker's interpreter found: its version, torch, devices and probes."""
 
     python: str = ""
-    """Its version; "" where it could not be started."""
+    """Version of the interpreter; "" where it could not be started."""
     torch: str | None = None
-    """torch's version."""
+    """Version of torch; None without torch."""
     torch_reason: str = ""
-    """Why there is no torch, or why nothing could be found out."""
+    """Why there is no torch, or why the worker failed."""
     devices: tuple[Device, ...] = ()
     stack: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
@@ -81,14 +82,14 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What the telemetry modules of canaryd's own interpreter find on this machine."""
+    """What the vendor modules found on this machine, under canaryd's own interpreter."""
 
     devices: Mapping[str, tuple[Device, ...]] = field(default_factory=dict)
-    """Vendor module → its devices; a module that could not be asked is not in it."""
+    """Vendor module → its devices; modules that failed are left out."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Vendor module → why it could not be asked."""
+    """Vendor module → why it failed."""
     failing: Mapping[str, str] = field(default_factory=dict)
-    """Those among them that should have answered: something of the vendor is installed."""
+    """The same, only for vendors of whom something is installed, so that the failure is a problem."""
     facts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -96,19 +97,19 @@ class Listing:
 def new_run_id(now: float) -> str:
     """Return an id that sorts by `now` (seconds since the epoch) and never repeats.
 
-    40 random bits: of a thousand ids of one millisecond two are the same once in two million times.
+    It has 40 random bits: two of a thousand ids within one millisecond are equal with a chance of 1 in two million.
     """
     return f"{int(now * 1000):012x}-{secrets.token_hex(5)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a worker says at the end of a run."""
+    """The result of a run, as the worker sends it."""
 
     outcome: Outcome
     seconds: float
     paused: float = 0.0
-    """Seconds of these that the run paused beside a server."""
+    """How many of these seconds the run paused for a server."""
     detail: str = ""
     reason: Reason = Reason.NONE
     stack: Mapping[str, str] = field(default_factory=dict)
@@ -117,32 +118,68 @@ class Answer:
 
     def __post_init__(self) -> None:
         if self.seconds < 0:
-            raise ValueError(f"a run of {self.seconds} seconds")
+            raise ValueError(f"seconds is {self.seconds}, but must not be negative")
 
 
 def parse_text(value: object) -> str:
     """Return a text; raise `TypeError` for anything else."""
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.100} is no text")
+        raise TypeError(f"{value!r:.100} is not text")
     return value
 
 
 def parse_fact(item: Any) -> Reading | Absent:
-    """Return what stands for [name, value, unit, labels] or [name, reason]; raise `ValueError` for anything else.
+    """Return the fact of [name, value, unit, labels] or [name, reason]. Raises `ValueError` for anything else.
 
-    By hand: telemetry sends some two thousand of them at a time, and `from_json` takes ten times as long.
+    Written by hand, because telemetry sends about 2,000 at a time and `from_json` takes ten times as long.
     """
     if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], str):
         return Absent(name=item[0], reason=item[1])
     if not (isinstance(item, list) and len(item) == 4):
-        raise ValueError(f"no reading: {item!r:.100}")
+        raise ValueError(f"not a reading: {item!r:.100}")
     name, value, unit, labels = item
     texts = isinstance(name, str) and isinstance(unit, str) and isinstance(labels, dict)
     if not (texts and isinstance(value, (str, int, float)) and all(isinstance(v, str) for v in labels.values())):
-        raise ValueError(f"no reading: {item!r:.100}")
+        raise ValueError(f"not a reading: {item!r:.100}")
     return Reading(
         name=shared(name),
         value=shared(value) if isinstance(value, str) else value,
         unit=shared(unit),
         labels={shared(k): shared(v) for k, v in labels.items()},
     )
+
+
+@dataclass
+class Facts:
+    """The facts of a run, as they arrive."""
+
+    readings: list[Reading] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    recordings: list[Recording] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Missing reading → why."""
+
+    def add(self, kind: str, message: Mapping[str, Any]) -> None:
+        """Add what a message holds. Raises `LookupError`, `TypeError` or `ValueError` for a malformed one."""
+        if kind == "readings":
+            for item in message["values"]:
+                self._add(parse_fact(item))
+        elif kind == "fact":
+            self._add(from_json(FACT_TYPES[message["type"]], message["value"]))
+        else:
+            raise ValueError(f"unknown kind {kind!r}")
+
+    def _add(self, fact: Any) -> None:
+        if isinstance(fact, Reading):
+            self.readings.append(fact)
+        elif isinstance(fact, Comparison):
+            if not 0 <= fact.wrong_trials <= fact.trials:
+                raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials")
+            self.comparisons.append(fact)
+        elif isinstance(fact, Recording):
+            self.recordings.append(fact)
+        elif isinstance(fact, Skipped):
+            self.skipped.append(fact)
+        else:
+            self.absent[fact.name] = fact.reason

@@ -1,4 +1,4 @@
-"""Ship the worker's own files to an interpreter elsewhere (`worker.command`)."""
+"""Send the worker's files to an interpreter elsewhere (`worker.command`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_SHIPPED = 64 * 1024 * 1024
 """Bytes of one probe directory that are sent through `worker.command`."""
 PACKAGE = Path(__file__).resolve().parents[1]
 ENTRY = "canaryd/worker/__main__.py"
-# Runs behind `worker.command`, where nothing of canaryd exists: unpacks it, runs it, removes it whatever became of it.
+# Runs behind `worker.command`, where canaryd is not installed: unpacks the worker, runs it, and always removes it.
 BOOTSTRAP = """
 import sys
 sys.path = [p for p in sys.path if p]
@@ -39,20 +39,20 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 def own_files() -> dict[str, str]:
-    """Return the files that a worker elsewhere needs, as path in the archive → base64."""
+    """Return the files that a remote worker needs: path in the archive → base64."""
     paths = [PACKAGE / name for name in ("__init__.py", "codec.py", "model.py", "probe.py")]
     paths += [path for kind in ("*.py", "*.json") for path in (PACKAGE / "worker").rglob(kind)]
     return {str(path.relative_to(PACKAGE.parent)): base64.b64encode(path.read_bytes()).decode() for path in paths}
 
 
 def pack(directory: Path, into: str) -> dict[str, str]:
-    """Return the files of a probe directory, its data included, as name below `into` → base64."""
+    """Return the files of a probe directory, data included: path below `into` → base64."""
     files, size = {}, 0
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
             size += path.stat().st_size
             if size > MAX_SHIPPED:
-                raise OSError(f"its files exceed {MAX_SHIPPED} bytes; keep probes in a directory of their own")
+                raise OSError(f"its files exceed {MAX_SHIPPED >> 20} MiB; keep probes in a directory of their own")
             files[f"{into}/{name}"] = base64.b64encode(path.read_bytes()).decode()
     return files

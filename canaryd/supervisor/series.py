@@ -1,29 +1,24 @@
-"""Starts workers, asks them, bounds every wait and says what became of them. Never hangs on what it started.
+"""Run probes in workers, with a limit on every wait, and report the outcome. Nothing a worker does can hang canaryd.
 
-A worker is one process in a session of its own: standard input carries requests, a pipe of its own (or, behind
-`worker.command`, standard output) carries the answers, and the rest of what it prints is kept as a bounded tail. One
+A worker is one process in a session of its own. Its standard input carries requests; a pipe of its own (or standard
+output, behind `worker.command`) carries the answers. Of everything else that it prints the last part is kept. One
 thread owns a `Series`; only `Series.kill` may be called from another.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import shlex
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.model import (
-    Comparison,
     Device,
     LogPosition,
     LogRecord,
     Outcome,
-    Reason,
     Run,
     whole,
 )
@@ -32,30 +27,26 @@ from canaryd.supervisor import capabilities
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 from canaryd.supervisor.process import LostError, Worker
 from canaryd.supervisor.protocol import (
-    FACTS,
     Answer,
     Description,
+    Facts,
     Listing,
     RunRequest,
     WorkerSpec,
     new_run_id,
-    parse_fact,
     parse_text,
 )
+from canaryd.supervisor.slot import Slot, decoding
 
-DETAIL = 4096
-"""Bytes of what a lost worker printed that become part of its run."""
-PING = 5.0
-"""Seconds that a worker has to answer between two runs before a fresh one takes its place."""
 STARVED = 4.0
-"""How many times its timeout a worker that has stepped back may wait for a core in addition: that is no hang (ours)."""
+"""How many times its timeout a low-priority worker may wait for a core in addition, before it counts as hung (ours)."""
 
 
 class Series:
-    """Runs on one device that share a worker, so that its start is paid for once.
+    """Runs on one device that share a worker, so that it starts only once.
 
-    After anything but a completed or a skipped run the next one gets a fresh worker: a failed run may leave a device's
-    context or the process itself poisoned.
+    After any run that neither completed nor was skipped, the next run gets a new worker: a failed run may have damaged
+    the device's context or the process.
     """
 
     def __init__(
@@ -70,18 +61,8 @@ class Series:
         if instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             raise ValueError(f"instruction_set: {instruction_set!r} is not one of {known}")
-        self.workers_started = 0
-        self.wall_seconds = 0.0
-        """Time from the start of its workers to their ends, less what their runs have paused."""
-        self.processor_seconds: float | None = 0.0
-        """Processor time of its workers that have ended; None where that of one is not known."""
-        self._began = 0.0
-        self._spec = spec
-        self._instruction_set = instruction_set
-        self._grace = grace
+        self._slot = Slot(spec, instruction_set, grace)
         self._on_progress = on_progress
-        self._worker: Worker | None = None
-        self._stopped = ""
 
     def __enter__(self) -> Series:  # noqa: PYI034 - typing.Self came with Python 3.11
         return self
@@ -89,23 +70,38 @@ class Series:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def workers_started(self) -> int:
+        """How many workers this series has started."""
+        return self._slot.workers_started
+
+    @property
+    def wall_seconds(self) -> float:
+        """Time from the start of its workers to their ends, without the pauses of their runs."""
+        return self._slot.wall_seconds
+
+    @property
+    def processor_seconds(self) -> float | None:
+        """Processor time of its workers that have ended; None where that of one is unknown."""
+        return self._slot.processor_seconds
+
     def describe(self, paths: Sequence[Path], timeout: float = 60.0) -> Description:
         """Ask for the interpreter, the devices and the specs of the probes at `paths`.
 
-        Never raises for what a worker does. `timeout` is the patience, in seconds, for each single answer. A probe that
-        takes the worker down is described by that, and the others are asked for again.
+        Never raises for what a worker does. `timeout` is the time limit of each single answer, in seconds. A probe that
+        crashes or hangs the worker is described by that failure, and the others are asked for again.
         """
         probes: dict[Path, ProbeSpec | str] = {}
         python = ""
         while True:
             waiting = [path for path in paths if path not in probes]
             try:
-                worker = self._ready(time.monotonic() + timeout)
+                worker = self._slot.ready(time.monotonic() + timeout)
                 python = worker.python
                 worker.send({"op": "describe", "probes": [worker.place(path) for path in waiting]})
                 while True:
-                    message = worker.receive(time.monotonic() + timeout, self._why_stopped)
-                    with _decoding(message):
+                    message = self._slot.receive(worker, time.monotonic() + timeout)
+                    with decoding(message):
                         if message["kind"] == "described":
                             return Description(
                                 python=python,
@@ -120,17 +116,17 @@ class Series:
                             probes[waiting[0]] = parse_text(error) if error else from_json(ProbeSpec, message["spec"])
                             del waiting[0]
             except LostError as lost:
-                _, reason = self._discard(lost)
-                if waiting and python and not self._stopped:
+                _, reason = self._slot.discard(lost)
+                if waiting and python and not self._slot.stopped:
                     probes[waiting[0]] = reason
                     continue
                 return Description(python=python, torch_reason=reason, probes=probes | dict.fromkeys(waiting, reason))
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
-        """Ask the vendor modules that `settings` names (each with its probe's settings) what is on this machine.
+        """Ask vendor modules for the devices of this machine; `settings` maps each module to its probe's settings.
 
-        Never raises for what a worker does. `timeout` is the patience, in seconds, for each module; one that takes the
-        worker down, or hangs, is unavailable for that reason, and the others are asked all the same.
+        Never raises for what a worker does. `timeout` is the time limit of each module, in seconds. A module that
+        crashes or hangs the worker is unavailable for that reason, and the others are still asked.
         """
         devices: dict[str, tuple[Device, ...]] = {}
         unavailable: dict[str, str] = {}
@@ -140,12 +136,12 @@ class Series:
         waiting = list(settings)
         while waiting:
             try:
-                worker = self._ready(time.monotonic() + timeout)
+                worker = self._slot.ready(time.monotonic() + timeout)
                 worker.begin()
                 worker.send({"op": "inventory", "settings": {name: to_json(settings[name]) for name in waiting}})
                 while waiting:
-                    message = worker.receive(time.monotonic() + timeout, self._why_stopped)
-                    with _decoding(message):
+                    message = self._slot.receive(worker, time.monotonic() + timeout)
+                    with decoding(message):
                         if message["kind"] != "inventoried":
                             continue
                         name = waiting[0]
@@ -155,17 +151,17 @@ class Series:
                                 failing[name] = unavailable[name]
                         else:
                             found = from_json(tuple[Device, ...], message["devices"])
-                            told = from_json(dict[str, str], message["facts"])
+                            more = from_json(dict[str, str], message["facts"])
                             problems += from_json(tuple[str, ...], message["problems"])
-                            facts |= told
+                            facts |= more
                             devices[name] = found
                         del waiting[0]
             except LostError as lost:
-                _, reason = self._discard(lost)
+                _, reason = self._slot.discard(lost)
                 name = waiting.pop(0)
                 unavailable[name] = failing[name] = reason.splitlines()[0]
-                if self._stopped:
-                    unavailable |= dict.fromkeys(waiting, self._stopped)
+                if self._slot.stopped:
+                    unavailable |= dict.fromkeys(waiting, self._slot.stopped)
                     break
         return Listing(devices=devices, unavailable=unavailable, failing=failing, facts=facts, problems=tuple(problems))
 
@@ -186,7 +182,7 @@ class Series:
         records: list[LogRecord] = []
         try:
             with capabilities.reading_kernel_log():
-                worker = self._ready(time.monotonic() + silence)
+                worker = self._slot.ready(time.monotonic() + silence)
             worker.begin()
             worker.send(
                 {
@@ -198,9 +194,9 @@ class Series:
                 }
             )
             while True:
-                message = worker.receive(time.monotonic() + silence, self._why_stopped)
+                message = self._slot.receive(worker, time.monotonic() + silence)
                 batch = None
-                with _decoding(message):
+                with decoding(message):
                     kind = message["kind"]
                     if kind == "followed":
                         return str(message["reason"])
@@ -213,73 +209,28 @@ class Series:
                     on_batch(batch, position)
                     worker.begin()
         except LostError as lost:
-            return self._discard(lost)[1]
+            return self._slot.discard(lost)[1]
 
     def run(self, request: RunRequest, timeout: float) -> Run:
-        """Run one probe and return what became of it, at the latest `timeout` + grace + 1 seconds from now.
+        """Run one probe and return its run, at the latest `timeout` + grace + 1 seconds from now.
 
-        Never raises for anything that a worker does. Facts that arrived before a worker was lost are part of the run.
+        Never raises for what a worker does. Facts that arrived before a worker was lost are part of the run.
         """
         started, deadline = time.time(), time.monotonic() + timeout
-        run = new_run_id(started)
-        facts: dict[str, list[Any]] = {name: [] for name in FACTS}
-        answer: Answer | None = None
-        begun = None
+        run, facts, ready_at = new_run_id(started), Facts(), None
         try:
-            worker = self._ready(deadline)
-            begun = time.monotonic()
-            lenience = STARVED * timeout if self._spec.nice else 0.0
+            worker = self._slot.ready(deadline)
+            ready_at = time.monotonic()
+            lenience = STARVED * timeout if self._slot.spec.nice else 0.0
             worker.be_lenient(lenience)
-            worker.send(
-                {
-                    "op": "run",
-                    "id": run,
-                    "probe": worker.place(request.probe_path),
-                    "device": to_json(request.device),
-                    "level": request.level,
-                    "seed": request.seed,
-                    "budget": request.spec.budget[request.level] if request.budget is None else request.budget,
-                    "settings": to_json(request.settings),
-                    "cases": request.cases,
-                    "drill": request.drill,
-                    "baselining": request.baselining,
-                    "memory": "" if self._spec.command else request.memory,
-                    "intensity": request.intensity,
-                    "beside": request.beside,
-                    "instruction_set": self._instruction_set,
-                    "timeout": deadline - begun + lenience + self._grace,
-                }
-            )
-            while answer is None:
-                message = worker.receive(deadline, self._why_stopped)
-                progress = None
-                with _decoding(message):
-                    if message.pop("id") != run:
-                        continue  # the last words of a thread that an earlier probe left behind
-                    kind = message.pop("kind")
-                    if kind == "progress":
-                        progress = (float(message["fraction"]), str(message["text"]))
-                    elif kind == "readings":
-                        for item in message["values"]:
-                            fact = parse_fact(item)
-                            facts[type(fact).__name__].append(fact)
-                    elif kind == "fact":
-                        fact = from_json(FACTS[message["type"]], message["value"])
-                        if isinstance(fact, Comparison) and not 0 <= fact.wrong_trials <= fact.trials:
-                            raise ValueError(f"{fact.wrong_trials} wrong of {fact.trials} trials")
-                        facts[message["type"]].append(fact)
-                    elif kind == "result":
-                        answer = from_json(Answer, message)
-                        self.wall_seconds -= answer.paused
-                    else:
-                        raise ValueError(f"unknown kind {kind!r}")
-                if progress is not None and self._on_progress is not None:
-                    self._on_progress(*progress)
+            worker.send(self._run_message(worker, request, run, deadline - ready_at + lenience + self._slot.grace))
+            answer = self._receive_result(worker, run, facts, deadline)
+            self._slot.wall_seconds -= answer.paused
             if answer.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
                 self.close()
         except LostError as lost:
-            seconds = time.monotonic() - begun if begun is not None else 0.0
-            outcome, detail = self._discard(lost)
+            seconds = time.monotonic() - ready_at if ready_at is not None else 0.0
+            outcome, detail = self._slot.discard(lost)
             answer = Answer(outcome=outcome, seconds=seconds, detail=detail, reason=lost.reason)
         return Run(
             id=run,
@@ -291,40 +242,78 @@ class Series:
             outcome=answer.outcome,
             level=request.level,
             seed=request.seed,
-            instruction_set=self._instruction_set,
-            readings=tuple(facts["Reading"]),
-            comparisons=tuple(facts["Comparison"]),
-            recordings=tuple(facts["Recording"]),
-            skipped=tuple(facts["Skipped"]),
-            absent={fact.name: fact.reason for fact in facts["Absent"]} | dict(answer.absent),
+            instruction_set=self._slot.instruction_set,
+            readings=tuple(facts.readings),
+            comparisons=tuple(facts.comparisons),
+            recordings=tuple(facts.recordings),
+            skipped=tuple(facts.skipped),
+            absent=facts.absent | dict(answer.absent),
             stack=answer.stack,
             environment=answer.environment,
             detail=answer.detail,
             reason=answer.reason,
-            repro=self._repro(request),
+            repro=_repro(request, self._slot.instruction_set),
             drill=request.drill,
             confirms=request.confirms,
             trigger=request.trigger,
             cases=request.cases,
-            baselining=request.baselining and bool(facts["Recording"]),
+            baselining=request.baselining and bool(facts.recordings),
             intensity=request.intensity,
         )
 
-    def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
-        """Let one of the worker's own modules answer a question that is no probe.
+    def _run_message(self, worker: Worker, request: RunRequest, run: str, timeout: float) -> dict[str, Any]:
+        """Return the request that starts a run; the worker ends itself soon after `timeout` seconds."""
+        return {
+            "op": "run",
+            "id": run,
+            "probe": worker.place(request.probe_path),
+            "device": to_json(request.device),
+            "level": request.level,
+            "seed": request.seed,
+            "budget": request.spec.budget[request.level] if request.budget is None else request.budget,
+            "settings": to_json(request.settings),
+            "cases": request.cases,
+            "drill": request.drill,
+            "baselining": request.baselining,
+            "memory": "" if self._slot.spec.command else request.memory,
+            "intensity": request.intensity,
+            "beside": request.beside,
+            "instruction_set": self._slot.instruction_set,
+            "timeout": timeout,
+        }
 
-        Returns the outcome, the answer (empty unless completed) and what is to be said about it. Never raises for
-        anything that a worker does.
+    def _receive_result(self, worker: Worker, run: str, facts: Facts, deadline: float) -> Answer:
+        """Collect the facts of a run until its result arrives, and return that."""
+        while True:
+            message = self._slot.receive(worker, deadline)
+            progress = None
+            with decoding(message):
+                if message.pop("id") != run:
+                    continue  # a late message from a thread of an earlier probe
+                kind = message.pop("kind")
+                if kind == "result":
+                    return from_json(Answer, message)
+                if kind == "progress":
+                    progress = (float(message["fraction"]), str(message["text"]))
+                else:
+                    facts.add(kind, message)
+            if progress is not None and self._on_progress is not None:
+                self._on_progress(*progress)
+
+    def answer(self, module: str, arguments: Mapping[str, Any], timeout: float) -> tuple[Outcome, dict[str, Any], str]:
+        """Ask one of the worker's own modules a question that is not a probe.
+
+        Returns the outcome, the answer (empty unless completed) and the detail. Never raises for what a worker does.
         """
         deadline, run = time.monotonic() + timeout, new_run_id(time.time())
         try:
-            worker = self._ready(deadline)
+            worker = self._slot.ready(deadline)
             worker.begin()
             worker.send({"op": "answer", "id": run, "module": module, "arguments": arguments, "timeout": timeout})
             while True:
-                message = worker.receive(deadline, self._why_stopped)
+                message = self._slot.receive(worker, deadline)
                 progress = None
-                with _decoding(message):
+                with decoding(message):
                     if message["id"] != run:
                         continue
                     if message["kind"] == "answered":
@@ -333,101 +322,31 @@ class Series:
                 if self._on_progress is not None:
                     self._on_progress(*progress)
         except LostError as lost:
-            outcome, detail = self._discard(lost)
+            outcome, detail = self._slot.discard(lost)
             return outcome, {}, detail
 
     def close(self) -> None:
         """End the worker, politely first; waits at most grace + 1 seconds."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end(ask=worker.hang_up, grace=self._grace)
-            self._account(worker)
-
-    def kill(self, reason: str = "canaryd is shutting down") -> None:
-        """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
-        self._stopped = reason
-        worker = self._worker
-        if worker is not None:
-            worker.signal(signal.SIGKILL)
+        self._slot.close()
 
     @property
     def stopped(self) -> bool:
         """Whether `kill` was called: canaryd itself ended it."""
-        return bool(self._stopped)
+        return bool(self._slot.stopped)
 
-    def _why_stopped(self) -> str:
-        return self._stopped
-
-    def _ready(self, deadline: float) -> Worker:
-        if self._stopped:
-            raise LostError(Outcome.ERRORED, f"stopped: {self._stopped}", Reason.STOPPED)
-        if self._worker is not None and not self._answers(self._worker, deadline):
-            self.close()
-        if self._worker is not None:
-            return self._worker
-        where = "worker.command" if self._spec.command else f"worker.python ({self._spec.python})"
-        self._began = time.monotonic()
-        try:
-            self._worker = Worker(self._spec, self._instruction_set)
-        except OSError as error:
-            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {error}") from error
-        self.workers_started += 1
-        try:
-            message = self._worker.receive(deadline, self._why_stopped)
-        except LostError as lost:
-            if lost.outcome is not Outcome.CRASHED:
-                raise
-            raise LostError(Outcome.ERRORED, f"{where} does not run the worker: {lost.detail}") from lost
-        with _decoding(message):
-            self._worker.python = str(message["python"])
-        return self._worker
-
-    def _answers(self, worker: Worker, deadline: float) -> bool:
-        """Ask a worker that has served before whether it still does: one that died since is nobody's outcome."""
-        try:
-            worker.begin()
-            worker.send({"op": "ping"})
-            while worker.receive(min(deadline, time.monotonic() + PING), self._why_stopped).get("kind") != "ready":
-                pass  # the last words of a thread that an earlier probe left behind
-        except LostError:
-            return False
-        return True
-
-    def _discard(self, lost: LostError) -> tuple[Outcome, str]:
-        worker, self._worker = self._worker, None
-        outcome, detail = lost.outcome, lost.detail
-        if worker is None:
-            return outcome, detail
-        # Only a worker that overran is asked first: SIGTERM makes it print where it hangs.
-        ask = functools.partial(worker.signal, signal.SIGTERM) if outcome is Outcome.TIMED_OUT else None
-        if not worker.end(ask=ask, grace=self._grace):
-            outcome = Outcome.UNKILLABLE
-            detail += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
-        self._account(worker)
-        printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
-        return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
-
-    def _account(self, worker: Worker) -> None:
-        self.wall_seconds += time.monotonic() - self._began
-        known = self.processor_seconds is not None and worker.processor_seconds is not None
-        self.processor_seconds = (self.processor_seconds or 0.0) + (worker.processor_seconds or 0.0) if known else None
-
-    def _repro(self, request: RunRequest) -> str:
-        words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
-        for case in request.cases:
-            words += ["--case", case]
-        words += ["--seed", str(request.seed), "--level", request.level]
-        if self._instruction_set:
-            words += ["--instruction-set", self._instruction_set]
-        if request.intensity:
-            words += ["--intensity", request.intensity]
-        return shlex.join(words)
+    def kill(self, reason: str = "canaryd is shutting down") -> None:
+        """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
+        self._slot.kill(reason)
 
 
-@contextlib.contextmanager
-def _decoding(message: Mapping[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error} in {str(message)[:200]}"
-        raise LostError(Outcome.GARBLED, f"the worker sent what is not the protocol: {said}") from error
+def _repro(request: RunRequest, instruction_set: str) -> str:
+    """Return the command that repeats a run."""
+    words = ["canaryd", "check", "--device", request.device.name, "--probe", request.spec.name]
+    for case in request.cases:
+        words += ["--case", case]
+    words += ["--seed", str(request.seed), "--level", request.level]
+    if instruction_set:
+        words += ["--instruction-set", instruction_set]
+    if request.intensity:
+        words += ["--intensity", request.intensity]
+    return shlex.join(words)

@@ -267,7 +267,7 @@ def test_bad_file(path):
 def test_named_file_must_exist(tmp_path, monkeypatch):
     """A file named on the command line or in the environment must be there; the message says who named it."""
     path = tmp_path / "nowhere.yaml"
-    advice = "name an existing one, or none for the defaults"
+    advice = "name an existing file, or none for the defaults"
     assert problems(path) == [f"{path}: no such file; {advice}"]
     monkeypatch.setenv("CANARYD_CONFIG", str(path))
     assert problems(None) == [f"{path}: no such file (named by $CANARYD_CONFIG); {advice}"]
@@ -291,9 +291,10 @@ def test_unreadable_files(tmp_path):
     """A directory, a link to itself and an endless file are refused with a reason, not with a traceback."""
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    assert problems(tmp_path) == [f"{tmp_path}: a directory; name a YAML file"]
-    assert problems(loop) == [f"{loop}: cannot be read: {os.strerror(errno.ELOOP)}; make it readable or name another"]
-    assert problems(Path("/dev/zero")) == ["/dev/zero: larger than 1 MiB; this cannot be a configuration of canaryd"]
+    assert problems(tmp_path) == [f"{tmp_path}: is a directory; name a YAML file"]
+    advice = "make it readable or name another file"
+    assert problems(loop) == [f"{loop}: cannot read it: {os.strerror(errno.ELOOP)}; {advice}"]
+    assert problems(Path("/dev/zero")) == ["/dev/zero: larger than 1 MiB; name a configuration file of canaryd"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -301,7 +302,7 @@ def test_permission(tmp_path):
     """A file without read permission is named with the system's reason."""
     path = write(tmp_path, "{}")
     path.chmod(0)
-    assert problems(path) == [f"{path}: cannot be read: Permission denied; make it readable or name another"]
+    assert problems(path) == [f"{path}: cannot read it: Permission denied; make it readable or name another file"]
 
 
 # --- State directory -------------------------------------------------------------------------------------------------

@@ -695,7 +695,7 @@ def test_evidence_from_the_future_is_none(served):
     for probe in PERIODS:
         served.know(probe, -300)
     assert served.chosen() == ([], ROUND)
-    served.engine._evidence.clear()
+    served.engine._evidence._runs.clear()
     for probe in PERIODS:
         served.know(probe, -7 * 86_400)
     assert served.chosen() == (["a", "b"], FORCED)

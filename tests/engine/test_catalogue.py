@@ -169,8 +169,8 @@ def test_load_joins_files_with_what_the_worker_said(tmp_path):
     assert entries["good"].file.path == builtin / "good.py"
     assert {Path(problem.where).stem: problem.message for problem in problems} == {
         "broken": "ImportError: no module named torch",
-        "other": "its SPEC.name is 'someone_else', but it was found as 'other'; the two must be equal",
-        "silent": "the worker said nothing about it",
+        "other": "its SPEC.name is 'someone_else', but the probe is named 'other'; make the two equal",
+        "silent": "the worker did not describe it",
     }
 
 

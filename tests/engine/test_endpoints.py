@@ -156,14 +156,14 @@ def test_a_process_beside_it_sees_what_was_learnt(host):
     for run in beside.store.runs("endpoint:main"):
         beside.take(run)
     assert beside.verdict("endpoint:main").state is State.HEALTHY
-    assert not beside._lacks_baseline("endpoint:main", "recalls")
+    assert not beside._learning.lacks_baseline("endpoint:main", "recalls")
 
 
 def test_two_endpoints_on_one_device_are_no_witnesses(tmp_path):
     """They would break together, and look like software."""
     host = Host(tmp_path, "main", "other")
     engine = host.start()
-    assert engine._shares(engine.devices["endpoint:main"], engine.devices["endpoint:other"])
+    assert engine.share_a_device(engine.devices["endpoint:main"], engine.devices["endpoint:other"])
 
 
 def test_an_endpoint_elsewhere_accuses_nothing_here():

@@ -413,7 +413,7 @@ def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordin
         speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
         at = NOW - 3600
         idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
-        if "endpoint-slow" in {finding.rule for finding in idle._of_recordings(served, drill=False)}:
+        if "endpoint-slow" in {finding.rule for finding in idle._decisions._recording_findings(served, drill=False)}:
             slow.append(number)
     # Until what is slow is half of what is remembered.
     assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + rules.NEWEST) // 2))
@@ -421,7 +421,7 @@ def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordin
 
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
     """A device with one is judged by a long record, which is bounded too."""
-    monkeypatch.setattr("canaryd.engine.engine.RECORD", 200)
+    monkeypatch.setattr("canaryd.engine.evidence.RECORD", 200)
     idle.take(made(0, wrong=True))
     for number in range(1, 300):
         idle.take(made(number))
@@ -505,7 +505,7 @@ def test_confirmations_ask_whether_they_may(idle, tmp_path, monkeypatch):
         asked.append(plan.device.uuid)
         return [] if plan.steps[0].confirms else [made(1, device=accused.uuid, wrong=True, at=NOW - 60)]
 
-    monkeypatch.setattr(idle, "_series_of", series)
+    monkeypatch.setattr(idle, "_run_series", series)
     idle.may = lambda device, purpose: purpose == budget.DOUBT and device not in (accused, barred)
     step = schedule.Step(entry=idle.entries["p"], level="quick", seed=1)
     (hit,) = idle.carry_out(schedule.Plan(device=accused, instruction_set="", steps=(step,)))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
-from canaryd.engine import polling
+from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
-from canaryd.engine.polling import addressee
+from canaryd.engine.kernel_log import addressee
 from canaryd.judge.telemetry.events import happened
 from canaryd.model import Device, Event, LogRecord, Outcome, State
 from canaryd.store.store import Store
@@ -265,24 +265,24 @@ def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
     """A daemon that was not stopped before the machine started again was cut off with it."""
     boot = tmp_path / "boot_id"
     boot.write_text("one\n")
-    host.watch.boot([host.cpu], time.time(), boot_id=boot)
-    host.watch.runs(running=True, boot_id=boot)
-    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.history.note_running(running=True, boot_id=boot)
+    host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     boot.write_text("two\n")
-    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     boots = [e for e in host.watch.events(host.device) if e.after == "two"]
     assert [(e.name, e.before, e.after) for e in boots] == [("unclean", "one", "two")]
     assert boots[0].last == pytest.approx(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), abs=5)
-    host.watch.runs(running=True, boot_id=boot)
-    host.watch.runs(running=False, boot_id=boot)
+    host.watch.history.note_running(running=True, boot_id=boot)
+    host.watch.history.note_running(running=False, boot_id=boot)
     boot.write_text("three\n")
-    host.watch.boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     assert "clean" in {e.name for e in host.watch.events(host.device) if e.kind == "boot" and e.after == "three"}
 
 
 def test_an_instance_shares_what_happens_to_its_gpu(host):
     """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
-    host.watch.instances = {GPU.uuid: [MIG.uuid]}
+    host.watch.history.instances = {GPU.uuid: [MIG.uuid]}
     now = time.time()
     host.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", first=now, last=now)])
     assert [(e.device, e.name) for e in host.watch.events(MIG)] == [(MIG.uuid, "31")]
@@ -302,7 +302,7 @@ def test_changes_are_counted_by_component(host):
         after="2",
         detail="driver: 1 → 2",
     )
-    host.watch.changed([event])
+    host.watch.history.record_changes([event])
     assert counter(host.store, "stack_changes", device=host.cpu, component="driver") == 1
     assert "driver" in host.watch.triggers[host.cpu]
 
@@ -410,9 +410,9 @@ def test_a_line_belongs_to_the_device_at_that_place(kind, bus_id, wanted):
 def test_what_was_heard_before_a_device_was_known_is_its_own(host):
     """The log is not read in vain while the inventory is late: events wait at their place."""
     host.hear(XID, "CPU0: Core temperature above threshold, cpu clock throttled")
-    series = host.engine._worker("", numeric=False, touches=False)
+    series = host.engine.workers.start(numeric=False, uses_device=False)
     host.watch.read_log(series, list, until_end=True)
-    host.engine._end(series)
+    host.engine.workers.end(series)
     assert [e.name for e in host.watch.events(GPU) if e.kind == "xid"] == ["79"]
     assert [e.device for e in host.watch.events(host.device) if e.kind == "thermal"] == [host.cpu]
     assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
@@ -432,7 +432,7 @@ def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
 def test_a_line_of_a_clock_that_was_not_set_is_dated_now(host, monkeypatch):
     """An Xid dated 1970 would be older than anything, and one of 2055 would stay new for ever."""
     host.hear(XID)
-    monkeypatch.setattr(polling, "happened", lambda r, d: replace(happened(r, d), first=12.0, last=12.0))
+    monkeypatch.setattr(kernel_log, "happened", lambda r, d: replace(happened(r, d), first=12.0, last=12.0))
     host.engine.read_log(until_end=True)
     (event,) = [e for e in host.watch.events(GPU) if e.kind == "xid"]
     assert event.last == pytest.approx(time.time(), abs=60)
@@ -449,4 +449,4 @@ def test_a_log_that_is_missing_is_said_while_it_is_followed(host):
 
 def test_the_boot_id_of_this_machine_is_read():
     """The default path is the kernel's."""
-    assert len(polling.BOOT_ID.read_text().strip()) == 36
+    assert len(events.BOOT_ID.read_text().strip()) == 36

@@ -208,16 +208,16 @@ def test_an_unknown_instruction_set_is_refused_by_name():
         ("crashes_at_import", {}, Outcome.CRASHED, "killed by SIGSEGV"),
         ("aborts", {}, Outcome.CRASHED, "killed by SIGABRT"),
         ("aborts", {}, Outcome.CRASHED, "std::bad_day"),
-        ("exits_early", {}, Outcome.CRASHED, "exited with status 0 before it answered"),
+        ("exits_early", {}, Outcome.CRASHED, "exited with status 0 without an answer"),
         ("killed", {}, Outcome.CRASHED, "killed by SIGKILL, not by canaryd"),
         ("closes_descriptors", {}, Outcome.CRASHED, "lost its protocol pipe"),
-        ("closes_descriptors_and_hangs", {}, Outcome.GARBLED, "closed its end of the protocol"),
+        ("closes_descriptors_and_hangs", {}, Outcome.GARBLED, "closed its protocol pipe"),
         ("garbles_protocol", {"how": "text"}, Outcome.GARBLED, "segmentation violets"),
         ("garbles_protocol", {"how": "json"}, Outcome.GARBLED, "{]"),
         ("garbles_protocol", {"how": "list"}, Outcome.GARBLED, "not an object"),
         ("garbles_protocol", {"how": "deep"}, Outcome.GARBLED, "[[["),
         ("garbles_protocol", {"how": "fact"}, Outcome.GARBLED, "Reading.name: wanted str, got int"),
-        ("garbles_protocol", {"how": "line"}, Outcome.GARBLED, "too many to be facts"),
+        ("garbles_protocol", {"how": "line"}, Outcome.GARBLED, "the worker sent too much"),
     ],
 )
 def test_misbehaviour_becomes_an_outcome(name, settings, outcome, detail):
@@ -730,7 +730,7 @@ def test_describe_without_torch_says_why(bare_python):
 )
 def test_what_stands_for_no_reading_is_refused(item):
     """Readings are taken apart by hand, and as strictly as every other message."""
-    with pytest.raises(ValueError, match="no reading"):
+    with pytest.raises(ValueError, match="not a reading"):
         protocol.parse_fact(item)
 
 

@@ -255,7 +255,8 @@ def test_a_file_that_others_can_write_is_refused(tmp_path):
     """Whoever writes it decides who may read the evidence."""
     path = write(tmp_path, "")
     path.chmod(0o662)
-    with pytest.raises(ConfigError, match=r"web\.yml: it is writable by others \(-rw-rw--w-\); chmod go-w"):
+    reason = r"it is writable by others \(-rw-rw--w-\); if you trust it, run chmod go-w"
+    with pytest.raises(ConfigError, match=rf"web\.yml: {reason}"):
         WebConfig(path)
 
 
@@ -265,7 +266,7 @@ def test_keys_that_everybody_may_read_are_warned_of(tmp_path, ca, caplog):
     pair.key.chmod(0o644)
     with caplog.at_level(logging.WARNING):
         WebConfig(write(tmp_path, tls(pair)))
-    assert f"{pair.key}: everybody may read it (-rw-r--r--): chmod o-rwx {pair.key}" in caplog.text
+    assert f"{pair.key}: all users may read it (-rw-r--r--); run chmod o-rwx {pair.key}" in caplog.text
 
 
 def test_the_shipped_example_is_read_and_promtool_agrees(tmp_path, ca, pair):

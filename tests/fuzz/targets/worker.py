@@ -41,6 +41,7 @@ from canaryd.supervisor import process
 from canaryd.supervisor.process import AFTERLIFE, LostError, Worker
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
+from canaryd.supervisor.slot import Slot
 from canaryd.worker import runner
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, plain
@@ -133,21 +134,29 @@ def stop() -> None:
     _process.clear()
 
 
-class Hostile(Series):
-    """A series whose every worker says the same."""
+class HostileSlot(Slot):
+    """A slot whose every worker says the same."""
 
     def __init__(self, said: bytes, chunk: int) -> None:
-        super().__init__(WorkerSpec(python="/nonexistent/python3"))
+        super().__init__(WorkerSpec(python="/nonexistent/python3"), "", 2.0)
         self._given, self._chunk = said, chunk
         self._left = 4
 
-    def _ready(self, deadline: float) -> Worker:
+    def ready(self, deadline: float) -> Worker:
         if self._worker is None:
             if not self._left:
                 raise LostError(Outcome.ERRORED, "the fuzzer has no more workers")
             self._left -= 1
             self._worker = Wire(self._given, chunk=self._chunk)
         return self._worker
+
+
+class Hostile(Series):
+    """A series whose every worker says the same."""
+
+    def __init__(self, said: bytes, chunk: int) -> None:
+        super().__init__(WorkerSpec(python="/nonexistent/python3"))
+        self._slot = HostileSlot(said, chunk)
 
 
 def spoken(*messages: Any) -> bytes:

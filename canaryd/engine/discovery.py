@@ -1,0 +1,119 @@
+"""Find the devices and probes of this host, and notice what changed since the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from canaryd.engine import catalogue, endpoints, inventory
+from canaryd.engine.evidence import Evidence
+from canaryd.engine.host import Host
+from canaryd.engine.learning import Learning
+from canaryd.engine.polling import Watch
+from canaryd.engine.workers import Workers
+from canaryd.judge import acks
+from canaryd.model import Device
+from canaryd.supervisor.protocol import Description
+
+VENDORS = ("host", *inventory.BACKENDS)
+"""Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
+
+
+class Discovery:
+    """Keeps the devices and probes of `host` up to date."""
+
+    def __init__(self, host: Host, workers: Workers, watch: Watch, evidence: Evidence, learning: Learning) -> None:
+        """Look for nothing yet."""
+        self._host = host
+        self._workers = workers
+        self._watch = watch
+        self._evidence = evidence
+        self._learning = learning
+        self.last_seen: dict[str, float] = {}
+        """Device → when it was last found, in seconds since the epoch; empty before the first discovery."""
+
+    def discover(self) -> None:
+        """Find probes and devices through workers, and record what changed.
+
+        What cannot be read stays as it was. A missing device stays known, and not present, for as long as the judge
+        watches a suspect.
+        """
+        host = self._host
+        enabled = [name for name, probe in host.config.probes.each.items() if probe.enabled]
+        files, problems = catalogue.find(host.config.probes.directories, enabled)
+        listing = self._workers.ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
+        described = self._workers.ask(lambda series: series.describe([f.path for f in files]), numeric=True)
+        entries, more = catalogue.load(files, described.probes)
+        with host.mutex:
+            if self._workers.halted:
+                return
+            if entries or not files:
+                host.entries = {n: e for n, e in entries.items() if host.is_enabled(e.spec)}
+            unknown = [name for name in host.config.probes.each if name not in {f.name for f in files}]
+            host.problems = [
+                *map(str, [*problems, *more]),
+                *(f"probes.{name}: no probe of that name was found" for name in unknown),
+                *_stack_problem(described),
+                *listing.problems,
+            ]
+            host.failing = dict(listing.failing)
+            here = {r.device.uuid for r in host.store.devices() if r.present}
+            self._take_inventory(inventory.merge(described, listing, self._known(), here), here)
+
+    def _vendor_settings(self) -> dict[str, Mapping[str, object]]:
+        """Return vendor → the settings of its probe, for each vendor whose probe is not disabled."""
+        named = {name: self._host.settings(f"{name}_telemetry") for name in VENDORS}
+        return {name: settings.settings for name, settings in named.items() if settings.enabled is not False}
+
+    def _take_inventory(self, found: inventory.Found, here: Collection[str]) -> None:
+        """Store the devices that were found; those `here` were present before."""
+        host, store = self._host, self._host.store
+        now, known = host.clock(), self._known()
+        devices = [d for d in found.devices if host.is_included(d)]
+        devices += endpoints.listed(host.config, devices)
+        host.present = {d.uuid for d in devices}
+        if devices:
+            records = {r.device.uuid: r for r in store.devices()}
+            kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
+            gone = [r.device for u, r in records.items() if r.present and u not in host.present | kept]
+            gone = [d for d in gone if host.is_included(d) and inventory.PLACEHOLDER not in d.detail]
+            for device in devices:
+                store.see_device(device, now)
+            store.set_present(host.present | kept, now)
+            self._watch.history.record_changes(inventory.changes(known, here, devices, gone, now))
+        self.recall()
+        self.last_seen = {r.device.uuid: r.last_seen for r in store.devices()}
+
+    def _known(self) -> dict[str, Device]:
+        return {r.device.uuid: r.device for r in self._host.store.devices()}
+
+    def recall(self) -> None:
+        """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start."""
+        host = self._host
+        with host.mutex:
+            now = host.clock()
+            known = host.store.devices()
+            here = {r.device.uuid for r in known if r.present} | host.present
+            acknowledged = acks.heeded(host.store.acks(), now)
+            verdicts = host.store.verdicts()
+            records = [
+                r
+                for r in known
+                if inventory.remembered(r, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid))
+                and host.is_included(r.device)
+            ]
+            # A new mapping each time: other threads iterate over the old one.
+            host.devices = {r.device.uuid: r.device for r in records}
+            host.in_place = {r.device.uuid for r in records if r.present}
+            self._evidence.recall()
+            self._learning.refresh(always=True)
+            instances: dict[str, list[str]] = {}
+            for device in host.devices.values():
+                if device.parent:
+                    instances.setdefault(device.parent, []).append(device.uuid)
+            self._watch.history.instances = instances
+            self._watch.recall(now)
+            self._watch.history.record_boot(list(host.devices), now)
+
+
+def _stack_problem(described: Description) -> list[str]:
+    return [described.torch_reason] if described.torch is None and described.torch_reason else []

@@ -1,0 +1,144 @@
+"""What happened to each device in the last month, in memory and in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from canaryd.engine.inventory import bus_key
+from canaryd.judge.telemetry.events import triggers
+from canaryd.model import Device, Event
+from canaryd.store.notes import BOOT_NOTE, RUNNING_NOTE
+from canaryd.store.rows import HOUR
+from canaryd.store.store import Store
+
+MEMORY = 31 * 86_400.0
+"""Seconds for which events stay in memory: more than the longest window of a rule."""
+HOST, BUS = "host", "bus "
+"""Placeholder ids for events on unknown devices: the machine, or a place on the bus."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+Bucket = tuple[str, str, int]
+"""Kind, name and hour of an event."""
+
+
+class EventHistory:
+    """The events of this host. Safe to use from several threads."""
+
+    def __init__(self, store: Store) -> None:
+        """Read nothing yet; `recall` does."""
+        self._store = store
+        self._events: dict[str, dict[Bucket, Event]] = {}
+        self._mutex = threading.RLock()
+        self.triggers: dict[str, str] = {}
+        """Device → why its exact goldens should run now; the one who runs them removes it."""
+        self.instances: Mapping[str, Sequence[str]] = {}
+        """Divided device → its instances: what happens to it happens to them."""
+
+    def recall(self, now: float) -> None:
+        """Read the events of the last month from the store, because other processes may have added some."""
+        with self._mutex:
+            self._events = {}
+            for event in self._store.events(since=now - MEMORY):
+                self._add(event)
+
+    def of(self, device: Device) -> tuple[Event, ...]:
+        """Return the events of the last month of a device and of the one it is an instance of, oldest first.
+
+        Includes events that were recorded for its place on the bus, or for the host, before the device was known.
+        """
+        place = bus_key(device.detail.get("bus_id", ""))
+        names = {device.uuid, device.parent, f"{BUS}{place}" if place else "", HOST if device.backend == "cpu" else ""}
+        with self._mutex:
+            found = [
+                event if name == device.uuid else replace(event, device=device.uuid)
+                for name in names - {""}
+                for event in self._events.get(name, {}).values()
+            ]
+        return tuple(sorted(found, key=lambda event: (event.last, event.kind, event.name)))
+
+    def record(
+        self,
+        events: Sequence[Event],
+        counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store events with counters and notes in one transaction, and add them to those in memory."""
+        events = self._store.dated(events)
+        self._store.add_events(events, counts, notes)
+        self.remember(events)
+
+    def record_changes(self, events: Sequence[Event]) -> None:
+        """Store what a discovery found changed, and count it by component."""
+        if events:
+            counts = [("stack_changes", {"device": e.device, "component": e.name}, 1.0) for e in events]
+            self.record(events, counts)
+
+    def remember(self, events: Sequence[Event]) -> None:
+        """Add stored events to those in memory, and note which devices should be tested because of them."""
+        by_device: dict[str, list[Event]] = defaultdict(list)
+        for event in events:
+            by_device[event.device].append(event)
+        with self._mutex:
+            for uuid, mine in by_device.items():
+                for event in mine:
+                    self._add(event)
+                if reason := triggers(mine):
+                    for part in (uuid, *self.instances.get(uuid, ())):
+                        self.triggers.setdefault(part, reason)
+
+    def _add(self, event: Event) -> None:
+        """Add an event as the store does: equal events within an hour are one event with a count."""
+        bucket = (event.kind, event.name, int(event.last // HOUR))
+        mine = self._events.setdefault(event.device, {})
+        before = mine.get(bucket)
+        if before is not None:
+            event = replace(
+                event,
+                first=min(before.first, event.first),
+                last=max(before.last, event.last),
+                count=before.count + event.count,
+                before=before.before,
+            )
+        mine[bucket] = event
+
+    # -- boots --------------------------------------------------------------------------------------------------------
+
+    def record_boot(self, devices: Collection[str], now: float, *, boot_id: Path = BOOT_ID) -> None:
+        """Record a reboot since the last look, and whether the machine went down without stopping the daemon.
+
+        The event has the time of the machine's start, because what the kernel has logged since then came after it.
+        """
+        with contextlib.suppress(OSError):
+            current = boot_id.read_text().strip()
+            before, running = self._store.note(BOOT_NOTE), self._store.note(RUNNING_NOTE)
+            if current and current != before:
+                unclean = bool(running) and running == before
+                started = now - _uptime()
+                event = Event(
+                    device="",
+                    kind="boot",
+                    name="unclean" if unclean else "clean",
+                    first=started,
+                    last=started,
+                    before=before,
+                    after=current,
+                    detail="the machine went down without stopping canaryd" if unclean else "the machine was rebooted",
+                )
+                events = [replace(event, device=uuid) for uuid in devices if before]
+                self.record(events, notes={BOOT_NOTE: current, RUNNING_NOTE: ""})
+
+    def note_running(self, *, running: bool, boot_id: Path = BOOT_ID) -> None:
+        """Note that a daemon runs on this boot, or that it stopped in good order."""
+        with contextlib.suppress(OSError):
+            self._store.set_note(RUNNING_NOTE, boot_id.read_text().strip() if running else "")
+
+
+def _uptime() -> float:
+    """Return the seconds since the machine started, sleep included; 0.0 where the system has no such clock."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return 0.0 if clock is None else time.clock_gettime(clock)

@@ -1,0 +1,76 @@
+"""Plans that earlier runs call for: confirmations of a mismatch, and retests of a suspect."""
+
+from __future__ import annotations
+
+from canaryd.engine import schedule
+from canaryd.engine.evidence import Evidence
+from canaryd.engine.host import Host
+from canaryd.engine.schedule import Plan
+from canaryd.model import INTENSITIES, Device, Outcome, Run, State
+
+TRIES = 3
+"""Confirmations that do not complete are given up after this many times the number that is wanted."""
+
+
+class FollowUps:
+    """Plans what to run after a mismatch."""
+
+    def __init__(self, host: Host, evidence: Evidence) -> None:
+        """Plan from the evidence in memory."""
+        self._host = host
+        self._evidence = evidence
+
+    def confirmations(self, run: Run) -> list[Plan]:
+        """Return the confirmations that a run calls for, on its own device and on the siblings."""
+        host = self._host
+        if run.probe not in host.entries or run.device not in host.devices:
+            return []
+        device, count = host.devices[run.device], host.config.judge.confirm_runs
+        return schedule.confirmations(run, host.entries[run.probe], device, host.siblings(device), count)
+
+    def owed(self, uuid: str) -> list[Plan]:
+        """Return the confirmations that recent mismatches lack because of a stop, a crash or a busy device."""
+        host, policy = self._host, self._host.config.judge
+        runs, now = self._evidence.of(uuid), host.clock()
+        plans: list[Plan] = []
+        for run in runs:
+            recent = now - run.started < policy.repeat_window
+            wanted = (run.wrong or run.unknown) and not run.confirms and (run.whole or run.intensity)
+            if wanted and recent and not run.drill and run.probe in host.entries:
+                again = [other for other in runs if other.confirms == run.id]
+                done = sum(other.outcome is Outcome.COMPLETED for other in again)
+                given_up = len(again) >= TRIES * policy.confirm_runs
+                missing = 0 if given_up else policy.confirm_runs - done
+                plans += schedule.confirmations(run, host.entries[run.probe], host.devices[uuid], [], missing)
+        return plans
+
+    def retests(self, uuid: str) -> list[Plan]:
+        """Return the next retest of a suspect, at a higher intensity (docs/retest.md); [] where none is due.
+
+        Recorded results have no right answer, so a sibling gets the same retest to compare with.
+        """
+        host = self._host
+        device, verdict = host.devices[uuid], host.store.verdict(uuid)
+        if verdict is None or verdict.state is State.FAULTY or not verdict.doubted:
+            return []
+        mine = [
+            r
+            for r in self._evidence.of(uuid)
+            if r.probe in host.entries and schedule.can_be_retested(host.entries[r.probe], device)
+        ]
+        for run, how in schedule.retests_due(mine, host.config.judge, host.clock())[:1]:
+            turn = sum(r.intensity == how and not r.confirms and r.instruction_set == run.instruction_set for r in mine)
+            tested = [device, *([] if run.wrong else self._next_sibling(device, turn + INTENSITIES.index(how)))]
+            seed = schedule.new_seed()
+            return [p for d in tested for p in schedule.retests(run, how, host.entries, d, seed=seed, turn=turn)]
+        return []
+
+    def _next_sibling(self, device: Device, turn: int) -> list[Device]:
+        """Return the sibling to retest with a device, in turn; [] where all have used up their daily share.
+
+        Each device begins with the one after it, so that several suspects do not all load the same sibling.
+        """
+        siblings, now = self._host.siblings(device), self._host.clock()
+        after = [*(s for s in siblings if s.uuid > device.uuid), *(s for s in siblings if s.uuid < device.uuid)]
+        free = [s for s in after if schedule.may_be_retested(self._evidence.of(s.uuid), now)]
+        return [free[turn % len(free)]] if free else []

@@ -1,0 +1,130 @@
+"""What the parts of the engine share: settings, the store, and the devices and probes of this host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from canaryd.config.settings import Config, EndpointConfig, ProbeSettings
+from canaryd.engine import endpoints, schedule
+from canaryd.engine.catalogue import Entry
+from canaryd.model import Device
+from canaryd.probe import ProbeSpec
+from canaryd.store.store import STEP, Store
+
+
+@dataclass
+class Host:
+    """The known devices and probes of this host, and how they are configured."""
+
+    config: Config
+    store: Store
+    clock: Callable[[], float] = time.time
+    devices: dict[str, Device] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """Probe name → probe."""
+    only: frozenset[str] = frozenset()
+    """The probes that a restricted check asked for; its verdicts are about these alone and are not stored."""
+    cases: tuple[str, ...] = ()
+    """The cases that it asked for."""
+    intensity: str = ""
+    """The intensity that it asked for."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the probes or the stack under test, one sentence each."""
+    failing: dict[str, str] = field(default_factory=dict)
+    """Vendor whose software is installed → why its devices could not be listed."""
+    present: set[str] = field(default_factory=set)
+    """Devices that this process found at its last discovery."""
+    in_place: set[str] = field(default_factory=set)
+    """Devices that the last successful discovery found, also one before a restart."""
+    mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    """Guards everything that the parts of the engine keep in memory. Never held while a worker is waited for."""
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only a part was asked for, which proves nothing about the rest."""
+        return bool(self.only or self.cases or self.intensity)
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    def settings(self, probe: str) -> ProbeSettings:
+        """Return the configuration's section of a probe, or the defaults."""
+        return self.config.probes.each.get(probe, ProbeSettings())
+
+    def is_enabled(self, spec: ProbeSpec) -> bool:
+        """Return whether a probe is enabled, by the configuration or by its own default."""
+        enabled = self.settings(spec.name).enabled
+        return not spec.opt_in if enabled is None else enabled
+
+    def is_included(self, device: Device) -> bool:
+        """Return whether `devices.include` names a device; an empty list names all."""
+        wanted = self.config.devices.include
+        return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
+
+    def levels(self, level: str | None = None) -> dict[str, str]:
+        """Return probe → level: `level` for all, or each probe's own setting."""
+        return {n: level or self.settings(n).level or self.config.schedule.level for n in self.entries}
+
+    def periods(self, device: Device) -> dict[str, float]:
+        """Return probe → period in seconds for each probe that tests a device; telemetry is left out.
+
+        A divided GPU is tested through its instances, because CUDA cannot use it as a whole.
+        """
+        divided = any(d.parent == device.uuid for u, d in self.devices.items() if u in self.present)
+        return {
+            name: self.settings(name).period or entry.spec.period
+            for name, entry in self.entries.items()
+            if schedule.applies(entry, device)
+            and not entry.spec.telemetry
+            and not (divided and entry.spec.numeric)
+            and (not self.only or name in self.only)
+        }
+
+    def telemetry_periods(self) -> dict[str, float]:
+        """Return telemetry probe → period in seconds."""
+        telemetry = {name: entry for name, entry in self.entries.items() if entry.spec.telemetry}
+        return {name: self.settings(name).period or entry.spec.period for name, entry in telemetry.items()}
+
+    def timeout(self, spec: ProbeSpec, level: str) -> float:
+        """Return the seconds after which a run of a probe is killed."""
+        return spec.budget[level] + (self.settings(spec.name).timeout or spec.timeout)
+
+    # -- devices ------------------------------------------------------------------------------------------------------
+
+    def reached(self, device: Device) -> bool:
+        """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""
+        return device.backend == "cpu" or device.is_endpoint or device.torch_index is not None
+
+    def kin(self, uuid: str) -> frozenset[str]:
+        """Return a device and its siblings: those of the same backend and model."""
+        of = self.devices.get(uuid)
+        same = (d for d in self.devices.values() if of and d.kind == of.kind)
+        return frozenset({uuid, *(d.uuid for d in same)})
+
+    def siblings(self, device: Device) -> list[Device]:
+        """Return the other devices of the same backend and model that are present."""
+        return [self.devices[u] for u in sorted(self.kin(device.uuid) - {device.uuid}) if u in self.present]
+
+    def endpoint(self, device: Device) -> EndpointConfig:
+        """Return the settings of an endpoint, or the defaults for one that a reload has removed."""
+        return endpoints.named(self.config).get(device.uuid.partition(":")[2], EndpointConfig())
+
+    def devices_behind(self, device: Device) -> list[Device]:
+        """Return the devices that serve an endpoint."""
+        return endpoints.behind(self.endpoint(device), self.devices.values())
+
+    def share_a_device(self, device: Device, other: Device) -> bool:
+        """Return whether two endpoints are served by a common device, so that neither can be evidence on the other."""
+        if not (device.is_endpoint and other.is_endpoint):
+            return False
+        mine, theirs = ({d.uuid for d in self.devices_behind(endpoint)} for endpoint in (device, other))
+        return bool(mine & theirs)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def certain_time(self) -> float:
+        """Return the current time, limited by the last confirmed time: a wrong clock must not end a waiting period."""
+        confirmed = self.store.reached
+        return min(self.clock(), confirmed + STEP) if confirmed else self.clock()

@@ -1,0 +1,117 @@
+"""Records of the kernel log become events of the device that they are about."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from canaryd.engine.events import BUS, HOST, EventHistory
+from canaryd.engine.inventory import bus_key
+from canaryd.judge.clock import EPOCH
+from canaryd.judge.telemetry.events import happened
+from canaryd.model import Device, Event, LogPosition, LogRecord
+from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
+from canaryd.store.store import Store
+from canaryd.supervisor.series import Series
+
+OWN = frozenset({"xid", "off-bus", "amdgpu", "driver"})
+"""Kinds of records that are about an accelerator and nothing else."""
+FOREIGN = frozenset({"aer", "pcie", "nvme"})
+"""Kinds of records that any part on the bus can cause."""
+
+
+class KernelLog:
+    """Follows the kernel log from the last stored position."""
+
+    def __init__(self, store: Store, history: EventHistory) -> None:
+        """Read nothing yet."""
+        self._store = store
+        self._history = history
+        self.on_records: Callable[[], None] = lambda: None
+        """Called when new records have become events."""
+        self.problem = ""
+        """Why the kernel log is not read; "" while it is."""
+        self.lost: Counter[str] = Counter()
+        """Records that were overwritten before they were read ("lost") and lines that are no records ("garbled"), since
+        this process began."""
+
+    def read(
+        self, path: Path, series: Series, devices: Callable[[], Iterable[Device]], *, until_end: bool, owned: bool
+    ) -> None:
+        """Read the log from the last stored position; `problem` says why it ended.
+
+        Does nothing but look up the problem unless the log is `owned`: another process reads it then.
+        """
+        if not owned:
+            self.problem = self._store.note(LOG_PROBLEM_NOTE)
+            return
+        boot, _, sequence = self._store.note(LOG_NOTE).rpartition(":")
+        position = LogPosition(boot=boot, sequence=int(sequence) if sequence else -1)
+        seen: Counter[str] = Counter()
+
+        def take(records: Sequence[LogRecord], position: LogPosition) -> None:
+            self._set_problem("")
+            for name, count in (("lost", position.lost), ("garbled", position.garbled)):
+                self.lost[name] += count - seen[name]
+                seen[name] = count
+            self._record(records, position, list(devices()))
+            if records:
+                self.on_records()
+
+        ended = series.follow(str(path), position, take, until_end=until_end)
+        self._set_problem(ended.partition("\n")[0], stopped=series.stopped)
+
+    def _set_problem(self, problem: str, *, stopped: bool = False) -> None:
+        """Keep why the log is not read; in the store only where canaryd did not end the reading itself."""
+        self.problem = problem
+        note = "" if stopped else problem
+        if self._store.note(LOG_PROBLEM_NOTE) != note:
+            self._store.set_note(LOG_PROBLEM_NOTE, note)
+
+    def _record(self, records: Sequence[LogRecord], position: LogPosition, devices: Sequence[Device]) -> None:
+        """Store the events of records, their counters and the position after them in one transaction."""
+        note = {LOG_NOTE: f"{position.boot}:{position.sequence}"}
+        if not records:
+            if self._store.note(LOG_NOTE) != note[LOG_NOTE]:
+                self._store.add_events((), notes=note)
+            return
+        events = [_event(record, devices) for record in records]
+        self._history.record(events, [_counter(r, e) for r, e in zip(records, events, strict=True)], note)
+
+
+def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
+    """Return the uuid of the device that a record is about; of an unknown one `HOST` or its place on the bus.
+
+    A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host.
+    """
+    place = bus_key(record.bus_id)
+    whole = [d for d in devices if not d.parent]
+    for device in whole:
+        if place and bus_key(device.detail.get("bus_id", "")) == place:
+            return device.uuid
+    if record.kind in OWN:
+        return f"{BUS}{place}"
+    return next((d.uuid for d in whole if d.backend == "cpu"), HOST)
+
+
+def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
+    """Return the event of a record. A fault of a part that canaryd does not test is recorded, and accuses no device."""
+    event = happened(record, addressee(record, devices))
+    known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
+    if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
+        event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())
+    now = time.time()
+    if not EPOCH <= event.last <= now:  # logged before the clock was set
+        event = replace(event, first=now, last=now)
+    return event
+
+
+def _counter(record: LogRecord, event: Event) -> tuple[str, dict[str, str], float]:
+    """Return the counter that a record raises by one, with its labels."""
+    if record.kind in ("xid", "sxid"):
+        return f"{record.kind}_errors", {"device": event.device, record.kind: record.name}, 1.0
+    name = event.name if event.kind == "elsewhere" else record.name
+    return "kernel_log_events", {"device": event.device, "kind": event.kind, "name": name}, 1.0

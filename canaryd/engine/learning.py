@@ -1,0 +1,124 @@
+"""Baselines of recorded results: what is learnt, from which runs, and what is not learnt yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from canaryd.engine.evidence import Acknowledgements, Evidence
+from canaryd.engine.host import Host
+from canaryd.engine.schedule import Plan, Step
+from canaryd.judge.recordings import intake
+from canaryd.judge.recordings.baseline import Baseline, Key, key_of
+from canaryd.model import Device, Outcome, Run, State
+
+STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
+"""Facts about devices and host on which the numbers of a server may depend."""
+
+
+class Learning:
+    """The baselines in memory, kept up to date with the store."""
+
+    def __init__(self, host: Host, evidence: Evidence, acknowledgements: Acknowledgements) -> None:
+        """Read nothing yet; `refresh` does."""
+        self._host = host
+        self._evidence = evidence
+        self._acks = acknowledgements
+        self._baselines: dict[str, dict[Key, Baseline]] = {}
+        self.imported: tuple[Baseline, ...] = ()
+        """Baselines of devices of other hosts."""
+        self.version = 0
+        """Rises whenever baselines and acknowledgements are read again."""
+        self._store_version: object = None
+        """The store's mark of writes by others at the last read; None forces the next read."""
+
+    def of(self, uuid: str) -> Mapping[Key, Baseline]:
+        """Return the baselines of a device."""
+        return self._baselines.get(uuid, {})
+
+    def refresh(self, *, always: bool = False) -> None:
+        """Read baselines and acknowledgements again where another process has written to the store, or `always`."""
+        with self._host.mutex:
+            found = self._host.store.written_elsewhere()
+            if not always and found is not None and found == self._store_version:
+                return
+            self._store_version = found
+            self._acks.read()
+            baselines = self._host.store.baselines()
+            self._baselines = {uuid: {} for uuid in self._host.devices}
+            for baseline in (b for b in baselines if b.device in self._host.devices):
+                # What a device computed before its repair does not count, unless an operator pinned it as right.
+                if baseline.first > self._acks.evidence_since(baseline.device) or baseline.pinned:
+                    self._baselines[baseline.device][baseline.key] = baseline
+            self.imported = tuple(b for b in baselines if b.imported)
+            self.version += 1
+
+    def lacks_baseline(self, uuid: str, probe: str) -> bool:
+        """Return whether a probe has no recording yet, or whether one of its newest has no complete baseline."""
+        self.refresh()
+        newest = {s.case: key_of(r, s) for r in self._evidence.of(uuid) if r.probe == probe for s in r.recordings}
+        known = self.of(uuid)
+        return not newest or any(key not in known or not known[key].complete for key in newest.values())
+
+    def steps_to_repeat(self, plan: Plan, runs: Sequence[Run]) -> tuple[Step, ...]:
+        """Return the steps to run again at once: they met an unknown chain, or have just learnt one.
+
+        Otherwise the endpoint would stay unknown until the next round: a chain is compared only when it is recorded
+        again after it was learnt.
+        """
+        whole = {r.probe: r for r in runs if r.recordings and r.whole and not r.drill}
+        found = []
+        for step in plan.steps:
+            run = whole.get(step.entry.spec.name)
+            if run is not None and run.baselining != self.lacks_baseline(plan.device.uuid, run.probe):
+                why = "what was learnt is compared" if run.baselining else "the chain changed"
+                found += [replace(step, trigger=why)]
+        return tuple(found)
+
+    def take_in(self, run: Run) -> tuple[Run, Collection[Baseline]]:
+        """Compare a run's recordings with the baselines, and learn from it where its device is trusted.
+
+        Returns the run with what was found, and the baselines that changed.
+        """
+        device = self._host.devices.get(run.device)
+        if device is not None and device.is_endpoint:
+            run = replace(run, stack=self._stack_behind(device))
+        trusted = self._is_trusted(run)
+        self.refresh()
+        with self._host.mutex:
+            mine = self._baselines.setdefault(run.device, {})
+            try:
+                run, learnt = intake.intake(run, mine, learns=trusted)
+            except ValueError as error:  # an invalid baseline: keep the run
+                self._host.problems.append(f"{run.device} {run.probe}: not compared with its baselines: {error}")
+                return run, ()
+            self._baselines[run.device] = mine | learnt
+        return run, learnt.values()
+
+    def _is_trusted(self, run: Run) -> bool:
+        """Return whether baselines may learn from a run: nothing is held against its device.
+
+        A bad device must not become its own standard. An endpoint that departed on an old chain may still learn a new
+        one, or it could never clear; it may not while one of its devices has findings of its own.
+        """
+        if run.wrong or run.drill or run.cases or run.intensity or run.outcome is not Outcome.COMPLETED:
+            return False
+        device = self._host.devices.get(run.device)
+        if device is None or not device.is_endpoint:
+            before = self._host.store.verdict(run.device)
+            return before is None or not before.doubted
+        verdicts = self._host.store.verdicts()
+        found = [f for d in self._host.devices_behind(device) if d.uuid in verdicts for f in verdicts[d.uuid].findings]
+        accusing = [f for f in found if f.state.severity >= State.SUSPECT.severity or f.acknowledged]
+        return all(f.rule == "endpoint-departed" for f in accusing)
+
+    def _stack_behind(self, device: Device) -> dict[str, str]:
+        """Return the software below a server, as its devices and the host report it."""
+        parts = self._host.devices_behind(device)
+        parts += [d for d in self._host.devices.values() if d.backend == "cpu" and d not in parts]
+        found: dict[str, set[str]] = {}
+        for part in parts:
+            for key in STACK_BEHIND:
+                if key in part.detail:
+                    found.setdefault(key, set()).add(part.detail[key])
+        return {key: " ".join(sorted(values)) for key, values in found.items()}

@@ -1,0 +1,80 @@
+"""Summaries of days, and what they show of a device over weeks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from canaryd.engine.evidence import Acknowledgements
+from canaryd.engine.host import Host
+from canaryd.judge.trends import days
+from canaryd.judge.trends.rules import findings
+from canaryd.model import Device, Finding
+
+DAY, HOUR = 86_400.0, 3600.0
+BACK = 14
+"""Days for which runs and polls are kept, and so can be summed up."""
+SEEN = 90 * DAY
+"""Seconds for which summaries are read: more than the rules of docs/trend.md need."""
+
+
+class Trends:
+    """The days of each device in memory, and the findings of today."""
+
+    def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
+        """Read nothing yet."""
+        self._host = host
+        self._acks = acknowledgements
+        self._acks_version = acknowledgements.version
+        self._courses: dict[str, dict[days.Key, days.Course]] = {}
+        """Device → its readings day by day."""
+        self._found: dict[str, tuple[int, tuple[Finding, ...]]] = {}
+        """Device → the day on which its days were judged, and what was found."""
+
+    def sum_up(self) -> bool:
+        """Sum up one past day of one device that has no summary yet; return whether there was one.
+
+        Only one, because reading a day's runs and polls takes a second. A day without any gets a summary too, so that
+        it is not looked at again.
+        """
+        host = self._host
+        today = int(host.certain_time() // DAY)  # a clock that ran ahead must not close days that have not come
+        first_seen = {r.device.uuid: r.first_seen for r in host.store.devices()}
+        for uuid in list(host.devices):
+            have = host.store.summed(uuid, (today - BACK) * DAY)
+            for day in range(max(today - BACK, int(first_seen.get(uuid, 0.0) // DAY)), today):
+                if day not in have:
+                    self._sum_up(uuid, day)
+                    return True
+        return False
+
+    def _sum_up(self, uuid: str, day: int) -> None:
+        store, begin, end = self._host.store, day * DAY, (day + 1) * DAY
+        runs = [
+            replace(run, comparisons=(), recordings=())  # hour by hour: a whole day with these takes tens of MiB
+            for hour in range(25)  # one hour more, because runs are stored after they started
+            for run in store.runs(uuid, since=begin + hour * HOUR, until=begin + (hour + 1) * HOUR, drill=None)
+        ]
+        store.add_day(days.summary(uuid, day, runs, store.polls(uuid, since=begin, until=end)))
+        with self._host.mutex:
+            self._courses.pop(uuid, None)
+            self._found.clear()
+
+    def findings(self, device: Device) -> tuple[Finding, ...]:
+        """Return the findings of a device's days beside its own earlier days and its siblings' (docs/trend.md).
+
+        Judged once a day, and again after an acknowledgement: the days before a repair do not count.
+        """
+        host, now = self._host, self._host.clock()
+        if self._acks_version != self._acks.version:
+            self._acks_version = self._acks.version
+            self._found.clear()
+            self._courses.clear()
+        today = int(now // DAY)
+        if self._found.get(device.uuid, (None, ()))[0] != today:
+            kin = host.kin(device.uuid)
+            for uuid in kin - set(self._courses):
+                since = max(now - SEEN, self._acks.evidence_since(uuid))
+                self._courses[uuid] = days.courses(host.store.days(uuid, since))
+            peers = {host.devices[u].name: self._courses[u] for u in kin - {device.uuid}}
+            self._found[device.uuid] = today, tuple(findings(self._courses[device.uuid], peers, now))
+        return self._found[device.uuid][1]

@@ -1,0 +1,101 @@
+"""The worker processes that are at work, so that all of them can be stopped at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from canaryd.engine.host import Host
+from canaryd.model import Device
+from canaryd.supervisor import process
+from canaryd.supervisor.protocol import WorkerSpec
+from canaryd.supervisor.series import Series
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Starts and ends series of runs. `stop` and `release` may be called from any thread."""
+
+    def __init__(self, host: Host) -> None:
+        """Start nothing yet; `host` supplies the settings of workers."""
+        self._host = host
+        self._series: dict[Series, bool] = {}
+        """Series at work → whether it may use a device."""
+        self._mutex = threading.Lock()
+        """Guards `_series`. Never held while anything waits, so that `stop` acts at once."""
+        self.stopping = ""
+        """Why `stop` was called; "" until then."""
+        self.released = ""
+        """Why no device may be used at present; "" when devices may be used."""
+
+    @property
+    def halted(self) -> str:
+        """Why nothing may be started at present; "" when it may."""
+        return self.stopping or self.released
+
+    @property
+    def hold_devices(self) -> bool:
+        """Whether a worker that may hold a device exists, including one that survived SIGKILL."""
+        with self._mutex:
+            return any(self._series.values()) or bool(process.stuck())
+
+    def start(
+        self,
+        instruction_set: str = "",
+        on_progress: Callable[[float, str], None] | None = None,
+        *,
+        numeric: bool = True,
+        device: Device | None = None,
+        uses_device: bool = True,
+        nice: int = 0,
+    ) -> Series:
+        """Return a new series, under the stack under test if `numeric`, else under canaryd's own interpreter."""
+        settings = self._host.config.worker
+        spec = WorkerSpec()
+        if numeric:
+            # An instance of a divided GPU has to be named before CUDA starts, or the process sees another one.
+            only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
+            python = settings.python or sys.executable
+            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env}, nice=nice)
+        series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
+        with self._mutex:
+            self._series[series] = uses_device
+            if self.stopping or (self.released and uses_device):
+                series.kill(self.halted)
+        return series
+
+    def end(self, series: Series) -> None:
+        """Close a series."""
+        series.close()
+        with self._mutex:
+            self._series.pop(series, None)
+
+    def ask(self, question: Callable[[Series], T], *, numeric: bool) -> T:
+        """Return the answer to a question that is put to a new series."""
+        series = self.start(numeric=numeric)
+        try:
+            return question(series)
+        finally:
+            self.end(series)
+
+    def stop(self, reason: str) -> None:
+        """Kill every worker and start no more."""
+        with self._mutex:
+            self.stopping = reason
+            for series in self._series:
+                series.kill(reason)
+
+    def release(self, reason: str) -> None:
+        """Kill every worker that may use a device, and start no more of these until `take_back`."""
+        with self._mutex:
+            self.released = reason
+            for series, uses_device in self._series.items():
+                if uses_device:
+                    series.kill(reason)
+
+    def take_back(self) -> None:
+        """Allow devices to be used again."""
+        self.released = ""

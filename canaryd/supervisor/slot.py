@@ -1,0 +1,130 @@
+"""One worker at a time: started when it is needed, and replaced after it was lost."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from canaryd.model import Outcome, Reason
+from canaryd.supervisor.process import LostError, Worker
+from canaryd.supervisor.protocol import WorkerSpec
+
+DETAIL = 4096
+"""Bytes of a lost worker's last output that become part of its run."""
+PING = 5.0
+"""Seconds within which a worker has to answer between two runs; otherwise a new one takes its place."""
+
+
+class Slot:
+    """Holds the present worker of a series. One thread owns it; only `kill` may be called from another."""
+
+    def __init__(self, spec: WorkerSpec, instruction_set: str, grace: float) -> None:
+        """Start nothing yet. `grace`: seconds between SIGTERM and SIGKILL."""
+        self.spec = spec
+        self.instruction_set = instruction_set
+        self.grace = grace
+        self.stopped = ""
+        """Why `kill` was called; "" until then."""
+        self.workers_started = 0
+        self.wall_seconds = 0.0
+        """Time from the start of the workers to their ends, without the pauses of their runs."""
+        self.processor_seconds: float | None = 0.0
+        """Processor time of the workers that have ended; None where that of one is unknown."""
+        self._began = 0.0
+        self._worker: Worker | None = None
+
+    def ready(self, deadline: float) -> Worker:
+        """Return a worker that answers, a new one if need be. Raises `LostError` where there is none."""
+        if self.stopped:
+            raise LostError(Outcome.ERRORED, f"stopped: {self.stopped}", Reason.STOPPED)
+        if self._worker is not None and not self._answers(self._worker, deadline):
+            self.close()
+        if self._worker is None:
+            self._worker = self._started(deadline)
+        return self._worker
+
+    def receive(self, worker: Worker, deadline: float) -> dict[str, Any]:
+        """Return the worker's next message. Raises `LostError` where there is none before the deadline."""
+        return worker.receive(deadline, self._why_stopped)
+
+    def _why_stopped(self) -> str:
+        return self.stopped
+
+    def _started(self, deadline: float) -> Worker:
+        spec = self.spec
+        where = "worker.command" if spec.command else f"worker.python ({spec.python})"
+        self._began = time.monotonic()
+        try:
+            self._worker = worker = Worker(spec, self.instruction_set)
+        except OSError as error:
+            raise LostError(Outcome.ERRORED, f"{where} cannot be started: {error}") from error
+        self.workers_started += 1
+        try:
+            message = self.receive(worker, deadline)
+        except LostError as lost:
+            if lost.outcome is not Outcome.CRASHED:
+                raise
+            raise LostError(Outcome.ERRORED, f"{where} does not run the worker: {lost.detail}") from lost
+        with decoding(message):
+            worker.python = str(message["python"])
+        return worker
+
+    def _answers(self, worker: Worker, deadline: float) -> bool:
+        """Return whether a worker that has served before still answers; its death between runs is not an outcome."""
+        try:
+            worker.begin()
+            worker.send({"op": "ping"})
+            while self.receive(worker, min(deadline, time.monotonic() + PING)).get("kind") != "ready":
+                pass  # late messages from a thread of an earlier probe
+        except LostError:
+            return False
+        return True
+
+    def discard(self, lost: LostError) -> tuple[Outcome, str]:
+        """End a worker that was lost; return the outcome, and the reason with the worker's last output."""
+        worker, self._worker = self._worker, None
+        outcome, detail = lost.outcome, lost.detail
+        if worker is None:
+            return outcome, detail
+        # Only a worker that overran gets SIGTERM first, which makes it print where it hangs.
+        ask = functools.partial(worker.signal, signal.SIGTERM) if outcome is Outcome.TIMED_OUT else None
+        if not self._end(worker, ask):
+            outcome = Outcome.UNKILLABLE
+            detail += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
+        printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
+        return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
+
+    def close(self) -> None:
+        """End the worker, politely first; waits at most grace + 1 seconds."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._end(worker, worker.hang_up)
+
+    def kill(self, reason: str) -> None:
+        """Kill the worker from another thread or a signal handler, and start no more."""
+        self.stopped = reason
+        worker = self._worker
+        if worker is not None:
+            worker.signal(signal.SIGKILL)
+
+    def _end(self, worker: Worker, ask: Callable[[], None] | None) -> bool:
+        """End a worker and add up what it took; return False where it could not be killed."""
+        ended = worker.end(ask=ask, grace=self.grace)
+        self.wall_seconds += time.monotonic() - self._began
+        known = self.processor_seconds is not None and worker.processor_seconds is not None
+        self.processor_seconds = (self.processor_seconds or 0.0) + (worker.processor_seconds or 0.0) if known else None
+        return ended
+
+
+@contextmanager
+def decoding(message: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any error in reading `message` into a `LostError`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error} in {str(message)[:200]}"
+        raise LostError(Outcome.GARBLED, f"the worker broke the protocol: {what}") from error
