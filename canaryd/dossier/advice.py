@@ -23,7 +23,7 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
     ),
     "rocm": (
         "Open a case with AMD or the server's maker. Give the serial number and attach this archive.",
-        "Attach the output of rocm_techsupport.sh, and of AGFHC (AMD GPU Field Health Check) or the ROCm Validation Suite.",
+        "Attach the output of rocm_techsupport.sh, and of AGFHC (GPU Field Health Check) or the ROCm Validation Suite.",
     ),
     "xpu": (
         "Open a case with Intel or the server's maker. Give the serial number and attach this archive.",
@@ -42,10 +42,11 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
 }
 """Backend → what to do with a faulty part, after what the vendors publish (docs/rma.md)."""
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
-SCRIPT = "Point to evidence/*/reproduce.py: it is the shortest way to see the fault."
+SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 NO_RMA: Mapping[Cause, str] = {
     Cause.SOFTWARE: "No RMA: the software is at fault, other parts give the same wrong results with it. Report it to "
-    "the project that makes it, with evidence/*/reproduce.py. The state clears when other software passes the tests.",
+    "the project that makes it, with the commands under “How to reproduce it”. The state clears when other software "
+    "passes the tests.",
     Cause.ENVIRONMENT: "No RMA: the environment is at fault. Check power, cooling, load and the driver first.",
     Cause.HARNESS: "No RMA: canaryd or its reference is at fault. Fix what “Why this verdict” names, then run "
     "canaryd check again.",
@@ -82,7 +83,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
             steps.append("Give this to the operator of the physical machine: only there can the part be identified.")
         steps += VENDOR_STEPS.get(device.backend, OTHER_VENDOR)
         if failures:
-            steps.append(SCRIPT)
+            steps.append(SHORTEST_WAY)
     elif not facts.runs:
         steps.append(f"No test has run on this device: run canaryd check --device {device.name} first.")
     elif verdict.cause in (Cause.UNDETERMINED, Cause.NONE) and not failures:
