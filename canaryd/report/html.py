@@ -19,7 +19,7 @@ table { border-collapse: collapse; width: 100%; font-size: .94rem; font-variant-
 code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
 .soft { color: var(--soft); } .wide { overflow-x: auto; }
 """
-"""The base of the reports' style sheets: the dossier and the comparison add their own rules."""
+"""The base style sheet of the dossier and of the comparison, which add their own rules."""
 
 
 def escape(text: object) -> str:
