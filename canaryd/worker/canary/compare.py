@@ -77,12 +77,8 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         return {**result, "verdict": _verdict("incomparable", why)}
     names = _common(a, b, result)
     if not names:
-        return {
-            **result,
-            "verdict": _verdict(
-                "incomparable", "A and B have no tensor with the same name and shape and equal input tokens."
-            ),
-        }
+        why = "A and B have no tensor with the same name and shape and equal input tokens."
+        return {**result, "verdict": _verdict("incomparable", why)}
     result["tokens"] = [found for prompt in _shared_prompts(a, b) if (found := _first_token(prompt, a, b))]
     result["rows"] = rows = [_row(name, a.tensors[name], b.tensors[name]) for name in names]
     same, replayable = _same_stack(a, b), _replayable(a)
@@ -131,7 +127,7 @@ def _notes(a: Capture, b: Capture) -> list[str]:
     """Return how the captures differ besides their numbers, and what is therefore not compared."""
     notes = [
         f"{which} is a drill: one element was changed at {c.about['drill']}"
-        for which, c in _both(a, b)
+        for which, c in (("A", a), ("B", b))
         if c.about["drill"]
     ]
     one, two = _stack(a), _stack(b)
@@ -142,7 +138,7 @@ def _notes(a: Capture, b: Capture) -> list[str]:
     if _header(a)["device"] != _header(b)["device"]:
         notes.append(f"different devices: {_header(a)['device']} in A, {_header(b)['device']} in B")
     shared = set(_shared_prompts(a, b))
-    for which, c in _both(a, b):
+    for which, c in (("A", a), ("B", b)):
         alone = [prompt for prompt in c.prompts if prompt not in shared]
         if alone:
             notes.append(f"not compared: only {which} has the prompts {', '.join(alone)}")
@@ -150,10 +146,6 @@ def _notes(a: Capture, b: Capture) -> list[str]:
         which = "A" if a.about["operators"] == "yes" else "B"
         notes.append(f"not compared: only {which} has operators; hidden states and logits are compared")
     return notes
-
-
-def _both(a: Capture, b: Capture) -> tuple[tuple[str, Capture], tuple[str, Capture]]:
-    return ("A", a), ("B", b)
 
 
 def _shared_prompts(a: Capture, b: Capture) -> list[str]:
