@@ -19,28 +19,28 @@ import yaml
 from canaryd.model import printable
 
 LONGEST = 1000
-"""Characters of a message: names and settings in a file may be of any length."""
+"""Longest error message in characters: names in a file may have any length."""
 LARGEST = 1e100
-"""A score beyond it is none: its square is no number any more."""
+"""Largest valid score: the square of a larger one may overflow."""
 _PROPORTION = re.compile(r"(?:^|[^a-z])(?:acc|accuracy|averageaccuracy|exact_match|em|pass@1)(?![a-z])")
-"""Metrics that are the share of questions answered right, by name: only for them does n alone give a standard error."""
+"""Names of metrics that are a share of right answers: only for them does n alone give a standard error."""
 _CSV_HEADER = ["dataset", "version", "metric", "mode"]
 
 
 class ScoreError(ValueError):
-    """What is wrong with a result file, in one line for the user."""
+    """A result file cannot be used; the message is one line for the user."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(printable(said)[:LONGEST])
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message)[:LONGEST])
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one question gave."""
+    """The result of one question."""
 
     value: float
     prompt: str = ""
-    """Fingerprint of the rendered prompt; "" where the file does not tell."""
+    """Fingerprint of the rendered prompt; "" where the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,18 @@ class Score:
     task: str
     metric: str
     value: float
-    """A share of right answers is between 0 and 1, whatever the file writes; everything else as written."""
+    """A share of right answers is between 0 and 1, also where the file has a percentage; others are as in the file."""
     share: bool
-    """Whether it is a mean of values between 0 and 1: then differences are told in points of a percent."""
+    """Whether it is a mean of values between 0 and 1: differences are then given in percentage points."""
     n: int | None = None
     stderr: float | None = None
-    """Standard error of `value` as the file gives it."""
+    """Standard error of `value` from the file."""
     samples: Mapping[str, Sample] = field(default_factory=dict)
-    """By a key that equal questions share. Empty where there are none, or where their mean is not `value`."""
+    """Key of a question → its result. Empty where there are none, or where their mean is not `value`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What must be equal for two scores to be comparable, as far as the file tells."""
+    """What must be equal for two scores to be comparable, as far as the file has it."""
     note: str = ""
-    """Why there is less here than one would expect."""
+    """Why samples or a unit are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +77,16 @@ class Scores:
 def load(path: Path, samples: Sequence[Path] = ()) -> Scores:
     """Read a result file, or the directory that one run of the tool has written.
 
-    `samples`: per-question files of lm-eval that do not lie beside the results. Raises `ScoreError` with one line that
-    says what was looked for.
+    `samples`: per-question files of lm-eval that are not in the directory of the results. Raises `ScoreError` with one
+    line.
     """
     try:
         return _loaded(path, samples)
     except ScoreError:
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ScoreError(f"{path}: not of the shape that its tool writes ({said:.200}); copy it again") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ScoreError(f"{path}: damaged, or not as its tool writes it ({reason:.200}); copy it again") from error
 
 
 def _loaded(path: Path, samples: Sequence[Path]) -> Scores:
@@ -104,9 +104,9 @@ def _loaded(path: Path, samples: Sequence[Path]) -> Scores:
     if isinstance(data, dict) and ("details" in data or path.parent.parent.name == "results"):
         return _scores(path, "opencompass", _opencompass_results(path, data, {"model": path.parent.name}))
     if isinstance(data, dict) and isinstance(data.get("0"), dict) and "prediction" in data["0"]:
-        raise ScoreError(f"{path}: predictions of opencompass bear no scores; give summary_*.csv or results/*/*.json")
+        raise ScoreError(f"{path}: opencompass predictions have no scores; give summary_*.csv or results/*/*.json")
     raise ScoreError(
-        f'{path}: unknown format; looked for lm-eval ("results"), evalscope ("dataset_name" and "metrics") and '
+        f'{path}: unknown format; wanted lm-eval ("results"), evalscope ("dataset_name" and "metrics") or '
         f'opencompass (a summary_*.csv, or a results file with "details")'
     )
 
@@ -121,7 +121,7 @@ def _files_in(directory: Path) -> list[Path]:
         if found:
             return found
     raise ScoreError(
-        f"{directory}: no result file; looked for results_*.json (lm-eval), reports/*/*.json (evalscope) and "
+        f"{directory}: no result file; wanted results_*.json (lm-eval), reports/*/*.json (evalscope) or "
         f"summary/summary_*.csv (opencompass)"
     )
 
@@ -132,16 +132,14 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise ScoreError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ScoreError(f"{path}: is not text in UTF-8") from None
+        raise ScoreError(f"{path}: not UTF-8 text; give a result file") from None
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise ScoreError(
-            f"{path}: not whole JSON, broken at line {error.lineno} ({error.msg}); copy it again"
-        ) from None
+        raise ScoreError(f"{path}: invalid JSON at line {error.lineno} ({error.msg}); copy it again") from None
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -151,14 +149,14 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
         try:
             item = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ScoreError(f"{path}: line {number} is not whole JSON ({error.msg}); copy the file again") from None
+            raise ScoreError(f"{path}: line {number}: invalid JSON ({error.msg}); copy the file again") from None
         if not isinstance(item, dict):
-            raise ScoreError(f"{path}: line {number}: wanted an object, got {type(item).__name__}")
+            raise ScoreError(f"{path}: line {number}: is a {type(item).__name__}, wanted an object")
         yield item
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or None: the tools write "N/A", null and NaN."""
+    """Return a finite number, or None for "N/A", null and NaN."""
     return float(value) if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST else None
 
 
@@ -175,7 +173,7 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
-    """Key samples; a question that a data set holds twice is counted through."""
+    """Key samples; a question that a data set has twice gets a number."""
     seen: Counter[str] = Counter()
     keyed = {}
     for key, sample in items:
@@ -185,29 +183,29 @@ def _keyed(items: Iterable[tuple[str, Sample]]) -> dict[str, Sample]:
 
 
 def _with_samples(score: Score, samples: Mapping[str, Sample]) -> Score:
-    """Attach samples whose mean is the score; a metric of another make (perplexity, F1 of a corpus) has none."""
+    """Attach the samples if their mean is the score; perplexity or the F1 of a corpus is not a mean of samples."""
     if not samples:
         return score
     mean = fmean(sample.value for sample in samples.values())
     for scale in (1.0, 100.0):
-        if abs(mean * scale - score.value) <= 1e-4 * max(scale, abs(score.value)):  # they are written with 4 digits
+        if abs(mean * scale - score.value) <= 1e-4 * max(scale, abs(score.value)):  # files have 4 digits
             share = all(0 <= sample.value <= 1 for sample in samples.values())
             value = mean if share else score.value
             if not share and scale != 1.0:
                 samples = {key: replace(s, value=s.value * scale) for key, s in samples.items()}
             return replace(score, value=value, share=share, n=len(samples), samples=samples, note="")
-    return replace(score, note=f"its samples average {mean:.4g}, not {score.value:.4g}: not used")
+    return replace(score, note=f"samples not used: they average {mean:.4g}, not {score.value:.4g}")
 
 
 def _scores(path: Path, tool: str, scores: Iterable[Score]) -> Scores:
     found = tuple(replace(s, settings={"tool": tool, **s.settings}) for s in scores)
     if not found:
-        raise ScoreError(f"{path}: {tool} wrote it, but there is no score in it")
+        raise ScoreError(f"{path}: a file of {tool} without scores")
     return Scores(path=str(path), tool=tool, scores=found)
 
 
 def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scores:
-    """Shape of lm-eval 0.4: results → task → "metric,filter" and "metric_stderr,filter"."""
+    """Read lm-eval 0.4: results → task → "metric,filter" and "metric_stderr,filter"."""
     config = data.get("config") or {}
     configs = data.get("configs") or {}
     common = {"model": data["model_name"]} if data.get("model_name") else {}
@@ -265,14 +263,14 @@ def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scor
 
 
 def _evalscope(path: Path, report: Mapping[str, Any]) -> Scores:
-    """Shape of evalscope 1.x: reports/MODEL/DATASET.json, reviews/MODEL/DATASET_SUBSET.jsonl, configs/*.yaml."""
+    """Read evalscope 1.x: reports/MODEL/DATASET.json, reviews/MODEL/DATASET_SUBSET.jsonl, configs/*.yaml."""
     run, task = path.parent.parent.parent, str(report["dataset_name"])
     settings: dict[str, Any] = {"model": report.get("model_name", "")}
     for file in sorted((run / "configs").glob("*.yaml")):
         try:
             config = yaml.safe_load(_text(file))
         except yaml.YAMLError:
-            raise ScoreError(f"{file}: not whole YAML; copy it again") from None
+            raise ScoreError(f"{file}: invalid YAML; copy it again") from None
         dataset = (config.get("dataset_args") or {}).get(task) or {}
         settings |= {"few-shot": dataset["few_shot_num"]} if "few_shot_num" in dataset else {}
         settings |= {key: config[key] for key in ("limit", "seed", "repeats", "chat_template") if key in config}
@@ -320,10 +318,10 @@ def _evalscope(path: Path, report: Mapping[str, Any]) -> Scores:
 
 
 def _opencompass_summary(path: Path) -> Scores:
-    """Shape of summary/summary_TIME.csv; results/ and predictions/ beside it tell n and samples where they are."""
+    """Read summary/summary_TIME.csv; results/ and predictions/ of the same run give n and samples where they exist."""
     rows = [row for row in csv.reader(_text(path).split("\n")) if row]
     if not rows or rows[0][:4] != _CSV_HEADER or len(rows[0]) < 5:
-        raise ScoreError(f"{path}: unknown format; looked for opencompass's header {','.join(_CSV_HEADER)},MODEL")
+        raise ScoreError(f"{path}: unknown format; wanted opencompass's header {','.join(_CSV_HEADER)},MODEL")
     model, *more = rows[0][4:]
     if more:
         raise ScoreError(f"{path}: holds {1 + len(more)} models; give one model's results/MODEL/DATASET.json instead")
@@ -333,7 +331,7 @@ def _opencompass_summary(path: Path) -> Scores:
         for row in rows[1:]:
             if len(row) != len(rows[0]):
                 raise ScoreError(
-                    f"{path}: a line of {len(row)} columns under a header of {len(rows[0])}: {','.join(row)}"
+                    f"{path}: a line has {len(row)} columns, the header has {len(rows[0])}: {','.join(row)}"
                 )
             task, version, metric, mode = row[:4]
             settings = {"model": model, "task version": version, "mode": mode}
@@ -355,14 +353,14 @@ def _opencompass_summary(path: Path) -> Scores:
 
 
 def _predictions(run: Path, model: str, task: str) -> int | None:
-    """Count what was asked; a partial run writes TASK_0.json, TASK_1.json, …."""
+    """Count the questions; a partial run writes TASK_0.json, TASK_1.json, …."""
     here = run / "predictions" / model
     files = [f for f in here.glob(f"{task}*.json") if re.fullmatch(rf"{re.escape(task)}(_\d+)?", f.stem)]
     return sum(len(_json(file)) for file in files) or None
 
 
 def _percent(score: Score) -> Score:
-    """Turn opencompass's percentages into shares; what is not above 1 may be either, and is left alone."""
+    """Turn opencompass's percentages into shares; a value of at most 1 may be either and stays as it is."""
     if not _PROPORTION.search(score.metric.lower()) or not 0 <= score.value <= 100:
         return score
     if 0 < score.value <= 1:
@@ -371,7 +369,7 @@ def _percent(score: Score) -> Score:
 
 
 def _opencompass_results(path: Path, data: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Score]:
-    """Shape of results/MODEL/DATASET.json: metrics as numbers, "details" as a list, or an object with "type"."""
+    """Read results/MODEL/DATASET.json: metrics as numbers, "details" as a list, or an object with "type"."""
     details = data.get("details") or {}
     rows = (
         list(enumerate(details)) if isinstance(details, list) else [(k, v) for k, v in details.items() if k != "type"]

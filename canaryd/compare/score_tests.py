@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 EXACT_UP_TO = 16
-"""Unequal pairs up to which all 2^n sign flips are counted instead of drawn."""
+"""Largest number of unequal pairs for which all 2^n sign flips are counted instead of drawn."""
 FLIPS = 9_999
-"""Sign flips that are drawn above that: the smallest p that they can give is 1/10,000."""
+"""Sign flips drawn for more pairs: the smallest p is then 1/10,000."""
 SEED = 20_240_229
-"""Of the drawn sign flips: the same files always give the same p."""
+"""Seed of the drawn sign flips: the same files always give the same p."""
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the exact two-sided p of b against c discordant pairs: a fair coin, thrown b + c times (McNemar 1947)."""
+    """Return the exact two-sided p of b against c discordant pairs: a fair coin tossed b + c times (McNemar 1947)."""
     n = b + c
     tail = sum(math.comb(n, k) for k in range(min(b, c) + 1))
     return min(1.0, 2 * tail / (1 << n)) if n else 1.0
@@ -26,13 +26,15 @@ def mcnemar(b: int, c: int) -> float:
 def sign_flip(differences: Sequence[float], *, flips: int = FLIPS, seed: int = SEED) -> float:
     """Return the two-sided p of the mean of paired differences under random signs (Fisher 1935).
 
-    Exact over all 2^n assignments for up to 16 differences that are not zero; above, (hits + 1)/(flips + 1) of drawn
+    Up to 16 differences that are not zero: exact over all 2^n assignments. More: (hits + 1)/(flips + 1) of drawn
     ones, which never understates p (Phipson and Smyth 2010).
     """
     live = [d for d in differences if d]
     if not live:
         return 1.0
-    observed = abs(math.fsum(live)) - 1e-9 * math.fsum(map(abs, live))  # sums in another order are the same sum
+    observed = abs(math.fsum(live)) - 1e-9 * math.fsum(
+        map(abs, live)
+    )  # rounding: sums in another order must count as equal
     if len(live) <= EXACT_UP_TO:
         sums = _signed_sums(live)
         return sum(abs(s) >= observed for s in sums) / len(sums)

@@ -13,68 +13,83 @@ from canaryd.judge.telemetry import xids
 from canaryd.model import Cause, Outcome, State
 
 EXHIBITS = 3
-"""Failing cases whose tensors are laid out."""
-NEXT: Mapping[str, str] = {
-    "cuda": "NVIDIA and the makers of its servers decide an RMA by the Field Diagnostic and by the device's own error "
-    "counters, not by a third party's test. Open a case with this archive, the serial number and nvidia-bug-report; "
-    "offer evidence/*/reproduce.py as the shortest way to the fault, and run dcgmi diag -r 4 or the Field Diagnostic "
-    "when they ask for it. A diagnostic that passes does not undo a wrong result that repeats.",
-    "rocm": "AMD and the makers of its servers ask for the output of AGFHC (AMD GPU Field Health Check) or of the ROCm "
-    "Validation Suite, and for rocm_techsupport.sh. Open a case with this archive and the serial number; "
-    "evidence/*/reproduce.py is the shortest way to the fault.",
-    "xpu": "Intel and the makers of its servers ask for xpu-smi diag -l 3 and the kernel log. Open a case with this "
-    "archive and the serial number; evidence/*/reproduce.py is the shortest way to the fault.",
-    "npu": "Huawei and its partners ask for the report of ascend-dmi and for the device's log. Open a case with this "
-    "archive and the serial number; evidence/*/reproduce.py is the shortest way to the fault.",
-    "mps": "Apple decides by Apple Diagnostics; take this archive and the machine's serial number to service.",
-    "cpu": "Test the memory first (memtest86+ or the board's own test): a bad module looks like a bad core. Then the "
-    "maker's test: Intel Data Center Diagnostic Tool or OpenDCDiag; for AMD, the server's maker. Take the named core "
-    "offline meanwhile.",
+"""Failing cases whose operands are written out."""
+VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
+    "cuda": (
+        "Open a case with NVIDIA or the server's maker. Give the serial number and attach this archive.",
+        "Attach the output of nvidia-bug-report.sh too, if this archive does not contain it.",
+        "Run dcgmi diag -r 4 or the Field Diagnostic when they ask: it and the error counters decide an RMA.",
+        "If that diagnostic passes: it does not disprove a wrong result that repeats.",
+    ),
+    "rocm": (
+        "Open a case with AMD or the server's maker. Give the serial number and attach this archive.",
+        "Attach the output of rocm_techsupport.sh, and of AGFHC (GPU Field Health Check) or the ROCm Validation Suite.",
+    ),
+    "xpu": (
+        "Open a case with Intel or the server's maker. Give the serial number and attach this archive.",
+        "Attach the output of xpu-smi diag -l 3 and the kernel log.",
+    ),
+    "npu": (
+        "Open a case with Huawei or its partner. Give the serial number and attach this archive.",
+        "Attach the report of ascend-dmi and the device's log.",
+    ),
+    "mps": ("Take this archive and the machine's serial number to Apple service. Apple decides by Apple Diagnostics.",),
+    "cpu": (
+        "Test the memory first (memtest86+ or the board's own test): a bad module looks like a bad core.",
+        "Then run the maker's test: Intel Data Center Diagnostic Tool or OpenDCDiag; for AMD, ask the server's maker.",
+        "Meanwhile take the failing core offline, if “Where” names one.",
+    ),
 }
-"""Backend → what to do with a part that is at fault, after what the vendors publish (docs/rma.md)."""
+"""Backend → what to do with a faulty part, after what the vendors publish (docs/rma.md)."""
+OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
+SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 NO_RMA: Mapping[Cause, str] = {
-    Cause.SOFTWARE: "No RMA: the stack gives these numbers on other parts too. Report it to the project that the stack "
-    "below names, with evidence/*/reproduce.py; the state clears when another stack runs clean.",
-    Cause.ENVIRONMENT: "No RMA: the surroundings are at fault. Look at power, cooling, load and the driver first.",
-    Cause.HARNESS: "No RMA: canaryd or its reference could not judge. Remove what the findings name, and check again.",
-    Cause.UNDETERMINED: "Not an RMA case yet: whose fault it is stays open. Run evidence/*/reproduce.py or the "
-    "commands above on another part of the same model, with the same stack; that settles it.",
+    Cause.SOFTWARE: "No RMA: the software is at fault, other parts give the same wrong results with it. Report it to "
+    "the project that makes it, with the commands under “How to reproduce it”. The state clears when other software "
+    "passes the tests.",
+    Cause.ENVIRONMENT: "No RMA: the environment is at fault. Check power, cooling, load and the driver first.",
+    Cause.HARNESS: "No RMA: canaryd or its reference is at fault. Fix what “Why this verdict” names, then run "
+    "canaryd check again.",
+    Cause.UNDETERMINED: "Not an RMA case yet: the cause is unknown. To find it, run the commands under “How to "
+    "reproduce it” on another part of the same model with the same software.",
     Cause.NONE: "Nothing to do.",
 }
 
 
 def commands(facts: Facts, failures: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the commands that repeat what was found, the most telling first."""
-    told = {f["repro"]: f"{f['probe']} {f['case']}" for f in reversed(failures[:EXHIBITS]) if f["repro"]}
-    found = [{"command": command, "what": what} for command, what in reversed(told.items())]
-    known = set(told)
+    """Return the commands that repeat what was found, the worst failure first."""
+    worst = [f for f in failures[:EXHIBITS] if f["repro"]]
+    by_command: dict[str, str] = {}
+    for failure in worst:
+        by_command.setdefault(failure["repro"], f"{failure['probe']} {failure['case']}")
     for finding in facts.verdict.findings:
-        if finding.repro and finding.repro not in known and finding.state is not State.HEALTHY and not facts.drill:
-            known.add(finding.repro)
-            found.append({"command": finding.repro, "what": finding.rule})
-    return found[: EXHIBITS + 3]
+        if finding.repro and finding.state is not State.HEALTHY and not facts.drill:
+            by_command.setdefault(finding.repro, finding.rule)
+    return [{"command": command, "what": what} for command, what in by_command.items()][: EXHIBITS + 3]
 
 
 def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what to do next, one sentence each."""
+    """Return what to do next, most urgent first."""
     verdict, device = facts.verdict, facts.device
-    steps = []
     if kind == "drill":
-        return ["Nothing to do: a drill shows that the alarm arrives. Its runs never count against the device."]
+        return ["Nothing to do: the drill tested the alarm. Its runs never count against the device."]
     if kind == "health":
         return [NO_RMA[Cause.NONE]]
+    steps = []
     if verdict.cause is Cause.HARDWARE and device.backend != "endpoint":
-        if device.weak_identity:
-            steps.append("Give this to whoever runs the physical machine: only there can the part be named.")
-        steps.append(NEXT.get(device.backend, "Open a case with the vendor, with this archive and the serial number."))
         if verdict.state is not State.FAULTY:
-            steps.append("It is not confirmed yet: let canaryd finish its confirmations before the part goes back.")
+            steps.append("Do not return the part yet: the fault is not confirmed. Let canaryd finish its retests.")
+        if device.weak_identity:
+            steps.append("Give this to the operator of the physical machine: only there can the part be identified.")
+        steps += VENDOR_STEPS.get(device.backend, OTHER_VENDOR)
+        if failures:
+            steps.append(SHORTEST_WAY)
     elif not facts.runs:
-        steps.append(f"Nothing has run on it, so nothing is known: run canaryd check --device {device.name} first.")
+        steps.append(f"No test has run on this device: run canaryd check --device {device.name} first.")
     elif verdict.cause in (Cause.UNDETERMINED, Cause.NONE) and not failures:
         steps.append(
-            "Not an RMA case: no wrong result of it is on record. What is open stands under “Why this verdict”; "
-            f"canaryd check --device {device.name} looks again."
+            "Not an RMA case: no wrong result is on record. “Why this verdict” names what is open. To test again, run "
+            f"canaryd check --device {device.name}."
         )
     else:
         steps.append(NO_RMA[verdict.cause])
@@ -86,12 +101,12 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
 
 
 def not_checked(facts: Facts) -> list[str]:
-    """Return what was not checked, one sentence each."""
-    said = list(NEVER_CHECKED)
-    seen = {r.probe for r in facts.runs}
-    off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in seen)
+    """Return what was not checked, and why."""
+    gaps = list(NEVER_CHECKED)
+    run_probes = {r.probe for r in facts.runs}
+    off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in run_probes)
     if off:
-        said.append(f"what these probes look at, which are disabled: {', '.join(off)}")
+        gaps.append(f"{', '.join(off)}: disabled in the configuration")
     newest = {(r.probe, r.instruction_set): r for r in facts.runs if r.whole}
     reasons: dict[str, list[str]] = defaultdict(list)
     for run in newest.values():
@@ -102,9 +117,9 @@ def not_checked(facts: Facts) -> list[str]:
     for reason, parts in sorted(reasons.items()):
         names = sorted(set(parts))
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        said.append(f"{', '.join(names[:5])}{more}: {reason}")
+        gaps.append(f"{', '.join(names[:5])}{more}: {reason}")
     if not facts.polls:
-        said.append("what the device says of itself: no telemetry of it is kept")
+        gaps.append("temperature, power and error counters: no telemetry of this device is on record")
     if not facts.runs:
-        said.append("its numbers: no run of it is kept" + (" as a drill" if facts.drill else ""))
-    return said
+        gaps.append(f"computation: no {'drill' if facts.drill else 'run'} of this device is on record")
+    return gaps

@@ -1,7 +1,6 @@
-"""The dossier of one device: what is known of it, laid out for the person who decides whether the part goes back.
+"""Everything that the store holds about one device as one JSON document (docs/dossier.schema.json).
 
-`gather` reads the store into one document (docs/dossier.schema.json), from which everything else is made: the page, the
-OCP output, the archive. `write` puts all of it into one directory, with raw evidence, logs and checksums.
+The page, the OCP output and the archive are all made from this document.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any
 from canaryd import __version__
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
-from canaryd.dossier import page
 from canaryd.dossier.advice import commands, next_step, not_checked
 from canaryd.dossier.facts import Facts
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
+from canaryd.dossier.text import plural, ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.formatting import moment, spoken
@@ -26,51 +25,29 @@ from canaryd.judge.case import DRILL_EXPIRY, Case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Subject, Verdict
 from canaryd.report.status import UNTENDED
-from canaryd.store.store import Store
+from canaryd.store.store import DeviceRecord, Store
 
 SCHEMA = "canaryd.dossier/1"
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")
 
 
 class DossierError(RuntimeError):
-    """The dossier could not be written; the message says where, why and what to do."""
+    """The dossier cannot be written. The message says what is wrong and what to do."""
 
 
 def gather(
     store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
 ) -> dict[str, Any]:
-    """Return the document of one device from what the store knows; touches no device.
+    """Return the document of one device from what the store holds; touch no device.
 
-    An engine judges the device anew; without one the stored verdict is told, unless newer failures stand against it.
-    Raises `DossierError` where a drill is asked for and none is on record.
+    An engine judges the device again. Without one the document has the stored verdict, or "unknown" where newer
+    failures contradict it. Raises `DossierError` where a drill is wanted and none is on record.
     """
     records = {r.device.uuid: r for r in store.devices()}
-    runs = sorted(store.runs(device.uuid, drill=drill), key=lambda r: (r.started, r.id))
-    if drill and not runs:
-        raise DossierError(
-            f"{device.name}: no drill of it is on record, so there is nothing to report; "
-            f"run canaryd drill --device {device.name} first"
-        )
-    if drill:
-        verdict, note = _drilled(device, runs, config, now), ""
-    else:
-        verdict, note = _judged(store, engine, device, runs, now)
-    facts = Facts(
-        store=store,
-        config=config,
-        device=device,
-        record=records.get(device.uuid),
-        runs=runs,
-        polls=store.polls(device.uuid, completed=True, limit=POLLS),
-        events=store.events(device=device.uuid),
-        verdict=verdict,
-        note=note,
-        drill=drill,
-        now=now,
-    )
+    facts = _gather_facts(store, config, device, records.get(device.uuid), now=now, drill=drill, engine=engine)
     peers = [r.device for r in records.values() if r.device.uuid != device.uuid and _alike(r.device, device)]
     failures, omitted = find_failures(facts, peers)
-    probes = probe_totals(facts)
+    entries, entries_omitted = timeline(facts)
     kind, why_not = _kind(facts)
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -79,18 +56,18 @@ def gather(
         "timezone": time.strftime("%Z (UTC%z)", time.localtime(now)),
         "kind": kind,
         "why_not_rma": why_not,
-        "drill": ", ".join(sorted({r.drill for r in runs if r.drill})),
+        "drill": ", ".join(sorted({r.drill for r in facts.runs if r.drill})),
         "redacted": False,
         "verdict": _verdict(facts),
         "identity": _identity(facts),
         "failures": failures,
         "failures_omitted": omitted,
         "bits": bit_totals(failures),
-        "places": placed(c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE),
-        "probes": probes,
+        "places": placed(c for r in facts.runs for c in r.comparisons if c.subject is Subject.DEVICE),
+        "probes": probe_totals(facts),
         "peers": peer_results(facts, peers, failures),
-        "timeline": [],
-        "timeline_omitted": 0,
+        "timeline": entries,
+        "timeline_omitted": entries_omitted,
         "series": series(facts),
         "acks": [{"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)],
         "reproduce": commands(facts, failures),
@@ -100,10 +77,39 @@ def gather(
         "contents": [],
         "absent": [],
     }
-    document["timeline"], document["timeline_omitted"] = timeline(facts)
-    document["title"] = _title(document)
-    document["summary"] = _summary(document)
-    return document
+    return {**document, "title": _title(document), "summary": _summary(document)}
+
+
+def _gather_facts(
+    store: Store,
+    config: Config,
+    device: Device,
+    record: DeviceRecord | None,
+    *,
+    now: float,
+    drill: bool,
+    engine: Engine | None,
+) -> Facts:
+    runs = sorted(store.runs(device.uuid, drill=drill), key=lambda r: (r.started, r.id))
+    if drill and not runs:
+        raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
+    if drill:
+        verdict, note = _drilled(device, runs, config, now), ""
+    else:
+        verdict, note = _judged(store, engine, device, runs, now)
+    return Facts(
+        store=store,
+        config=config,
+        device=device,
+        record=record,
+        runs=runs,
+        polls=store.polls(device.uuid, completed=True, limit=POLLS),
+        events=store.events(device=device.uuid),
+        verdict=verdict,
+        note=note,
+        drill=drill,
+        now=now,
+    )
 
 
 def _alike(other: Device, device: Device) -> bool:
@@ -113,33 +119,34 @@ def _alike(other: Device, device: Device) -> bool:
 def _judged(
     store: Store, engine: Engine | None, device: Device, runs: Sequence[Run], now: float
 ) -> tuple[Verdict, str]:
-    """Return the verdict that holds now, and what is to be said of it: judged anew where an engine is at hand."""
-    kept = store.verdict(device.uuid)
+    """Return the verdict that holds now, and a note on it. An engine judges the device again."""
+    stored = store.verdict(device.uuid)
     if engine is not None and device.uuid in engine.devices:
-        fresh = engine.verdict(device.uuid)
-        if kept is None or (kept.state, kept.cause) == (fresh.state, fresh.cause):
-            return fresh, ""
-        before = kept.state.value + ("" if kept.cause is Cause.NONE else f", cause {kept.cause.value}")
-        return fresh, f"judged anew for this dossier; the stored verdict of {moment(kept.decided)} was {before}"
+        current = engine.verdict(device.uuid)
+        if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
+            return current, ""
+        before = _state_and_cause(stored)
+        return current, f"Judged again for this dossier. The stored verdict of {moment(stored.decided)} was {before}."
+    command = f"Start the daemon, or run canaryd check --device {device.name}."
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
     )
-    if kept is None:
-        return unjudged, "it has not been judged yet: start the daemon, or run canaryd check"
-    newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > kept.decided]
-    if kept.state is State.HEALTHY and newer:
-        runs_are = "1 run is" if len(newer) == 1 else f"{len(newer)} runs are"
-        return replace(unjudged, since=newer[0].started), (
-            f"it was judged healthy at {moment(kept.decided)}; {runs_are} wrong since and not judged yet: "
-            "start the daemon, or run canaryd check"
-        )
-    age = now - kept.decided
-    late = age > UNTENDED
-    return kept, f"nobody has judged it for {spoken(age)}: what follows is what was known then" if late else ""
+    if stored is None:
+        return unjudged, f"There is no verdict yet. {command}"
+    newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
+    if stored.state is State.HEALTHY and newer:
+        failed = f"{plural(len(newer), 'run')} failed after the last verdict (healthy, {moment(stored.decided)})"
+        return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
+    age = now - stored.decided
+    return stored, f"This verdict is {spoken(age)} old; nothing newer is judged." if age > UNTENDED else ""
+
+
+def _state_and_cause(verdict: Verdict) -> str:
+    return verdict.state.value + ("" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}")
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) -> Verdict:
-    """Judge drills as of the last one: their verdict is never stored, and they are forgotten after an hour."""
+    """Judge drills as of the last one: their verdict is never stored, and they expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
     among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True)
@@ -147,21 +154,21 @@ def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) ->
 
 
 def _kind(facts: Facts) -> tuple[str, str]:
-    """Return "rma", "evidence", "health" or "drill", and why it is no RMA dossier."""
+    """Return "rma", "evidence", "health" or "drill", and why this is not an RMA dossier ("" for "rma")."""
     verdict, device = facts.verdict, facts.device
     if facts.drill:
-        return "drill", "a drill: canaryd itself spoilt these results in software, and the part is not at fault"
+        return "drill", "this is a drill: canaryd changed results in software, and the part is not at fault"
     if verdict.state is State.HEALTHY:
-        return "health", "the device is healthy as far as it was looked at"
+        return "health", "the device is healthy"
     if device.backend == "endpoint":
-        return "evidence", "this is a server that answers for devices, and no part"
+        return "evidence", "this is a model server, not a hardware part"
     if device.weak_identity:
         return "evidence", (
-            "its identity is weak: the uuid names an installation and not the physical part (as on a virtual "
-            "machine), so nobody could tell whether the part that goes back is the part that failed"
+            "its identity is weak: the uuid identifies an installation, not the physical part (for example on a "
+            "virtual machine), so nobody can prove that the returned part is the failed part"
         )
     if verdict.cause is not Cause.HARDWARE or verdict.state is not State.FAULTY:
-        return "evidence", f"the verdict is {verdict.state.value}, cause {verdict.cause.value}; wanted faulty, hardware"
+        return "evidence", f"the verdict is {_state_and_cause(verdict)}; an RMA needs faulty, cause hardware"
     return "rma", ""
 
 
@@ -171,39 +178,40 @@ def _title(document: Mapping[str, Any]) -> str:
         "rma": f"RMA dossier of {name}",
         "evidence": f"{name}: evidence, not an RMA dossier",
         "health": f"{name}: health report",
-        "drill": f"DRILL of {name}, not the device's own fault",
+        "drill": f"DRILL of {name}: the device is not at fault",
     }[document["kind"]]
 
 
 def _summary(document: Mapping[str, Any]) -> str:
-    """Return the verdict in one sentence, and the strongest failure in a second one."""
+    """Return the verdict in one sentence, then the worst failure."""
     verdict, identity = document["verdict"], document["identity"]
     serial = f", serial {identity['serial']}" if identity["serial"] else ""
-    text = f"{identity['name']} ({identity['model']}{serial}) is {verdict['state'].upper()}"
-    if verdict["state"] == "healthy":
-        text += f" since {moment(verdict['since'])}"
-    else:
-        text += f", cause {verdict['cause']}, since {moment(verdict['since'])}"
+    cause = "" if verdict["cause"] == "none" else f", cause {verdict['cause']},"
+    text = f"{identity['name']} ({identity['model']}{serial}) is {verdict['state'].upper()}{cause}"
+    text += f" since {moment(verdict['since'])}."
     if document["kind"] == "drill":
-        text = f"In this drill canaryd injected {document['drill'] or 'nothing'}; judged by it alone, {text}"
-    text += "."
-    if document["failures"]:
-        first = document["failures"][0]
-        done, uploads = first["results"], first["uploads"]
-        bits = page.ranges([int(b) for b in first["bits"]])
-        place = ", ".join(p["place"] for p in first["places"] if p["results"]["wrong"] and p["place"] != "device")
-        answered = verdict["state"] == "healthy"
-        text += " What was wrong before is answered (see the timeline):" if answered else ""
-        text += f" {first['probe']} {first['case']}: {uploads['wrong']:,} of {uploads['total']:,} uploads wrong"
-        text += f", with {done['wrong']:,} of {done['total']:,} results"
-        text += f" on {place}" if place else ""
-        text += f", {'bit' if len(first['bits']) == 1 else 'bits'} {bits} flipped." if bits else "."
-    else:
-        results = sum(p["results"]["total"] for p in document["probes"])
-        text += f" {results:,} results were compared, none is wrong." if results else " No result was compared."
-        unknown = sum(p["unknown"] for p in document["probes"])
-        text += f" {unknown:,} recordings were beyond what is known of it." if unknown else ""
-    return text
+        text = f"canaryd injected {document['drill'] or 'nothing'}. Judged by this drill alone, {text}"
+    if not document["failures"]:
+        return f"{text} {_no_failure(document)}"
+    worst = document["failures"][0]
+    uploads, results = worst["uploads"], worst["results"]
+    bits = ranges([int(b) for b in worst["bits"]])
+    places = ", ".join(p["place"] for p in wrong_places(worst) if p["unit"] != "device")
+    text += " Earlier failures are resolved (see the timeline):" if verdict["state"] == "healthy" else ""
+    text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {plural(uploads['total'], 'upload')}"
+    text += f" ({results['wrong']:,} of {plural(results['total'], 'result')})"
+    text += f" on {places}" if places else ""
+    text += f"; flipped {'bit' if len(worst['bits']) == 1 else 'bits'}: {bits}" if bits else ""
+    text += f". Case: {worst['case']}."
+    others = len(document["failures"]) - 1 + document["failures_omitted"]
+    return text + (f" {plural(others, 'other case')} failed too." if others else "")
+
+
+def _no_failure(document: Mapping[str, Any]) -> str:
+    compared = sum(p["results"]["total"] for p in document["probes"])
+    unknown = sum(p["unknown"] for p in document["probes"])
+    text = f"{plural(compared, 'result')} compared, 0 wrong." if compared else "No result was compared."
+    return text + (f" {plural(unknown, 'recording')} outside the baseline." if unknown else "")
 
 
 def _verdict(facts: Facts) -> dict[str, Any]:
@@ -245,7 +253,7 @@ def _identity(facts: Facts) -> dict[str, Any]:
 
 
 def torch_name(device: Device) -> str:
-    """Return how torch calls a device: "cuda:3" on ROCm too."""
+    """Return the name that torch uses for a device: "cuda:3", also on ROCm."""
     kind = "cuda" if device.backend == "rocm" else device.backend
     index = device.index if device.torch_index is None else device.torch_index
     return kind if kind in ("cpu", "mps") else f"{kind}:{index}"

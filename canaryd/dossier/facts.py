@@ -1,4 +1,4 @@
-"""What the store knows of the device that a dossier is about."""
+"""What the store holds about the device of a dossier."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from canaryd.config.settings import Config
 from canaryd.model import Device, Event, Run, Verdict
 from canaryd.store.store import DeviceRecord, Store
 
-SHOWN = ("temperature_celsius", "power_watts", "clock_hertz")
-"""Readings whose course is shown."""
+PLOTTED = ("temperature_celsius", "power_watts", "clock_hertz")
+"""Readings that the dossier plots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is read of the store, once."""
+    """What the dossier reads from the store, once."""
 
     store: Store
     config: Config
     device: Device
     record: DeviceRecord | None
     runs: Sequence[Run]
-    """Of this device, of one world, in the order of their start."""
+    """Of this device, either drills or real runs, in the order of their start."""
     polls: Sequence[Run]
     events: Sequence[Event]
     verdict: Verdict
     note: str
-    """What is to be said of the verdict beside what it says."""
+    """A sentence on how current the verdict is; "" where it is."""
     drill: bool
     now: float
 
     @cached_property
-    def telling(self) -> list[Run]:
-        """The polls that tell temperature, power or clocks, oldest first."""
-        return sorted((p for p in self.polls if any(r.name in SHOWN for r in p.readings)), key=lambda p: p.started)
+    def plotted_polls(self) -> list[Run]:
+        """Polls with temperature, power or clocks, oldest first."""
+        return sorted((p for p in self.polls if any(r.name in PLOTTED for r in p.readings)), key=lambda p: p.started)

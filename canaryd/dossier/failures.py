@@ -1,4 +1,4 @@
-"""The failing cases of a device: places, bits, peers on the same bytes."""
+"""The failing cases of a device: how often, where, which bits, and what identical devices computed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from canaryd.judge import findings
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.judge.wording import describe_repeats
-from canaryd.model import Comparison, Device, Outcome, Place, Run, Subject
+from canaryd.model import Comparison, Device, Evidence, Outcome, Place, Run, Subject
 from canaryd.store.store import Store
 
 FAILURES = 50
-"""Failing cases described; a broken part fails everywhere and fills no more than this."""
+"""Failing cases described at most: a broken part fails in every case."""
 BINS = 32
 """Cells of a map along one axis at most."""
 PEER_RUNS = 2000
-"""Newest runs of one probe that are read of a peer."""
+"""Newest runs of one probe that are read for a peer."""
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 """Format → bits of its mantissa (IEEE 754-2019 table 3.5; bfloat16: the upper half of float32)."""
 WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int64": 64, "int32": 32}
 
 
 def rate(wrong: int, total: int) -> dict[str, Any]:
-    """Return how many of how many independent trials, with the interval; without a trial there is none."""
+    """Return wrong and all independent trials, with the 95 % interval of the rate (None without a trial)."""
     low, high = interval(wrong, total)
     return {"wrong": wrong, "total": total, "low": low if total else None, "high": high if total else None}
 
 
 def bit_name(form: str, bit: int) -> str:
-    """Name what a bit of a format means; "" where that is not known."""
+    """Return what a bit of a format means; "" where that is not known."""
     if form.startswith("int"):
         return "sign" if bit == WIDTH[form] - 1 else "lowest of the integer" if bit == 0 else "integer"
     if form not in MANTISSA:
@@ -48,7 +48,7 @@ def bit_name(form: str, bit: int) -> str:
 
 
 def result_format(probe: str, case: str, digits: int) -> str:
-    """Return the format of a case's result; where the name does not tell, its width in bits."""
+    """Return the format of a case's result; its width in bits where the name does not contain the format."""
     label = case.partition("/")[0]
     form = label.partition(">")[2] or label
     form = {"tfloat32": "float32"}.get(form, form)
@@ -58,7 +58,7 @@ def result_format(probe: str, case: str, digits: int) -> str:
 
 
 Key = tuple[str, int, str, str, str, int, str]
-"""Probe, its version, instruction set, case, shape, seed, subject: equal ones have bit-for-bit equal operands."""
+"""Probe, its version, instruction set, case, shape, seed, subject: equal keys mean bit-for-bit equal operands."""
 
 
 def _key(run: Run, c: Comparison) -> Key:
@@ -67,19 +67,14 @@ def _key(run: Run, c: Comparison) -> Key:
 
 def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str, Any]], int]:
     """Return the failing cases, the most often wrong first, and how many more there are."""
-    every = list(facts.runs)
-    if facts.device.backend == "cpu" and not facts.drill:  # its goldens were missed in runs of other devices too
-        others = (r.device.uuid for r in facts.store.devices() if r.device.uuid != facts.device.uuid)
-        for run in (r for uuid in others for r in facts.store.runs(uuid, failed=True)):
-            blamed = tuple(c for c in run.comparisons if c.subject is Subject.HOST)
-            every += [replace(run, comparisons=blamed)] if any(c.wrong for c in blamed) else []
-    found: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
-    for run in every:
+    runs = [*facts.runs, *_runs_with_wrong_reference(facts)]
+    by_key: dict[Key, list[tuple[Run, Comparison]]] = defaultdict(list)
+    for run in runs:
         for c in run.comparisons:
-            found[_key(run, c)].append((run, c))
-    failing = {k: v for k, v in found.items() if any(c.wrong for _, c in v)}
+            by_key[_key(run, c)].append((run, c))
+    failing = {k: v for k, v in by_key.items() if any(c.wrong for _, c in v)}
 
-    def weigh(key: Key) -> Any:
+    def worst_first(key: Key) -> Any:
         wrong = [(r, c) for r, c in failing[key] if c.wrong]
         size = next((c.evidence.total for _, c in wrong if c.evidence), 0)
         return (
@@ -90,12 +85,24 @@ def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str,
             key,
         )
 
-    ordered = sorted(failing, key=weigh)
-    records = _records(facts.store, peers, {k[0] for k in ordered}, drill=facts.drill)
-    return [_failure(k, failing[k], records) for k in ordered[:FAILURES]], max(0, len(ordered) - FAILURES)
+    ordered = sorted(failing, key=worst_first)
+    peer_runs = _peer_runs(facts.store, peers, {k[0] for k in ordered}, drill=facts.drill)
+    return [_failure(k, failing[k], peer_runs) for k in ordered[:FAILURES]], max(0, len(ordered) - FAILURES)
 
 
-def _records(store: Store, peers: Sequence[Device], probes: Iterable[str], *, drill: bool) -> dict[str, Any]:
+def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
+    """Return runs of other devices in which the host's processor computed a wrong reference, reduced to those cases."""
+    if facts.device.backend != "cpu" or facts.drill:
+        return []
+    found = []
+    for uuid in (r.device.uuid for r in facts.store.devices() if r.device.uuid != facts.device.uuid):
+        for run in facts.store.runs(uuid, failed=True):
+            of_host = tuple(c for c in run.comparisons if c.subject is Subject.HOST)
+            found += [replace(run, comparisons=of_host)] if any(c.wrong for c in of_host) else []
+    return found
+
+
+def _peer_runs(store: Store, peers: Sequence[Device], probes: Iterable[str], *, drill: bool) -> dict[str, Any]:
     wanted = sorted(probes)
     found = {}
     for device in peers:
@@ -104,18 +111,17 @@ def _records(store: Store, peers: Sequence[Device], probes: Iterable[str], *, dr
     return found
 
 
-def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[str, Any]) -> dict[str, Any]:
+def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], peer_runs: Mapping[str, Any]) -> dict[str, Any]:
     probe, version, instruction_set, case, shape, seed, subject = key
-    wrong = [(r, c) for r, c in hits if c.wrong]
+    wrong = [(r, c) for r, c in found if c.wrong]
     evidence = [c.evidence for _, c in wrong if c.evidence]
-    shown = max(evidence, key=lambda e: (bool(e.repeats), e.wrong), default=None)
+    best = max(evidence, key=lambda e: (bool(e.repeats), e.wrong), default=None)
     elements = [(r.id, *element) for r, c in wrong if c.evidence for element in c.evidence.first]
     digits = len(elements[0][2].removeprefix("0x")) if elements else 0
-    form = result_format(probe, case, digits)
     bits: Counter[int] = Counter()
     for e in evidence:
         bits.update({int(bit): n for bit, n in e.bits.items()})
-    runs, bad = {r.id: r for r, _ in hits}, {r.id for r, _ in wrong}
+    runs, failed_runs = {r.id for r, _ in found}, {r.id for r, _ in wrong}
     return {
         "probe": probe,
         "version": version,
@@ -128,22 +134,22 @@ def _failure(key: Key, hits: Sequence[tuple[Run, Comparison]], records: Mapping[
         "characterised": all(c.characterised for _, c in wrong),
         "first": min(r.started for r, _ in wrong),
         "last": max(r.started for r, _ in wrong),
-        "runs": rate(len(bad), len(runs)),
-        **_counted([c for _, c in hits]),
-        "run_ids": sorted(bad)[-findings.RUNS_NAMED :],
-        "places": placed([c for _, c in hits]),
-        "pattern": shown.pattern if shown else "",
-        "reproduced": describe_repeats(shown) if shown else "",
-        "lines": {axis: str(span) for axis, span in shown.lines.items()} if shown else {},
+        "runs": rate(len(failed_runs), len(runs)),
+        **_counted([c for _, c in found]),
+        "run_ids": sorted(failed_runs)[-findings.RUNS_NAMED :],
+        "places": placed([c for _, c in found]),
+        "pattern": best.pattern if best else "",
+        "reproduced": describe_repeats(best) if best else "",
+        "lines": {axis: str(span) for axis, span in best.lines.items()} if best else {},
         "zeroed": sum(e.zeroed for e in evidence),
         "nonfinite": sum(e.nonfinite for e in evidence),
         "wrong_elements": sum(e.wrong for e in evidence),
-        "elements_of_result": shown.total if shown else 0,
-        "elements": [{"run": r, "index": list(i), "expected": want, "observed": have} for r, i, want, have in elements],
-        "format": form,
+        "elements_of_result": best.total if best else 0,
+        "elements": [{"run": r, "index": list(i), "expected": want, "observed": got} for r, i, want, got in elements],
+        "format": result_format(probe, case, digits),
         "bits": {str(bit): bits[bit] for bit in sorted(bits)},
-        "map": _map([tuple(i) for _, i, _, _ in elements], shape, shown.total if shown else 0),
-        "peers": _same_bytes(key, records),
+        "map": _map([tuple(i) for _, i, _, _ in elements], shape, best.total if best else 0),
+        "peers": _same_bytes(key, peer_runs),
         "repro": max((r for r, _ in wrong), key=lambda r: (bool(r.cases), r.started)).repro,
         "exhibit": "",
         "exhibit_absent": "",
@@ -155,19 +161,18 @@ def _counted(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
     Results of one upload are not independent: what the upload put into memory spoils all of them alike.
     """
-    wrong, total = _uploads(comparisons)
+    uploads = sum(c.uploads + _clean_reuploads(c.evidence) for c in comparisons)
     results = {"wrong": sum(c.wrong_trials for c in comparisons), "total": sum(c.trials for c in comparisons)}
-    return {"uploads": rate(wrong, total), "results": results}
+    return {"uploads": rate(sum(c.wrong for c in comparisons), uploads), "results": results}
 
 
-def _uploads(comparisons: Sequence[Comparison]) -> tuple[int, int]:
-    """Return (wrong, all) uploads. Clean repetitions are no comparisons of their own: the evidence counts them."""
-    clean_repeats = sum(c.evidence.repeats - c.evidence.repeats_wrong for c in comparisons if c.evidence)
-    return sum(c.wrong for c in comparisons), sum(c.uploads for c in comparisons) + clean_repeats
+def _clean_reuploads(evidence: Evidence | None) -> int:
+    """Return how many fresh uploads after a wrong one were clean: no comparison is stored for those."""
+    return evidence.repeats - evidence.repeats_wrong if evidence else 0
 
 
 def placed(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-    """Return where results were computed, with how many were wrong there, in the order of the places' numbers."""
+    """Return the places where results were computed, with how many were wrong there, ordered by number."""
     at: dict[Place, list[Comparison]] = defaultdict(list)
     for c in comparisons:
         at[c.place].append(c)
@@ -179,13 +184,13 @@ def placed(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 
 def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str, Any] | None:
-    """Return how the wrong elements lie in the result, in at most 32 x 32 cells; None where no element is known."""
+    """Return where in the result the wrong elements lie, in at most 32 x 32 cells; None where no element is known."""
     if not indices:
         return None
     sizes = {name: int(n) for name, n in re.findall(r"\b([A-Z])=(\d+)", shape)}
     width = len(indices[0])
     if width == 1:
-        # A long row is folded like text: row and column are the quotient and the remainder.
+        # A long vector is folded like text: row and column are the quotient and the remainder.
         columns = 2 ** max(0, math.ceil(math.log2(max(1, total)) / 2))
         rows = max(1, -(-total // columns))
         cells = [(i[0] // columns, i[0] % columns) for i in indices]
@@ -208,10 +213,10 @@ def _map(indices: Sequence[tuple[int, ...]], shape: str, total: int) -> dict[str
     }
 
 
-def _same_bytes(key: Key, records: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the peers that computed the very same bytes, with what came of it."""
+def _same_bytes(key: Key, peer_runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the peers that computed the same bytes, with their results."""
     found = []
-    for uuid, record in records.items():
+    for uuid, record in peer_runs.items():
         pairs = [c for r in record["runs"] for c in r.comparisons if _key(r, c) == key]
         if pairs:
             counts = {"results": sum(c.trials for c in pairs), "wrong": sum(c.wrong_trials for c in pairs)}
@@ -220,7 +225,7 @@ def _same_bytes(key: Key, records: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def bit_totals(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the flipped bits of all failing cases, by format of the result."""
+    """Return the flipped bits of all failing cases, by the format of the result."""
     sums: dict[str, Counter[int]] = defaultdict(Counter)
     for failure in failures:
         sums[failure["format"]].update({int(b): n for b, n in failure["bits"].items()})
@@ -236,7 +241,7 @@ def bit_totals(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def probe_totals(facts: Facts) -> list[dict[str, Any]]:
-    """Return the results of each probe, with the fault rate that they rule out."""
+    """Return the results of each probe and the fault rate that they rule out."""
     bounds = fault_rate_bound(facts.runs, drill=facts.drill)
     found = []
     for probe in sorted({r.probe for r in facts.runs}):
@@ -260,13 +265,13 @@ def probe_totals(facts: Facts) -> list[dict[str, Any]]:
 
 
 def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the peers computed in the same probes."""
+    """Return the results of the peers in the same probes."""
     verdicts = {} if facts.drill else facts.store.verdicts()
     probes = sorted({f["probe"] for f in failures} or {r.probe for r in facts.runs})
     found = []
     for peer in sorted(peers, key=lambda d: d.name):
         runs = [r for p in probes for r in facts.store.runs(peer.uuid, p, drill=facts.drill, limit=PEER_RUNS)]
-        mine = facts.runs[-1].stack_id if facts.runs else ""
+        own_stack = facts.runs[-1].stack_id if facts.runs else ""
         results = [c for r in runs for c in r.comparisons if c.subject is Subject.DEVICE]
         found.append(
             {
@@ -275,7 +280,7 @@ def peer_results(facts: Facts, peers: Sequence[Device], failures: Sequence[Mappi
                 "state": verdicts[peer.uuid].state.value if peer.uuid in verdicts else "unknown",
                 "results": sum(c.trials for c in results),
                 "wrong": sum(c.wrong_trials for c in results),
-                "same_stack": any(r.stack_id == mine for r in runs if r.stack),
+                "same_stack": any(r.stack_id == own_stack for r in runs if r.stack),
                 "same_bytes": sum(p["results"] for f in failures for p in f["peers"] if p["uuid"] == peer.uuid),
                 "same_bytes_wrong": sum(p["wrong"] for f in failures for p in f["peers"] if p["uuid"] == peer.uuid),
             }

@@ -1,7 +1,7 @@
-"""A dossier as OCP Test & Validation output, version 2.0: one JSON object a line, for those who ingest that.
+"""The dossier as OCP Test & Validation output, version 2.0: one JSON object per line.
 
-After the specification and the schemas of opencomputeproject/ocp-diag-core, json_spec. One test step per probe, with
-its rates and its failing cases as measurements; every finding is a diagnosis of the step of its probe.
+Follows the specification and schemas of opencomputeproject/ocp-diag-core, json_spec. Each probe is a test step, its
+rates and failing cases are measurements, and each finding is a diagnosis in the step of its probe.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from canaryd.dossier.places import is_unit
+from canaryd.dossier.text import plural, wrong_places
+
 VERSION = {"major": 2, "minor": 0}
 PART = "0"
-"""The id of the part under test among the hardware of the machine."""
+"""Id of the device under test."""
 FIRMWARE = ("vbios", "inforom", "gsp_firmware", "microcode", "firmware")
 SYSTEM = ("driver", "kernel", "kernel_driver", "cuda")
 RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
-"""State → result of the run; every other state is a failure."""
+"""State → result of the test run; any other state is FAIL."""
 TYPES = {"healthy": "PASS", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}
-"""State that a finding calls for → type of the diagnosis."""
+"""State of a finding → type of its diagnosis."""
 
 Document = Mapping[str, Any]
 
@@ -37,9 +40,9 @@ def _artifacts(document: Document) -> Iterator[dict[str, Any]]:
     yield {"testRunArtifact": {"testRunStart": _start(document)}}
     for problem in document["problems"]:
         yield {"testRunArtifact": {"error": {"symptom": "store-problem", "message": problem}}}
-    named = [p["probe"] for p in document["probes"]]
-    every = list(dict.fromkeys([*named, *(f["probe"] or "device" for f in document["verdict"]["findings"])]))
-    for number, probe in enumerate(every):
+    probes = [p["probe"] for p in document["probes"]]
+    steps = dict.fromkeys([*probes, *(f["probe"] or "device" for f in document["verdict"]["findings"])])
+    for number, probe in enumerate(steps):
         for content in _step(document, probe):
             yield {"testStepArtifact": {"testStepId": str(number), **content}}
     state = document["verdict"]["state"]
@@ -69,7 +72,7 @@ def _start(document: Document) -> dict[str, Any]:
     part |= {"serialNumber": identity["serial"]} if identity["serial"] else {}
     number = identity["detail"].get("board_part_number")
     part |= {"partNumber": number} if number else {}
-    about = {"uuid": identity["uuid"], "weakIdentity": identity["weak"], "title": document["title"]}
+    metadata = {"uuid": identity["uuid"], "weakIdentity": identity["weak"], "title": document["title"]}
     return {
         "name": "canaryd" if not document["drill"] else "canaryd DRILL",
         "version": document["canaryd"],
@@ -82,7 +85,7 @@ def _start(document: Document) -> dict[str, Any]:
             "softwareInfos": software,
             "hardwareInfos": [part],
         },
-        "metadata": about,
+        "metadata": metadata,
     }
 
 
@@ -91,13 +94,13 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
     numbers = next((p for p in document["probes"] if p["probe"] == probe), None)
     failures = [f for f in document["failures"] if f["probe"] == probe]
     if numbers is not None:
-        none = [{"name": "none is wrong", "type": "LESS_THAN_OR_EQUAL", "value": 0}]
+        no_wrong_result = [{"name": "no wrong result", "type": "LESS_THAN_OR_EQUAL", "value": 0}]
         yield _measured("results compared", numbers["results"]["total"])
-        yield _measured("wrong results", numbers["results"]["wrong"], validators=none)
+        yield _measured("wrong results", numbers["results"]["wrong"], validators=no_wrong_result)
         if numbers["rules_out"] is not None:
             yield _measured("fault rate ruled out at 95 %", numbers["rules_out"], unit="1")
         if numbers["not_completed"]:
-            text = f"{numbers['not_completed']} of {numbers['runs']} runs did not complete"
+            text = f"{numbers['not_completed']} of {plural(numbers['runs'], 'run')} did not complete"
             yield {"error": {"symptom": "run-not-completed", "message": text}}
     for failure in failures:
         yield _measured(
@@ -118,24 +121,24 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
                 "file": {
                     "displayName": f"evidence of {failure['case']}",
                     "uri": f"file:{failure['exhibit']}/wrong.csv",
-                    "description": "wrong elements, relative to this file; operands and script beside it",
+                    "description": "wrong elements; operands and script are in the same directory",
                     "isSnapshot": True,
                     "contentType": "text/csv",
                 }
             }
     drill = "drill-" if document["drill"] else ""
-    told = [f for f in document["verdict"]["findings"] if (f["probe"] or "device") == probe]
-    for finding in told:
+    findings = [f for f in document["verdict"]["findings"] if (f["probe"] or "device") == probe]
+    for finding in findings:
         yield {
             "diagnosis": {
                 "verdict": f"{drill}{finding['rule']}",
                 "type": "UNKNOWN" if drill else TYPES[finding["state"]],
-                "message": finding["message"],
+                "message": " ".join(filter(None, (finding["message"], finding["action"]))),
                 "hardwareInfoId": PART,
                 **_where(failures[0] if failures else {}),
             }
         }
-    if not told and numbers is not None and numbers["results"]["total"] and not numbers["results"]["wrong"]:
+    if not findings and numbers is not None and numbers["results"]["total"] and not numbers["results"]["wrong"]:
         verdict = f"{drill}{probe.replace('_', '-')}-clean"
         yield {"diagnosis": {"verdict": verdict, "type": "PASS", "hardwareInfoId": PART}}
     nothing = numbers is not None and numbers["runs"] == numbers["not_completed"]
@@ -147,8 +150,8 @@ def _measured(name: str, value: float, **more: Any) -> dict[str, Any]:
 
 
 def _where(failure: Document) -> dict[str, Any]:
-    """Return the part of the chip that a failure names, where there is just one."""
-    places = [p for p in failure.get("places", ()) if p["results"]["wrong"]]
-    if len(places) != 1 or places[0]["unit"] not in ("core", "sm") or len(places[0]["numbers"]) != 1:
+    """Return the core or SM that a failure names, where there is exactly one."""
+    places = wrong_places(failure) if failure else []
+    if len(places) != 1 or not is_unit(places[0]):
         return {}
     return {"subcomponent": {"type": "ASIC-SUBSYSTEM", "name": places[0]["place"]}}

@@ -1,4 +1,4 @@
-"""What must not leave the house in a dossier: secrets, users, processes; names of machines and parts by request."""
+"""Remove private things from a dossier: secrets, users and processes always, names of machines and parts on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canaryd.model import printable
 from canaryd.store.store import Store
 
 NAMED = 500
-"""Newest runs and polls of each device in which names of hosts are looked for."""
+"""Newest runs and polls of each device that are searched for host names."""
 _HEX = "[0-9a-f]"
 PATTERNS = (
     ("url", re.compile(r"[a-zA-Z0-9+.-]{1,32}://[^\s'\"<>]+")),
@@ -38,26 +38,26 @@ PATTERNS = (
     ),
     ("path", re.compile(r"(?<![\w/.\]])/(?:[\w.+@~-]+/)+[\w.+@~-]*")),
 )
-"""What names a machine, a part or a place by its look. URLs first: they hold hosts and paths."""
+"""Names that a pattern recognises. URLs come first: they contain hosts and paths."""
 LONG = 10
-"""Characters from which the number of a part is looked for inside of words too (ours): "65:00.0" has seven."""
+"""Length from which a part's number is replaced inside words too (ours): "65:00.0" has seven characters."""
 HOST_FIELDS = ("host", "hostname")
-"""Fields that hold the name of a host and nothing else: replaced however short it is."""
+"""Fields that hold a host name only: always replaced, however short it is."""
 OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
-"""Fields whose values are words of canaryd's own: a host called "device" or "healthy" must not change them."""
-NAMING = ("serial", "bus_id", "board_id", "module_id", "board_part_number", "hostname")
-"""Identity that is known by where it stands and not by its look; the part number stays, for it names a model."""
+"""Fields whose values are canaryd's own words: a host called "device" or "healthy" must not change them."""
+NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname")
+"""Details that name a part or host and have no pattern."""
 
 
 def clean(text: str) -> str:
-    """Return a text of a device, a log or a tool that may go to strangers: printable, no secrets, no user's name."""
+    """Return a text without control characters, secrets and names of users and processes."""
     lines = (printable(line.replace("\t", "    ")) for line in text.split("\n"))
     plain = _LOGIN.sub(r"\1[left out]@", _PEM.sub("[left out]", "\n".join(lines)))
     plain = _HOME.sub(r"\1[user]", _PROCESS.sub(r"\1[left out]", plain))
     return _SECRET.sub(r"\1[left out]", _HEADER.sub(r"\1[left out]", plain))
 
 
-# Bounded repeats, and nothing that is looked for before a key: a line of 16,000 dashes took seconds.
+# Repeats are bounded, and nothing is matched before a key: a line of 16,000 dashes took seconds.
 _KEYS = r"(?:token|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|credential)[\w-]{0,64}"
 _GIVEN = r"['\"]?\s*[=:]\s*(?:bearer\s+|basic\s+)?"
 _QUOTED = r"\"[^\"\n]+\"|'[^'\n]+'"
@@ -73,7 +73,7 @@ _PROCESS = re.compile(r"(?i)(\b(?:process name|process|comm|name)=)(?!\s)[^,\s]+
 
 
 def without_processes(text: str) -> str:
-    """Return the output of `nvidia-smi -q` without its sections of processes."""
+    """Return the output of `nvidia-smi -q` without its process sections."""
     kept, depth = [], -1
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
@@ -89,26 +89,25 @@ def without_processes(text: str) -> str:
 
 
 class Redactor:
-    """Replaces what names a machine or a part by pseudonyms: the same thing by the same one within one dossier."""
+    """Replace names of machines and parts by pseudonyms; within one dossier a name always gets the same pseudonym."""
 
     def __init__(self, store: Store, document: Mapping[str, Any], salt: bytes | None = None) -> None:
         self._salt = secrets.token_bytes(16) if salt is None else salt
         self.known: dict[str, str] = {}
-        """What is looked for → its kind."""
+        """Name to replace → its kind."""
         for record in store.devices():
             device = record.device
             self._know(device.uuid, "uuid")
             self._know(device.parent, "uuid")
             for name in NAMING:
-                if name != "board_part_number":
-                    self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
+                self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
         self._know(document["identity"]["host"], "host")
         self._know(platform.node(), "host")
         for record in store.devices():
             uuid = record.device.uuid
             for run in (*store.runs(uuid, drill=None, limit=NAMED), *store.polls(uuid, limit=NAMED)):
                 self._know(run.environment.get("hostname", ""), "host")
-        # A part's own long number is no word, and hides in none; a host's name may be part of one.
+        # A part's long number is replaced anywhere, a host's name only as a whole word.
         whole: list[str] = []
         words: list[str] = []
         for name in sorted(self.known, key=len, reverse=True):
@@ -118,8 +117,8 @@ class Redactor:
         self._names = re.compile(rf"(?i){'|'.join([*whole, *either])}") if self.known else None
 
     def _know(self, value: str, kind: str) -> None:
-        # A short number ("0", "1") as module or board id would turn every such number into a pseudonym, and a host
-        # called "vm" every such word. Where a field holds the host, `value` replaces it anyway.
+        # A short number ("0", "1") as module or board id would make every such number a pseudonym, and a host called
+        # "vm" every such word. In the fields that hold a host, `value` replaces it anyway.
         if len(value) >= 3 and not (value.isdigit() and len(value) < 6):
             self.known.setdefault(value, kind)
             if kind == "host" and "." in value:
@@ -141,21 +140,21 @@ class Redactor:
         aliases: list[str] = []
 
         def put(alias: str) -> str:
-            # Held apart until the end, so that no later pattern bites into a pseudonym.
+            # Pseudonyms are inserted at the end, so that no later pattern matches inside one.
             aliases.append(alias)
             return f"\0{len(aliases) - 1}\0"
 
-        lower = {n.lower(): k for n, k in self.known.items()}
+        kinds = {n.lower(): k for n, k in self.known.items()}
         url, *others = PATTERNS
         text = url[1].sub(lambda m: put(self._alias("url", m[0])), text)
         if self._names is not None:
-            text = self._names.sub(lambda m: put(self._alias(lower[m[0].lower()], m[0])), text)
+            text = self._names.sub(lambda m: put(self._alias(kinds[m[0].lower()], m[0])), text)
         for kind, pattern in others:
             text = pattern.sub(lambda m: put(self._alias(kind, m[0])), text)  # noqa: B023  used at once
         return re.sub(r"\0(\d+)\0", lambda m: aliases[int(m[1])], text)
 
     def value(self, value: Any) -> Any:
-        """Return JSON data with every text in it redacted, keys included unless they are names of fields."""
+        """Return JSON data with every text redacted, and every key that is not a field name."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -171,7 +170,7 @@ class Redactor:
 
 
 def cleaned(value: Any) -> Any:
-    """Return JSON data whose every text is fit for strangers."""
+    """Return JSON data with every text cleaned by `clean`."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What happened to a device, in order, and under which conditions."""
+"""What happened to a device, in order of time, with temperature, power and clocks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from canaryd.dossier.facts import SHOWN, Facts
+from canaryd.dossier.facts import PLOTTED, Facts
+from canaryd.dossier.text import plural
 from canaryd.formatting import moment
 from canaryd.model import Cause, Event, Outcome, State
 
 TIMELINE = 200
-"""Entries of the timeline, the newest."""
+"""Newest entries that the timeline keeps."""
 POLLS, POINTS, SERIES = 20_000, 400, 8
-"""Polls read, points kept of one course, courses kept."""
+"""Polls read, points kept per series, series kept."""
 NEARBY = 120.0
-"""Seconds within which a poll tells the conditions of a run (ours: eight default periods)."""
+"""Largest distance in seconds of a poll that gives the conditions of a run (ours: eight default periods)."""
 FIRST_SENSORS = ("core", "memory", "package", "sm", "graphics")
-"""Sensors and domains of which courses are kept first."""
+"""Sensors and domains whose series are kept first."""
 
 
 def timeline(facts: Facts) -> tuple[list[dict[str, Any]], int]:
     """Return what happened, oldest first: wrong runs with their conditions, verdicts, events, stacks, acks."""
     entries = [*_wrong_runs(facts), *_stack_changes(facts)]
     if not facts.drill:
-        entries += _told_verdicts(facts)
+        entries += _verdicts(facts)
         entries += [
             {"at": e.last, "kind": e.kind, "text": _event(e), "conditions": {}}
             for e in facts.events
@@ -51,26 +52,33 @@ def _wrong_runs(facts: Facts) -> Iterator[dict[str, Any]]:
         if not (run.wrong or run.unknown or failed):
             continue
         first = run.wrong[0] if run.wrong else None
-        text = f"{run.probe} {run.outcome.value}"
+        text = f"{run.probe} {run.outcome.value.replace('_', ' ')}"
         if first is not None:
-            text = f"{run.probe}: {len(run.wrong)} wrong comparison{'s' * (len(run.wrong) > 1)}, {first.case}"
+            text = f"{run.probe}: {plural(len(run.wrong), 'wrong comparison')}, {first.case}"
             text += f" on {first.place}" if first.place else ""
             text += f": {first.evidence.pattern}" if first.evidence and first.evidence.pattern else ""
         elif run.unknown:
-            text = f"{run.probe}: {len(run.unknown)} recordings beyond what is known, {run.unknown[0]}"
-        text += f" (confirms {run.confirms})" if run.confirms else f" (called for by {run.trigger})" * bool(run.trigger)
+            text = f"{run.probe}: {plural(len(run.unknown), 'recording')} outside the baseline, {run.unknown[0]}"
+        if run.confirms:
+            text += f" (retest of run {run.confirms})"
+        elif run.trigger:
+            text += f" (triggered by {run.trigger})"
         kind = "wrong" if run.wrong or run.unknown else "not completed"
         yield {"at": run.started, "kind": kind, "text": text, "conditions": _conditions(facts, run.started)}
 
 
 def _conditions(facts: Facts, at: float) -> dict[str, Any]:
-    """Return temperature, power and clocks of the poll that is nearest to a time, within two minutes."""
-    first = bisect.bisect_left(facts.telling, at - NEARBY, key=lambda p: p.started)
-    near = list(itertools.takewhile(lambda p: p.started <= at + NEARBY, itertools.islice(facts.telling, first, None)))
+    """Return temperature, power and clocks of the poll nearest to a time, within two minutes."""
+    first = bisect.bisect_left(facts.plotted_polls, at - NEARBY, key=lambda p: p.started)
+    near = list(
+        itertools.takewhile(lambda p: p.started <= at + NEARBY, itertools.islice(facts.plotted_polls, first, None))
+    )
     if not near:
         return {}
     poll = min(near, key=lambda p: abs(p.started - at))
-    chosen = sorted((r for r in poll.readings if r.name in SHOWN), key=lambda r: (SHOWN.index(r.name), _rank(r.key)))
+    chosen = sorted(
+        (r for r in poll.readings if r.name in PLOTTED), key=lambda r: (PLOTTED.index(r.name), _rank(r.key))
+    )
     found: dict[str, Any] = {}
     for reading in chosen:
         found.setdefault(reading.name, {"key": reading.key, "value": reading.value, "unit": reading.unit})
@@ -86,20 +94,20 @@ def _stack_changes(facts: Facts) -> list[dict[str, Any]]:
     latest: dict[str, float] = {}
     found = []
     for run in (r for r in facts.runs if r.stack):
-        lane = (run.probe, run.instruction_set)
-        old = before.get(lane, run.stack)
-        before[lane] = run.stack
+        key = (run.probe, run.instruction_set)
+        old = before.get(key, run.stack)
+        before[key] = run.stack
         changed = [k for k in sorted({*old, *run.stack}) if old.get(k, "none") != run.stack.get(k, "none")]
         if not changed:
             continue
         text = ", ".join(f"{k}: {old.get(k, 'none')} → {run.stack.get(k, 'none')}" for k in changed)
-        if run.started - latest.get(text, -math.inf) > 3600.0:  # every probe meets the same change within a round
+        if run.started - latest.get(text, -math.inf) > 3600.0:  # every probe reports the same change within a round
             found.append({"at": run.started, "kind": "stack", "text": text, "conditions": {}})
         latest[text] = run.started
     return found
 
 
-def _told_verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
+def _verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
     for verdict in facts.store.verdict_history(facts.device.uuid):
         cause = "" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}"
         why = f": {verdict.findings[0].message}" if verdict.findings and verdict.state is not State.HEALTHY else ""
@@ -107,14 +115,14 @@ def _told_verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def series(facts: Facts) -> list[dict[str, Any]]:
-    """Return the courses of temperature, power and clocks, each thinned to its lowest and highest points."""
-    courses: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    """Return temperature, power and clocks over time, each thinned to its lowest and highest points."""
+    values: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for poll in facts.polls:
         for reading in poll.readings:
-            if reading.name in SHOWN and isinstance(reading.value, (int, float)):
-                courses[reading.key, reading.unit].append((poll.started, float(reading.value)))
-    ordered = sorted(courses, key=lambda k: (_rank(k[0])[0], SHOWN.index(k[0].partition("{")[0]), k[0]))
-    return [{"reading": k, "unit": unit, "points": _thinned(sorted(courses[k, unit]))} for k, unit in ordered[:SERIES]]
+            if reading.name in PLOTTED and isinstance(reading.value, (int, float)):
+                values[reading.key, reading.unit].append((poll.started, float(reading.value)))
+    ordered = sorted(values, key=lambda k: (_rank(k[0])[0], PLOTTED.index(k[0].partition("{")[0]), k[0]))
+    return [{"reading": k, "unit": unit, "points": _thinned(sorted(values[k, unit]))} for k, unit in ordered[:SERIES]]
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Write the dossier: page, JSON, evidence, vendor logs, one archive."""
+"""Write the dossier: page, JSON, evidence, vendor logs, and one archive of all of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from canaryd.config.settings import Config
 from canaryd.dossier import ocp, page
 from canaryd.dossier.advice import EXHIBITS
 from canaryd.dossier.document import SCHEMA, DossierError, gather, torch_name
+from canaryd.dossier.places import failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
+from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
 from canaryd.formatting import moment
 from canaryd.model import Device, Outcome, Subject
@@ -34,9 +36,9 @@ from canaryd.store.store import Store
 from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
-"""Seconds that a vendor's tool may take on a device that may be broken (ours)."""
+"""Vendor's tool → seconds that it may take; a broken device can hang it (ours)."""
 QUIET_EVENTS = ("counter", "condition", "change", "reset", "boot")
-"""Kinds of events that no line of the kernel log stands behind."""
+"""Kinds of events that do not come from the kernel log."""
 
 
 def write(
@@ -51,10 +53,10 @@ def write(
     drill: bool = False,
     wait: float = 60.0,
 ) -> Path:
-    """Write the dossier of a device below `out`, as a directory and as one archive beside it; return the directory.
+    """Write the dossier of a device to a new directory below `out`, and the same as one archive; return the directory.
 
-    Without an engine nothing is judged anew and no tensors are laid out; the dossier says so. Raises `DossierError`
-    where it cannot be written; nothing half-written stays.
+    Without an engine nothing is judged again and no operands are written; the dossier says so. Raises `DossierError`
+    where it cannot be written, and leaves nothing half-written.
     """
     document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -65,7 +67,7 @@ def write(
         out.mkdir(parents=True, exist_ok=True)
         for path in (target, archive):
             if path.exists():
-                raise DossierError(f"{path}: is there already; a dossier is never overwritten: name another directory")
+                raise DossierError(f"{path}: already exists and is never overwritten; name another directory with -o")
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=out) as part:
             inside = Path(part) / name
             inside.mkdir()
@@ -75,7 +77,9 @@ def write(
             inside.rename(target)
             packed.rename(archive)
     except OSError as error:
-        raise DossierError(f"{out}: the dossier cannot be written: {error.strerror or error}") from error
+        raise DossierError(
+            f"{out}: cannot write the dossier: {error.strerror or error}; name another directory with -o"
+        ) from error
     return target
 
 
@@ -90,36 +94,36 @@ def _fill(
     wait: float,
 ) -> None:
     contents: list[tuple[str, str]] = [
-        ("dossier.html", "the page for people; needs no network"),
-        ("dossier.json", f"the same facts for machines ({SCHEMA}; docs/dossier.schema.json of canaryd)"),
-        ("ocp.jsonl", "the same as OCP Test & Validation output, version 2.0"),
+        ("dossier.html", "the page to read; needs no network"),
+        ("dossier.json", f"the same facts as JSON ({SCHEMA}; docs/dossier.schema.json of canaryd)"),
+        ("ocp.jsonl", "the same facts as OCP Test & Validation output, version 2.0"),
     ]
     absent: list[tuple[str, str]] = []
-    _lay_out(directory, document, engine, device, contents, absent, wait)
+    _write_evidence(directory, document, engine, device, contents, absent, wait)
     redactor = Redactor(store, document) if redact else None
-    fit: Callable[[str], str] = (lambda t: redactor.text(clean(t))) if redactor else clean
+    sanitise: Callable[[str], str] = (lambda t: redactor.text(clean(t))) if redactor else clean
     log = _log(store, device) if document["kind"] != "drill" else ""
     if log:
-        (directory / "log.txt").write_text(fit(log), encoding="utf-8")
-        contents.append(("log.txt", "what the kernel log said of this device, as far as canaryd kept it"))
+        (directory / "log.txt").write_text(sanitise(log), encoding="utf-8")
+        contents.append(("log.txt", "lines of the kernel log about this device, as far as canaryd kept them"))
     else:
-        absent.append(("log.txt", "no line of the kernel log about this device is kept"))
-    _vendor_tools(directory, device, fit, contents, absent, redact=redact)
+        absent.append(("log.txt", "no kernel log line about this device is on record"))
+    _vendor_tools(directory, device, sanitise, contents, absent, redact=redact)
     contents.append(("SHA256SUMS", "checksums of all other files: sha256sum -c SHA256SUMS"))
     document["contents"] = [{"file": f, "what": what} for f, what in contents]
     document["absent"] = [{"file": f, "why": why} for f, why in absent]
     document["redacted"] = redact
-    fitted = cleaned(document)
+    published = cleaned(document)
     if redactor:
-        fitted = redactor.value(fitted)
-    text = json.dumps(fitted, indent=1, ensure_ascii=False, allow_nan=False)
+        published = redactor.value(published)
+    text = json.dumps(published, indent=1, ensure_ascii=False, allow_nan=False)
     (directory / "dossier.json").write_text(text + "\n", encoding="utf-8")
-    (directory / "dossier.html").write_text(page.page(fitted), encoding="utf-8")
-    (directory / "ocp.jsonl").write_text(ocp.lines(fitted), encoding="utf-8")
-    _sum_up(directory)
+    (directory / "dossier.html").write_text(page.page(published), encoding="utf-8")
+    (directory / "ocp.jsonl").write_text(ocp.lines(published), encoding="utf-8")
+    _write_checksums(directory)
 
 
-def _lay_out(
+def _write_evidence(
     directory: Path,
     document: dict[str, Any],
     engine: Engine | None,
@@ -128,45 +132,44 @@ def _lay_out(
     absent: list[tuple[str, str]],
     wait: float,
 ) -> None:
-    """Lay the first failing cases out as tensors and scripts; each that is not says why."""
-    laid = 0
+    """Write operands and scripts of the first failing cases; each case without them says why."""
+    written = 0
     for failure in document["failures"]:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{failure['probe']}-{failure['case']}").strip("-")
-        part = f"evidence/{laid + 1}-{name}"
+        part = f"evidence/{written + 1}-{name}"
         folder = directory / part
-        if laid >= EXHIBITS:
-            failure["exhibit_absent"] = f"only the first {EXHIBITS} failing cases are laid out"
+        if written >= EXHIBITS:
+            failure["exhibit_absent"] = f"only the first {EXHIBITS} failing cases have one"
             continue
         folder.mkdir(parents=True)
         (folder / "wrong.csv").write_text(_table(failure), encoding="utf-8")
-        contents.append((f"{part}/wrong.csv", f"the wrong elements of {failure['case']} that were written down"))
+        contents.append((f"{part}/wrong.csv", f"the recorded wrong elements of {failure['case']}"))
         files, why = _exhibit(folder, failure, engine, device, wait)
         failure["exhibit"] = part
         failure["exhibit_absent"] = why
-        whats = {"golden.npy": "the right result", "reproduce.py": "repeats the computation with torch alone"}
-        contents += [(f"{part}/{f}", whats.get(f, "operand")) for f in files]
+        purpose = {"golden.npy": "the right result", "reproduce.py": "repeats the computation; needs torch only"}
+        contents += [(f"{part}/{f}", purpose.get(f, "operand")) for f in files]
         if why:
             absent.append((f"{part}/reproduce.py", why))
-        laid += 1
+        written += 1
     if not document["failures"]:
-        why = "no exact golden was missed, so there is no failing case to lay out"
+        why = "there is no failing exact case"
         if any(p["unknown"] for p in document["probes"]):
-            why += "; what a recorded case was held against is in canaryd baseline show"
+            why += "; canaryd baseline show prints the baseline of a recorded case"
         absent.append(("evidence/", why))
 
 
 def _exhibit(
     folder: Path, failure: Mapping[str, Any], engine: Engine | None, device: Device, wait: float
 ) -> tuple[list[str], str]:
-    """Have operands, golden and script written by a worker; return the files, or why there are none."""
+    """Let a worker write operands, golden and script; return the files, or why there are none."""
     if failure["subject"] != Subject.DEVICE.value:
-        return [], "it is about the golden or the comparison itself, which no script outside of canaryd repeats"
+        return [], "the fault is in the reference or the comparison, and only canaryd repeats these"
     if engine is None:
-        return [], "no worker with torch was at hand when this was written: run canaryd report on the host itself"
+        return [], "no worker with torch was available; run canaryd report on the host itself"
     hosts = [d for d in engine.devices.values() if d.backend == "cpu"]
     if not hosts:
-        return [], "no worker with torch was at hand on this host"
-    core = page.failing_core(failure)
+        return [], "no worker with torch was available on this host"
     arguments = {
         "device": to_json(device),
         "probe": failure["probe"],
@@ -182,12 +185,12 @@ def _exhibit(
         },
         "unset": SCRUBBED,
         "runs": 1000,
-        "core": core,
+        "core": failing_core(failure),
     }
     try:
         outcome, answer, detail = engine.answer(hosts[0], "reproducer", arguments, timeout=600.0, wait=wait)
     except Busy as busy:
-        return [], f"the host was being tested: {busy}"
+        return [], f"the host was busy: {busy}"
     if outcome is not Outcome.COMPLETED:
         for path in folder.glob("*.npy"):
             path.unlink()
@@ -200,8 +203,8 @@ def _table(failure: Mapping[str, Any]) -> str:
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(("run", "index", "expected", "observed", "flipped_bits"))
     for e in failure["elements"]:
-        index, flipped = " ".join(map(str, e["index"])), int(e["expected"], 16) ^ int(e["observed"], 16)
-        bits = " ".join(str(b) for b in range(flipped.bit_length()) if flipped >> b & 1)
+        index = " ".join(map(str, e["index"]))
+        bits = " ".join(map(str, flipped(e["expected"], e["observed"])))
         out.writerow((e["run"], index, e["expected"], e["observed"], bits))
     return rows.getvalue()
 
@@ -218,30 +221,30 @@ def _log(store: Store, device: Device) -> str:
 def _vendor_tools(
     directory: Path,
     device: Device,
-    fit: Callable[[str], str],
+    sanitise: Callable[[str], str],
     contents: list[tuple[str, str]],
     absent: list[tuple[str, str]],
     *,
     redact: bool,
 ) -> None:
-    """Ask NVIDIA's tools, where they are; their words are cleaned like everything else."""
+    """Add the output of NVIDIA's tools where they are installed, cleaned like every other text."""
     if device.backend != "cuda":
-        absent.append(("nvidia-smi-q.txt", "this is no NVIDIA device"))
+        absent.append(("nvidia-smi-q.txt", "this is not an NVIDIA device"))
         return
     uuid = device.part
     tool = shutil.which("nvidia-smi")
     if tool is None:
         absent.append(("nvidia-smi-q.txt", "nvidia-smi is not installed here"))
     else:
-        said, why = _run([tool, "-q", "-i", uuid], TOOL_PATIENCE["nvidia-smi"])
+        output, why = _run([tool, "-q", "-i", uuid], TOOL_PATIENCE["nvidia-smi"])
         if why:
             absent.append(("nvidia-smi-q.txt", why))
         else:
-            (directory / "nvidia-smi-q.txt").write_text(fit(without_processes(said)), encoding="utf-8")
+            (directory / "nvidia-smi-q.txt").write_text(sanitise(without_processes(output)), encoding="utf-8")
             contents.append(("nvidia-smi-q.txt", "nvidia-smi -q of this device, without its processes"))
     name, tool = "nvidia-bug-report.log.gz", shutil.which("nvidia-bug-report.sh")
     if tool is None or redact or os.geteuid() != 0:
-        why = "nvidia-bug-report.sh is not installed here" if tool is None else "nvidia-bug-report.sh asks for root"
+        why = "nvidia-bug-report.sh is not installed here" if tool is None else "nvidia-bug-report.sh needs root"
         absent.append((name, "it names the whole machine and cannot be redacted" if redact else why))
         return
     with tempfile.TemporaryDirectory() as aside:
@@ -252,15 +255,15 @@ def _vendor_tools(
         except (OSError, EOFError) as error:
             absent.append((name, why or f"nvidia-bug-report.sh left no report: {error}"))
             return
-    # It is the vendor's own form of report; what canaryd knows to be nobody's business is taken out of it.
-    data = fit(without_processes(text)).encode()
+    # The report is the vendor's own format; only what canaryd recognises as private is removed.
+    data = sanitise(without_processes(text)).encode()
     (directory / name).write_bytes(gzip.compress(data, mtime=0))
-    contents.append((name, "NVIDIA's own report of this host; processes left out, read it before you send it"))
+    contents.append((name, "NVIDIA's own report of this host, without processes; read it before you send it"))
 
 
 def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[str, str]:
-    """Return what a tool says, or why it says nothing; a tool that a hung driver holds is abandoned."""
-    what = Path(argv[0]).name
+    """Return the output of a tool, or why there is none; a tool that hangs in the driver is abandoned."""
+    name = Path(argv[0]).name
     try:
         process = subprocess.Popen(
             argv,
@@ -271,29 +274,29 @@ def _run(argv: Sequence[str], patience: float, cwd: str | None = None) -> tuple[
             start_new_session=True,
         )
     except OSError as error:
-        return "", f"{what} could not be started: {error.strerror}"
+        return "", f"{name} could not be started: {error.strerror}"
     try:
-        said, _ = process.communicate(timeout=patience)
+        output, _ = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=5.0)
-        return "", f"{what} did not end within {patience:g} s"
-    text = said.decode("utf-8", "replace")
+        return "", f"{name} did not end within {patience:g} s"
+    text = output.decode("utf-8", "replace")
     if process.returncode:
-        return "", f"{what} ended with status {process.returncode}: {text.strip().partition(chr(10))[0][:200]}"
+        return "", f"{name} ended with status {process.returncode}: {text.strip().partition(chr(10))[0][:200]}"
     return text, ""
 
 
-def _sum_up(directory: Path) -> None:
+def _write_checksums(directory: Path) -> None:
     names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
     sums = [f"{hashlib.sha256((directory / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
     (directory / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
 def _pack(directory: Path, archive: Path, at: int) -> None:
-    """Pack a directory so that equal contents give equal bytes: sorted, one time, nobody's files."""
+    """Pack a directory so that equal contents give equal bytes: sorted names, one time, no owner."""
     with (
         archive.open("wb") as raw,
         gzip.GzipFile("", "wb", mtime=at, fileobj=raw) as packed,

@@ -5,14 +5,15 @@ No script, nothing fetched from anywhere. Its words about time are made when it 
 
 from __future__ import annotations
 
-import html
 import socket
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from urllib.parse import quote
 
 from canaryd.formatting import moment, spoken
-from canaryd.model import Cause, Finding, Rival, State, printable
+from canaryd.model import Cause, Finding, Rival, State
+from canaryd.report import html
+from canaryd.report.html import escape as _text
 from canaryd.report.status import (
     DeviceStatus,
     Newest,
@@ -99,14 +100,9 @@ def render(status: Status, now: float) -> bytes:
     state, host = current.state, _text(socket.gethostname())
     loud = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
     sound = [d for d in current.devices if d.verdict.state is State.HEALTHY]
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="refresh" content="{RELOAD}">',
-        f"<title>{state.value.upper()} · {host} · canaryd</title>",
-        f'<link rel="icon" href="data:image/svg+xml,{quote(_icon(state))}">',
-        f"<style>{STYLE}</style></head><body>",
+    head = f'<meta http-equiv="refresh" content="{RELOAD}">'
+    head += f'<link rel="icon" href="data:image/svg+xml,{quote(_icon(state))}">'
+    body = [
         f'<header class="{state.value}"><p class="host">canaryd on {host}</p>',
         f"<h1>{_state(state)}</h1>",
         f'<p class="answer">{_text(answer(current))}</p>',
@@ -120,9 +116,8 @@ def render(status: Status, now: float) -> bytes:
         f"Rendered at {_time(now)} from what was known at {_time(status.now)}; the page reloads itself every",
         f"{RELOAD} seconds. The same facts: <code>canaryd status</code>, <code>canaryd status --json</code>;",
         'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
-        "</body></html>",
     ]
-    return "\n".join(parts).encode()
+    return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
 
 
 def _problems(status: Status) -> list[str]:
@@ -218,8 +213,3 @@ def _time(at: float) -> str:
 
 def _ago(at: float, now: float) -> str:
     return f"{spoken(now - at)} ago"
-
-
-def _text(text: str) -> str:
-    """Return a text as HTML: what a part calls itself may hold anything."""
-    return html.escape(printable(text))

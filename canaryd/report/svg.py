@@ -1,7 +1,7 @@
-"""Small plots as inline SVG: values over time, with the marks of what happened. Standard library only.
+"""Small plots as inline SVG: values over time, with marks for events. Standard library only.
 
-A page includes `STYLE` once. Colours come from the page's text colour and from a few custom properties, so that a plot
-is read in light, in dark and on paper; its words stand in the caption too, for readers without pictures.
+A page includes `STYLE` once. Colours come from the page's text colour and a few custom properties, so a plot is
+readable in light, in dark and on paper. The caption repeats its content in words, for readers without pictures.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ STYLE = """
 .spark { display: inline-block; vertical-align: middle; overflow: visible; }
 .spark polyline { fill: none; stroke: currentColor; stroke-width: 1.4; } .spark circle { fill: currentColor; }
 """
-"""The style sheet of everything here."""
+"""The style sheet of all plots."""
 W, H, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 12, 34, 26
 """Size and margins of a plot in its own units."""
 LETTER = 7.6
-"""Width of a letter of 12 pixels, about (ours)."""
+"""Approximate width of a letter of 12 pixels (ours)."""
 FLAT = 0.05
-"""Least height of the value axis as a share of the largest value: noise must not fill a plot (ours)."""
+"""Smallest height of the value axis as a share of the largest value: noise must not fill a plot (ours)."""
 GAP = 4.0
-"""Times the usual distance of two points beyond which nothing is known between them, and no line is drawn (ours)."""
+"""A gap longer than this many usual distances of two points is not bridged by a line (ours)."""
 MOST = 300
-"""Buckets of time along a line, of each of which the lowest and the highest point are drawn."""
+"""Buckets of time along a line; the lowest and the highest point of each are drawn."""
 SHORT = (10.0, 30.0, MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR)
 STEPS = (*SHORT, *(n * DAY for n in (1, 2, 7, 14, 28, 91, 364)))
-"""Distances of the marks on the time axis."""
+"""Possible distances of the ticks on the time axis, in seconds."""
 TICKS = 8
-"""Marks on the time axis at most."""
+"""Ticks on the time axis at most."""
 
 Point = tuple[float, float]
 """(seconds since the epoch, value in base units)."""
@@ -57,23 +57,23 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One course of values."""
+    """Values over time."""
 
     name: str
     points: Sequence[Point]
     """Oldest first."""
     role: str = "own"
-    """"own" for the device at issue, "peer" for those that it is held against."""
+    """"own" for the device of the plot, "peer" for those that it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a time."""
+    """An event at a time."""
 
     at: float
     label: str
     role: str = "mark"
-    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+    """"bad" for evidence against the device, "calm" for a change of its surroundings, "mark" for the rest."""
 
 
 def plot(
@@ -85,9 +85,9 @@ def plot(
     start: float | None = None,
     end: float | None = None,
 ) -> str:
-    """Return a `<figure>` with the values over time; the time axis is that of the points unless it is given.
+    """Return a `<figure>` with the values over time. The time axis spans the points unless `start` and `end` are given.
 
-    `unit` is a reading's base unit. Without any point the figure says so in words.
+    `unit` is a reading's base unit. Without any point the figure is a sentence.
     """
     inside = [Line(name=line.name, points=_between(line.points, start, end), role=line.role) for line in lines]
     caption = f"<figcaption>{html.escape(_summary(title, unit, inside))}</figcaption>"
@@ -118,15 +118,15 @@ def plot(
         inside_x = min(x(at), W - LETTER * len(label) / 2)
         parts.append(f'<text x="{inside_x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     parts += _marks([m for m in marks if first <= m.at <= last], x, bottom)
-    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device at issue is drawn over its peers
+    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device itself is drawn over its peers
         parts += _drawn(line, first, last, x, y)
     return f'<figure class="plot">{caption}{"".join(parts)}</svg></figure>'
 
 
 def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
-    """Return from when to when a plot goes: the time of the points, and of the marks no further away than that is long.
+    """Return start and end of a plot: the times of the points, and of marks at most one such duration away.
 
-    So the values take at least a third of the width, however long ago something else happened (ours).
+    So the values take at least a third of the width, however long ago another event was (ours).
     """
     times = [at for line in lines for at, _ in line.points]
     first, last = min(times), max(times)
@@ -161,15 +161,16 @@ def _between(points: Sequence[Point], start: float | None, end: float | None) ->
 
 
 def _summary(title: str, unit: str, lines: Sequence[Line]) -> str:
-    """Return in words what the plot shows of the device at issue, for those who do not see it."""
+    """Return in words what the plot shows of its device, for readers who cannot see it."""
     points = [p for line in lines if line.role == "own" for p in line.points]
     if not points:
         return f"{title}: no values in this time"
     values = [v for _, v in points]
-    said = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
+    values_text = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
     peers = sum(line.role == "peer" and bool(line.points) for line in lines)
-    beside = f"; grey: {peers} of its peers" if peers else ""
-    return f"{title}: {said} ({moment(points[0][0], seconds=False)} to {moment(points[-1][0], seconds=False)}){beside}"
+    grey = f"; grey: {peers} of its peers" if peers else ""
+    start, end = (moment(at, seconds=False) for at, _ in (points[0], points[-1]))
+    return f"{title}: {values_text} ({start} to {end}){grey}"
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -188,12 +189,12 @@ def _levels(low: float, high: float) -> list[float]:
 
 
 def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
-    """Yield the marks of the time axis, on whole hours and days of the reader's clock, with their labels."""
+    """Yield the ticks of the time axis with their labels, on whole hours and days of the reader's clock."""
     step = next((s for s in STEPS if (last - first) / s <= TICKS), STEPS[-1])
     offset = _offset(first)
     for k in range(math.ceil((first + offset) / step), math.floor((last + offset) / step) + 2):
         at = k * step - offset
-        at += offset - _offset(at)  # the clock may have been put forward or back since the beginning
+        at += offset - _offset(at)  # daylight saving time may have begun or ended since `first`
         if first <= at <= last:
             local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
             if step < MINUTE:
@@ -209,17 +210,16 @@ def _offset(at: float) -> float:
 
 
 def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) -> Iterator[str]:
-    """Yield a line for each mark, and its label as far as there is room; every label is the line's title."""
+    """Yield a line with a title for each mark, and its label where there is room."""
     room = -math.inf
     for mark in sorted(marks, key=lambda m: m.at):
         at, label = x(mark.at), html.escape(mark.label)
-        told = html.escape(moment(mark.at))
         yield (
             f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
-            f"<title>{told} {label}</title></line>"
+            f"<title>{moment(mark.at)} {label}</title></line>"
         )
         wide = LETTER * len(mark.label)
-        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values stands left of that
+        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values is left of that
         if begins > room and begins >= LEFT:
             yield f'<text class="mark {mark.role}" x="{begins:.1f}" y="{TOP - 12}">{label}</text>'
             room = begins + wide + 8
@@ -228,7 +228,7 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
 def _drawn(
     line: Line, first: float, last: float, x: Callable[[float], float], y: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield a course of values as strokes between gaps; a value that stands alone is a dot."""
+    """Yield the values as strokes between gaps; a lone value is a dot."""
     if not line.points:
         return
     usual = statistics.median([b - a for (a, _), (b, _) in itertools.pairwise(line.points)] or [0.0])

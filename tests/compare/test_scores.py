@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -124,16 +125,16 @@ def test_samples_whose_mean_is_another_number_are_not_used():
 
 
 ERRORS = {
-    "other.json": ('{"accuracy_table": 3}', 'unknown format; looked for lm-eval ("results")'),
-    "cut.json": ('{"results": {"gsm8k": {"acc,none": 0.', "not whole JSON, broken at line 1"),
-    "empty.json": ('{"results": {}}', "lm-eval wrote it, but there is no score in it"),
-    "predictions.json": ('{"0": {"prediction": "A"}}', "predictions of opencompass bear no scores"),
-    "other.csv": ("name,score\nx,1\n", "looked for opencompass's header dataset,version,metric,mode,MODEL"),
+    "other.json": ('{"accuracy_table": 3}', 'unknown format; wanted lm-eval ("results")'),
+    "cut.json": ('{"results": {"gsm8k": {"acc,none": 0.', "invalid JSON at line 1"),
+    "empty.json": ('{"results": {}}', "a file of lm-eval without scores"),
+    "predictions.json": ('{"0": {"prediction": "A"}}', "opencompass predictions have no scores"),
+    "other.csv": ("name,score\nx,1\n", "wanted opencompass's header dataset,version,metric,mode,MODEL"),
     "two.csv": (
         "dataset,version,metric,mode,a,b\nx,1,accuracy,gen,50.0,60.0\n",
         "holds 2 models; give one model's results/MODEL/DATASET.json instead",
     ),
-    "ragged.csv": ("dataset,version,metric,mode,a\nx,1\n", "a line of 2 columns under a header of 5"),
+    "ragged.csv": ("dataset,version,metric,mode,a\nx,1\n", "a line has 2 columns, the header has 5"),
 }
 
 
@@ -153,14 +154,14 @@ def test_what_cannot_be_opened_gives_one_line(tmp_path):
     """A missing file, an empty directory, a directory of two runs, a cut sample file."""
     with pytest.raises(ScoreError, match="cannot be read"):
         load(tmp_path / "none.json")
-    with pytest.raises(ScoreError, match="no result file; looked for results_"):
+    with pytest.raises(ScoreError, match="no result file; wanted results_"):
         load(tmp_path)
     with pytest.raises(ScoreError, match="holds 3 runs; give one"):
         load(FILES)
     run = Path(shutil.copytree(FILES / "lm-eval-a", tmp_path / "run"))
     samples = next(run.glob("samples_gsm8k_*"))
     samples.write_text(samples.read_text()[:-40])
-    with pytest.raises(ScoreError, match="line 48 is not whole JSON"):
+    with pytest.raises(ScoreError, match="line 48: invalid JSON"):
         load(run)
 
 
@@ -253,7 +254,9 @@ def test_without_a_standard_error_nothing_is_claimed():
     """No n, no samples: no p, no interval, and the reason."""
     row = one(score(0.7, n=None), score(0.5, n=None))
     assert (row.p, row.adjusted, row.interval, row.smallest, row.significant) == (None, None, None, None, False)
-    assert row.test.startswith("not tested: no standard error")
+    assert row.test == f"not tested: {row.reason}"
+    assert row.reason.startswith("no standard error")
+    assert row.method is scores.Method.NONE
     assert compare(file(score(0.7, n=None)), file(score(0.5, n=None))).sentence.startswith("Nothing could be tested")
 
 
@@ -390,7 +393,7 @@ def test_the_table_shows_every_row_and_every_method():
     """One line per score, each test named, nothing invented for what was not tested."""
     result = compare(of("lm-eval-a"), of("lm-eval-b"))
     shown = text(result)
-    assert shown.startswith(result.sentence)
+    assert " ".join(shown.split()).startswith(result.sentence)
     for row in result.rows:
         (line,) = [line for line in shown.splitlines() if row.task in line.split()[:1] and row.metric in line]
         assert ("yes" in line.split()) == row.paired
@@ -398,6 +401,24 @@ def test_the_table_shows_every_row_and_every_method():
     assert "Test: not tested: no standard error" in shown
     assert "nan" not in shown.lower()
     assert max(map(len, shown.splitlines()[1:])) < 160
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_comparison_fits_a_narrow_terminal(width):
+    """No line is longer, and no number is lost."""
+    result = compare(of("lm-eval-a"), of("lm-eval-fewshot"))
+    lines = text(result, width).split("\n")
+    assert max(len(line) for line in lines if not line.startswith(("A: ", "B: "))) <= width
+    words = set(re.split(r"[ ,;()]+", " ".join(lines)))
+    for row in result.rows:
+        assert {row.task, *row.metric.split(","), *scores._numbers(row)[:3]} <= words
+
+
+def test_every_test_is_typed():
+    """Nothing has to read the sentence to know which test was made."""
+    assert one(sampled([1.0, 0.0]), sampled([1.0, 1.0])).method is scores.Method.MCNEMAR
+    assert one(sampled([0.5, 0.0]), sampled([1.0, 0.4])).method is scores.Method.SIGN_FLIP
+    assert one(score(0.7), score(0.6)).method is scores.Method.Z
 
 
 def test_swapping_the_files_swaps_the_signs():

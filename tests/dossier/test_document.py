@@ -22,7 +22,9 @@ from canaryd.config import load
 from canaryd.config.settings import Config
 from canaryd.dossier import advice, failures, ocp, redact, write
 from canaryd.dossier.document import DossierError, gather
-from canaryd.dossier.page import _map, failing_core, ranges
+from canaryd.dossier.pictures import heat_map
+from canaryd.dossier.places import failing_core
+from canaryd.dossier.text import ranges
 from canaryd.engine.engine import Engine
 from canaryd.judge import statistics
 from canaryd.model import (
@@ -195,6 +197,22 @@ def test_the_facts_are_those_of_the_store(store, tmp_path):
     assert (failure["first"], failure["last"]) == (NOW - 25 * HOUR, NOW - 23 * HOUR)
 
 
+def test_a_finding_shows_message_action_and_evidence(store, tmp_path):
+    """What was seen, then what to do; what it rests on opens on request, and the OCP diagnosis has the first two."""
+    (finding,) = verdict().findings
+    finding = replace(finding, message="Wrong results.", action="Take it out.", evidence=("3 of 3 retests failed.",))
+    store.set_verdict(verdict(findings=(finding,)))
+    made, document, page = written(store, tmp_path)
+    told = document["verdict"]["findings"][0]
+    assert (told["message"], told["action"], told["evidence"]) == (
+        *("Wrong results.", "Take it out."),
+        ["3 of 3 retests failed."],
+    )
+    details = "<details><summary>Evidence</summary><ul><li>3 of 3 retests failed.</li></ul></details>"
+    assert f"<p>Wrong results.</p><p><strong>Do now:</strong> Take it out.</p>{details}" in page
+    assert '"message": "Wrong results. Take it out."' in (made / "ocp.jsonl").read_text()
+
+
 def test_peers_that_computed_the_same_bytes_are_named(store, tmp_path):
     """With how many results, none of them wrong."""
     _, document, _ = written(store, tmp_path)
@@ -237,7 +255,7 @@ def test_a_weak_identity_yields_no_rma_dossier(store, tmp_path):
     assert document["kind"] == "evidence"
     assert document["title"] == "cuda:3: evidence, not an RMA dossier"
     assert "Not an RMA dossier: its identity is weak" in page
-    assert "whoever runs the physical machine" in document["next_step"][0]
+    assert "the operator of the physical machine" in document["next_step"][0]
 
 
 @pytest.mark.parametrize(
@@ -265,9 +283,9 @@ def test_a_healthy_device_says_so_and_what_was_looked_at(store, tmp_path):
     _, document, page = written(store, tmp_path, SIBLING)
     assert (document["kind"], document["failures"]) == ("health", [])
     assert document["summary"].startswith("cuda:4 (NVIDIA H200, serial 1650923004712) is HEALTHY since ")
-    assert document["summary"].endswith("1,000 results were compared, none is wrong.")
+    assert document["summary"].endswith("1,000 results compared, 0 wrong.")
     assert document["probes"][0]["rules_out"] == pytest.approx(1 - 0.05 ** (1 / 1000))
-    assert "No exact result was wrong among 1,000." in page
+    assert "1,000 exact results compared, 0 wrong." in page
 
 
 def test_a_device_that_nobody_judged_is_unknown(tmp_path):
@@ -276,14 +294,14 @@ def test_a_device_that_nobody_judged_is_unknown(tmp_path):
         empty.see_device(GPU, NOW)
         _, document, _ = written(empty, tmp_path)
     assert (document["verdict"]["state"], document["kind"]) == ("unknown", "evidence")
-    assert "not been judged yet" in document["verdict"]["note"]
-    assert any("no run of it is kept" in text for text in document["not_checked"])
+    assert "There is no verdict yet." in document["verdict"]["note"]
+    assert any("no run of this device is on record" in text for text in document["not_checked"])
 
 
 def test_an_old_verdict_says_how_old_it_is(store, tmp_path):
     """Nobody has judged the device for a week: that is said beside what was known."""
     _, document, page = written(store, tmp_path, now=NOW + 7 * 86_400)
-    assert document["verdict"]["note"] == "nobody has judged it for 7 days: what follows is what was known then"
+    assert document["verdict"]["note"] == "This verdict is 7 days old; nothing newer is judged."
     assert document["verdict"]["note"] in page
 
 
@@ -292,7 +310,9 @@ def test_a_healthy_verdict_does_not_outlive_a_failure(store, tmp_path):
     store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=(), decided=NOW - 24 * HOUR))
     _, document, page = written(store, tmp_path)
     assert (document["kind"], document["verdict"]["state"]) == ("evidence", "unknown")
-    assert "1 run is wrong since and not judged yet: start the daemon, or run canaryd check" in page
+    assert re.search(
+        r"Not judged yet: 1 run failed after the last verdict \(healthy, .*canaryd check --device cuda:3\.", page
+    )
     assert "HEALTHY" not in page
     assert "Nothing to do" not in page
 
@@ -302,7 +322,7 @@ def test_failures_that_were_answered_are_told_as_such(store, tmp_path):
     store.set_verdict(verdict(state=State.HEALTHY, cause=Cause.NONE, findings=()))
     _, document, _ = written(store, tmp_path)
     assert document["kind"] == "health"
-    assert "What was wrong before is answered (see the timeline): exact_matmul" in document["summary"]
+    assert "Earlier failures are resolved (see the timeline): exact_matmul" in document["summary"]
 
 
 def test_an_engine_judges_anew(tmp_path):
@@ -318,15 +338,15 @@ def test_an_engine_judges_anew(tmp_path):
         assert UUID in engine.devices
         document = gather(opened, settings, GPU, now=NOW, engine=engine)
         assert (document["verdict"]["state"], document["kind"]) in {("faulty", "evidence"), ("faulty", "rma")}
-        assert document["verdict"]["note"].startswith("judged anew for this dossier; the stored verdict of ")
-        assert document["verdict"]["note"].endswith(" was healthy")
+        assert document["verdict"]["note"].startswith("Judged again for this dossier. The stored verdict of ")
+        assert document["verdict"]["note"].endswith(" was healthy.")
         assert document["timeline"][-1]["kind"] == "verdict"
         assert document["timeline"][-1]["text"].startswith("faulty")
 
 
 def test_a_drill_that_never_was_is_refused(store, tmp_path):
     """Nothing is written, and the message says what to run."""
-    with pytest.raises(DossierError, match=r"no drill of it is on record.*run canaryd drill --device cuda:3"):
+    with pytest.raises(DossierError, match=r"no drill is on record; run canaryd drill --device cuda:3"):
         written(store, tmp_path, drill=True)
     assert not (tmp_path / "out").exists()
 
@@ -347,7 +367,7 @@ def test_an_open_question_without_a_wrong_result_names_no_script(store, tmp_path
     """It ran and nothing was wrong: what is open stands in the findings."""
     store.set_verdict(verdict(device=PEER, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=()))
     _, document, _ = written(store, tmp_path, SIBLING)
-    assert "no wrong result of it is on record" in document["next_step"][0]
+    assert "no wrong result is on record" in document["next_step"][0]
     assert "reproduce.py" not in " ".join(document["next_step"])
 
 
@@ -397,9 +417,11 @@ def test_three_results_of_one_upload_are_one_trial(tmp_path):
     for counted in (failure, failure["places"][0], document["places"][0], document["probes"][0]):
         assert counted["results"] == {"wrong": 3, "total": 3}
         assert counted["uploads"] == {"wrong": 1, "total": 4, "low": low, "high": high}
-    assert document["summary"].endswith(": 1 of 4 uploads wrong, with 3 of 3 results, bit 13 flipped.")
-    assert "29.2% to 100%" not in page  # that of 3 of 3
-    assert "0.631% to 80.6%" in page
+    assert document["summary"].endswith(
+        f"exact_matmul computed wrong results in 1 of 4 uploads (3 of 3 results); flipped bit: 13. Case: {CASE}."
+    )
+    assert "29.2 % to 100 %" not in page  # that of 3 of 3
+    assert "0.631 % to 80.6 %" in page
     lines = [json.loads(line) for line in (made / "ocp.jsonl").read_text().splitlines()]
     told = [
         m["metadata"]
@@ -624,7 +646,7 @@ def test_one_row_is_no_rows(store, tmp_path):
     assert "rows 16…17, columns 39…41: 2" in page
     m = {"rows": 4, "columns": 64, "row_bins": 4, "column_bins": 32, "axes": ["row", "column"], "elements": 1}
     failure = {"case": "c", "wrong_elements": 1, "map": {**m, "counts": [[2, 5, 1]]}}
-    assert "Fullest cells: row 2, columns 10…11: 1." in _map(failure)
+    assert "Fullest cells: row 2, columns 10…11: 1." in heat_map(failure)
 
 
 # --- Redaction -------------------------------------------------------------------------------------------------------
@@ -733,7 +755,7 @@ def test_the_archive_is_the_directory_and_reproducible(store, tmp_path):
 def test_a_dossier_is_never_overwritten(store, tmp_path):
     """The second one in the same second is refused, and the first stays."""
     made, _, _ = written(store, tmp_path)
-    with pytest.raises(DossierError, match="is there already"):
+    with pytest.raises(DossierError, match="already exists"):
         written(store, tmp_path)
     assert (made / "SHA256SUMS").exists()
 
@@ -741,7 +763,7 @@ def test_a_dossier_is_never_overwritten(store, tmp_path):
 def test_what_cannot_be_written_leaves_nothing(store, tmp_path):
     """A file where the directory should be: one sentence, no rest."""
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(DossierError, match="cannot be written"):
+    with pytest.raises(DossierError, match="cannot write the dossier"):
         write.write(store, Config(), None, GPU, tmp_path / "out", redact=False, now=NOW)
     assert (tmp_path / "out").read_text() == "a file"
 
@@ -784,7 +806,7 @@ def test_a_tool_that_fails_is_absent_with_the_reason(store, tmp_path, monkeypatc
     assert why in absent["why"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="nvidia-bug-report.sh asks for root, so canaryd does not start it here")
+@pytest.mark.skipif(os.geteuid() != 0, reason="nvidia-bug-report.sh needs root, so canaryd does not start it here")
 def test_the_bug_report_is_cleaned_and_never_redacted(store, tmp_path, monkeypatch):
     """It comes along without processes and names; a redacted dossier leaves it out and says why."""
     lines = r"printf 'uname of rack7\n    Processes\n        Name : python\n    Next : /home/eve/x\n' | gzip > $2"

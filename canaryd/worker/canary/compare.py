@@ -1,12 +1,13 @@
-"""Say where two captures part, and whether that is rounding or a fault: `canaryd compare A B`.
+"""Find where two captures differ first, and whether that is rounding or a fault: `canaryd compare A B`.
 
-Three rules, each as strong as what is known allows (docs/capture.md derives them and says what they measured):
+The strongest of three rules that applies is used (docs/capture.md derives them and gives measurements):
 
-same stack   Stack, device model and format are equal: every bit must be. The first operator that differs is the place.
-replay       The built-in model on any stacks: float64 repeats every operator from the inputs that the capture
-             itself holds. What is then left is one operator's own rounding, which is bounded; no difference that came
-             in from before counts. It needs no second capture, and so tells which of the two departs.
-difference   Other models on different stacks: rounding gives differences of one size all over a tensor, growing slowly
+same stack   Stack, device model and format are equal, so every bit must be equal. The fault is in the first operator
+             that differs.
+replay       The built-in model on any stacks: float64 repeats every operator from the inputs in the capture itself.
+             What remains is the rounding of that operator alone, which is bounded; earlier differences do not count.
+             This needs no second capture, so it shows which of the two is wrong.
+difference   Other models on different stacks: rounding makes differences of one size all over a tensor, growing slowly
              from operator to operator. An element far outside, or a size that jumps, is a fault.
 """
 
@@ -24,21 +25,21 @@ from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, torch
 
 SCHEMA = "canaryd.compare/1"
 OPERATOR = 4.0
-"""Replay: roundings that one operator may show. At most two lie inside one, up to 1.63 were seen in 16-bit formats."""
+"""Replay: roundings that one operator may show. It has at most two; up to 1.63 were measured in 16-bit formats."""
 LAYER = 64.0
-"""Replay of a whole layer at once, where a capture holds hidden states alone: up to 15.8 were seen."""
+"""Replay of a whole layer, for captures of hidden states only; up to 15.8 were measured."""
 COLUMN = 0.3
-"""Share of these that the root mean square of one column may reach; up to 0.14 was seen. Finds single wrong weights."""
+"""Share of these that a column's root mean square may reach; up to 0.14 was measured. Finds single wrong weights."""
 ROWS = 8
-"""Rows from which on a column has a mean."""
+"""Fewest rows for which the mean of a column is judged."""
 PEAK = 16.0
-"""Difference: largest element over the noise of its tensor; up to 8.4 was seen between healthy stacks."""
+"""Difference: largest element over the noise of its tensor; up to 8.4 was measured between healthy stacks."""
 GROWTH = 4.0
-"""Difference: noise of a tensor over the largest before it; up to 2.0 was seen between healthy stacks."""
+"""Difference: noise of a tensor over the largest before it; up to 2.0 was measured between healthy stacks."""
 SMALLEST = 32
-"""Elements from which on a tensor's median says what its noise is."""
-NO_MATTER = ("python", "kernel", "visible_cores")
-"""Facts of a stack that cannot enter a result's bits."""
+"""Fewest elements for which a tensor's median gives its noise."""
+IRRELEVANT = ("python", "kernel", "visible_cores")
+"""Facts of a stack that cannot change the bits of a result."""
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -55,8 +56,9 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
 def compare(a: Capture, b: Capture) -> dict[str, Any]:
     """Compare two captures tensor by tensor; return rows in computing order, notes and a verdict, as JSON data.
 
-    A row: prompt, step, layer, operator, equal, departs ("", "A", "B", "both", "A or B"), excess (over what rounding
-    explains: above 1 is a fault; None where not asked) and, unless equal, what `_difference` gives.
+    A row: prompt, step, layer, operator, equal, departs (which is wrong: "", "A", "B", "both", "A or B"), excess
+    (difference over what rounding explains: above 1 is a fault; None where not judged) and, unless equal, the numbers
+    of `_difference`.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -68,17 +70,15 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         "tokens": [],
     }
     if a.about["digest"] != b.about["digest"]:
-        why = f"A has model {_model(a)}, B has {_model(b)}: nothing of them is comparable"
+        why = f"A is model {_model(a)}, B is model {_model(b)}; only captures of one model can be compared."
         return {**result, "verdict": _verdict("different model", why)}
     if a.about["path"] != b.about["path"]:
-        why = f"A is {a.about['path']}, B is {b.about['path']}: one pass and decoding round differently by design"
+        why = f"A is {a.about['path']}, B is {b.about['path']}; they round differently by design. Capture both one way."
         return {**result, "verdict": _verdict("incomparable", why)}
     names = _common(a, b, result)
     if not names:
-        return {
-            **result,
-            "verdict": _verdict("incomparable", "no tensor of the same prompt, place and shape is in both"),
-        }
+        why = "A and B have no tensor with the same name and shape and equal input tokens."
+        return {**result, "verdict": _verdict("incomparable", why)}
     result["tokens"] = [found for prompt in _shared_prompts(a, b) if (found := _first_token(prompt, a, b))]
     result["rows"] = rows = [_row(name, a.tensors[name], b.tensors[name]) for name in names]
     same, replayable = _same_stack(a, b), _replayable(a)
@@ -115,7 +115,7 @@ def _model(capture: Capture) -> str:
 
 def _stack(capture: Capture) -> dict[str, str]:
     header = _header(capture)
-    facts = {f"stack: {name}": value for name, value in header["environment"].items() if name not in NO_MATTER}
+    facts = {f"stack: {name}": value for name, value in header["environment"].items() if name not in IRRELEVANT}
     return {"device model": header["device_model"], "backend": header["backend"], "dtype": header["dtype"], **facts}
 
 
@@ -124,32 +124,28 @@ def _same_stack(a: Capture, b: Capture) -> bool:
 
 
 def _notes(a: Capture, b: Capture) -> list[str]:
-    """Say in what the captures differ besides their numbers, and what is therefore not compared."""
+    """Return how the captures differ besides their numbers, and what is therefore not compared."""
     notes = [
-        f"{which} is a drill: one element was spoilt at {c.about['drill']}"
-        for which, c in _both(a, b)
+        f"{which} is a drill: one element was changed at {c.about['drill']}"
+        for which, c in (("A", a), ("B", b))
         if c.about["drill"]
     ]
     one, two = _stack(a), _stack(b)
     for name in dict.fromkeys((*one, *two)):
-        here, there = one.get(name, "not given"), two.get(name, "not given")
+        here, there = one.get(name, "not recorded"), two.get(name, "not recorded")
         if here != there:
             notes.append(f"{name} differs: {here} in A, {there} in B")
     if _header(a)["device"] != _header(b)["device"]:
-        notes.append(f"two devices: {_header(a)['device']} in A, {_header(b)['device']} in B")
+        notes.append(f"different devices: {_header(a)['device']} in A, {_header(b)['device']} in B")
     shared = set(_shared_prompts(a, b))
-    for which, c in _both(a, b):
+    for which, c in (("A", a), ("B", b)):
         alone = [prompt for prompt in c.prompts if prompt not in shared]
         if alone:
-            notes.append(f"not compared, in {which} alone: prompts {', '.join(alone)}")
+            notes.append(f"not compared: only {which} has the prompts {', '.join(alone)}")
     if a.about["operators"] != b.about["operators"]:
         which = "A" if a.about["operators"] == "yes" else "B"
-        notes.append(f"operators are in {which} alone: hidden states and logits are compared")
+        notes.append(f"not compared: only {which} has operators; hidden states and logits are compared")
     return notes
-
-
-def _both(a: Capture, b: Capture) -> tuple[tuple[str, Capture], tuple[str, Capture]]:
-    return ("A", a), ("B", b)
 
 
 def _shared_prompts(a: Capture, b: Capture) -> list[str]:
@@ -162,12 +158,12 @@ def _common(a: Capture, b: Capture, result: dict[str, Any]) -> list[str]:
     for prompt in _shared_prompts(a, b):
         one, two = a.tensors[f"{prompt}/input"], b.tensors[f"{prompt}/input"]
         if one.shape != two.shape or not torch.equal(one, two):
-            result["notes"].append(f"not compared: prompt {prompt} has other tokens in A than in B")
+            result["notes"].append(f"not compared: prompt {prompt} has different tokens in A and B")
             continue
         first = _first_token(prompt, a, b)
         end = first["position"] if first and a.about["path"] == "decode" else None
         if end is not None:
-            text = f"prompt {prompt}: token {end} differs, so what follows step {end} answers other inputs"
+            text = f"prompt {prompt} after step {end}: token {end} differs, so later steps have different inputs"
             result["notes"].append(f"not compared: {text}")
         for name, tensor in a.tensors.items():
             parts = name.split("/")
@@ -215,7 +211,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
 
     relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between them; max_abs: largest |a - b|; all in float64.
     ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
-    rounded to it), which for bit patterns in order of value is their difference (IEEE 754-2019, section 5.10).
+    rounded to it), which is the difference of the bit patterns in order of value (IEEE 754-2019, section 5.10).
     """
     x, y = a.to(torch.float64), b.to(torch.float64)
     unequal = bits(a) != bits(b) if a.dtype == b.dtype else ~_agree(x, y)
@@ -244,7 +240,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
     found["ulp"] = ulp_distance(a, b)
     largest = float(max(x.abs().max(), y.abs().max()))
     if largest == 0.0:
-        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with other signs"
+        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with different signs"
         return found
     x, y = x / largest, y / largest  # squares of what a flipped exponent bit gives would overflow
     size, other = float(x.norm()), float(y.norm())
@@ -253,7 +249,9 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
         found["max_abs"], found["absent"] = None, "the difference exceeds float64"
     if size == 0.0 or other == 0.0:
         zero = bool((x == 0).all() or (y == 0).all())
-        found["absent"] = "one of the two is zero everywhere" if zero else "one of the two is nothing beside the other"
+        found["absent"] = (
+            "one of the two is zero everywhere" if zero else "one of the two is negligible next to the other"
+        )
     else:
         ratio = float((x - y).norm()) / size
         if math.isfinite(ratio):
@@ -269,7 +267,7 @@ def ulp_distance(a: Any, b: Any) -> int:
     kind = min(a.dtype, b.dtype, key=lambda dtype: _format(dtype).bits)
     top = 1 << (kind.itemsize * 8 - 1)
     x, y = (bits(t.to(kind).contiguous()).to(torch.int64).flatten() for t in (a, b))
-    # Sign and magnitude, not two's complement: the magnitudes count from zero, and both zeros are one place.
+    # Sign and magnitude, not two's complement: magnitudes count from zero, and both zeros are the same value.
     magnitudes = [torch.where(t < 0, t + (top if top < 1 << 63 else -top), t) for t in (x, y)]
     signs = [torch.where(t < 0, -1.0, 1.0).to(torch.float64) for t in (x, y)]
     apart = (magnitudes[0].to(torch.float64) * signs[0] - magnitudes[1].to(torch.float64) * signs[1]).abs()
@@ -292,7 +290,7 @@ def _hex(element: Any) -> str:
 
 
 def _judge_same(rows: list[dict[str, Any]]) -> None:
-    """Mark the first row that differs, unless the replay has told who departs; what follows may be its consequence."""
+    """Mark the first row that differs, unless the replay has marked it; later differences may be consequences."""
     first = next((row for row in rows if not row["equal"]), None)
     if first:
         first["departs"] = first["departs"] or "A or B"
@@ -302,7 +300,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return name_of(row["prompt"], row["step"], row["layer"], row["operator"])
 
 
-def _who(one: float, two: float) -> str:
+def _which_exceeds(one: float, two: float) -> str:
     return {(False, False): "", (True, False): "A", (False, True): "B", (True, True): "both"}[one > 1, two > 1]
 
 
@@ -315,14 +313,14 @@ def _replayable(capture: Capture) -> bool:
 
 
 def _judge_replay(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Mark the rows in which a capture does not follow from its own inputs."""
+    """Mark the rows in which a capture is inconsistent with its own inputs."""
     model = built_in()[0].model.to("cpu", "float64")
     prompts = list(dict.fromkeys(row["prompt"] for row in rows))
     one, two = ({name: e for prompt in prompts for name, e in _replay(c, model, prompt).items()} for c in (a, b))
     for row in rows:
         name = _name(row)
         if name in one and name in two:
-            row["excess"], row["departs"] = _finite(max(one[name], two[name])), _who(one[name], two[name])
+            row["excess"], row["departs"] = _finite(max(one[name], two[name])), _which_exceeds(one[name], two[name])
 
 
 def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
@@ -333,7 +331,7 @@ def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
     excesses: dict[str, float] = {}
 
     def watch(point: str, given: Any) -> Any:
-        """Take note of what float64 makes of the captured inputs, and go on with what was captured."""
+        """Compare the captured tensor with the float64 result from captured inputs; continue from the captured one."""
         nonlocal step
         step += point == "embedding" and not forced
         name = name_of(prompt, "forced" if forced else str(step), *place_of(point))
@@ -378,12 +376,12 @@ def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
 
 
 def _roundoff(kind: Any, longest: int) -> float:
-    """Return what one operator may err by, relatively: its own rounding and that of sums of `longest` terms."""
+    """Return the relative error of one operator: its own rounding and that of sums of `longest` terms."""
     return math.ldexp(1.0, -kind.bits) + math.ldexp(math.sqrt(longest), -max(kind.bits, FORMATS["float32"].bits))
 
 
 def _finite(value: float) -> float:
-    return min(1e300, value)  # JSON has no infinity and no NaN: either exceeds everything, as min keeps its first here
+    return min(1e300, value)  # JSON has no infinity and no NaN; min returns 1e300 for both
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -391,7 +389,7 @@ def _finite(value: float) -> float:
 
 
 def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Mark the rows whose differences rounding does not explain; which capture departs stays open."""
+    """Mark the rows whose differences rounding does not explain; which capture is wrong stays open."""
     longest = max(t.shape[-1] for name, t in a.tensors.items() if name.count("/") == 3)
     before: dict[str, float] = {}
     for row in rows:
@@ -416,7 +414,7 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
     if bool((~torch.isfinite(off)).any()):
         return math.inf, u
     row = a.square().mean(-1, keepdim=True).sqrt() + 1e-300
-    live = (a != 0) | (b != 0)  # a masked element is zero in both and says nothing
+    live = (a != 0) | (b != 0)  # a masked element is zero in both and carries no information
     if int(live.sum()) < SMALLEST:
         return 0.0, 0.0
     size = _finite(1.4826 * float((off / row)[live].median()))
@@ -430,13 +428,13 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
 
 
 def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Add a row where a chosen token is not the best of the logits beside it: then choosing went wrong."""
+    """Add a row where a chosen token does not have the best logit: then the choice is wrong."""
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         slips = [_slip(c, prompt) for c in (a, b)]
         step = next((s for s in slips if s is not None), None)
         at = [i for i, row in enumerate(rows) if row["prompt"] == prompt and row["step"] == step]
-        if at:  # behind the first other token nothing is compared
-            who = _who(*(math.inf if s is not None else 0.0 for s in slips))
+        if at:  # after the first different token nothing is compared
+            who = _which_exceeds(*(math.inf if s is not None else 0.0 for s in slips))
             row = {"prompt": prompt, "step": step, "layer": "head", "operator": "tokens", "equal": False}
             rows.insert(at[-1] + 1, {**row, "departs": who, "excess": None})
 
@@ -458,7 +456,7 @@ def _slip(capture: Capture, prompt: str) -> str | None:
 def _verdict(kind: str, why: str, row: Mapping[str, Any] | None = None, *, operators: bool = True) -> dict[str, Any]:
     place = {"first_layer": row["layer"], "first_operator": row["operator"]} if row else {}
     if row and not operators and row["operator"] in ("out", "logits"):
-        place["first_operator"] = None  # anything of the layer may be it
+        place["first_operator"] = None  # it may be any operator of the layer
     where = {"prompt": row["prompt"], "step": row["step"], "departs": row["departs"]} if row else {}
     empty = {"prompt": None, "step": None, "departs": "", "first_layer": None, "first_operator": None}
     return {**empty, "kind": kind, "why": why, **place, **where}
@@ -471,27 +469,27 @@ def _conclude(result: Mapping[str, Any]) -> dict[str, Any]:
     if at is None:
         at = next((row for row in rows if not row["equal"]), None)
         if at is None and not result["tokens"]:
-            return _verdict("equal", f"all {len(rows)} tensors are equal in every value")
+            return _verdict("equal", f"All {len(rows)} tensors are equal in every value.")
         if at is None:
-            return _verdict("rounding", "all tensors are equal, and the tokens differ between equally good ones")
+            return _verdict("rounding", "All tensors are equal; tokens differ only between equally good ones.")
         worst = max((row["excess"] for row in rows if row["excess"] is not None), default=0.0)
-        why = f"no tensor goes beyond {worst:.2g} times what rounding explains; they part at {_place(at)}"
+        why = f"The largest difference is {worst:.2g} times what rounding explains (limit 1). First at {_place(at)}."
         return _verdict("rounding", why, at, operators=operators)
     if at["operator"] == "tokens":
-        why = "the token is not the best of its own logits"
+        why = "the chosen token does not have the best logit"
     elif rule == "same stack" and not at["equal"]:
-        why = "device model, stack and format are the same, so every bit must be"
+        why = "device model, stack and format are the same, so every bit must be equal"
     else:
-        why = f"{at['excess']:.3g} times what rounding explains"
-        why += " from its own inputs" if rule != "difference" else " of the differences around and before it"
-    whose = {
-        "A": "A departs: B follows from its own inputs",
-        "B": "B departs: A follows from its own inputs",
-        "both": "both depart, so it may be the software that they share",
-        "A or B": "these two cannot tell which of them departs; a third capture can",
+        basis = "its own inputs" if rule != "difference" else "the differences around and before it"
+        why = f"the difference is {at['excess']:.3g} times the rounding expected from {basis} (limit 1)"
+    wrong = {
+        "A": "A is wrong; B is consistent with its inputs.",
+        "B": "B is wrong; A is consistent with its inputs.",
+        "both": "Both are wrong; software that they share may be the cause.",
+        "A or B": "A or B is wrong; a third capture can tell which.",
     }[at["departs"]]
-    hint = "" if operators else "; capture with operators to see which operator of it"
-    return _verdict("fault", f"{_place(at)}: {why}; {whose}{hint}", at, operators=operators)
+    hint = "" if operators else " Capture with operators to find the operator of this layer."
+    return _verdict("fault", f"{wrong} First at {_place(at)}: {why}.{hint}", at, operators=operators)
 
 
 def _place(row: Mapping[str, Any]) -> str:
