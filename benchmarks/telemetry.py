@@ -44,7 +44,8 @@ from canaryd.judge import verdict as judge_verdict
 from canaryd.metrics import families
 from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
-from canaryd.store.store import Retention, Store
+from canaryd.store.retention import Retention
+from canaryd.store.store import Store
 from canaryd.supervisor import process as supervisor_process
 from canaryd.supervisor import remote
 from canaryd.supervisor import series as supervisor_series

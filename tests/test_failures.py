@@ -276,7 +276,7 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         else:
             for path in sorted(state.glob("canaryd.db*"), reverse=True):  # last the one whose loss is noticed
                 path.unlink()
-        daemon.line("was removed while it was in use; a fresh one was begun")
+        daemon.line("was removed while it was in use; started a new, empty database")
         begun_anew(daemon, state)
         assert "history-lost" in daemon.line("history-lost")
 
@@ -298,7 +298,7 @@ def test_a_record_that_another_command_makes_again_is_found_out(tmp_path, state)
         shutil.rmtree(state)
         assert canaryd("check", "--probe", "passes", "--config", config, "--state-dir", state).code == 0
         daemon.send(signal.SIGCONT)
-        daemon.line("was replaced while it was in use by another one")
+        daemon.line("was replaced while it was in use; continuing with the new file")
         begun_anew(daemon, state)
         assert daemon.end()[0] == 0
 

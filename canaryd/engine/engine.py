@@ -44,8 +44,9 @@ from canaryd.model import (
     Verdict,
 )
 from canaryd.probe import ProbeSpec
+from canaryd.store.clock import MAX_LAG, STEP
 from canaryd.store.locks import Busy
-from canaryd.store.store import DOUBTED, STEP, Store
+from canaryd.store.store import Store
 from canaryd.supervisor import process
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
@@ -614,7 +615,7 @@ class Engine:
         Baselines learn from it where nothing speaks against its device: a bad unit must not become its own standard.
         """
         learnt: Collection[Baseline] = ()
-        if run.started >= (reached := self.store.reached) - DOUBTED:
+        if run.started >= (reached := self.store.reached) - MAX_LAG:
             self._behind = 0.0
         elif (run.wrong or run.recordings) and not run.drill:
             # A clock set back must not make a mismatch older than what came before it; distances stay.

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Callable
 
 Migration = Callable[[sqlite3.Connection], None]
-"""Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
+"""Upgrades a database by one version, inside a transaction (never `executescript`, which would commit it)."""
 
 
 def _version_1(db: sqlite3.Connection) -> None:
@@ -67,10 +67,10 @@ def _version_5(db: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5)
-"""In order; the database's `user_version` is the number of those it has had."""
+"""In order; `user_version` of the database says how many were applied."""
 
 
 def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:
-    """Carry out one migration and note its version."""
+    """Apply one migration and set `user_version`."""
     migration(db)
     db.execute(f"PRAGMA user_version = {version}")
