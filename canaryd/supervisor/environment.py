@@ -31,5 +31,7 @@ SCRUBBED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
+    # Set for the daemon, in its unit and image; torch on a CPU would map and unmap memory for every tensor.
+    *("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_"),
 )
-"""Environment that no worker inherits: it changes numbers behind the back of the one who started canaryd."""
+"""Environment that no worker inherits: it would change numbers or times without anybody's knowledge."""
