@@ -140,7 +140,7 @@ class Server:
 
 
 _ADVICE = {
-    errno.EADDRINUSE: "another process, perhaps another canaryd, uses it: stop it or choose another port",
+    errno.EADDRINUSE: "another process, perhaps another canaryd, listens there: stop it or choose another port",
     errno.EADDRNOTAVAIL: "this machine does not have that address: choose one that it has",
     errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher port",
 }
@@ -259,7 +259,7 @@ def _parse(head: bytes) -> _Request:
         name = field[1].lower()
         value = field[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    # A body is never read, so what follows it could not be told from the next request.
+    # A body is never read, so what follows it could be taken for the next request.
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     keep_alive = match[3] != "0" and "close" not in headers.get("connection", "").lower() and not body
     return _Request(match[1], match[2].partition("?")[0], headers, keep_alive)
