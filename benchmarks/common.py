@@ -30,6 +30,8 @@ DISTURBED = 0.05
 T = TypeVar("T")
 RESAMPLES = 4000
 """Bootstrap resamples: the ends of a 95 % interval then rest on about a hundred of them each."""
+UNIT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""What systemd/canaryd.service adds to the daemon's environment."""
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ mapped into the daemon.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -50,7 +51,11 @@ def daemon(config: Path | None) -> Iterator[tuple[psutil.Process, str]]:
         log = Path(state) / "log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "canaryd", "run", *words], cwd=common.ROOT, stdout=file, stderr=file
+                [sys.executable, "-m", "canaryd", "run", *words],
+                cwd=common.ROOT,
+                env=os.environ | common.UNIT,
+                stdout=file,
+                stderr=file,
             )
         try:
             yield psutil.Process(process.pid), f"http://{address}/metrics"

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks import common
-from canaryd.daemon import daemon
+from canaryd.daemon import daemon, inventory
 from canaryd.metrics import families
 from canaryd.metrics.exposition import OPENMETRICS
 from canaryd.web.server import Server
@@ -50,7 +50,7 @@ def serve(devices: int, pipe: Any) -> None:
     server.start()
     pipe.send(server.port)
     rendering = []
-    while not pipe.poll(daemon.SWEEP):
+    while not pipe.poll(inventory.SWEEP):
         started = time.perf_counter()
         pages[0] = families.render(snapshot)
         rendering.append(time.perf_counter() - started)
@@ -139,8 +139,8 @@ def main() -> None:
     body += (
         f"\n{arguments.devices} devices with {series:,} series, {series / arguments.devices:.0f} each; "
         f"{arguments.scrapers} scrapers, each once a second on average. Making both formats anew took\n"
-        f"{statistics.median(rendering):.0f} ms (median, in the same process, every {daemon.SWEEP:g} s): a scrape that "
-        "comes meanwhile shares the interpreter with it, and\nthe first one that takes gzip afterwards packs it.\n"
+        f"{statistics.median(rendering):.0f} ms (median, in the same process, every {inventory.SWEEP:g} s): a scrape "
+        "that comes meanwhile shares the interpreter with it, and\nthe first one that takes gzip afterwards packs it.\n"
     )
     facts["series per device"] = f"{series / arguments.devices:.0f}"
     common.write(

@@ -374,7 +374,13 @@ def started(folder: Path) -> Iterator[Soak]:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     words = ["run", "--config", str(config), "--state-dir", str(folder / "state"), "--listen", address]
     with (folder / "log").open("wb") as log:
-        process = psutil.Popen([sys.executable, "-m", "canaryd", *words], cwd=common.ROOT, stdout=log, stderr=log)
+        process = psutil.Popen(
+            [sys.executable, "-m", "canaryd", *words],
+            cwd=common.ROOT,
+            env=os.environ | common.UNIT,
+            stdout=log,
+            stderr=log,
+        )
     soak = Soak(folder, machine, process, f"http://{address}/metrics", config)
     try:
         for _ in range(300):

@@ -38,13 +38,14 @@ import psutil
 
 from benchmarks import common, footprint
 from canaryd.config import load
-from canaryd.daemon import daemon
+from canaryd.daemon import daemon, inventory, publisher, release, rounds
 from canaryd.engine import catalogue, engine, polling
 from canaryd.judge import verdict as judge_verdict
 from canaryd.metrics import families
 from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
-from canaryd.store.store import Retention, Store
+from canaryd.store.retention import Retention
+from canaryd.store.store import Store
 from canaryd.supervisor import process as supervisor_process
 from canaryd.supervisor import protocol as supervisor_protocol
 from canaryd.supervisor import remote
@@ -465,12 +466,12 @@ ITEMS: Sequence[tuple[str, Any, str]] = (
     ("store: events, reading", polling.Watch, "recall"),
     ("judging", judge_verdict, "decide"),
     ("evidence for the judge", engine.Engine, "decide"),
-    ("the page: views of the devices", daemon.Daemon, "_render_alone"),
+    ("the page: views of the devices", publisher.Publisher, "_publish"),
     ("the page: rendering", families, "render"),
-    ("the sweep around its polls", daemon.Daemon, "_sweep"),
+    ("the sweep around its polls", inventory.Inventories, "sweep"),
     ("the refresh around its parts", daemon.Daemon, "_refresh"),
-    ("asking each device's queue what is due", daemon.Daemon, "_tick"),
-    ("looking for a release", daemon.Daemon, "_heed_release"),
+    ("asking each device's queue what is due", rounds.Rounds, "tick"),
+    ("looking for a release", release.Releases, "check"),
 )
 """What a clock is put around: name, where it stands, its name there. Each is charged for what none within it is."""
 

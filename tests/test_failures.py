@@ -255,7 +255,7 @@ def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_giv
 
 def begun_anew(daemon, state):
     """Wait until a daemon has devices and locks in a fresh record, knows of its loss, and calls nothing healthy."""
-    daemon.line("was begun anew: its locks are taken, and devices are looked for again")
+    daemon.line("is a new database: taking its locks and looking for devices again")
     eventually(lambda: is_in(daemon, "unknown"))
     with Store.open(state) as store:
         assert store.lost is not None
@@ -276,7 +276,7 @@ def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path
         else:
             for path in sorted(state.glob("canaryd.db*"), reverse=True):  # last the one whose loss is noticed
                 path.unlink()
-        daemon.line("was removed while it was in use; a fresh one was begun")
+        daemon.line("was removed while it was in use; started a new, empty database")
         begun_anew(daemon, state)
         assert "history-lost" in daemon.line("history-lost")
 
@@ -298,7 +298,7 @@ def test_a_record_that_another_command_makes_again_is_found_out(tmp_path, state)
         shutil.rmtree(state)
         assert canaryd("check", "--probe", "passes", "--config", config, "--state-dir", state).code == 0
         daemon.send(signal.SIGCONT)
-        daemon.line("was replaced while it was in use by another one")
+        daemon.line("was replaced while it was in use; continuing with the new file")
         begun_anew(daemon, state)
         assert daemon.end()[0] == 0
 
@@ -382,13 +382,13 @@ def test_a_daemon_that_hangs_serves_no_old_page(tmp_path):
     """Without a look at the record for two minutes every address answers 503: a prepared page does not age."""
     with Store.open(tmp_path / "state") as store:
         hung = RealDaemon(Config(state_dir=tmp_path / "state"), None, store)
-        hung._render()
+        hung._publisher.changed()
         routes = hung._routes()
         assert routes["/metrics"]({}).status == 200
-        hung._looked -= watchdog.SILENT + 1
+        hung._watchdog.looked -= watchdog.SILENT + 1
         for route in routes.values():
             assert route({}).status == 503
-            assert re.match(rb"canaryd hangs: its last good look at the record was 12\d s ago", route({}).body)
+            assert re.match(rb"canaryd hangs: its last good look at the store was 12\d s ago", route({}).body)
         hung._refresh()
         assert routes["/metrics"]({}).status == 200
 
@@ -397,17 +397,17 @@ def test_a_look_that_fails_is_no_look(tmp_path, monkeypatch):
     """Whatever raises in it each time: the page of before is not served for ever, and the watchdog is not fed."""
     with Store.open(tmp_path / "state") as store:
         hung = RealDaemon(Config(state_dir=tmp_path / "state"), None, store)
-        hung._looked -= watchdog.STARVED + 1
+        hung._watchdog.looked -= watchdog.STARVED + 1
         monkeypatch.setattr(hung, "_look", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hung._refresh()
         assert hung._routes()["/healthz"]({}).status == 503
-        hung._pulse(None)
-        assert not hung._pulsed
+        hung._watchdog.pulse(None)
+        assert not hung._watchdog.pulsed
         monkeypatch.undo()
         hung._refresh()
-        hung._pulse(None)
-        assert hung._pulsed
+        hung._watchdog.pulse(None)
+        assert hung._watchdog.pulsed
 
 
 def test_a_storm_of_sighups_is_a_few_reloads_and_holds_up_no_stop(tmp_path, state):
@@ -758,13 +758,13 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
         monkeypatch.setenv(name, value)
     with Store.open(site.state) as store:
         daemon = RealDaemon(load(site.config), site.config, store)
-        daemon._jobs.start(paused=True)
+        daemon._jobs.scheduler.start(paused=True)
 
         def look(away=0.0):
             """Take one inventory; return the seconds to the next, and whether each GPU is there."""
-            daemon._missed -= away
-            daemon._discover()
-            interval = daemon._jobs.get_job("discover").trigger.interval.total_seconds()
+            daemon._inventories._missing_since -= away
+            daemon._inventories.discover()
+            interval = daemon._jobs.scheduler.get_job("discover").trigger.interval.total_seconds()
             return round(interval, -1), [uuid in daemon.engine.present for uuid in site.uuids]
 
         def leave(gpus):
@@ -785,7 +785,7 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
             site.seen_by_torch.write_text("")
             assert look() == (60, [False, False])
         finally:
-            daemon._jobs.shutdown()
+            daemon._jobs.scheduler.shutdown()
             daemon.engine.stop()
             eventually(lambda: not daemon.engine.holds)
 
@@ -796,24 +796,24 @@ def test_an_inventory_that_is_asked_for_during_another_is_not_lost(tmp_path, fai
     taken = []
     with Store.open(tmp_path / "state") as store:
         daemon = RealDaemon(load(configure(tmp_path, "passes")), None, store)
-        daemon._jobs.start()
-        whole = daemon._take_inventory
+        daemon._jobs.scheduler.start()
+        whole = daemon._inventories.take
 
         def take():
             whole()
             taken.append(len(taken))
             if len(taken) == 1:
-                daemon._look_around()
+                daemon._inventories.look_around()
                 assert not fails, "as a worker that cannot be started might"
 
-        daemon._take_inventory = take
+        daemon._inventories.take = take
         try:
-            daemon._look_around()
+            daemon._inventories.look_around()
             eventually(lambda: len(taken) == (1 if fails else 2))
             if fails:
                 eventually(lambda: daemon._refresh() or len(taken) == 2)
         finally:
-            daemon._jobs.shutdown()
+            daemon._jobs.scheduler.shutdown()
             daemon.engine.stop()
             eventually(lambda: not daemon.engine.holds)
 

@@ -132,7 +132,7 @@ def test_the_gate_is_as_hardened_as_the_daemon():
         *("Description", "StartLimitIntervalSec", "StartLimitBurst", "Type", "NotifyAccess", "ExecStart", "ExecReload"),
         *("ExecStopPost", "TimeoutStartSec", "WatchdogSec", "Restart", "RestartPreventExitStatus", "RestartSec"),
         *("RuntimeDirectory", "RuntimeDirectoryMode", "CPUWeight", "IOWeight", "Nice", "OOMScoreAdjust", "Delegate"),
-        *("ReadWritePaths", "WantedBy"),
+        *("ReadWritePaths", "WantedBy", "Environment"),
     }
 
 

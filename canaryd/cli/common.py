@@ -15,7 +15,8 @@ from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, Progress
 from canaryd.model import Device, Outcome
 from canaryd.store.locks import Busy
-from canaryd.store.store import Retention, Store
+from canaryd.store.retention import Retention
+from canaryd.store.store import Store
 
 ANSWER_PATIENCE = 3600.0
 """Seconds that a capture or a comparison may take: a large model is read from a disk."""

@@ -29,7 +29,7 @@ from canaryd.cli.inspect import (
 )
 from canaryd.config import load
 from canaryd.config.load import ConfigError
-from canaryd.store.store import StoreTooNew
+from canaryd.store.database import StoreTooNew
 from canaryd.supervisor import capabilities
 
 

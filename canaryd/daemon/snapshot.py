@@ -1,28 +1,126 @@
-"""What the daemon publishes: facts gathered from the store for the metrics page."""
+"""The evidence at one moment, as the metrics page, /healthz and the status page show it."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from canaryd.engine import budget
+from canaryd.engine.engine import Engine
+from canaryd.judge import acks, case, clock
 from canaryd.judge.telemetry.signals import Poll
+from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
 from canaryd.model import Ack, Device, Outcome, Reading, Run, State, Verdict, stack_id
 
 STEADY = 5
-"""Newest runs whose recorded fingerprints must agree to be shown: as many as are remembered with their recordings."""
+"""Newest runs whose recorded fingerprints must agree to be shown: as many as are kept with their recordings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """The answers of /healthz and /readyz."""
+
+    healthy: bool = False
+    ready: bool = False
+    reasons: tuple[str, ...] = ("no evidence yet",)
+    """Why it is not healthy, one sentence each."""
+
+
+def device_view(
+    engine: Engine, device: Device, verdict: Verdict | None, statements: Sequence[Ack], now: float
+) -> families.DeviceView:
+    """Return what the metrics page shows of a device; `statements` are those of operators about any device."""
+    uuid = device.uuid
+    runs = list(engine.evidence(uuid))
+    plain = [r for r in runs if not r.drill]
+    newest = {(r.probe, r.instruction_set): r for r in plain}.values()
+    ack = acks.standing([a for a in statements if a.device == uuid], now)
+    return families.DeviceView(
+        device=device,
+        present=uuid in engine.in_place,
+        verdict=verdict,
+        drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
+        last_runs={r.probe: r for r in plain},
+        last_success={
+            r.probe: r.started
+            for r in plain
+            if r.outcome is Outcome.COMPLETED and (r.trials or r.recordings) and not (r.wrong or r.unknown)
+        },
+        fault_rate=fault_rate_bound(plain),
+        fingerprints=fingerprints(plain),
+        periods=engine.periods(device),
+        stacks={r.stack_id: r.stack for r in newest if r.stack},
+        mismatches={r.probe: r for r in plain if r.wrong},
+        acknowledged=is_acknowledged(ack, verdict),
+        acknowledged_at=ack.at if ack else None,
+        polls=poll_views(engine.watch.polls(uuid), engine.telemetry_periods()),
+        readings=(*engine.watch.readings(uuid, now), *newest_readings(device, plain)),
+        drifts=engine.drifts(uuid),
+        budget=None if device.is_endpoint else budget_view(engine.account, uuid),
+    )
+
+
+def health(engine: Engine, now: float) -> Health:
+    """Return whether every device in place has fresh evidence, and whether every one has any."""
+    reasons = [
+        reason
+        for uuid, device in sorted(engine.devices.items())
+        if uuid in engine.present
+        for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
+    ]
+    ran = {r.device for uuid in engine.devices for r in engine.evidence(uuid) if not r.drill}
+    return Health(
+        healthy=bool(engine.present) and not reasons,
+        ready=bool(engine.present and ran) and {u for u in engine.present if engine.reached(engine.devices[u])} <= ran,
+        reasons=tuple(reasons) or (*engine.problems, "no device was found yet"),
+    )
+
+
+def stale(engine: Engine, device: Device, runs: Iterable[Run], now: float) -> list[str]:
+    """Return one sentence for each probe of a device without fresh evidence; the limits are the judge's."""
+    runs = [r for r in runs if r.outcome is Outcome.COMPLETED and r.whole]
+    reasons = []
+    for probe, period in engine.periods(device).items():
+        ages = [clock.age(r, now) for r in runs if r.probe == probe]
+        limit = case.freshness(engine.config.judge, period)
+        if not ages:
+            reasons.append(f"{device.name} {probe}: no evidence yet")
+        elif (age := min(ages)) == math.inf:
+            reasons.append(f"{device.name} {probe}: all evidence is dated in the future")
+        elif age > limit:
+            reasons.append(f"{device.name} {probe}: newest evidence is {age:.0f} s old (limit {limit:.0f} s)")
+    return reasons
+
+
+def summary(engine: Engine, verdicts: Mapping[str, Verdict]) -> str:
+    """Return the states of all devices in place as one line, e.g. "8 devices: 7 healthy, 1 suspect"."""
+    found = [verdicts[u].state if u in verdicts else State.UNKNOWN for u in sorted(engine.in_place)]
+    counts = ", ".join(f"{found.count(state)} {state.value}" for state in State if state in found)
+    return f"{len(found)} device{'s' * (len(found) != 1)}: {counts}" if found else "no device was found yet"
+
+
+def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:
+    """Return when each probe of a device last gave evidence, as `status.gather` takes it."""
+    found: dict[str, float | None] = dict.fromkeys(engine.periods(engine.devices[uuid]))
+    for run in engine.evidence(uuid):
+        if run.outcome is Outcome.COMPLETED and run.whole and not run.drill:
+            found[run.probe] = max(found.get(run.probe) or 0.0, run.started)
+    polls = engine.watch.polls(uuid)
+    return found | {name: poll.completed.started if poll.completed else None for name, poll in polls.items()}
 
 
 def budget_view(account: budget.Account, uuid: str) -> families.BudgetView:
-    """Return what the metrics page says about the budget of a device."""
+    """Return what the metrics page shows of a device's budget."""
     spent, skipped = account.totals(uuid)
     held = account.withheld(uuid)
     return families.BudgetView(spent=spent, skipped=skipped, withheld=held.wait.reason if held else "")
 
 
 def poll_views(polls: Mapping[str, Poll], periods: Mapping[str, float]) -> dict[str, families.PollView]:
-    """Return, per telemetry probe, what the metrics page says about its polls."""
+    """Return what the metrics page shows of each telemetry probe."""
     return {
         name: families.PollView(
             seconds=poll.newest.seconds if poll.newest else None,
@@ -46,30 +144,31 @@ def sum_counts(*counts: Counts) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 
 def newest_readings(device: Device, runs: Iterable[Run]) -> Iterator[Reading]:
-    """Yield what the newest whole run of each probe has read; on a CPU, of its own instruction set alone.
+    """Yield the readings of each probe's newest whole run; on a CPU only of its own instruction set.
 
-    What another one gives, a slower kernel's time say, would be another series, and no label tells the two apart.
+    Readings of another instruction set, such as a slower kernel's time, would need a label that tells them apart.
     """
-    ways = ("", *device.instruction_sets[:1])
-    newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED and r.instruction_set in ways}
+    own = ("", *device.instruction_sets[:1])
+    newest = {r.probe: r for r in runs if r.whole and r.outcome is Outcome.COMPLETED and r.instruction_set in own}
     for run in newest.values():
         yield from run.readings
 
 
 def is_acknowledged(ack: Ack | None, verdict: Verdict | None) -> bool:
-    """Whether an acknowledgement stands for what the device is now: a fault that came after it is news."""
-    news = ack is not None and verdict is not None and verdict.state is State.FAULTY and verdict.since > ack.at
-    return ack is not None and not news
+    """Return whether an acknowledgement covers the device's present state; it does not cover a later fault."""
+    if ack is None:
+        return False
+    return verdict is None or verdict.state is not State.FAULTY or verdict.since <= ack.at
 
 
 def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
     """Return (probe, label) → the newest fingerprint of each instruction set, on the stack of its newest run.
 
     Equal labels promise equal values on healthy devices of one model. The label is the stack's id and the probe's
-    version, since another version may have other cases; where recordings made the fingerprint it stands for the chain
-    of each of them too, since another kernel may round otherwise. Bits that nobody prescribed may also vary on a
-    healthy device: where the newest `STEADY` runs with a label do not all agree, or in one of them a case gave two
-    results, there is none.
+    version, since another version may have other cases. Where recordings made the fingerprint, the label also stands
+    for the chain of each of them, since another kernel may round differently. Recorded bits may vary on a healthy
+    device: there is no fingerprint where the newest `STEADY` runs with a label disagree, or one gave two results for
+    a case.
     """
     stacks: dict[tuple[str, str], str] = {}
     newest: dict[tuple[str, str], tuple[str, str]] = {}
@@ -96,6 +195,6 @@ def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
 
 
 def _fingerprint(run: Run) -> int | None:
-    """Return a run's fingerprint; anybody's probe may yield anything under that name that a float cannot hold."""
+    """Return a run's fingerprint; None where a probe yields anything under that name that a float cannot hold."""
     value = next((r.value for r in run.readings if r.name == "golden_fingerprint"), None)
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -25,7 +25,8 @@ from canaryd.judge.case import DRILL_EXPIRY, Case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Subject, Verdict
 from canaryd.report.status import UNTENDED
-from canaryd.store.store import DeviceRecord, Store
+from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
 
 SCHEMA = "canaryd.dossier/1"
 FINDING = ("rule", "state", "cause", "message", "action", "evidence", "probe", "repro", "runs")

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from canaryd.config.settings import Config
 from canaryd.model import Device, Event, Run, Verdict
-from canaryd.store.store import DeviceRecord, Store
+from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
 
 PLOTTED = ("temperature_celsius", "power_watts", "clock_hertz")
 """Readings that the dossier plots."""

@@ -22,7 +22,7 @@ from canaryd.model import (
     Run,
     Subject,
 )
-from canaryd.store.store import DOUBTED
+from canaryd.store.clock import MAX_LAG
 
 NEWEST = 50
 """Clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
@@ -105,7 +105,7 @@ class Evidence:
         Otherwise a mismatch would look older than the runs before it. The distances between runs stay.
         """
         confirmed = self._host.store.reached
-        if run.started >= confirmed - DOUBTED:
+        if run.started >= confirmed - MAX_LAG:
             self._clock_offset = 0.0
         elif (run.wrong or run.recordings) and not run.drill:
             self._clock_offset = self._clock_offset or confirmed - run.started

@@ -12,7 +12,8 @@ from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
 from canaryd.model import Device
 from canaryd.probe import ProbeSpec
-from canaryd.store.store import STEP, Store
+from canaryd.store.clock import STEP
+from canaryd.store.store import Store
 
 
 @dataclass

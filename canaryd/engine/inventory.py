@@ -14,7 +14,7 @@ from canaryd.config.settings import Config
 from canaryd.engine import endpoints
 from canaryd.judge import acks
 from canaryd.model import Ack, Device, Event, Verdict
-from canaryd.store.store import DeviceRecord
+from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description, Listing
 
 PLACEHOLDER = "undriven"

@@ -1,8 +1,8 @@
-"""The two exposition formats of Prometheus: families and series go in, prepared bytes come out.
+"""The two exposition formats of Prometheus, written from families and series as prepared bytes.
 
-Written by hand: a node with 8 GPUs has thousands of series, and the client library's writer, which takes every label of
-every one of them apart again, would be a third of all that the daemon does. Its choice of a format raises on an Accept
-header such as "application/openmetrics-text;version=x".
+Written by hand: a node with 8 GPUs has thousands of series, and the client library's writer, which parses every label
+again, would take a third of the daemon's processor time. Its choice of a format raises on an Accept header such as
+"application/openmetrics-text;version=x".
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from prometheus_client.utils import floatToGoString
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the classic text format."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-"""Media type of OpenMetrics 1.0: the same series; exemplars, and units in words, beside them."""
+"""Media type of OpenMetrics 1.0: the same series, with exemplars and units."""
 UNITS = ("seconds", "bytes", "celsius", "watts", "joules", "hertz")
 """Units that a metric's name may end in, before `_total`."""
 LEVEL = 1
-"""Of gzip: a page that repeats itself as much as this one shrinks to a twentieth, and the scraper waits meanwhile."""
+"""Of gzip: the scraper waits for it, and at the fastest level this page shrinks to a twentieth already."""
 OF_DEVICE = ("device", "index", "model")
-"""Labels of what is said of a device."""
+"""Labels of metrics about a device."""
 OF_PROBE = (*OF_DEVICE, "probe")
-"""Labels of what is said of a probe on a device."""
+"""Labels of metrics about a probe on a device."""
 
 
 class Family(NamedTuple):
@@ -41,10 +41,10 @@ class Family(NamedTuple):
 
 
 class Exemplar(NamedTuple):
-    """The run that a counter's newest step rests on."""
+    """The run behind the newest step of a counter."""
 
     run: str
-    """Its id: with the label's name far below the 128 characters that OpenMetrics allows."""
+    """Its id: far shorter than the 128 characters that OpenMetrics allows for an exemplar."""
     at: float
     """Seconds since the epoch."""
 
@@ -63,7 +63,7 @@ class Page:
         self._lines: dict[str, list[str]] = {name: [] for name in families}
         self._templates = {name: _template(name, family.labels) for name, family in families.items()}
         self._exemplars: dict[str, dict[int, Exemplar]] = {}
-        """Family → which of its lines → exemplar."""
+        """Family → index of its line → exemplar."""
 
     def add(self, name: str, value: float, *labels: str, exemplar: Exemplar | None = None) -> None:
         """Add one series; an exemplar shows in OpenMetrics alone."""
@@ -78,7 +78,7 @@ class Page:
             self.add(name, member is chosen, *labels, member.value)
 
     def text(self) -> bytes:
-        """Return the families that have series, in their order, each behind its HELP and TYPE."""
+        """Return the families that have series, in their order, each after its HELP and TYPE."""
         return "".join(
             f"# HELP {name} {self._families[name].help}\n# TYPE {name} {self._families[name].type}\n{''.join(lines)}"
             for name, lines in self._lines.items()
@@ -86,7 +86,7 @@ class Page:
         ).encode()
 
     def openmetrics(self) -> bytes:
-        """Return the same as OpenMetrics without the line that ends it, for more may follow."""
+        """Return the same as OpenMetrics without the final line, because more may follow."""
         return "".join(self._openmetrics(name, lines) for name, lines in self._lines.items() if lines).encode()
 
     def _openmetrics(self, name: str, lines: list[str]) -> str:
@@ -107,7 +107,7 @@ def _template(name: str, labels: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _escaped(label: str) -> str:
-    """Return a label's value as the formats want it, without lone surrogates: one of them would cost the whole page."""
+    """Return a label's value with escapes, and without lone surrogates: one of them would break the whole page."""
     clean = label.encode("utf-8", "replace").decode()
     return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
@@ -119,7 +119,7 @@ def _number(value: float) -> str:
 
 
 class Prepared:
-    """The beginning of a body that is the same for every request until the evidence changes."""
+    """The first part of a body: it is the same for every request until the evidence changes."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -129,8 +129,8 @@ class Prepared:
     def gzip(self, rest: bytes) -> bytes:
         """Return `body` and `rest` as one gzip member (RFC 1952).
 
-        The body is compressed once, when the first scraper that takes gzip asks: a daemon that nobody asks so does not
-        pay for it. A full flush ends it, after which a new compressor may go on (RFC 1951 leaves no reference back).
+        The body is compressed once, when the first scraper that accepts gzip asks. A full flush ends it, after which a
+        new compressor can continue (RFC 1951: no reference goes back across it).
         """
         with self._making:
             if not self._deflated:
@@ -174,7 +174,7 @@ def takes_gzip(accept_encoding: str) -> bool:
 
 
 def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
-    """Take a header such as "text/plain;version=0.0.4;q=0.5, */*" apart: values in lower case, with their settings."""
+    """Split a header such as "text/plain;version=0.0.4;q=0.5, */*" into values in lower case and their settings."""
     found = []
     for choice in header.lower().split(","):
         value, *settings = (part.strip() for part in choice.split(";"))
@@ -184,6 +184,6 @@ def _choices(header: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _weight(settings: Mapping[str, str]) -> float:
-    """Return the weight of a choice, 0 for one that is no number of RFC 9110."""
+    """Return the weight of a choice; 0 where it is not a number as in RFC 9110."""
     weight = settings.get("q", "1")
     return float(weight) if re.fullmatch(r"[01](\.[0-9]{0,3})?", weight) else 0.0

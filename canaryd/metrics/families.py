@@ -1,4 +1,4 @@
-"""What Prometheus reads of canaryd: every metric, and how the evidence becomes series.
+"""Every metric of canaryd, and how the evidence becomes series.
 
 `render` turns a snapshot of the evidence into bytes whenever the evidence changes; a scrape only sends prepared bytes.
 """
@@ -34,11 +34,11 @@ STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction
 
 FAMILIES: Mapping[str, Family] = {
     "canaryd_build_info": Family("gauge", ("version",), "Always 1; the labels say which canaryd runs."),
-    "canaryd_device_present": Family("gauge", OF_DEVICE, "1 while the device is found, 0 after it vanished."),
+    "canaryd_device_present": Family("gauge", OF_DEVICE, "1 while the device is found, 0 while it is missing."),
     "canaryd_device_info": Family(
         "gauge",
         (*OF_DEVICE, "name", "backend", "serial", "bus_id", "identity", "parent"),
-        "Always 1; identity is weak where the device label does not name the physical part; parent is the device "
+        "Always 1; identity is weak where the device label may name another part later; parent is the device "
         "that an instance belongs to.",
     ),
     "canaryd_devices_expected": Family(
@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_finding": Family(
         "gauge",
         (*OF_DEVICE, "rule", "state", "cause"),
-        "Always 1; one series for each rule of the judge that speaks now; state healthy is a note.",
+        "Always 1; one series for each rule of the judge with a finding now; state healthy is a note.",
     ),
     "canaryd_device_verdict_timestamp_seconds": Family(
         "gauge", OF_DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
@@ -72,9 +72,11 @@ FAMILIES: Mapping[str, Family] = {
         (*OF_DEVICE, "stack", *STACK_KEYS),
         "Always 1; the software under the newest runs, one series for each distinct stack.",
     ),
-    "canaryd_probe_period_seconds": Family("gauge", OF_PROBE, "How often the probe is wanted; evidence ages by it."),
+    "canaryd_probe_period_seconds": Family("gauge", OF_PROBE, "Probe interval in seconds."),
     "canaryd_probe_runs_total": Family(
-        "counter", (*OF_PROBE, "outcome"), "Runs by what became of the worker process; says nothing about the numbers."
+        "counter",
+        (*OF_PROBE, "outcome"),
+        "Runs by outcome of the worker process, which says nothing about the results.",
     ),
     "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
     "canaryd_probe_trials_total": Family(
@@ -91,30 +93,30 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_golden_fingerprint": Family(
         "gauge",
         (*OF_PROBE, "stack"),
-        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; stack stands "
-        "for the probe's version too, and of recorded results for the chain.",
+        "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; the stack "
+        "label covers the probe's version too, and for recorded results the chain.",
     ),
     "canaryd_recordings": Family(
         "gauge",
         (*OF_PROBE, "reading", "status"),
-        "Cases without a golden by what the newest run gave: known bits, unknown ones, or still learning.",
+        "Cases without a golden, by status in the newest run: known bits, unknown bits, or still learning.",
     ),
     "canaryd_drift_ratio": Family(
         "gauge",
         (*OF_PROBE, "reading"),
-        "Largest distance of a recording from the nearest known one over its tolerance: 0 while the bits are known, "
-        "+Inf where a bit-stable case gave others.",
+        "Largest distance of a recording from the nearest known one, divided by its tolerance; 0 while the bits are "
+        "known, +Inf where a bit-stable case gave other bits.",
     ),
     "canaryd_recording_token_agreement": Family(
         "gauge",
         (*OF_PROBE, "reading"),
-        "Smallest share of tokens before the first that differs from the nearest known.",
+        "Smallest share of tokens before the first that differs from the nearest known recording.",
     ),
     "canaryd_recording_first_difference": Family(
         "gauge", (*OF_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
     ),
     "canaryd_fault_rate_upper_bound": Family(
-        "gauge", OF_PROBE, "Wrong results per compared result that the evidence does not rule out."
+        "gauge", OF_PROBE, "Upper bound (95 %) of wrong results per compared result."
     ),
     "canaryd_budget_share_ratio": Family(
         "gauge", (), "Largest part of an hour that rounds may take of a device's time: budget.share."
@@ -128,10 +130,10 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_budget_skipped_total": Family(
         "counter",
         (*OF_DEVICE, "reason"),
-        "Times since the daemon started that what was due had to wait, each reason once.",
+        "Postponed tests since the daemon started, by reason; each reason counts once per test.",
     ),
     "canaryd_budget_withheld": Family(
-        "gauge", (*OF_DEVICE, "reason"), "Always 1; the reason why what is due on the device waits now."
+        "gauge", (*OF_DEVICE, "reason"), "Always 1; why a due test on the device is postponed now."
     ),
     "canaryd_drill_device_state": Family(
         "gauge", (*OF_DEVICE, "state"), "Like canaryd_device_state, from injected faults only; absent without a drill."
@@ -144,10 +146,10 @@ FAMILIES: Mapping[str, Family] = {
         "counter", (*OF_DEVICE, "xid"), "Xid messages of the NVIDIA driver in the kernel log, by code."
     ),
     "canaryd_sxid_errors_total": Family(
-        "counter", (*OF_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; of the host's device."
+        "counter", (*OF_DEVICE, "sxid"), "SXid messages of NVSwitches in the kernel log, by code; on the host's device."
     ),
     "canaryd_kernel_log_events_total": Family(
-        "counter", (*OF_DEVICE, "kind", "name"), "Other lines of the kernel log that touch a device's health."
+        "counter", (*OF_DEVICE, "kind", "name"), "Other lines of the kernel log that concern a device's health."
     ),
     "canaryd_stack_changes_total": Family(
         "counter",
@@ -155,20 +157,20 @@ FAMILIES: Mapping[str, Family] = {
         "Changes of driver, firmware, place or software that an inventory found, by component.",
     ),
     "canaryd_readings_absent": Family(
-        "gauge", OF_PROBE, "Readings that the device does not give; canaryd check --json says which and why."
+        "gauge", OF_PROBE, "Readings that the device does not provide; canaryd check --json lists them with the reason."
     ),
     **{metric(name): Family(kind.type, (*OF_DEVICE, *kind.labels), kind.help) for name, kind in READINGS.items()},
     "canaryd_kernel_log_readable": Family("gauge", (), "1 while the kernel log is read, 0 while it cannot be."),
     "canaryd_kernel_log_lost_records_total": Family(
-        "counter", (), "Records of the kernel log that went by unread, since the daemon started."
+        "counter", (), "Records of the kernel log that were lost before they were read, since the daemon started."
     ),
     "canaryd_device_handles_held": Family(
         "gauge", (), "1 while a worker holds a driver between polls because it has no persistence."
     ),
     "canaryd_released": Family("gauge", (), "1 while `canaryd release` keeps canaryd away from every device."),
-    "canaryd_store_problem": Family("gauge", (), "1 while runs cannot be stored as they should be, 0 otherwise."),
+    "canaryd_store_problem": Family("gauge", (), "1 while results cannot be written to disk, 0 otherwise."),
     "canaryd_workers_abandoned_total": Family(
-        "counter", (), "Workers that survived SIGKILL and were given up, since the daemon started."
+        "counter", (), "Workers that survived SIGKILL and were abandoned, since the daemon started."
     ),
     "canaryd_config_last_reload_successful": Family("gauge", (), "1 if the configuration was read without problems."),
     "canaryd_config_last_reload_success_timestamp_seconds": Family(
@@ -179,45 +181,45 @@ FAMILIES: Mapping[str, Family] = {
 
 
 XIDS = ("13", "31", "43", "45", "48", "62", "63", "64", "74", "79", "92", "94", "95", "119", "120", "140", "143", "154")
-"""Codes that every NVIDIA device counts from 0 on, so that `increase()` sees the first one; others appear with it."""
+"""Codes that every NVIDIA device counts from 0 on, so that `increase()` sees the first one; others start with it."""
 COMPONENTS = ("bus_id", "driver", "serial", "torch", "vbios")
 """Components whose changes every device counts from 0 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PollView:
-    """What is shown of one telemetry probe on one device."""
+    """One telemetry probe on one device."""
 
     seconds: float | None
     """Wall time of the newest poll."""
     last_success: float | None
     """Start of the newest poll that completed, since the epoch."""
     absent: int
-    """Readings that it says the device does not give."""
+    """Number of readings that the device does not provide."""
     period: float | None
-    """Seconds between two polls, as wanted; None where the probe has just been switched off."""
+    """Seconds between two polls; None where the probe has just been switched off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetView:
-    """What is shown of a device's budget."""
+    """The budget of one device."""
 
     spent: Mapping[str, float]
     """Purpose → seconds."""
     skipped: Mapping[str, int]
-    """Reason → how often."""
+    """Reason → number of postponed tests."""
     withheld: str
-    """Why what is due waits now; "" where nothing does."""
+    """Why a due test is postponed now; "" where none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceView:
-    """All that is shown of one device."""
+    """Everything that is exported about one device."""
 
     device: Device
     present: bool
     verdict: Verdict | None
-    """None is shown as unknown, cause undetermined."""
+    """None is exported as unknown, cause undetermined."""
     drill_verdict: Verdict | None
     last_runs: Mapping[str, Run]
     """Probe → its newest run, drills left out."""
@@ -226,26 +228,26 @@ class DeviceView:
     fault_rate: Mapping[str, float]
     """Probe → upper bound of wrong results per compared result."""
     fingerprints: Mapping[tuple[str, str], int]
-    """(probe, what must be equal for it to mean anything) → an integer that a float holds exactly."""
+    """(probe, stack label) → an integer that a float holds exactly; it compares only with equal keys."""
     periods: Mapping[str, float] = field(default_factory=dict)
     """Probe planned for the device → seconds between two runs. Their counters show 0 before the first run, so that
     `increase()` sees a first mismatch."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Stack id → the software under the newest runs, of each instruction set by itself."""
+    """Stack id → the software under the newest run of each instruction set."""
     mismatches: Mapping[str, Run] = field(default_factory=dict)
     """Probe → its newest run with a wrong bit: the exemplar of its counter."""
     acknowledged: bool = False
-    """Whether an operator's acknowledgement stands for what the device is now."""
+    """Whether an operator's acknowledgement covers the present state."""
     acknowledged_at: float | None = None
-    """When the acknowledgement that stands was given; None where none stands."""
+    """When the acknowledgement in force was given; None where there is none."""
     polls: Mapping[str, PollView] = field(default_factory=dict)
     """By telemetry probe."""
     drifts: Sequence[Drift] = ()
-    """How far the newest recordings are from what is known."""
+    """Distances of the newest recordings from the known ones."""
     budget: BudgetView | None = None
-    """None where none is kept: for an endpoint."""
+    """None for an endpoint, which has no budget."""
     readings: Sequence[Reading] = ()
-    """What fresh polls and the newest runs say; of a name that is no metric, or with other labels, nothing is shown."""
+    """Readings of fresh polls and the newest runs; those that are not a metric, or have other labels, are ignored."""
 
     def __post_init__(self) -> None:
         where = f"view of {self.device.uuid}"
@@ -255,9 +257,7 @@ class DeviceView:
         if any(run.drill for run in (*self.last_runs.values(), *self.mismatches.values())) or (
             self.verdict and self.verdict.drill
         ):
-            raise ValueError(
-                f"{where}: a drill among the real evidence; hand drills over as drill_verdict and counters"
-            )
+            raise ValueError(f"{where}: a drill among the real evidence; pass drills as drill_verdict and counters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class Snapshot:
     counters: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
     """The store's persistent counters: (name, label items) → count."""
     store_problem: str
-    """A sentence, "" when all is well."""
+    """One sentence; "" when all is well."""
     abandoned_workers: int
     config_reload_ok: bool
     config_reloaded: float
@@ -280,14 +280,14 @@ class Snapshot:
     handles_held: bool = False
     released: bool = False
     share: float | None = None
-    """Part of an hour that rounds may take; None where nobody keeps a budget."""
+    """Part of an hour that rounds may take; None where there is no budget."""
 
 
 def render(snapshot: Snapshot) -> Exposition:
     """Write `snapshot` in both formats.
 
-    A vanished device keeps its presence, its identity and the verdict on it, for an alarm must not end because the part
-    is gone; counters of devices that are not in the snapshot are left out.
+    A missing device keeps its presence, its identity and its verdict, because an alarm must not end when the part is
+    gone. Counters of devices that are not in the snapshot are left out.
     """
     page = Page(FAMILIES)
     page.add("canaryd_build_info", 1, snapshot.version)
@@ -360,7 +360,7 @@ def _add_tallies(
     tallies: Sequence[tuple[str, Mapping[str, str], float]],
     labels: tuple[str, str, str],
 ) -> None:
-    """Add the counters of what happened: from 0 on where that is known beforehand."""
+    """Add the counters of events; those that are known beforehand start at 0."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}
     components = {key: 0.0 for key in COMPONENTS if key in device.detail}
     for name, of, count in tallies:
@@ -472,10 +472,9 @@ ProcessCollector(registry=_PROCESS)
 
 
 def answer(page: Exposition, headers: Mapping[str, str]) -> Answer:
-    """Answer a scrape: the prepared page in the format and encoding that the request's headers ask for.
+    """Answer a scrape with the prepared page, in the format and encoding that the request's headers ask for.
 
-    The daemon's own `process_*` metrics as of now follow it: reading them takes about 0.06 ms and never waits for a
-    device.
+    The daemon's own `process_*` metrics are read now and follow it: that takes about 0.06 ms and waits for no device.
     """
     if wants_openmetrics(headers.get("accept", "")):
         media, prepared = OPENMETRICS, page.openmetrics

@@ -26,7 +26,8 @@ from canaryd.judge import clock
 from canaryd.model import Cause, Device, Outcome, State, printable
 from canaryd.report import status
 from canaryd.report.status import DeviceStatus, Status
-from canaryd.store.store import DATABASE, Store, StoreTooNew
+from canaryd.store.database import DATABASE, StoreTooNew
+from canaryd.store.store import Store
 
 SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0

@@ -16,22 +16,22 @@ RETRY = 0.05
 
 
 class Busy(TimeoutError):
-    """Another process kept the lock beyond the timeout; the message names it."""
+    """Another process held the lock for longer than the timeout; the message names it."""
 
 
 def make(path: Path) -> int:
-    """Create a file that is not there and open it; made by root, it belongs to whom its directory belongs to.
+    """Create a new file and open it; one that root makes gets the owner of its directory.
 
-    A command that root runs before the service has run would else leave a database that the service's user cannot
-    write. SQLite itself gives the log beside a database to the owner of that.
+    Otherwise a command that root runs before the service would leave a database that the service's user cannot write.
+    SQLite itself gives the log beside a database the owner of the database.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # O_EXCL follows nobody's link
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # O_EXCL follows no symbolic link
     _hand_over(fd, path.parent)
     return fd
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory where there is none; made by root, it belongs to whom the one above it belongs to."""
+    """Create a directory where there is none; one that root makes gets the owner of the directory above it."""
     if path.exists():
         return
     path.mkdir(parents=True, exist_ok=True)
@@ -54,23 +54,26 @@ def flock(
     on_wait: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Hold the file `path`, which names its holder, alone. Raises `Busy`, or `OSError` where there can be no lock."""
+    """Lock the file `path`, which names its holder; wait at most `timeout` seconds, or until `stopped`.
+
+    Raises `Busy`, or `OSError` where lock files cannot exist.
+    """
     try:
         fd = make(path)
     except FileExistsError:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except PermissionError:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's: it can be locked, but not signed.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's file can be locked, but not signed.
     try:
-        begun = time.monotonic()
+        start = time.monotonic()
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 holder = os.pread(fd, 4096, 0).decode("utf-8", "replace") or "a process that left no name"
-                waited = time.monotonic() - begun
+                waited = time.monotonic() - start
                 if waited >= timeout or stopped():
                     raise Busy(
                         f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"

@@ -72,7 +72,7 @@ def _version_6(db: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5, _version_6)
-"""In order; the database's `user_version` is the number of those it has had."""
+"""In order; `user_version` of the database says how many were applied."""
 
 
 def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:

@@ -1,4 +1,4 @@
-"""The names of the notes that daemon and commands leave each other in the store."""
+"""Names of the notes and locks by which the daemon and the commands communicate."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 
 BUDGET_NOTE = "budget"
-"""Note in the store: device → since when something waits, and why, as JSON; it holds while the daemon runs."""
+"""Note: device → since when a test is postponed, and why, as JSON; valid while the daemon runs."""
 
 
 def daemon_runs(store: Store) -> bool:
-    """Return whether a daemon holds this state directory."""
+    """Return whether a daemon uses this state directory."""
     try:
         with store.lock(DAEMON_LOCK):
             return False
@@ -19,19 +19,19 @@ def daemon_runs(store: Store) -> bool:
 
 
 LOG_PROBLEM_NOTE = "kernel log problem"
-"""Note in the store: why whoever records telemetry cannot read the kernel log; "" when it can."""
+"""Note: why the process that records telemetry cannot read the kernel log; "" when it can."""
 LOG_NOTE = "kernel log"
-"""Note in the store: how far the kernel log has been counted, as "boot id:sequence"."""
+"""Note: the newest record of the kernel log that is counted, as "boot id:sequence"."""
 BOOT_NOTE, RUNNING_NOTE = "boot", "running"
-"""Notes in the store: the boot id last seen; the boot id under which a daemon runs that has not stopped."""
+"""Notes: the boot id last seen; the boot id of a daemon that started and has not stopped."""
 RELEASE_NOTE, RELEASED_NOTE = "release", "released"
-"""Notes in the store: until when `canaryd release` wants devices to be left alone, in seconds since the epoch; and the
-same once the daemon has let go of them."""
+"""Notes: until when `canaryd release` asks the daemon to leave devices alone, in seconds since the epoch; the same once
+the daemon has let go of them."""
 DAEMON_LOCK, TELEMETRY_LOCK = "daemon", "telemetry"
-"""Locks in the store: of a running daemon, and of the one process that records telemetry."""
+"""Locks: of a running daemon, and of the one process that records telemetry."""
 
 
 def released_until(store: Store, now: float) -> float:
-    """Return until when devices are to be left alone, in seconds since the epoch; 0.0 where they are not."""
+    """Return the end of a release in seconds since the epoch; 0.0 where there is none."""
     until = float(store.note(RELEASE_NOTE) or 0.0)
     return until if until > now else 0.0

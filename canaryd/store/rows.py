@@ -1,4 +1,4 @@
-"""Database rows from model objects and back."""
+"""Columns, statements and rows of the tables."""
 
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
@@ -19,7 +19,7 @@ from canaryd.store import release_0_1
 T = TypeVar("T")
 
 HOUR = 3600.0
-"""Equal events within an hour of the clock are one event with a count: a failing part cannot fill the disk."""
+"""Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
 RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
@@ -62,7 +62,7 @@ def baseline_key(baseline: Baseline) -> str:
 
 def refused(constant: str) -> float:
     """Raise `ValueError` for NaN and infinities in JSON."""
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 FORMAT = 2
@@ -95,7 +95,10 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
 
 
 def run_counts(run: Run) -> list[tuple[str, str, float]]:
-    """Return what a run adds to the counters. Zeros too: a series must exist before its first increase."""
+    """Return what a run adds to the counters, as (name, labels, by).
+
+    Zeros too: `increase()` of Prometheus needs a series before its first increase.
+    """
     of = {"device": run.device, "probe": run.probe}
     if run.drill:
         return [("drill_runs", encode_labels(of), 1), ("drill_mismatches", encode_labels(of), len(run.wrong))]

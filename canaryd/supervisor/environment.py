@@ -10,18 +10,18 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
 }
-"""Instruction set → environment that makes torch use it; "" and "native" leave the choice to the libraries."""
+"""Execution path of a CPU → environment that makes torch take it; "" and "native" leave the choice to the libraries."""
 STRICT = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would take the cores from the server beside it
     "PYTHONUNBUFFERED": "1",
 }
-"""Environment of every worker. Libraries read these only when they start, so a probe cannot set them."""
+"""Environment of every worker: libraries read these only when they start, so a probe cannot set them."""
 BELOW_NORMAL = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""Environment of a worker that yields to a server: its kernels wait for the server's where both are clients of MPS
-(NVIDIA Multi-Process Service, "Client Priority Level Control"). Stream priorities would not help: they count within one
-process only."""
+"""Environment of a worker that steps back: its kernels wait for the server's where both are clients of MPS (NVIDIA
+Multi-Process Service, "Client Priority Level Control"). torch's streams have the lowest priority anyway, and priorities
+of streams count within one process only."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
@@ -31,5 +31,7 @@ SCRUBBED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
+    # Set for the daemon, in its unit and image; torch on a CPU would map and unmap memory for every tensor.
+    *("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_"),
 )
-"""Environment that no worker inherits, because it silently changes numbers."""
+"""Environment that no worker inherits: it would change numbers or times without anybody's knowledge."""

@@ -1,9 +1,9 @@
 """TLS, client certificates and passwords for the daemon's address, in the format of Prometheus's web.config.yml.
 
 The format is that of the Prometheus exporter toolkit (docs/web-configuration.md of prometheus/exporter-toolkit), with
-its names, meanings and defaults. What Python's TLS cannot do is refused, never ignored. The file and what it names are
-looked at whenever a client comes, and read again when they have changed; while they cannot be used, what was read
-before stays in force.
+its names, meanings and defaults. What Python's TLS cannot do is refused, never ignored. The file, and the files that it
+names, are checked at every connection and read again when they have changed; while they cannot be used, the last good
+rules stay in force.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ REALM = 'WWW-Authenticate: Basic realm="canaryd", charset="UTF-8"'
 LONGEST = 72
 """Bytes of a password that bcrypt looks at (Provos and Mazières 1999); bcrypt 5 refuses longer ones."""
 REMEMBERED = 64
-"""Passwords that were right and need not be computed again. Ours: more users than that scrape nobody."""
+"""Correct passwords that are kept, so that their hash is computed once (ours)."""
 WAITING = 8
-"""Requests that may wait until their password is computed; more are told to come again. Ours."""
+"""Requests that may wait for the check of their password; further ones get 429 (ours)."""
 SHARE = 0.1
-"""Share of one core that wrong passwords may cost, whoever sends how many: the node is there to serve. Ours."""
+"""Largest share of one core that wrong passwords may cost, however many are sent (ours)."""
 QUIET = 60.0
-"""Seconds between two lines of the log about clients that were not let in: they must not fill it. Ours."""
+"""Seconds between two log lines about refused clients, so that they do not fill the log (ours)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Rules:
-    """What is in force: a whole configuration that was found good. A connection is let in by one of them."""
+    """The rules in force: a whole, valid configuration. A connection belongs to the rules that admitted it."""
 
     users: Mapping[bytes, bytes]
     headers: Mapping[str, str]
@@ -71,7 +71,7 @@ class _Rules:
 def _read(file: Path, looked: dict[Path, object]) -> _Rules:
     """Read a web configuration and all that it names; raises `ConfigError` with every mistake.
 
-    Notes in `looked`, whatever becomes of it, what each file looked like just before it was read.
+    Sets in `looked`, even where it raises, the state of each file just before it was read.
     """
     looked[file] = _look(file)
     notes = Notes()
@@ -92,7 +92,7 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
         if (taken := HEADERS.get(name)) and value is not None and value not in taken:
             tls.complain(f"http_server_config.headers.{name}", f"{quoted(value)}; write {' or '.join(taken)}")
     if found.rate_limit.interval and found.rate_limit.burst is None and "rate_limit.burst" not in wrong:
-        tls.complain("rate_limit.interval", "without a burst nobody is ever answered; write e.g. burst: 20")
+        tls.complain("rate_limit.interval", "without a burst every request is refused; write e.g. burst: 20")
     if found.basic_auth_users:
         with _explained(tls, "basic_auth_users"):
             import bcrypt  # noqa: F401, PLC0415  only where there are passwords
@@ -109,10 +109,10 @@ def _read(file: Path, looked: dict[Path, object]) -> _Rules:
     )
 
 
-def _keeps(file: Path, old: _Rules, new: _Rules) -> None:
-    """Raise `ConfigError` where what kept strangers out before would no longer.
+def _refuse_weaker(file: Path, old: _Rules, new: _Rules) -> None:
+    """Raise `ConfigError` where the new rules lack a protection of the old ones.
 
-    Whoever writes a file empties it first, and on a full disk it stays empty.
+    A program that writes a file empties it first, and on a full disk it stays empty.
     """
     gone = [
         text
@@ -128,7 +128,7 @@ def _keeps(file: Path, old: _Rules, new: _Rules) -> None:
 
 
 def _look(path: Path) -> object:
-    """Return what changes when a file is written, replaced or removed; costs microseconds, so that it can be asked."""
+    """Return a value that changes when a file is written, replaced or removed; takes microseconds."""
     try:
         s = os.stat(path)  # noqa: PTH116  three times as fast as Path.stat, for every request
     except OSError as error:
@@ -141,7 +141,7 @@ def _explained(tls: Tls, where: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        tls.complain(where, "passwords need the package bcrypt, which is not there; install python3-bcrypt or bcrypt")
+        tls.complain(where, "passwords need the package bcrypt, which is missing; install python3-bcrypt or bcrypt")
 
 
 def _canonical(name: str) -> str:
@@ -153,17 +153,17 @@ def _canonical(name: str) -> str:
 
 
 class _Turns:
-    """One password at a time, few that wait, and a pause after a wrong one that keeps their cost below `SHARE`."""
+    """Checks one password at a time, with a short queue, and a pause after a wrong one that keeps within `SHARE`."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._places = threading.Lock()
         self._waiting: set[str] = set()
-        """Addresses whose passwords wait or are computed: one each, so that a guesser keeps nobody else out."""
+        """Addresses whose passwords wait or are checked: one each, so that a guesser keeps nobody else out."""
         self._next = 0.0
 
     def check(self, password: bytes, hashed: bytes, client: str) -> bool | None:
-        """Return whether the password is that of the hash; None where the client or too many others wait already."""
+        """Return whether the password matches the hash; None where the client or too many others wait already."""
         import bcrypt  # noqa: PLC0415
 
         with self._places:
@@ -174,13 +174,13 @@ class _Turns:
             with self._turn:
                 if (pause := self._next - time.monotonic()) > 0:
                     time.sleep(pause)
-                begun = time.monotonic()
+                started = time.monotonic()
                 right = False
                 with contextlib.suppress(ValueError):  # bcrypt before 4 takes no NUL
                     right = bcrypt.checkpw(password, hashed)
-                took = time.monotonic() - begun
+                took = time.monotonic() - started
                 if not right:
-                    self._next = begun + took / SHARE
+                    self._next = started + took / SHARE
                 return right
         finally:
             with self._places:
@@ -210,15 +210,15 @@ class _Bucket:
 
 
 class WebConfig:
-    """A web configuration in force: the gate of a `canaryd.serve.Server`."""
+    """A web configuration in force: the gate of a `canaryd.web.server.Server`."""
 
     def __init__(self, file: Path) -> None:
         """Read it; raises `ConfigError` with every mistake, each at its line."""
         self.problems: tuple[str, ...] = ()
-        """What is wrong with the files as they are now; what was read before is in force meanwhile."""
+        """What is wrong with the files as they are now; the last good rules are in force meanwhile."""
         self._file = file
         self._again = 0.0
-        """When files that could not be used are read again although they look the same."""
+        """When unusable files are read again although they have not changed."""
         self._lock = threading.Lock()
         self._looked: dict[Path, object] = {}
         self._rules = _read(file, self._looked)
@@ -226,18 +226,19 @@ class WebConfig:
         self._bucket = _Bucket(self._rules.rate)
         self._turns = _Turns()
         self._secret = secrets.token_bytes(32)
-        self._right: OrderedDict[bytes, None] = OrderedDict()
-        """Fingerprints of what was right, under a key of this process: memory holds no password."""
-        self._told: dict[str, tuple[float, int]] = {}
+        self._correct: OrderedDict[bytes, None] = OrderedDict()
+        """Fingerprints of correct passwords, under a key of this process: memory holds no password."""
+        self._logged: dict[str, tuple[float, int]] = {}
+        """Kind of refusal → when it was last logged, and how many there were since."""
 
     @property
     def tls(self) -> bool:
-        """Whether clients are asked to speak TLS."""
+        """Whether clients must use TLS."""
         return self._rules.tls is not None
 
     @property
     def authenticates(self) -> bool:
-        """Whether somebody without a password or a certificate is kept out."""
+        """Whether clients need a password or a certificate."""
         return bool(self._rules.users) or self._rules.certified
 
     @property
@@ -246,7 +247,7 @@ class WebConfig:
         return bool(self._rules.users)
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; keep what is in force where they cannot be used."""
+        """Read the files again if they have changed; where they cannot be used, keep the rules in force."""
         self._current()
 
     def _current(self) -> _Rules:
@@ -259,7 +260,7 @@ class WebConfig:
             looked: dict[Path, object] = {}
             try:
                 new = _read(self._file, looked)
-                _keeps(self._file, rules, new)
+                _refuse_weaker(self._file, rules, new)
             except ConfigError as error:
                 self._looked, self.problems = looked, tuple(error.problems)
                 self._again = time.monotonic() + QUIET
@@ -269,13 +270,13 @@ class WebConfig:
             self._rules, self._looked, self.problems = new, looked, ()
             if new.rate != rules.rate:
                 self._bucket = _Bucket(new.rate)
-            log.info("%s: read again", self._file)
+            log.info("%s: reloaded", self._file)
             self._warn()
             return new
 
     def _unchanged(self) -> bool:
         if self.problems and time.monotonic() > self._again:
-            return False  # what could not be read may have been the machine's fault, and not the file's
+            return False  # the machine, and not the file, may have been the cause
         return all(_look(path) == before for path, before in self._looked.items())
 
     def _warn(self) -> None:
@@ -285,11 +286,11 @@ class WebConfig:
     # What the server asks
 
     def enter(self, request: socket.socket, patience: float) -> tuple[socket.socket, object]:
-        """Shake hands; raises `OSError` where the client is not one that is let in."""
+        """Do the TLS handshake; raises `OSError` where the client is refused."""
         rules = self._current()
         if rules.tls is None:
             return request, None
-        # A duplicate: the server hangs up on the original, whoever waits for this one then.
+        # A duplicate: the server can hang up on the original while this one is waited for.
         plain = request.dup()
         plain.settimeout(patience)
         try:
@@ -298,18 +299,18 @@ class WebConfig:
             plain.close()
             raise
         try:
-            stream.do_handshake()  # its timeout is for the whole of it
+            stream.do_handshake()  # the timeout is for the whole handshake
             _require(rules.sans, stream.getpeercert())
         except OSError as error:
             reason = getattr(error, "reason", None) or ""
             if reason == "HTTP_REQUEST":
                 with contextlib.suppress(OSError):
                     request.settimeout(patience)
-                    request.sendall(_HTTPS)
+                    request.sendall(_HTTPS_ANSWER)
             if not isinstance(error, TimeoutError) and reason != "UNEXPECTED_EOF_WHILE_READING":
                 what = reason.lower().replace("_", " ") or error.strerror or str(error)
                 with contextlib.suppress(OSError):
-                    self._tell("TLS", f"{request.getpeername()[0]} was not let in: {what}")
+                    self._log_refusal("TLS", f"{request.getpeername()[0]} was not let in: {what}")
             stream.close()
             raise
         except BaseException:
@@ -318,7 +319,7 @@ class WebConfig:
         return stream, rules
 
     def holds(self, admitted: object) -> bool:
-        """Whether nothing has changed since TLS let the connection in; one in plain text, whether that is spoken."""
+        """Return whether the rules that admitted a TLS connection are in force; for plain text, whether TLS is off."""
         rules = self._current()
         return rules.tls is None if admitted is None else rules is admitted
 
@@ -327,7 +328,7 @@ class WebConfig:
         return self._rules.headers
 
     def refusal(self, headers: Mapping[str, str], client: str) -> Answer | None:
-        """Return what one is told who is not let in: 429 for too many, 401 for no or a wrong password."""
+        """Return the answer to a refused request: 429 for too many, 401 for no or a wrong password; else None."""
         if not self._bucket.take():
             return _busy("too many requests", 1)
         rules = self._rules
@@ -342,40 +343,40 @@ class WebConfig:
         if hashed is None:
             hashed = self._stand_in(rules, user)
         mark = hmac.digest(self._secret, b"\0".join((user, hashed, password)), hashlib.sha256)
-        if mark in self._right:
+        if mark in self._correct:
             return None
-        right = self._turns.check(password, hashed, client)
-        if right is None:
+        correct = self._turns.check(password, hashed, client)
+        if correct is None:
             return _busy("too many passwords at once", 5)
-        if not (right and known):
-            self._tell("password", f"{client} was not let in: wrong user or password")
+        if not (correct and known):
+            self._log_refusal("password", f"{client} was not let in: wrong user or password")
             return _UNAUTHORIZED
         with self._lock:
-            self._right[mark] = None
-            if len(self._right) > REMEMBERED:
-                self._right.popitem(last=False)
+            self._correct[mark] = None
+            if len(self._correct) > REMEMBERED:
+                self._correct.popitem(last=False)
         return None
 
     def _stand_in(self, rules: _Rules, user: bytes) -> bytes:
-        """Return a hash that no password has, at the cost of a real one: always the same user's for the same name."""
+        """Return a hash that no password has, for an unknown user; the same name always costs the same."""
         costs = sorted(hashed.split(b"$")[2] for hashed in rules.users.values())
         digest = hmac.digest(self._secret, user, hashlib.sha256)
         text = base64.b64encode(digest + digest).replace(b"+", b".")[:53]
         return b"$2b$%s$%s" % (costs[int.from_bytes(digest[:8], "big") % len(costs)], _bounded(text))
 
-    def _tell(self, kind: str, text: str) -> None:
-        """Log that a client was not let in, at most once a minute of a kind, and how many more there were."""
+    def _log_refusal(self, kind: str, text: str) -> None:
+        """Log a refused client, at most once a minute for each kind of refusal, and how many more there were."""
         now = time.monotonic()
         with self._lock:
-            last, more = self._told.get(kind, (now - QUIET, 0))
+            last, more = self._logged.get(kind, (now - QUIET, 0))
             due = now - last >= QUIET
-            self._told[kind] = (now, 0) if due else (last, more + 1)
+            self._logged[kind] = (now, 0) if due else (last, more + 1)
         if due:
             log.warning("%s%s", text, f" ({more} more since the last such line)" if more else "")
 
 
 def _bounded(text: bytes) -> bytes:
-    """Return 53 characters that bcrypt takes for salt and digest: the salt's last one carries two bits alone."""
+    """Return 53 characters that bcrypt takes as salt and digest: the salt's last character carries only two bits."""
     return text[:21] + b"." + text[22:]
 
 
@@ -387,18 +388,18 @@ def _require(allowed: frozenset[str] | None, certificate: Mapping[str, Any] | No
         raise ConnectionAbortedError("its certificate has none of client_allowed_sans")
 
 
-_SAID = b"this is an HTTPS server: write https:// for http://\n"
-_HTTPS = (
-    f"HTTP/1.0 400 {HTTPStatus(400).phrase}\r\nContent-Type: {PLAIN_TEXT}\r\nContent-Length: {len(_SAID)}\r\n\r\n"
-).encode() + _SAID
+_HTTPS_TEXT = b"this is an HTTPS server: write https:// for http://\n"
+_HTTPS_ANSWER = (
+    f"HTTP/1.0 400 {HTTPStatus(400).phrase}\r\nContent-Type: {PLAIN_TEXT}\r\nContent-Length: {len(_HTTPS_TEXT)}\r\n\r\n"
+).encode() + _HTTPS_TEXT
 
 
 def _busy(why: str, seconds: int) -> Answer:
-    return Answer(429, PLAIN_TEXT, f"{why}: come again\n".encode(), (f"Retry-After: {seconds}",))
+    return Answer(429, PLAIN_TEXT, f"{why}: try again later\n".encode(), (f"Retry-After: {seconds}",))
 
 
 def _credentials(header: str) -> tuple[bytes, bytes] | None:
-    """Return (user, password) of a header of basic authentication (RFC 7617), None where it is none."""
+    """Return (user, password) of a header of basic authentication (RFC 7617), None for any other header."""
     scheme, _, value = header.partition(" ")
     if scheme.lower() != "basic":
         return None

@@ -1,4 +1,4 @@
-"""A small HTTP server that hands out what was prepared: every client has a thread and deadlines of its own."""
+"""A small HTTP server for prepared answers: every client has a thread and deadlines of its own."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer: whatever a device calls itself, a browser runs and fetches nothing."""
+"""Headers of every answer: a browser runs and fetches nothing, whatever text a device puts into a page."""
 
 
 class Answer(NamedTuple):
-    """What a route says."""
+    """The answer of a route."""
 
     status: int
     content_type: str
@@ -44,31 +44,31 @@ Route = Callable[[Mapping[str, str]], Answer]
 
 
 class Gate(Protocol):
-    """Who may come in, asked anew for every connection and every request; `canaryd.web_config` is one."""
+    """Decides which clients are served, at every connection and every request; `canaryd.web.auth.WebConfig` is one."""
 
     def enter(self, request: socket.socket, patience: float) -> tuple[socket.socket, object]:
-        """Return (what to read from and write to, a pass), after a TLS handshake of at most `patience` seconds.
+        """Return (stream, pass) after a TLS handshake of at most `patience` seconds.
 
         The pass of a connection in plain text is None. Called in the connection's own thread. Raises `OSError` where
-        the client is not let in.
+        the client is refused.
         """
 
     def holds(self, admitted: object) -> bool:
-        """Whether a connection with this pass is served: one let in by other keys or rules, or by another gate, is not.
+        """Return whether a connection with this pass is still served: not after other keys, rules or another gate.
 
-        One in plain text is, wherever that is what is spoken: a change of rules costs no scrape that it meets.
+        A connection in plain text is served as long as TLS is off: a change of rules does not break it.
         """
 
     def refusal(self, headers: Mapping[str, str], client: str) -> Answer | None:
-        """Return the answer to a request that is not let in, None for one that is; may wait for its turn."""
+        """Return the answer to a request that is refused, None for one that is not; may wait for its turn."""
 
     def headers(self) -> Mapping[str, str]:
-        """Return headers of every answer, by their names: they replace those of `SECURITY`."""
+        """Return headers of every answer, by name; they replace those of `SECURITY`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one client may cost the others. Times in seconds."""
+    """Limits of one client. Times in seconds."""
 
     connections: int = 64
     head: float = 5.0
@@ -90,7 +90,7 @@ class Server:
     """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
 
     Each connection has a thread and deadlines of its own, so that a slow or silent client holds up nobody else. When
-    all places are taken, a newcomer gets that of the client that has kept us waiting longest.
+    all places are taken, a new client gets the place of the one that has waited longest.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Server:
     ) -> None:
         """Bind to `host` (IPv4, IPv6 or a name) and `port` (0: any free one); `routes` maps paths to answers.
 
-        Without a gate everybody who reaches the address is answered, in plain text. Raises `OSError` that says which
-        address cannot be had and what to do.
+        Without a gate every client that reaches the address is answered, in plain text. Raises `OSError` that names
+        the address and what to do.
         """
         self._listener = _Listener(host, port, routes, limits)
         self._listener.gate = gate
@@ -113,12 +113,12 @@ class Server:
 
     @property
     def local(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """Whether only this machine can reach it."""
         address: str = self._listener.socket.getsockname()[0]
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
     def guard(self, gate: Gate | None) -> None:
-        """Put another gate in the place of the present one: a connection that it would not let in is given up."""
+        """Replace the gate: connections that the new one would refuse are closed."""
         self._listener.gate = gate
 
     @property
@@ -127,7 +127,7 @@ class Server:
         return self._listener.refused
 
     def start(self) -> None:
-        """Begin to answer, in threads of our own."""
+        """Start to answer, in threads of its own."""
         self._thread.start()
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Server:
 
 _ADVICE = {
     errno.EADDRINUSE: "another process, perhaps another canaryd, listens there: stop it or choose another port",
-    errno.EADDRNOTAVAIL: "this machine does not have that address: choose one of its own",
+    errno.EADDRNOTAVAIL: "this machine does not have that address: choose one that it has",
     errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher port",
 }
 
@@ -206,7 +206,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         return False
 
     def turn(self, request: socket.socket, *, answering: bool) -> bool:
-        """Note that a connection is now being answered, or waited for; False when it has lost its place."""
+        """Note that a connection is now being answered, or idle; False when it has lost its place."""
         with self._lock:
             if self._places.pop(request, None) is None:
                 return False
@@ -259,7 +259,7 @@ def _parse(head: bytes) -> _Request:
         name = field[1].lower()
         value = field[2].strip(" \t")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    # A body is never read, so what follows it could not be told from the next request.
+    # A body is never read, so what follows it could be taken for the next request.
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     keep_alive = match[3] != "0" and "close" not in headers.get("connection", "").lower() and not body
     return _Request(match[1], match[2].partition("?")[0], headers, keep_alive)
@@ -277,7 +277,7 @@ class _Connection(socketserver.BaseRequestHandler):
         self._gate = self.server.gate
         self._pass: object = None
         patience = self.server.limits.head
-        with contextlib.suppress(OSError):  # gone, too slow, evicted, or not let in: there is nobody to tell
+        with contextlib.suppress(OSError):  # gone, too slow, evicted or refused: there is no client to answer
             # TLS writes in records: the last one would wait 40 ms for a delayed acknowledgement of those before it.
             self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._gate is not None:
@@ -321,12 +321,12 @@ class _Connection(socketserver.BaseRequestHandler):
         return keep_alive
 
     def _admitted(self) -> bool:
-        """Whether the gate as it is now serves this connection; who is hung up on comes again, and is asked."""
+        """Return whether the present gate serves this connection; a client that is cut off connects again."""
         self._gate = self.server.gate
         return self._pass is None if self._gate is None else self._gate.holds(self._pass)
 
     def _send(self, data: bytes) -> None:
-        """Send all of it within one deadline, which TLS would otherwise begin anew with each of its records."""
+        """Send all of it within one deadline; TLS would otherwise restart the deadline with each record."""
         deadline = time.monotonic() + self.server.limits.write
         rest = memoryview(data)
         while rest:
@@ -340,7 +340,7 @@ class _Connection(socketserver.BaseRequestHandler):
             return Answer(405, PLAIN_TEXT, b"method not allowed: use GET or HEAD\n", ("Allow: GET, HEAD",))
         route = self.server.routes.get(request.path)
         if route is None:
-            return Answer(404, PLAIN_TEXT, f"not found: there is {', '.join(sorted(self.server.routes))}\n".encode())
+            return Answer(404, PLAIN_TEXT, f"not found: use one of {', '.join(sorted(self.server.routes))}\n".encode())
         try:
             return route(request.headers)
         except Exception:
@@ -348,7 +348,7 @@ class _Connection(socketserver.BaseRequestHandler):
             return Answer(500, PLAIN_TEXT, b"internal error: see the log of canaryd\n")
 
     def _read_head(self, patience: float) -> bytes | None:
-        """Return the next request up to its blank line; None when the client has nothing (more) to say in time."""
+        """Return the next request up to its blank line; None when none arrives in time."""
         limits = self.server.limits
         deadline = time.monotonic() + (limits.head if self._received else patience)
         while not (end := re.search(b"\r?\n\r?\n", self._received)):
@@ -370,8 +370,8 @@ class _Connection(socketserver.BaseRequestHandler):
         return head
 
     def _linger(self) -> None:
-        """Say that we are done and read on for a moment: closing over unread bytes would tear up the answer."""
-        if self._stream is not self.request:  # TLS says so by itself, before the connection does
+        """End our side and read on for a moment: closing with unread bytes would destroy the answer."""
+        if self._stream is not self.request:  # TLS has an end of its own, before that of the connection
             self._stream.settimeout(self.server.limits.patience)
             with contextlib.suppress(OSError, ValueError):
                 self._stream.unwrap()  # type: ignore[attr-defined]

@@ -21,7 +21,8 @@ from canaryd.config.schema import (
 )
 
 COSTS = (4, 15)
-"""Costs of a bcrypt hash: bcrypt's own least; beyond the second, one check outlasts a scrape's usual 10 s. Ours."""
+"""Least and largest cost of a bcrypt hash: bcrypt's own minimum; above the second, one check takes longer than a
+scrape's usual 10 s (ours)."""
 CIPHERS = {
     "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
     "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
@@ -53,34 +54,34 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 
 def _version(text: str) -> str:
     if text in ("TLS10", "TLS11"):
-        raise ValueError(f"{text} is broken (RFC 8996) and not spoken here; write TLS12 or TLS13")
+        raise ValueError(f"{text} is insecure (RFC 8996) and not supported; write TLS12 or TLS13")
     if text not in VERSIONS:
-        raise ValueError(f"{quoted(text)} is no version of TLS; write TLS12 or TLS13")
+        raise ValueError(f"{quoted(text)} is not a TLS version; write TLS12 or TLS13")
     return text
 
 
 def _cipher(text: str) -> str:
     if text in _TLS13:
-        raise ValueError(f"{text} belongs to TLS 1.3, whose suites cannot be chosen and are all on; remove it")
+        raise ValueError(f"{text} is a suite of TLS 1.3, which are always on and cannot be chosen; remove it")
     if text not in CIPHERS:
-        raise ValueError(f"{quoted(text)} is no suite that is known here; write some of {', '.join(CIPHERS)}")
+        raise ValueError(f"{quoted(text)} is not a supported suite; choose from {', '.join(CIPHERS)}")
     return text
 
 
 def _curve(text: str) -> str:
     if text not in CURVES:
-        raise ValueError(f"{quoted(text)} is no curve that is known here; write one of {', '.join(CURVES)}")
+        raise ValueError(f"{quoted(text)} is not a supported curve; write one of {', '.join(CURVES)}")
     return text
 
 
 def _client_auth(text: str) -> str:
     if text in _UNVERIFIED:
         raise ValueError(
-            f"{text} asks for certificates without verifying them, which Python's TLS cannot do and which keeps nobody"
-            f" out; write {REQUIRED}, {IF_GIVEN} or {_NONE}"
+            f"{text} asks for certificates without verifying them, which keeps nobody out and which Python's TLS cannot"
+            f" do; write {REQUIRED}, {IF_GIVEN} or {_NONE}"
         )
     if text not in (_NONE, IF_GIVEN, REQUIRED):
-        raise ValueError(f"{quoted(text)} is no way to ask for certificates; write {REQUIRED}, {IF_GIVEN} or {_NONE}")
+        raise ValueError(f"{quoted(text)} is not a client_auth_type; write {REQUIRED}, {IF_GIVEN} or {_NONE}")
     return text
 
 
@@ -99,7 +100,7 @@ def _interval(text: str) -> float:
     if text == "0":
         return 0.0
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError(f'{quoted(text)} is no interval; write e.g. "1s" or "500ms"')
+        raise ValueError(f'{quoted(text)} is not an interval; write e.g. "1s" or "500ms"')
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     if seconds > 86400:
         raise ValueError(f'{quoted(text)} is longer than a day; write e.g. "1s"')
@@ -114,7 +115,7 @@ def _burst(text: str) -> int:
 
 def _no_http2(text: str) -> bool:
     if read_boolean(text):
-        raise ValueError("HTTP/2 is not spoken here, clients get HTTP/1.1; write false, or remove the line")
+        raise ValueError("HTTP/2 is not supported, clients get HTTP/1.1; write false, or remove the line")
     return False
 
 
@@ -142,20 +143,22 @@ class TlsServer:
 
     cert: str | None = setting(_PEM, "null", "The server's certificate with its chain.")
     key: str | None = setting(_PEM, "null", "Its private key.")
-    client_ca: str | None = setting(_PEM, "null", "Who vouches for clients.")
+    client_ca: str | None = setting(_PEM, "null", "The CA of client certificates.")
     cert_file: str | None = setting(_FILE, "null", "File of the server's certificate with its chain.")
     key_file: str | None = setting(_FILE, "null", "File of its private key.")
-    client_ca_file: str | None = setting(_FILE, "null", "File of those who vouch for clients.")
+    client_ca_file: str | None = setting(_FILE, "null", "File of the CA of client certificates.")
     client_auth_type: str | None = setting(
         Scalar("text", _client_auth, {"type": "string"}), "null", "Whether clients must show a certificate."
     )
-    client_allowed_sans: tuple[str, ...] | None = setting(ListOf(_TEXT), "null", "Names of which a client's has one.")
-    min_version: str = setting(_VERSION, "TLS12", "Oldest version that is spoken.")
-    max_version: str = setting(_VERSION, "TLS13", "Newest version that is spoken.")
+    client_allowed_sans: tuple[str, ...] | None = setting(
+        ListOf(_TEXT), "null", "Names, one of which a client must have."
+    )
+    min_version: str = setting(_VERSION, "TLS12", "Oldest TLS version.")
+    max_version: str = setting(_VERSION, "TLS13", "Newest TLS version.")
     cipher_suites: tuple[str, ...] | None = setting(
         ListOf(Scalar("a suite", _cipher, {"type": "string"})), "null", "Suites of TLS 1.2."
     )
-    prefer_server_cipher_suites: bool = setting(BOOLEAN, "true", "Whose order of suites counts.")
+    prefer_server_cipher_suites: bool = setting(BOOLEAN, "true", "Whether the server's order of suites counts.")
     curve_preferences: tuple[str, ...] | None = setting(
         ListOf(Scalar("a curve", _curve, {"type": "string"})), "null", "The curve of the key exchange."
     )
@@ -197,7 +200,7 @@ class WebFile:
             Scalar("a bcrypt hash (in quotes)", _hash, {"type": "string"}, SPELLED),
             r"[^:\x00-\x1f\x7f]+",
             "a mapping of users to bcrypt hashes",
-            "not a user's name: it holds a colon or a control character, or nothing",
+            "not a user name: it is empty, or holds a colon or a control character",
         ),
         "{}",
         "User → bcrypt hash of the password.",

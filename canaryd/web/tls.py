@@ -19,7 +19,7 @@ NAMED = ("cert_file", "key_file", "client_ca_file")
 
 
 class Tls:
-    """The section `tls_server_config`, made into what the connections use."""
+    """Makes an SSL context of the section `tls_server_config`."""
 
     def __init__(self, settings: TlsServer, names: Mapping[str, Path], notes: Notes) -> None:
         self._settings = settings
@@ -27,7 +27,7 @@ class Tls:
         self._notes = notes
 
     def complain(self, where: str, message: str) -> None:
-        """Note a mistake at the line of the setting, or of what it stands in."""
+        """Note a mistake at the line of the setting, or of its section."""
         lines = self._notes.lines
         line = next((lines[w] for w in (where, where.rpartition(".")[0], where.partition(".")[0]) if w in lines), 1)
         self._notes.problems.append((line, where, message))
@@ -51,13 +51,13 @@ class Tls:
         verifies = s.client_auth_type in (IF_GIVEN, REQUIRED)
         authority = given & {"client_ca", "client_ca_file"}
         if verifies and not authority:
-            self._complain("client_auth_type", "who vouches for clients? name the file in client_ca_file")
+            self._complain("client_auth_type", "the CA of client certificates is missing; name client_ca_file")
         if authority and not verifies and f"{_HERE}client_auth_type" not in wrong:
             self._complain(min(authority), f"not used without client_auth_type: {REQUIRED}; write that as well")
         if s.client_allowed_sans is not None and s.client_auth_type != REQUIRED:
             self._complain("client_allowed_sans", f"means nothing without client_auth_type: {REQUIRED}")
         if s.min_version == "TLS13" and s.max_version == "TLS12":
-            self._complain("max_version", "older than min_version; no client could come in")
+            self._complain("max_version", "older than min_version, so no client could connect; swap the two")
         if s.curve_preferences is not None and len(s.curve_preferences) != 1:
             self._complain("curve_preferences", "Python's TLS takes exactly one curve; name one, or remove the line")
         if s.cipher_suites is not None and not s.cipher_suites:
@@ -90,17 +90,17 @@ class Tls:
         except ssl.SSLError as error:
             reason = error.reason or ""
             if "MISMATCH" in reason:
-                self._complain(self._name("key"), "not the key of the certificate; is one of the two newer?")
+                self._complain(self._name("key"), "not the key of the certificate; name a matching pair")
             else:
-                said = f" ({reason.lower().replace('_', ' ')})" if reason else ""
-                self._complain(self._name("cert"), f"OpenSSL cannot use this certificate with this key{said}")
+                detail = f" ({reason.lower().replace('_', ' ')})" if reason else ""
+                self._complain(self._name("cert"), f"OpenSSL cannot use this certificate with this key{detail}")
             return None
         if verifies:
             try:
                 context.load_verify_locations(cadata=texts["client_ca"])
             except ssl.SSLError as error:
-                said = (error.reason or "").lower().replace("_", " ")
-                self._complain(self._name("client_ca"), f"holds no certificate that OpenSSL reads ({said})")
+                detail = (error.reason or "").lower().replace("_", " ")
+                self._complain(self._name("client_ca"), f"holds no certificate that OpenSSL reads ({detail})")
                 return None
             context.verify_mode = ssl.CERT_REQUIRED if s.client_auth_type == REQUIRED else ssl.CERT_OPTIONAL
         return context
@@ -116,7 +116,7 @@ class Tls:
             if path is not None:
                 with path.open("rb") as stream:
                     text = stream.read(MAX_FILE_BYTES).decode("ascii", "replace")
-                if what == "client_ca" and (doubt := permissions.doubt(path)):  # it decides who is let in
+                if what == "client_ca" and (doubt := permissions.doubt(path)):  # it decides which clients are admitted
                     self._complain(name, f"{path}: {doubt}")
                     return None
         except OSError as error:
@@ -127,12 +127,12 @@ class Tls:
             self._complain(name, f"{path or 'the text'} holds no {kind.lower()} in PEM")
             return None
         if what == "key" and "ENCRYPTED" in text:
-            self._complain(name, "the key is encrypted, and nobody is there to type its password; store it decrypted")
+            self._complain(name, "the key is encrypted, and canaryd cannot ask for its password; store it decrypted")
             return None
         return str(text)
 
     def _load(self, context: ssl.SSLContext, cert: str, key: str) -> None:
-        """Hand over certificate and key as they were read, through memory alone: they may be written to meanwhile."""
+        """Load certificate and key as they were read, through memory: their files may change meanwhile."""
         with contextlib.ExitStack() as stack:
             paths = []
             for text in (cert, key):

@@ -11,7 +11,9 @@ import pytest
 from canaryd.cli.baseline import SCHEMA, Selection, accepted, chosen, document, imported, pinned
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
 from canaryd.model import Device, Outcome, Recording, Run
-from canaryd.store.store import REACHED_NOTE, Retention, Store
+from canaryd.store.clock import REACHED_NOTE
+from canaryd.store.retention import Retention
+from canaryd.store.store import Store
 from tests.command import canaryd
 
 NOW, DAY = 1_790_000_000.0, 86_400.0

@@ -200,8 +200,8 @@ def test_a_damaged_database_is_set_aside_and_the_check_goes_on(common):
     assert {f["rule"] for d in answer.document["devices"] for f in d["findings"] if f["severity"] == "unknown"} == {
         "history-lost"
     }
-    assert "a fresh one was begun" in answer.err
-    assert any("a fresh one was begun" in problem for problem in answer.document["problems"])
+    assert "started a new, empty database" in answer.err
+    assert any("started a new, empty database" in problem for problem in answer.document["problems"])
     assert len(list(state.glob("canaryd.db.corrupt-*"))) == 1
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 
 from canaryd.store.store import Store
 from tests.command import (
+    ROOT,
     RUN_ID,
     Daemon,
     canaryd,
@@ -392,12 +394,19 @@ HEAP = 64 << 20
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
-def test_threads_share_one_heap(tmp_path, state):
-    """Heaps of single threads never shrink: there are none."""
+def test_threads_share_one_heap(tmp_path, state, monkeypatch):
+    """Heaps of single threads never shrink: with the unit's environment there are none. Workers do not inherit it."""
+    unit = (ROOT / "systemd/canaryd.service").read_text()
+    given = dict(re.findall(r"^Environment=(MALLOC_\w+)=(.+)$", unit, re.MULTILINE))
+    assert given == {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     log = tmp_path / "log"
-    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log)}}})
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "seconds": 5.0}}})
     with running(Daemon(config, state)) as daemon:
-        eventually(lambda: begun(log))
+        (worker,) = eventually(lambda: begun(log))
+        assert b"MALLOC_" not in Path(f"/proc/{worker}/environ").read_bytes()
+        assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{daemon.popen.pid}/environ").read_bytes()
         eventually(lambda: daemon.get("/readyz")[0] in (200, 503))
         lines = Path(f"/proc/{daemon.popen.pid}/maps").read_text().splitlines()
         parts = [(*(int(end, 16) for end in line.split()[0].split("-")), line.split()[1:]) for line in lines]

@@ -177,7 +177,7 @@ def test_a_stopped_daemon_is_not_fed(tmp_path, ear):
 
 
 FAULTS = {
-    "scheduler": "found[daemon.Daemon]._jobs.pause()",
+    "scheduler": "found[daemon.Daemon]._jobs.scheduler.pause()",
     "record": "found[daemon.Daemon]._look = lambda: time.sleep(1e6)",
     "http": "found[server.Server]._listener.process_request = lambda *_: time.sleep(1e6)",
 }
@@ -185,7 +185,7 @@ FAULTS = {
 BROKEN = """
 import sys, threading, time
 from canaryd.cli import main
-from canaryd.daemon import daemon
+from canaryd.daemon import daemon, watchdog
 from canaryd.web import server
 
 found = {}
@@ -199,7 +199,7 @@ def fault(what):
     sys.stdin.readline()
     exec(what)
     print("broken", file=sys.stderr, flush=True)
-daemon.REFRESH, daemon.STARVED = 0.5, 3.0
+daemon.REFRESH, watchdog.STARVED = 0.5, 3.0
 remember(daemon.Daemon, "_watch")
 remember(server.Server, "start")
 threading.Thread(target=fault, args=(sys.argv.pop(),), daemon=True).start()

@@ -17,6 +17,7 @@ import pytest
 from canaryd.config.load import ConfigError, load
 from canaryd.config.settings import BudgetConfig, Config
 from canaryd.daemon import daemon as daemon_daemon
+from canaryd.daemon.snapshot import stale
 from canaryd.engine import budget
 from canaryd.engine.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
 from canaryd.engine.catalogue import Entry, ProbeFile
@@ -633,7 +634,7 @@ class Beside(daemon_daemon.Daemon):
         self.engine.take(Run(started=started, outcome=outcome, **{**made, **fields}))
 
     def chosen(self) -> tuple[list[str], str]:
-        return self._within_budget(CARD, ["a", "b"], PERIODS)
+        return self._rounds.within_budget(CARD, ["a", "b"], PERIODS)
 
     def waits(self) -> str:
         held = self.engine.account.withheld(CARD.uuid)
@@ -683,9 +684,9 @@ def test_only_what_is_old_is_forced_and_the_rest_waits_on(served):
     served.know("a", OLD + 1)
     served.know("b", OLD - 60)
     assert served.engine.account.withhold(CARD.uuid, Wait(reason="load", text="it is in use"), 1.0)
-    served._tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
     assert served.ran == [(CARD.uuid, ("a",), FORCED)]
-    served._tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
     assert (len(served.ran), served.waits()) == (1, "load")
     assert served.engine.account.totals(CARD.uuid)[1]["load"] == 1
 
@@ -699,14 +700,14 @@ def test_evidence_from_the_future_is_none(served):
     for probe in PERIODS:
         served.know(probe, -7 * 86_400)
     assert served.chosen() == (["a", "b"], FORCED)
-    assert served._stale(CARD.uuid, list(served.engine.evidence(CARD.uuid)), time.time()) == [
+    assert stale(served.engine, CARD, served.engine.evidence(CARD.uuid), time.time()) == [
         "cuda:0 a: all evidence is dated in the future",
         "cuda:0 b: all evidence is dated in the future",
     ]
     for probe in PERIODS:
         served.know(probe, 0)
     assert served.chosen() == ([], ROUND)
-    assert served._stale(CARD.uuid, list(served.engine.evidence(CARD.uuid)), time.time()) == []
+    assert stale(served.engine, CARD, served.engine.evidence(CARD.uuid), time.time()) == []
 
 
 def test_a_restart_knows_what_a_round_takes(served):
@@ -714,7 +715,7 @@ def test_a_restart_knows_what_a_round_takes(served):
     served.said[CARD.uuid] = ()
     for probe in PERIODS:
         served.know(probe, 1800)
-    served._recall_spent(CARD.uuid)
+    served._rounds.recall_spent(CARD.uuid)
     assert served.engine.account.spent(CARD.uuid) == 16.0
     assert served.chosen() == ([], ROUND)
     assert served.waits() == "share"
@@ -726,7 +727,7 @@ def test_a_test_out_of_turn_is_no_measure_of_a_round(served):
     served.engine.account.took(CARD.uuid, ("a", "b"), 16.0)
     served.engine.account.withhold(CARD.uuid, Wait(reason="share", text="enough"), 1.0)
     served.engine.watch.triggers[CARD.uuid] = "an Xid"
-    served._tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
     assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT)]
     assert served.engine.account.cost(CARD.uuid, ("a", "b")) == 16.0
     assert served.waits() == ""
@@ -746,11 +747,11 @@ def test_what_can_run_no_more_does_not_wait(served, end):
     """It would be told as waiting for as long as the device is known."""
     for probe in PERIODS:
         served.know(probe, 1800)
-    served._tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
     assert served.waits() == "load"
     assert served.store.note(BUDGET_NOTE)
     end(served.engine)
-    served._tick(CARD.uuid)
+    served._rounds.tick(CARD.uuid)
     assert served.waits() == ""
     assert not served.store.note(BUDGET_NOTE)
 
@@ -761,7 +762,7 @@ def test_a_sibling_that_must_be_left_alone_is_not_retested(served):
     plans = [Plan(device=d, instruction_set="", steps=(step,)) for d in (CARD, TWIN)]
     for said, asked in ((PROHIBITED, [CARD.uuid]), (BUSY, [CARD.uuid, TWIN.uuid])):
         served.said[TWIN.uuid], served.ran = said, []
-        served._carry_out(CARD, plans, RETEST)
+        served._rounds.run_aside(CARD, plans, RETEST)
         assert [uuid for uuid, *_ in served.ran] == asked
 
 

@@ -16,8 +16,9 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Verdict
 from canaryd.report import gate
+from canaryd.store.database import DATABASE
 from canaryd.store.notes import DAEMON_LOCK
-from canaryd.store.store import DATABASE, Store
+from canaryd.store.store import Store
 from tests.command import ROOT, canaryd, environment
 
 GPU = Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H200")

@@ -455,4 +455,4 @@ def test_the_page_answers_like_every_route(served):
     assert (answer.status, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     connection.close()
     assert daemon.get("/metrics")[0] == 200
-    assert "there is /, /healthz, /metrics, /readyz" in daemon.get("/nowhere")[1]
+    assert "use one of /, /healthz, /metrics, /readyz" in daemon.get("/nowhere")[1]

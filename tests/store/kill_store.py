@@ -78,7 +78,7 @@ def through_engine(state_dir: str, prefix: str, commit: str = "0") -> None:
     """Take turns for ever, or until just before a commit."""
     engine = begin(state_dir)
     if int(commit):
-        engine.store._disk.set_trace_callback(deadly(int(commit), only="COMMIT"))
+        engine.store._database.connection.set_trace_callback(deadly(int(commit), only="COMMIT"))
     for number in itertools.count():
         for what, name, promised in turn(engine, f"{prefix}-{number}", number):
             if not promised:
@@ -135,8 +135,8 @@ def upgrade(state_dir: str, statement: str) -> None:
     before = deadly(int(statement))
     migrations = [lambda db, m=m: (db.set_trace_callback(before), m(db)) for m in MIGRATIONS]
     with Store(Path(state_dir), time.time, 10**9, Store.open.__kwdefaults__["keep"], MIGRATIONS) as store:
-        store._migrations = migrations
-        store._connection()
+        store._database.migrations = migrations
+        store._open()
         print("upgraded", flush=True)
 
 

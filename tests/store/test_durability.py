@@ -47,8 +47,10 @@ from canaryd.model import (
 from canaryd.probe import ProbeSpec
 from canaryd.report import status
 from canaryd.store import release_0_1
+from canaryd.store.clock import REACHED_NOTE
+from canaryd.store.database import StoreTooNew
 from canaryd.store.migrations import MIGRATIONS
-from canaryd.store.store import REACHED_NOTE, Store, StoreTooNew
+from canaryd.store.store import Store
 from tests.places import place
 
 WRITER = Path(__file__).with_name("kill_store.py")

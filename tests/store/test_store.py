@@ -29,11 +29,16 @@ from canaryd.model import (
     State,
     Verdict,
 )
+from canaryd.store import database, devices, telemetry
 from canaryd.store import rows as store_rows
-from canaryd.store import store as store_store
+from canaryd.store import runs as store_runs
+from canaryd.store.clock import DAY, REACHED_NOTE
+from canaryd.store.database import StoreTooNew, use_wal
+from canaryd.store.devices import DeviceRecord
 from canaryd.store.locks import Busy
 from canaryd.store.migrations import MIGRATIONS
-from canaryd.store.store import DAY, DeviceRecord, Retention, Store, StoreTooNew, use_wal
+from canaryd.store.retention import Retention, used
+from canaryd.store.store import Store
 
 NOW = 1_790_000_000.0
 WRITER = Path(__file__).with_name("kill_store.py")
@@ -122,7 +127,7 @@ def counter(store, name, **labels):
 
 def passed(store, now):
     """Let time pass for a store as if it had been pruned hour by hour."""
-    store.set_note(store_store.REACHED_NOTE, repr(now))
+    store.set_note(REACHED_NOTE, repr(now))
 
 
 def fill(state_dir, runs, **options):
@@ -262,7 +267,7 @@ def test_processes_write_at_once_and_lose_nothing(tmp_path):
 def test_a_lock_held_too_long_costs_only_time(tmp_path):
     """While another process keeps the database locked a run waits in memory; later it is written."""
     with Store.open(tmp_path) as store:
-        store._disk.execute("PRAGMA busy_timeout = 20")
+        store._database.connection.execute("PRAGMA busy_timeout = 20")
         with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             assert not store.add_run(run("a"))
@@ -304,8 +309,8 @@ def test_what_a_full_database_refused_is_part_of_every_answer(store, tmp_path):
     store.set_verdict(verdict())
     store.count("worker_starts", {"device": "GPU-1"})
     before = store.verdict_history("GPU-1")
-    (pages,) = store._disk.execute("PRAGMA page_count").fetchone()
-    store._disk.execute(f"PRAGMA max_page_count = {pages}")
+    (pages,) = store._database.connection.execute("PRAGMA page_count").fetchone()
+    store._database.connection.execute(f"PRAGMA max_page_count = {pages}")
     number = 0
     while store.add_run(failure(f"new-{number}", detail=junk(3000).hex())):
         number += 1
@@ -335,7 +340,7 @@ def test_what_a_full_database_refused_is_part_of_every_answer(store, tmp_path):
 
     assert [v.decided for v in before] == [NOW]
     check(store)
-    store._disk.execute("PRAGMA max_page_count = 1000000")
+    store._database.connection.execute("PRAGMA max_page_count = 1000000")
     assert store.count("worker_starts", {"device": "GPU-1"}, 0)
     assert store.problem == ""
     check(store)
@@ -345,7 +350,7 @@ def test_what_a_full_database_refused_is_part_of_every_answer(store, tmp_path):
 
 def test_the_backlog_is_bounded_and_drops_failures_last(tmp_path, monkeypatch):
     """Beyond its bound the memory forgets the oldest successes first, says so, and keeps their counts."""
-    monkeypatch.setattr(store_store, "BACKLOG", 4)
+    monkeypatch.setattr(store_runs, "BACKLOG", 4)
     (tmp_path / "state").write_text("in the way")
     with Store.open(tmp_path / "state") as store:
         for name in ("f1", "s1", "f2", "s2", "s3", "f3"):
@@ -361,10 +366,10 @@ def test_the_backlog_is_bounded_and_drops_failures_last(tmp_path, monkeypatch):
 def test_a_large_backlog_is_written_in_parts(store, monkeypatch):
     """More runs than one transaction takes reach the disk in order."""
     names = [f"r{n:03}" for n in range(250)]
-    store._disk.execute("PRAGMA max_page_count = 1")
+    store._database.connection.execute("PRAGMA max_page_count = 1")
     for name in names:
         store.add_run(run(name))
-    store._disk.execute("PRAGMA max_page_count = 1000000")
+    store._database.connection.execute("PRAGMA max_page_count = 1000000")
     assert store.add_run(run("last"))
     with Store.open(store.state_dir) as other:
         assert ids(other.runs()) == [*names, "last"]
@@ -524,7 +529,7 @@ def test_damage_in_the_middle_is_found_at_work(tmp_path, touch):
     """Pages that rot while the store is open: whoever meets them, reader or writer, carries on with a fresh file."""
     fill(tmp_path / "s", [run(f"r{n}", detail=junk(n).hex()) for n in range(300)])
     with Store.open(tmp_path / "s", now=lambda: NOW + 30 * DAY, keep=Retention(successes=0)) as store:
-        store._disk.execute("PRAGMA shrink_memory")
+        store._database.connection.execute("PRAGMA shrink_memory")
         damage(store.path, 8192, 60 * 4096)
         touch(store)
         assert "damaged" in store.problems[0]
@@ -539,7 +544,7 @@ def test_every_process_follows_to_the_fresh_file(tmp_path):
     fill(tmp_path / "s", [run(f"r{n}", detail=junk(n).hex()) for n in range(300)])
     with Store.open(tmp_path / "s") as finder:
         with Store.open(tmp_path / "s") as other:
-            finder._disk.execute("PRAGMA shrink_memory")
+            finder._database.connection.execute("PRAGMA shrink_memory")
             damage(finder.path, 8192, 60 * 4096)
             assert finder.runs() == []
             assert finder.add_run(run("a"))
@@ -562,7 +567,7 @@ def test_a_removed_database_is_begun_anew(store):
 
 def test_a_removed_database_counts_as_changed(store, monkeypatch):
     """The fresh file often has the inode of the one that was removed; who asked before must look again all the same."""
-    monkeypatch.setattr(store_store, "_identity", lambda path: (1, 2) if path.exists() else None)
+    monkeypatch.setattr(database, "_identity", lambda path: (1, 2) if path.exists() else None)
     store.set_note("opened", "since")
     assert store.add_run(run("a"))
     assert store.changed_elsewhere()
@@ -586,7 +591,7 @@ def test_a_file_replaced_during_a_write_gets_the_run_too(store, monkeypatch):
             Path(f"{store.path}{suffix}").rename(f"{aside}{suffix}")
 
     aside = store.state_dir / "aside"
-    monkeypatch.setattr(store_store, "add_verdict", replaced_meanwhile)
+    monkeypatch.setattr(devices, "add_verdict", replaced_meanwhile)
     assert store.set_verdict(verdict())
     with Store.open(store.state_dir) as other:
         assert other.verdicts() == {"GPU-1": verdict()}
@@ -596,8 +601,8 @@ def test_a_rotten_run_is_passed_over_and_named(store):
     """A run whose bytes changed fails its checksum: it is left out, named, and costs no other run."""
     for name in ("a", "b", "c"):
         store.add_run(run(name))
-    (body,) = store._disk.execute("SELECT body FROM runs WHERE id = 'b'").fetchone()
-    store._disk.execute("UPDATE runs SET body = ? WHERE id = 'b'", (body[:-1] + bytes([body[-1] ^ 1]),))
+    (body,) = store._database.connection.execute("SELECT body FROM runs WHERE id = 'b'").fetchone()
+    store._database.connection.execute("UPDATE runs SET body = ? WHERE id = 'b'", (body[:-1] + bytes([body[-1] ^ 1]),))
     assert ids(store.runs()) == ["a", "c"]
     assert store.run("b") is None
     assert "Run b" in store.problems[0]
@@ -651,15 +656,15 @@ def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch)
     """A full disk costs no event, no count and no position; only the oldest of very many polls go."""
     with Store.open(tmp_path) as store:
         store.add_events([event()], notes={"log": "a:1"})
-        store._disk.execute("PRAGMA query_only = 1")
-        monkeypatch.setattr(store_store, "WAITING_POLLS", 3)
+        store._database.connection.execute("PRAGMA query_only = 1")
+        monkeypatch.setattr(telemetry, "WAITING_POLLS", 3)
         assert not store.add_events([event(count=4)], [("xid_errors", {"xid": "31"}, 4)], {"log": "a:5"})
         for i in range(5):
             assert not store.add_poll(run(f"p{i}"), {Outcome.COMPLETED: 1})
         assert store.problem
         assert store.note("log") == "a:5"
         assert sum(e.count for e in store.events()) == 5
-        store._disk.execute("PRAGMA query_only = 0")
+        store._database.connection.execute("PRAGMA query_only = 0")
         assert store.set_note("other", "x")
         assert not store.problem
     with Store.open(tmp_path) as store:
@@ -680,7 +685,7 @@ def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
         store.prune(NOW)
         assert ids(store.polls("GPU-1")) == ["p0", "p1"]
         assert [e.name for e in store.events()] == ["31"]
-        store.max_bytes = store_store._used(store._disk) - 1
+        store.max_bytes = used(store._database.connection) - 1
         store.prune(NOW)
         assert store.polls("GPU-1") == []
 
@@ -704,8 +709,8 @@ def test_a_database_is_migrated_and_keeps_what_it_has(tmp_path):
     with Store.open(tmp_path, migrations=(*MIGRATIONS, add_note)) as store:
         assert store.add_run(run("b"))
         assert ids(store.runs()) == ["a", "b"]
-        assert store._disk.execute("SELECT note FROM runs").fetchall() == [("none",), ("none",)]
-        assert store._disk.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
+        assert store._database.connection.execute("SELECT note FROM runs").fetchall() == [("none",), ("none",)]
+        assert store._database.connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
 
 
 def test_every_earlier_version_is_migrated(tmp_path):
@@ -726,12 +731,12 @@ def test_a_migration_that_fails_leaves_the_old_version(tmp_path):
     with Store.open(tmp_path) as store:
         store.add_run(run("a"))
     with contextlib.closing(Store(tmp_path, time.time, 10**9, Retention(), MIGRATIONS)) as store:
-        store._migrations = (*MIGRATIONS, half_way)
+        store._database.migrations = (*MIGRATIONS, half_way)
         assert not store.add_run(run("b"))
         assert store.problem
     with Store.open(tmp_path) as store:
         assert ids(store.runs()) == ["a"]
-        assert "half" not in [row[1] for row in store._disk.execute("PRAGMA table_info(runs)")]
+        assert "half" not in [row[1] for row in store._database.connection.execute("PRAGMA table_info(runs)")]
 
 
 def test_a_newer_database_is_refused_and_left_alone(tmp_path):

@@ -182,7 +182,11 @@ rate_limit: {interval: soon, burst: 0}
     ("more", "where", "said"),
     [
         ("  min_version: TLS12\n  cert: |\n    -----BEGIN CERTIFICATE-----\n", "cert_file", "given beside cert"),
-        ("  client_auth_type: RequireAndVerifyClientCert\n", "client_auth_type", "who vouches"),
+        (
+            "  client_auth_type: RequireAndVerifyClientCert\n",
+            "client_auth_type",
+            "the CA of client",
+        ),
         ("  client_ca_file: ca.crt\n", "client_ca_file", "not used without client_auth_type"),
         ("  client_allowed_sans: [a]\n", "client_allowed_sans", "means nothing without"),
         ("  min_version: TLS13\n  max_version: TLS12\n", "max_version", "older than min_version"),
@@ -681,7 +685,7 @@ def test_a_right_password_is_computed_once(tmp_path):
     for _ in range(100):
         assert gate.refusal(header, "test") is None
     assert time.thread_time() - begun < 1.0  # a hundred hashes would take several
-    assert PASSWORD.encode() not in b"".join(gate._right)
+    assert PASSWORD.encode() not in b"".join(gate._correct)
     write(tmp_path, users(alice=hashed("new", cost=4)))
     gate.refresh()
     assert gate.refusal(header, "test") is not None
@@ -766,10 +770,10 @@ def test_who_is_known_stays_known_when_others_change(tmp_path, monkeypatch):
     long = "l" * 80
     write(tmp_path, users(alice=hashed(long)))
     gate.refresh()
-    before = len(gate._right)
+    before = len(gate._correct)
     for more in ("", "x", "yy"):  # bcrypt looks at the first 72 bytes
         assert gate.refusal({"authorization": basic("alice", long + more)["Authorization"]}, "test") is None
-    assert len(gate._right) == before + 1
+    assert len(gate._correct) == before + 1
 
 
 def test_an_authority_that_others_may_write_lets_nobody_in(tmp_path, ca, pair):
@@ -827,4 +831,4 @@ def test_bcrypt_is_loaded_only_where_there_are_passwords(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     write(tmp_path, users(alice=hashed()))
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert "web.yml:2: basic_auth_users: passwords need the package bcrypt, which is not there" in done.stderr
+    assert "web.yml:2: basic_auth_users: passwords need the package bcrypt, which is missing" in done.stderr

@@ -105,7 +105,7 @@ def test_unknown_path(server):
     """An unknown path answers 404 and says what there is."""
     response, body, _ = get(server, "/nothing")
     assert response.status == 404
-    assert body == b"not found: there is /accept, /big, /broken, /metrics\n"
+    assert body == b"not found: use one of /accept, /big, /broken, /metrics\n"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])

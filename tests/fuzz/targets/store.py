@@ -111,7 +111,7 @@ def _rows(data: bytes) -> None:
     db = store._memory
     for table in ("runs", "devices", "verdicts", "baselines", "acks", "days"):
         db.execute(f"DELETE FROM {table}")
-    store._notes.clear()
+    store._problems.clear()
     store.add_run(RUN)
     store.see_device(DEVICE, NOW)
     store.set_verdict(VERDICT)

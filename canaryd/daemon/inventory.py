@@ -1,0 +1,127 @@
+"""When the daemon looks for devices and probes, and what it starts for those it finds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from canaryd.daemon.jobs import DEVICES, Jobs
+from canaryd.daemon.logs import Warnings
+from canaryd.daemon.rounds import TICK, Rounds
+from canaryd.engine.engine import Engine
+
+log = logging.getLogger("canaryd")
+
+REDISCOVER = 3600.0
+"""Seconds between two inventories of devices and probes."""
+RETRY = 60.0
+"""Seconds until the next inventory when one found nothing to test, or a device is missing. While a device stays away,
+the next inventory comes after as long again as it was away, an hour at most."""
+SWEEP = 5.0
+"""Shortest time, in seconds, between two sweeps of telemetry."""
+LOG_RETRY = 60.0
+"""Seconds until the kernel log is tried again when it cannot be read."""
+
+
+class Inventories:
+    """Takes inventories, and starts the jobs of devices, of telemetry and of the kernel log."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: Jobs,
+        rounds: Rounds,
+        warnings: Warnings,
+        *,
+        changed: Callable[[], None],
+        refresh: Callable[[], None],
+        stop: threading.Event,
+    ) -> None:
+        """`changed` publishes a change, `refresh` judges and publishes; `stop` ends the reader of the kernel log."""
+        self._engine = engine
+        self._jobs = jobs
+        self._rounds = rounds
+        self._warnings = warnings
+        self._changed = changed
+        self._refresh = refresh
+        self._stop = stop
+        self.pending = False
+        """Whether an inventory was asked for since the last one began."""
+        self.swept = -math.inf
+        """When a sweep last judged and published, by the monotonic clock."""
+        self._sweep_period = 0.0
+        self._kernel_log: threading.Thread | None = None
+        self._missing: frozenset[str] = frozenset()
+        """Devices that the last inventory did not find."""
+        self._missing_since = 0.0
+        """When a device was added to them last, by the monotonic clock."""
+
+    def look_around(self) -> None:
+        """Ask for an inventory now; one that is being taken may be too old, and is followed by another."""
+        self.pending = True
+        self._jobs.every(REDISCOVER, self.discover, "discover", now=True)
+
+    def discover(self) -> None:
+        """Take inventories until no further one is asked for."""
+        self.pending = True
+        while self.pending and not self._engine.halted:  # the scheduler drops what falls due while this runs
+            self.pending = False
+            self.take()
+
+    def take(self) -> None:
+        """Take one inventory, start the jobs of what is new, and set the time of the next one."""
+        engine = self._engine
+        engine.discover()
+        self._warnings.log(engine.problems)
+        for uuid in engine.devices:
+            name = f"device {uuid}"
+            if not self._jobs.has(name):
+                self._rounds.recall_spent(uuid)
+                self._jobs.every(TICK, lambda uuid=uuid: self._rounds.tick(uuid), name, now=True, pool=DEVICES)  # type: ignore[misc]
+        periods = engine.telemetry_periods().values()
+        if periods and min(periods) != self._sweep_period:
+            self._sweep_period = min(periods)
+            self._jobs.every(max(SWEEP, self._sweep_period), self.sweep, "telemetry", now=True, pool=DEVICES)
+        if self._kernel_log is None and engine.devices:  # each line belongs to a device: first there must be one
+            reader = threading.Thread(target=self._read_kernel_log, name="canaryd-kernel-log", daemon=True)
+            reader.start()  # where there can be no further thread, the next inventory tries again
+            self._kernel_log = reader
+        self._jobs.every(self._wait(), self.discover, "discover")
+        self._refresh()
+
+    def _wait(self) -> float:
+        """Return the seconds to the next inventory."""
+        engine, now = self._engine, time.monotonic()
+        missing = frozenset(engine.devices.keys() - engine.present)
+        if missing - self._missing:
+            self._missing_since = now
+        self._missing = missing
+        if not (engine.present and engine.entries):
+            return RETRY
+        return min(max(RETRY, now - self._missing_since), REDISCOVER) if missing else REDISCOVER
+
+    def sweep(self) -> None:
+        """Poll the telemetry of every device, and publish it at once."""
+        if self._engine.halted:
+            return
+        self._engine.sweep(due=True)
+        self._changed()
+        self.swept = time.monotonic()
+
+    def _read_kernel_log(self) -> None:
+        """Read the kernel log for as long as the daemon runs; replace a reader that dies."""
+        while not self._engine.stopping:
+            problem = ""
+            try:
+                self._engine.read_log(until_end=False)
+            except Exception:
+                log.exception("reading the kernel log failed; trying again in %.0f s", LOG_RETRY)
+                problem = "see the log of canaryd"
+            if not self._engine.stopping:
+                if problem := problem or self._engine.watch.log_problem:
+                    self._warnings.log([f"kernel log: {problem}"])
+                    self._changed()
+                self._stop.wait(LOG_RETRY if problem else SWEEP)

@@ -1,0 +1,32 @@
+"""The daemon's log: each problem once, and no failure that ends a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+
+log = logging.getLogger("canaryd")
+
+
+class Warnings:
+    """Logs each problem once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, problems: Iterable[str]) -> None:
+        """Log the problems that are new."""
+        for problem in problems:
+            if problem not in self._logged:
+                log.warning("%s", problem)
+                self._logged.add(problem)
+
+
+@contextlib.contextmanager
+def log_failure(what: str) -> Iterator[None]:
+    """Log an exception with its traceback, and go on."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed; the daemon goes on", what)

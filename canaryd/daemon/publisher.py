@@ -1,0 +1,139 @@
+"""What the daemon publishes: pages are prepared when evidence changes, and a request only copies bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+from canaryd import __version__
+from canaryd.daemon import snapshot
+from canaryd.daemon.snapshot import Health, device_view, newest_evidence, sum_counts
+from canaryd.engine.engine import Engine
+from canaryd.judge import acks
+from canaryd.metrics import families
+from canaryd.metrics.exposition import Exposition, Page
+from canaryd.model import State, Verdict, printable
+from canaryd.report import status, status_page
+from canaryd.store.store import Store
+from canaryd.supervisor import process
+from canaryd.web import auth
+from canaryd.web.server import PLAIN_TEXT, Answer, Route
+
+log = logging.getLogger("canaryd")
+
+
+class Publisher:
+    """Prepares the answers of all HTTP routes, the status line, and the log lines about changes of a device."""
+
+    def __init__(self, engine: Engine, store: Store) -> None:
+        self._engine = engine
+        self._store = store
+        self.gate: auth.WebConfig | None = None
+        """The web configuration in force."""
+        self.config_ok = True
+        """Whether the configuration was read without problems last."""
+        self.config_read = time.time()
+        """When the configuration in force was read, in seconds since the epoch."""
+        self.summary = ""
+        """The status line for the service manager."""
+        self._page = Exposition(Page({}))
+        self._status: status.Status
+        self._health = Health()
+        self._logged: dict[str, Verdict] = {}
+        """Device → the verdict that was logged last."""
+        self._counting = threading.Lock()
+        self._changes = 0
+        self._publishing = threading.Lock()
+        """A page from older evidence must not replace one from newer."""
+        self._published = 0
+        """Number of the last change that is published."""
+
+    def changed(self) -> None:
+        """Publish the evidence as it is now; changes that several threads report at once share one page."""
+        with self._counting:
+            self._changes += 1
+            change = self._changes
+        with self._publishing:
+            if self._published < change:
+                newest = self._changes
+                self._publish()
+                self._published = newest
+
+    def _publish(self) -> None:
+        engine, store, now = self._engine, self._store, time.time()
+        if self.gate:
+            self.gate.refresh()  # a bad certificate shows in the metrics before somebody needs the good one
+        verdicts, statements = store.verdicts(), acks.heeded(store.acks(), now)
+        self._log_changes(verdicts)
+        self.summary = self._status_line(verdicts)
+        self._health = snapshot.health(engine, now)
+        self._page = families.render(
+            families.Snapshot(
+                version=__version__,
+                devices=[
+                    device_view(engine, device, verdicts.get(uuid), statements, now)
+                    for uuid, device in sorted(engine.devices.items())
+                ],
+                counters=sum_counts(store.counters(), engine.watch.uncounted()),
+                store_problem=store.problem,
+                abandoned_workers=process.abandoned(),
+                config_reload_ok=self.config_ok and not (self.gate and self.gate.problems),
+                config_reloaded=self.config_read,
+                expected_devices=engine.config.devices.expected,
+                log_readable=not engine.watch.log_problem,
+                log_lost=engine.watch.log_lost["lost"],
+                handles_held=engine.watch.holding,
+                released=bool(engine.released),
+                share=engine.config.budget.share,
+            )
+        )
+        evidence = {uuid: newest_evidence(engine, uuid) for uuid in engine.devices}
+        self._status = status.gather(store, engine.config, now, daemon=True, evidence=evidence)
+
+    def _status_line(self, verdicts: Mapping[str, Verdict]) -> str:
+        problem = "" if self.config_ok else "the new configuration is bad, the old one is in force"
+        parts = (snapshot.summary(self._engine, verdicts), self._engine.released, self._store.problem, problem)
+        return "; ".join(filter(None, parts))
+
+    def _log_changes(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Log each change of a device's state or cause, and each finding that is new."""
+        for uuid, verdict in verdicts.items():
+            if uuid not in self._engine.devices:
+                continue
+            before, name = self._logged.get(uuid), self._engine.devices[uuid].name
+            self._logged[uuid] = verdict
+            if before is None or (before.state, before.cause) != (verdict.state, verdict.cause):
+                was = f"{before.state.value} → " if before else ""
+                log.log(
+                    _level(verdict.state),
+                    "%s %s: %s%s, cause %s", name, uuid, was, verdict.state.value, verdict.cause.value,
+                )  # fmt: skip
+            known = {(f.rule, f.probe, f.state) for f in before.findings} if before else set()
+            for finding in verdict.findings:
+                if (finding.rule, finding.probe, finding.state) not in known:
+                    log.log(_level(finding.state), "%s %s: %s", name, finding.rule, printable(finding.message))
+
+    def routes(self) -> dict[str, Route]:
+        """Return the HTTP routes by their paths."""
+
+        def health(_: object) -> Answer:
+            found = self._health
+            text = "ok\n" if found.healthy else "".join(f"{reason}\n" for reason in found.reasons)
+            return Answer(200 if found.healthy else 503, PLAIN_TEXT, text.encode())
+
+        def ready(_: object) -> Answer:
+            text = b"ready\n" if self._health.ready else b"waiting for a first run on every device\n"
+            return Answer(200 if self._health.ready else 503, PLAIN_TEXT, text)
+
+        return {
+            "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status, time.time())),
+            "/metrics": lambda headers: families.answer(self._page, headers),
+            "/healthz": health,
+            "/readyz": ready,
+        }
+
+
+def _level(state: State) -> int:
+    return logging.INFO if state is State.HEALTHY else logging.WARNING

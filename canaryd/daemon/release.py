@@ -1,0 +1,57 @@
+"""`canaryd release`: the daemon lets go of every device for a while."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from canaryd.daemon.logs import log_failure
+from canaryd.engine.engine import Engine
+from canaryd.store.notes import RELEASE_NOTE, RELEASED_NOTE
+from canaryd.store.store import Store
+
+log = logging.getLogger("canaryd")
+
+PERIOD = 1.0
+"""Seconds between two looks at what `canaryd release` asks for."""
+
+
+class Releases:
+    """Follows the requests of `canaryd release`."""
+
+    def __init__(
+        self, engine: Engine, store: Store, *, changed: Callable[[], None], look_around: Callable[[], None]
+    ) -> None:
+        """`changed` publishes a change; `look_around` asks for an inventory."""
+        self._engine = engine
+        self._store = store
+        self._changed = changed
+        self._look_around = look_around
+
+    def follow(self, stop: threading.Event) -> None:
+        """Check each second until `stop`: as jobs of the scheduler the checks would cost more than they do."""
+        while not stop.wait(PERIOD):
+            with log_failure("release"):
+                self.check()
+
+    def check(self) -> None:
+        """Let go of every device or take them back, as `canaryd release` asks; answer when it is done."""
+        engine, wanted = self._engine, self._store.note(RELEASE_NOTE)
+        until = float(wanted or 0.0)
+        if until > time.time():
+            clock = f"{datetime.fromtimestamp(until, tz=timezone.utc).astimezone():%Y-%m-%d %H:%M:%S}"
+            if not engine.released:
+                log.info("released until %s: no device is touched", clock)
+                threading.Thread(target=engine.release, args=(f"released until {clock} by canaryd release",)).start()
+            elif not engine.holds and self._store.note(RELEASED_NOTE) != wanted:
+                self._store.set_note(RELEASED_NOTE, wanted)
+                self._changed()
+        elif engine.released:
+            log.info("the release is over: devices are tested again")
+            engine.take_back()
+            self._changed()
+            self._store.set_note(RELEASED_NOTE, "")
+            self._look_around()

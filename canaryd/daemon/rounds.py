@@ -1,0 +1,261 @@
+"""The queue of each device: what is due, what the budget allows, and the rounds that are run.
+
+A tick asks what is due on one device and runs it as one series per instruction set, so that a device never meets two
+probes at once and nothing piles up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from canaryd.engine import budget, schedule
+from canaryd.engine.engine import Engine, Progress
+from canaryd.judge import case, clock
+from canaryd.model import Device, Outcome
+from canaryd.probe import LEVELS
+from canaryd.store import notes
+from canaryd.store.locks import Busy
+from canaryd.store.store import Store
+
+log = logging.getLogger("canaryd")
+
+TICK = 5.0
+"""Seconds between two ticks of a device."""
+TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
+"""Seconds after an extra test during which an event starts no other one: a crashing application must not keep a device
+busy. The pause doubles while events keep coming, up to the second value."""
+ASIDE = {budget.DOUBT: "confirmation", budget.RETEST: "retest"}
+"""Purposes of runs that are no rounds, in words."""
+
+
+class _Round(NamedTuple):
+    """The probes that run now on one device."""
+
+    names: list[str]
+    complete: bool
+    """Whether these are all that is due."""
+    purpose: str
+    """What their time is booked on."""
+    trigger: str = ""
+    """The event that calls for an extra test; "" for what is due by the clock."""
+
+
+class Rounds:
+    """Runs what is due on each device, within the budget."""
+
+    def __init__(self, engine: Engine, store: Store, changed: Callable[[], None]) -> None:
+        """`changed` publishes a change."""
+        self._engine = engine
+        self._store = store
+        self._changed = changed
+        self._turns: dict[tuple[str, ...], int] = {}
+        """(device, probes that are due together) → number of their rounds, which chooses the instruction set."""
+        self._last: dict[tuple[str, str], float] = {}
+        """(device, probe) → when this process last started it."""
+        self._luck: dict[str, float] = {}
+        """Device → where in the jitter of a period its next round lies."""
+        self._triggered: dict[str, tuple[float, float]] = {}
+        """Device → its last extra test, by the monotonic clock, and the seconds without another one."""
+
+    def tick(self, uuid: str) -> None:
+        """Run what is due on one device."""
+        engine = self._engine
+        device = engine.devices.get(uuid)
+        if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
+            self._stop_waiting(uuid)
+            return
+        periods = engine.periods(device)
+        if not self._loading(periods):
+            self._stop_waiting(uuid)
+        try:
+            self.run_aside(device, engine.owed(uuid), budget.DOUBT)
+            self.run_aside(device, engine.retests(uuid), budget.RETEST)
+        except Busy as busy:
+            log.info("%s: confirmations and retests wait: %s", device.name, busy)
+            return
+        chosen = self._choose(device, periods)
+        if chosen.names:
+            self._run(device, chosen)
+
+    def _loading(self, names: Mapping[str, float]) -> list[str]:
+        """Return the probes that load the device."""
+        return [name for name in names if self._engine.entries[name].spec.numeric]
+
+    def _choose(self, device: Device, periods: Mapping[str, float]) -> _Round:
+        """Return what runs now: an extra test that an event calls for, or what is due and within the budget."""
+        uuid, settings = device.uuid, self._engine.config.schedule
+        luck = self._luck.setdefault(uuid, random.random())
+        last = {name: self._last[uuid, name] for name in periods if (uuid, name) in self._last}
+        if not settings.run_at_start:
+            for name in periods:
+                last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
+        due = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
+        loading = self._loading(periods)
+        hindered = loading and uuid in self._engine.watch.triggers and self._waits(device, budget.DOUBT)
+        if not hindered and (trigger := self._take_trigger(uuid)):
+            log.info("%s: tested out of turn: %s", device.name, trigger)
+            return _Round(loading, complete=True, purpose=budget.DOUBT, trigger=trigger)
+        names, purpose = self.within_budget(device, due, periods)
+        return _Round(names, complete=names == due, purpose=purpose)
+
+    def _run(self, device: Device, chosen: _Round) -> None:
+        engine, uuid, names = self._engine, device.uuid, chosen.names
+        group = (uuid, *names)
+        turn = self._turns.get(group, 0)
+        levels = {n: level for n, level in engine.levels().items() if n in names}
+        plans = schedule.plan_round(
+            device,
+            [engine.entries[n] for n in names],
+            levels=levels,
+            seed=schedule.new_seed(),
+            trigger=chosen.trigger,
+            sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
+        )
+        started, before = time.time(), engine.account.spent(uuid)
+        try:
+            for plan in plans:
+                engine.carry_out(plan, purpose=chosen.purpose)
+        except Busy as busy:
+            log.info("%s: %s; trying again in %.0f s", device.name, busy, TICK)
+            return
+        finally:
+            self._changed()
+        if any(plan.numeric for plan in plans) and chosen.complete:  # where a part was forced, the rest goes on waiting
+            if chosen.purpose == budget.DOUBT:  # this spends no share, and does not show what a round costs
+                engine.account.release(uuid)
+            else:
+                engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(uuid) - before))
+            self._note_waiting()
+        self._turns[group] = turn + 1
+        self._luck[uuid] = random.random()
+        for name in names:
+            self._last[uuid, name] = started
+
+    def _take_trigger(self, uuid: str) -> str:
+        """Return once why a device needs an extra test, and not again too soon; "" where nothing calls for one."""
+        now, triggers = time.monotonic(), self._engine.watch.triggers
+        last, pause = self._triggered.get(uuid, (now - LONGEST_PAUSE, 0.0))
+        if uuid not in triggers or now - last < pause:
+            return ""
+        again = 2 * pause if now - last < 2 * pause else TRIGGER_PAUSE
+        self._triggered[uuid] = (now, min(again, LONGEST_PAUSE))
+        return triggers.pop(uuid)
+
+    def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
+        """Run the confirmations or retests that a device needs, unless it has to wait."""
+        if plans and not self._waits(device, purpose):
+            for plan in plans:
+                if plan.device.uuid == device.uuid or self.may(plan.device, purpose):
+                    self._engine.carry_out(plan, purpose=purpose)
+            self._stop_waiting(device.uuid)
+
+    # The budget
+
+    def within_budget(self, device: Device, names: list[str], periods: Mapping[str, float]) -> tuple[list[str], str]:
+        """Return which of the probes that are due may run now, and what their time is booked on.
+
+        All that load the device wait together. One whose evidence would grow too old runs all the same, and alone: a
+        run without a result counts as well, so that a probe that never completes is no way around the budget.
+        """
+        engine, policy = self._engine, self._engine.config.budget
+        loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
+        if not loading:
+            return names, budget.ROUND
+        facts = self._facts(device, self._expected(device.uuid, tuple(names)))
+        if budget.wait(policy, facts, budget.ROUND) is None:
+            return names, budget.ROUND
+        young = {
+            n
+            for n in loading
+            if self._since(device.uuid, n) < budget.oldest(policy, case.freshness(engine.config.judge, periods[n]))
+        }
+        purpose = budget.FORCED if young < set(loading) else budget.ROUND
+        if self._waits(device, purpose, facts):
+            return [n for n in names if n not in loading], budget.ROUND
+        return [n for n in names if n not in young], purpose
+
+    def may(self, device: Device, purpose: str) -> bool:
+        """Return whether a device may be loaded because of a run just now, or of another device."""
+        if found := budget.wait(self._engine.config.budget, self._facts(device), purpose):
+            log.info("%s: no %s here: %s", device.name, ASIDE[purpose], found.text)
+        return found is None
+
+    def recall_spent(self, uuid: str) -> None:
+        """Book the last hour's runs of earlier processes: a restart is no way around the budget."""
+        engine, now = self._engine, time.time()
+        for run in engine.evidence(uuid):
+            age, entry = max(0.0, clock.age(run, now)), engine.entries.get(run.probe)
+            of_round = not (run.drill or run.confirms or run.intensity)
+            if age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
+                engine.account.recall(uuid, budget.worked(run.seconds), age)
+
+    def _since(self, uuid: str, probe: str) -> float:
+        """Return the seconds since a probe last ran, whatever its outcome; infinite for never."""
+        runs = (r for r in self._engine.evidence(uuid) if r.probe == probe and r.whole and not r.drill)
+        now = time.time()
+        return min((clock.age(r, now) for r in runs), default=math.inf)
+
+    def _expected(self, uuid: str, names: tuple[str, ...]) -> float:
+        """Return the seconds that a round of these probes may take: as the last round, or else as their last runs."""
+        engine = self._engine
+        if cost := engine.account.cost(uuid, names):
+            return cost
+        newest = {r.probe: r.seconds for r in engine.evidence(uuid) if r.whole and not r.drill}
+        return budget.worked(sum(newest.get(n, 0.0) for n in names if engine.entries[n].spec.numeric))
+
+    def _facts(self, device: Device, expected: float = 0.0) -> budget.Facts:
+        engine, now = self._engine, time.time()
+        return budget.facts(
+            device,
+            engine.watch.readings(device.uuid, now),
+            engine.watch.readings(device.parent, now) if device.parent else (),
+            now=now,
+            spent=engine.account.spent(device.uuid),
+            expected=expected,
+        )
+
+    def _waits(self, device: Device, purpose: str, facts: budget.Facts | None = None) -> bool:
+        """Return whether something that is due has to wait; log, count and publish why."""
+        found = budget.wait(self._engine.config.budget, facts or self._facts(device), purpose)
+        if found and self._engine.account.withhold(device.uuid, found, time.time()):
+            log.info("%s: put off: %s", device.name, found.text)
+            self._note_waiting()
+            self._changed()
+        return found is not None
+
+    def _stop_waiting(self, uuid: str) -> None:
+        """Note that nothing waits on a device: it has run, or nothing is left that could."""
+        account = self._engine.account
+        if account.withheld(uuid) and not self._engine.stopping:
+            account.release(uuid)
+            self._note_waiting()
+            self._changed()
+
+    def _note_waiting(self) -> None:
+        """Write what waits into the store, for `canaryd status`, where that has changed."""
+        engine = self._engine
+        held = {u: engine.account.withheld(u) for u in engine.devices}
+        waiting = {u: {"since": h.since, "text": h.wait.text} for u, h in held.items() if h is not None}
+        text = json.dumps(waiting) if waiting else ""
+        if self._store.note(notes.BUDGET_NOTE) != text:
+            self._store.set_note(notes.BUDGET_NOTE, text)
+
+
+def log_run(progress: Progress) -> bool:
+    """Log a run that has ended; return whether one has."""
+    run = progress.done
+    if run is None:
+        return False
+    level = logging.INFO if run.outcome is Outcome.COMPLETED and not run.wrong else logging.WARNING
+    wrong = f", {len(run.wrong)} comparisons WRONG" if run.wrong else ""
+    first = run.detail.splitlines()[0] if run.detail else ""
+    detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
+    what = f"{progress.device.name} {run.probe}{' (confirmation)' if run.confirms else ''}"
+    log.log(level, "%s %s %s: %d results%s%s", run.id, what, run.outcome.value, run.trials, wrong, detail)
+    return True

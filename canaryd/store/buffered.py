@@ -1,0 +1,194 @@
+"""Two equal databases as one: the file, and one in memory for what the file refuses."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from canaryd.model import printable
+from canaryd.store.clock import REACHED_NOTE, Clock
+from canaryd.store.database import READ_ONLY, REFUSED, Database, connect
+from canaryd.store.migrations import Migration
+from canaryd.store.rows import (
+    ACK,
+    ADD_ACK,
+    ADD_BASELINE,
+    ADD_COUNT,
+    ADD_DEVICE,
+    ADD_EVENT,
+    ADD_POLL,
+    ADD_RUN,
+    ADD_SUMMARY,
+    BASELINE,
+    COUNTER,
+    DEVICE,
+    EVENT,
+    NOTE,
+    POLL,
+    RUN,
+    SUMMARY,
+    VERDICT,
+    add_verdict,
+    unpack,
+)
+
+BATCH = 100
+"""Runs moved to disk in one transaction, so that another process never waits long."""
+T = TypeVar("T")
+
+_COPIED = (
+    ("devices", DEVICE, ADD_DEVICE),
+    ("counters", COUNTER, ADD_COUNT),
+    ("polls", POLL, ADD_POLL),
+    ("events", f"{EVENT}, hour", ADD_EVENT),
+    ("notes", "name, value", NOTE),
+    ("baselines", BASELINE, ADD_BASELINE),
+    ("acks", ACK, ADD_ACK),
+    ("days", SUMMARY, ADD_SUMMARY),
+)
+"""Tables whose rows move from memory to disk as they are: name, columns, and the statement that adds a row."""
+
+
+class BufferedDatabase:
+    """Writes go to the file, or else to memory, and move to the file as soon as that works again. Reads see both.
+
+    The tables of the store are built on this. Its methods never raise for what the disk refuses: they set `problem`.
+    """
+
+    def __init__(
+        self, state_dir: Path, now: Callable[[], float], migrations: Sequence[Migration], *, for_reading: bool
+    ) -> None:
+        self.state_dir = state_dir
+        self.problem = ""
+        """One sentence while something cannot be stored; "" when all is well."""
+        self._clock = Clock(
+            now,
+            load=lambda: float(self.note(REACHED_NOTE) or 0.0),
+            save=lambda confirmed: self.set_note(REACHED_NOTE, repr(confirmed)),
+        )
+        self._database = Database(state_dir, now, migrations, for_reading=for_reading, on_open=self._note_newest)
+        self.path = self._database.path
+        self._lock = self._database.lock
+        self._problems = self._database.problems
+        self._memory = connect("file::memory:")
+        self._waiting = False  # for the disk, in `_memory`
+        for migrate in migrations:
+            migrate(self._memory)
+
+    def close(self) -> None:
+        """Try once more to write what waits in memory, then let go of the file."""
+        with self._lock:
+            try:
+                self._move_to_disk()
+            except REFUSED as error:
+                self._fail(error)
+            self._database.close()
+            self._memory.close()
+
+    @property
+    def writable(self) -> bool:
+        """False while the database is open for reading only, or not at all."""
+        return self._database.writable
+
+    @property
+    def problems(self) -> list[str]:
+        """What happened to the store since it was opened that an operator should know, one sentence each."""
+        return list(self._problems.values())
+
+    # Notes
+
+    def note(self, name: str) -> str:
+        """Return the value of a note; "" where there is none."""
+        stored, waiting = self._read("SELECT value FROM notes WHERE name = ?", name)
+        return str(([*stored, *waiting] or [("",)])[-1][0])
+
+    def set_note(self, name: str, value: str) -> bool:
+        """Set the value of a note. False: only in memory so far."""
+        return self._write(lambda db: db.execute(NOTE, (name, value)))
+
+    # For the tables
+
+    def _write(self, write: Callable[[sqlite3.Connection], Any]) -> bool:
+        """Do `write` on disk, after all that waits in memory; where the disk refuses, in memory."""
+        with self._lock:
+            try:
+                self._move_to_disk()
+                self._commit(write)
+            except REFUSED as error:
+                write(self._memory)
+                self._waiting = True
+                self._fail(error)
+                return False
+            self.problem = ""
+            return True
+
+    def _read(self, query: str, *args: Any) -> tuple[list[Any], list[Any]]:
+        """Return the rows on disk (none, with a `problem`, where they cannot be read) and the rows in memory."""
+        with self._lock:
+            try:
+                stored = self._database.attempt(lambda db: db.execute(query, args).fetchall())
+                self._check_writable()
+            except REFUSED as error:
+                self._fail(error)
+                stored = []
+            return stored, self._memory.execute(query, args).fetchall()
+
+    def _decode(self, kind: type[T], rows: Iterable[tuple[str, bytes]]) -> list[T]:
+        """Rebuild objects from (name, packed body); skip a damaged one, with a problem."""
+        found = []
+        for name, body in rows:
+            try:
+                found.append(unpack(kind, body))
+            except (ValueError, TypeError, RecursionError, zlib.error) as error:
+                self._problems["damaged"] = printable(
+                    f"{self.path}: skipped the unreadable {kind.__name__} {name}: {error!s:.300}"
+                )
+        return found
+
+    def _open(self) -> None:
+        """Open the file; raises `REFUSED`."""
+        self._database.connect()
+        self._check_writable()
+
+    def _commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `write` on disk, in one transaction; raises `REFUSED`."""
+        return self._database.commit(write)
+
+    def _fail(self, error: Exception) -> None:
+        (runs,) = self._memory.execute("SELECT count(*) FROM runs").fetchone()
+        self.problem = f"{self.path}: {error}; runs waiting in memory: {runs}"
+
+    def _check_writable(self) -> None:
+        if self._database.read_only and not self._database.for_reading and not self.problem:
+            self._fail(PermissionError(READ_ONLY))
+
+    def _note_newest(self, db: sqlite3.Connection) -> None:
+        (newest,) = db.execute("SELECT max(stored) FROM runs").fetchone()
+        self._clock.saw(newest or 0.0)
+
+    def _move_to_disk(self) -> None:
+        memory = self._memory
+        while self._waiting:
+            runs = memory.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {BATCH}").fetchall()
+            verdicts = memory.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number").fetchall()
+            others = [
+                (add, memory.execute(f"SELECT {columns} FROM {table} ORDER BY rowid").fetchall())
+                for table, columns, add in _COPIED
+            ]
+
+            def write(db: sqlite3.Connection) -> None:
+                db.executemany(ADD_RUN, [row[1:] for row in runs])  # noqa: B023 - called before the next turn
+                for add, rows in others:  # noqa: B023
+                    db.executemany(add, rows)
+                for verdict in verdicts:  # noqa: B023
+                    add_verdict(db, verdict)
+
+            self._commit(write)
+            memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
+            for table in ("verdicts", *(name for name, _, _ in _COPIED)):
+                memory.execute(f"DELETE FROM {table}")
+            self._waiting = len(runs) == BATCH

@@ -1,0 +1,72 @@
+"""The time that the store believes: a node's clock may jump, start in 1970 or run years ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from canaryd.judge.clock import EPOCH
+from canaryd.store.rows import HOUR
+
+DAY = 86_400.0
+MAX_LAG = DAY
+"""Seconds that a clock may be behind the confirmed time; one further behind is not believed (ours)."""
+STEP = 2 * HOUR
+"""Seconds that the confirmed time advances at most in one prune: twice the daemon's hour, so that an hour of a wrong
+clock costs no more than two (ours)."""
+JUMP = 60.0
+"""Seconds by which the clock may part from the monotonic one between two prunes; more means it was set (ours)."""
+REACHED_NOTE = "reached"
+"""Note: the confirmed time, in seconds since the epoch."""
+
+
+class Clock:
+    """The system clock, corrected for jumps. All times are seconds since the epoch.
+
+    The confirmed time has come for certain, however wrong the clock was. It follows the clock by at most `STEP` at each
+    prune and never goes back, unless the clock has run for a day without a jump: then the clock is right.
+    """
+
+    def __init__(self, now: Callable[[], float], load: Callable[[], float], save: Callable[[float], object]) -> None:
+        """`now` is the system clock; `load` and `save` keep the confirmed time, 0.0 at first."""
+        self.now = now
+        self._load = load
+        self._save = save
+        self._newest = 0.0
+        """The newest time of storing."""
+        self._set: tuple[float, float] | None = None
+        """When the clock was last set: by the clock itself, and by the monotonic one."""
+
+    @property
+    def confirmed(self) -> float:
+        """A time that has come for certain; 0.0 at first."""
+        return self._load()
+
+    def saw(self, stored: float) -> None:
+        """Take note of a time of storing in the database."""
+        self._newest = max(self._newest, stored)
+
+    def stamp(self) -> float:
+        """Return the time of storing: it never runs back, so that new evidence does not look old."""
+        now = self.now()
+        if now < EPOCH:  # a clock that was never set means nothing
+            return self._newest or now
+        # Far ahead of the clock, the newest time may come from a clock that ran ahead: the confirmed time is enough.
+        floor = self._newest if self._newest - now < MAX_LAG else self.confirmed or self._newest
+        self._newest = max(now, floor)
+        return self._newest
+
+    def advance(self, now: float) -> float:
+        """Let the confirmed time follow the clock, and return the time by which age is reckoned."""
+        confirmed, tick = self.confirmed, time.monotonic()
+        if now < EPOCH:
+            return confirmed or self._newest
+        if self._set is None or abs((now - self._set[0]) - (tick - self._set[1])) > JUMP:
+            self._set = now, tick
+        before = confirmed or self._newest or now
+        # A clock that has run for a day without a jump is right, however far it is from what was believed.
+        after = now if tick - self._set[1] >= DAY else min(now, before + STEP)
+        if after > confirmed or (after < confirmed - MAX_LAG and after == now):
+            self._save(after)
+            self._newest = min(self._newest, after)
+        return after

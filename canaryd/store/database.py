@@ -1,0 +1,316 @@
+"""The database file: opened, checked, migrated, set aside when it is damaged, and opened again when it was replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from canaryd.store.locks import flock, make
+from canaryd.store.migrations import Migration, apply_migration
+from canaryd.store.rows import NOTE
+
+DATABASE = "canaryd.db"
+"""Name of the database in the state directory."""
+BUSY_TIMEOUT = 5.0
+"""Seconds that a statement waits for another process's transaction."""
+CACHE = 512
+"""KiB of the database that SQLite keeps in memory, a quarter of its default (ours): reading the record takes its time
+for decoding JSON, hardly any for pages, which the system caches anyway."""
+OPEN_TIMEOUT = 10.0
+"""Seconds to wait while another process creates, checks or migrates the database."""
+LOST_NOTE = "history lost"
+"""Note: when a database was lost last and what is left of it, as "seconds path"."""
+READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
+T = TypeVar("T")
+
+
+class StoreTooNew(RuntimeError):
+    """A newer canaryd wrote the database; it is left as it is."""
+
+
+class _Replaced(OSError):
+    """The path leads to another file than the one just used: another process set that one aside or removed it."""
+
+
+REFUSED = (OSError, sqlite3.Error, StoreTooNew)
+"""What the disk, the file or another process can do to us; anything else is a mistake here."""
+
+
+class Database:
+    """The SQLite file in a state directory. Its methods raise `REFUSED`."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        now: Callable[[], float],
+        migrations: Sequence[Migration],
+        *,
+        for_reading: bool,
+        on_open: Callable[[sqlite3.Connection], None],
+    ) -> None:
+        """`now` is the clock in seconds since the epoch; `on_open` is called with each new connection."""
+        self.state_dir = state_dir
+        self.path = state_dir / DATABASE
+        self.migrations = migrations
+        self.for_reading = for_reading
+        """Open read-only: never create, repair, migrate or lock."""
+        self.read_only = False
+        self.problems: dict[str, str] = {}
+        """What an operator should know, one sentence each, by what it is about."""
+        self.lock = threading.RLock()
+        """One thread at a time uses the connection."""
+        self.connection: sqlite3.Connection | None = None
+        self._now = now
+        self._on_open = on_open
+        self._opened = 0
+        self._identity: tuple[int, int] | None = None
+        self._replaced = False  # since it was opened last, by any process
+        self._lost = ""  # what the new file's `LOST_NOTE` will say
+
+    @property
+    def writable(self) -> bool:
+        """False while the database is open for reading only, or not at all."""
+        return self.connection is not None and not self.read_only
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
+
+    # Using it
+
+    def attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` on the file; where the file turns out to be damaged or replaced, once more on the next one."""
+        with self.lock:
+            try:
+                return work(self.connect())
+            except _Replaced:
+                pass
+            except sqlite3.DatabaseError as error:
+                if self.read_only or not _is_damage(error):
+                    raise
+                with flock(self._open_lock, OPEN_TIMEOUT):
+                    if not self._moved():
+                        self._set_aside(error)
+            return work(self.connect())
+
+    def commit(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `write` in one transaction; it is on disk when this returns."""
+        return self.attempt(lambda db: self._transact(db, write))
+
+    def version(self) -> object:
+        """Return a value that changes whenever another connection has written."""
+        (version,) = self.attempt(lambda db: db.execute("PRAGMA data_version").fetchone())
+        # SQLite counts for each connection from the start, and a file made after another was removed may have its
+        # inode. A disk that refuses writes is opened again for every look: that alone is no change.
+        return self._identity, self._opened, version
+
+    def _transact(self, db: sqlite3.Connection, write: Callable[[sqlite3.Connection], T]) -> T:
+        if self.read_only:
+            raise PermissionError(READ_ONLY)
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            self._schema_version(db)
+            result = write(db)
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        if self._moved():
+            raise _Replaced("another file took its place during the write")
+        return result
+
+    # Opening it
+
+    def connect(self) -> sqlite3.Connection:
+        """Return the connection; open it where there is none, the file was replaced, or it can be written again."""
+        if self.connection is not None and (self._moved() or (self.read_only and self._may_write())):
+            self._replaced = self._replaced or self._is_gone()
+            self.close()
+        if self.connection is not None:
+            return self.connection
+        try:
+            self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            db = self._open_as_allowed()
+            self._on_open(db)
+        except REFUSED:
+            self.close()
+            raise
+        return db
+
+    def _open_as_allowed(self) -> sqlite3.Connection:
+        if self._may_write():
+            try:
+                return self._open_to_write()
+            except OSError as error:
+                # After an error of its own ext4 refuses every write, while access(2) still promises them.
+                if error.errno != errno.EROFS:
+                    raise
+        return self._open_to_read("mode=ro")
+
+    def _open_to_write(self) -> sqlite3.Connection:
+        with flock(self._open_lock, OPEN_TIMEOUT):
+            try:
+                return self._open_and_migrate()
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                self._set_aside(error)
+            return self._open_and_migrate()
+
+    def _open_and_migrate(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            if self._identity is not None:
+                self._note_loss("was removed while it was in use", "started a new, empty database")
+            _create(self.path)
+        elif self.path.stat().st_size == 0:
+            self._open("mode=rw", read_only=False)
+            raise sqlite3.DatabaseError("it is empty")
+        db = self._open("mode=rwc", read_only=False)
+        version = self._schema_version(db)
+        self._opened += 1
+        self._identity = _identity(self.path)
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
+        if note := use_wal(db):
+            self.problems["wal"] = f"{self.path}: {note}"
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA cache_size = -{CACHE}")
+        for number in range(version, len(self.migrations)):
+            self._transact(
+                db, functools.partial(apply_migration, migration=self.migrations[number], version=number + 1)
+            )
+        # The process that replaced a damaged file has noted the loss already.
+        if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
+            self._note_loss("was replaced while it was in use", "continuing with the new file")
+        if self._lost:
+            self._transact(db, lambda db: db.execute(NOTE, (LOST_NOTE, self._lost)))
+        self._lost, self._replaced = "", False
+        return db
+
+    def _note_loss(self, what: str, then: str) -> None:
+        if not self._lost:
+            self._lost = f"{self._now()!r} nothing: {self.path} {what}"
+            self.problems["gone"] = f"{self.path}: {what}; {then}"
+
+    def _open_to_read(self, mode: str) -> sqlite3.Connection:
+        db = self._open(mode, read_only=True)
+        self._identity = _identity(self.path)
+        try:
+            version = self._schema_version(db)
+        except sqlite3.OperationalError:
+            # In WAL mode even a reader needs the -shm file. Where it is missing and cannot be made, nobody is writing
+            # either, and SQLite may take the file as it stands.
+            if mode != "mode=ro":
+                raise
+            self.close()
+            return self._open_to_read("mode=ro&immutable=1")
+        if version < len(self.migrations):
+            raise PermissionError("was written by an older canaryd; run canaryd once as its owner to migrate it")
+        return db
+
+    def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
+        self.read_only = read_only
+        self.connection = connect(f"file:{quote(str(self.path.absolute()))}?{mode}")
+        return self.connection
+
+    def _schema_version(self, db: sqlite3.Connection) -> int:
+        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(self.migrations):
+            raise StoreTooNew(
+                f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
+                f"{len(self.migrations)}); upgrade canaryd, or choose another --state-dir"
+            )
+        return version
+
+    def _set_aside(self, error: Exception) -> None:
+        """Rename the damaged file, its -wal and its -shm; the caller holds the open lock."""
+        stamp = datetime.fromtimestamp(self._now(), tz=timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        names = (f"{DATABASE}.corrupt-{stamp}{again}" for again in ("", *(f".{n}" for n in range(2, 1000))))
+        aside = next(path for path in map(self.state_dir.joinpath, names) if not path.exists())
+        # Renamed before it is closed: SQLite then sees that it has moved, and neither writes to it nor drops its log.
+        self.path.rename(aside)
+        self.close()
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{self.path}{suffix}").rename(f"{aside}{suffix}")
+        self._lost = f"{self._now()!r} {aside}"
+        self.problems[aside.name] = f"{self.path}: damaged ({error}); kept as {aside}; started a new, empty database"
+
+    # The file at its path
+
+    def _moved(self) -> bool:
+        return _identity(self.path) != self._identity
+
+    def _is_gone(self) -> bool:
+        """Return whether the file was removed or replaced; one that cannot be looked at may be the same."""
+        try:
+            self.path.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return self._moved()
+
+    def _may_write(self) -> bool:
+        # The directory too: SQLite keeps its log beside the database.
+        if self.for_reading or not os.access(self.state_dir, os.W_OK):
+            return False
+        return not self.path.exists() or os.access(self.path, os.W_OK)
+
+    @property
+    def _open_lock(self) -> Path:
+        return Path(f"{self.path}.lock")
+
+
+def connect(uri: str) -> sqlite3.Connection:
+    """Open an SQLite database for several threads that share one lock of ours, with explicit transactions."""
+    db = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
+    db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # Rotten text must not look like a failed operation.
+    return db
+
+
+def use_wal(db: sqlite3.Connection) -> str:
+    """Switch to write-ahead logging, so that readers never wait for a writer; return a sentence where that fails."""
+    try:
+        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    except sqlite3.OperationalError as error:
+        mode = str(error)
+    if mode == "wal":
+        return ""
+    return f"no write-ahead log here (journal mode: {mode}); nothing is lost, but readers and writers wait in turn"
+
+
+def _create(path: Path) -> None:
+    """Complete the new file before it gets its name: an empty file is then damage, and never a beginning."""
+    new = Path(f"{path}.new")
+    new.unlink(missing_ok=True)
+    os.close(make(new))
+    with contextlib.closing(connect(f"file:{quote(str(new.absolute()))}?mode=rw")) as db:
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA user_version = 0")
+    new.replace(path)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    # SQLITE_CORRUPT and SQLITE_NOTADB arrive as the bare class; everything that may pass arrives as a subclass.
+    return type(error) is sqlite3.DatabaseError
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino

@@ -1,0 +1,116 @@
+"""Devices, the verdicts on them, and operators' acknowledgements."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from canaryd.model import Ack, Device, Verdict
+from canaryd.store.buffered import BufferedDatabase
+from canaryd.store.migrations import Migration
+from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRecord:
+    """A device that was seen on this machine, now or before. Times are seconds since the epoch."""
+
+    device: Device
+    first_seen: float
+    last_seen: float
+    present: bool
+    """False once an inventory did not find it."""
+
+
+class DeviceTables(BufferedDatabase):
+    """The tables of devices, verdicts and acknowledgements."""
+
+    def __init__(
+        self, state_dir: Path, now: Callable[[], float], migrations: Sequence[Migration], *, for_reading: bool
+    ) -> None:
+        super().__init__(state_dir, now, migrations, for_reading=for_reading)
+        self._decoded: dict[tuple[str, bool], tuple[bytes, Verdict]] = {}
+        """(device, of drills) → its newest verdict, packed and decoded."""
+
+    def see_device(self, device: Device, now: float) -> bool:
+        """Store that `device` was there at `now` (seconds since the epoch). False: only in memory so far."""
+        row = (device.uuid, now, now, True, pack(device))
+        return self._write(lambda db: db.execute(ADD_DEVICE, row))
+
+    def set_present(self, uuids: Collection[str], now: float) -> bool:
+        """Store that of all known devices exactly `uuids` were there at `now`. False: only in memory so far."""
+        with self._lock:
+            rows = []
+            for known in self.devices():
+                here = known.device.uuid in uuids
+                seen = now if here else known.last_seen
+                rows.append((known.device.uuid, known.first_seen, seen, here, pack(known.device)))
+            return self._write(lambda db: db.executemany(ADD_DEVICE, rows))
+
+    def devices(self) -> list[DeviceRecord]:
+        """Return every device ever seen here, in the order of their uuids."""
+        stored, waiting = self._read("SELECT uuid, body, first_seen, last_seen, present FROM devices")
+        first_seen = {uuid: first for uuid, _, first, _, _ in [*waiting, *stored]}
+        newest = {row[0]: row for row in [*stored, *waiting]}
+        return [
+            DeviceRecord(device=device, first_seen=first_seen[uuid], last_seen=last, present=bool(present))
+            for uuid, body, _, last, present in sorted(newest.values())
+            for device in self._decode(Device, [(uuid, body)])
+        ]
+
+    # Verdicts
+
+    def set_verdict(self, verdict: Verdict) -> bool:
+        """Make `verdict` its device's newest. False: only in memory so far.
+
+        The history gains an entry when state or cause changed; otherwise its last entry is replaced.
+        """
+        row = (verdict.device, verdict.drill, verdict.state.value, verdict.cause.value, verdict.decided, pack(verdict))
+        return self._write(lambda db: add_verdict(db, row))
+
+    def verdicts(self, *, drill: bool = False) -> dict[str, Verdict]:
+        """Return each device's newest verdict, by uuid: from real evidence, or from drills alone."""
+        newest = "SELECT max(number) FROM verdicts WHERE drill = ? GROUP BY device"
+        stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})", drill)
+        return {v.device: v for row in (*stored, *waiting) for v in self._decode_verdict(*row, drill=drill)}
+
+    def verdict(self, device: str) -> Verdict | None:
+        """Return the newest verdict on one device (its uuid) from real evidence; None where there is none."""
+        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number DESC LIMIT 1"
+        stored, waiting = self._read(query, device)
+        return next((v for row in (*waiting, *stored) for v in self._decode_verdict(*row)), None)
+
+    def verdict_history(self, device: str, *, drill: bool = False) -> list[Verdict]:
+        """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
+        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = ? ORDER BY number"
+        stored, waiting = self._read(query, device, drill)
+        history = self._decode(Verdict, [*stored, *waiting])
+        pairs = itertools.zip_longest(history, history[1:])  # The last on disk and the first in memory may be equal.
+        return [v for v, after in pairs if after is None or (v.state, v.cause) != (after.state, after.cause)]
+
+    def _decode_verdict(self, device: str, body: bytes, *, drill: bool = False) -> list[Verdict]:
+        """Decode each newest verdict once: engine, metrics page and status page read it at every change."""
+        decoded = self._decoded.get((device, drill))
+        if decoded is None or decoded[0] != body:
+            found = self._decode(Verdict, [(device, body)])
+            if not found:
+                return []
+            decoded = self._decoded[device, drill] = (body, found[0])
+        return [decoded[1]]
+
+    # Acknowledgements
+
+    def add_ack(self, ack: Ack) -> bool:
+        """Store an operator's statement about a device, for good: it is evidence. False: only in memory so far."""
+        row = (ack.device, ack.kind, ack.at, pack(ack))
+        return self._write(lambda db: db.execute(ADD_ACK, row))
+
+    def acks(self, device: str | None = None) -> list[Ack]:
+        """Return operators' statements about a device, or about all, newest last."""
+        stored, waiting = self._read(
+            "SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device
+        )
+        return sorted(self._decode(Ack, [*stored, *waiting]), key=lambda a: a.at)

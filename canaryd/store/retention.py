@@ -1,0 +1,82 @@
+"""How long everything is kept, and what goes first when the file is too large."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from canaryd.store.clock import DAY
+from canaryd.store.database import Database
+
+BATCH = 100
+"""Rows deleted in one transaction, so that another process never waits long."""
+SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How long runs are kept, in seconds since they were stored.
+
+    A failure is a run with a wrong comparison or unknown bits, or one that neither completed nor was skipped.
+    """
+
+    successes: float = 14 * DAY
+    failures: float = 400 * DAY
+    drills: float = 1 * DAY
+    """Runs with an injected fault, whatever their outcome."""
+    polls: float = 14 * DAY
+    """Telemetry: readings over time; what they showed to have happened is kept as events."""
+
+
+DEFAULT = Retention()
+
+
+def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> None:
+    """Delete what `keep` allows to, then polls and the oldest successes until the file is below `max_bytes`.
+
+    Failures go before their time only when nothing else is left to go, with a problem. `now` is in seconds since the
+    epoch. Raises `REFUSED`.
+    """
+    for condition, age in {"drill != ''": keep.drills, SUCCESS: keep.successes, FAILURE: keep.failures}.items():
+        while _delete(database, f"{condition} AND stored < ?", now - age):
+            pass
+    oldest = now - keep.failures
+    newest = "SELECT max(number) FROM verdicts GROUP BY device, drill"
+    for condition, limit in (
+        (f"verdicts WHERE decided < ? AND number NOT IN ({newest})", oldest),
+        ("events WHERE last < ?", oldest),
+        ("baselines WHERE last < ?", oldest),
+        ("days WHERE day < ?", oldest // DAY),
+    ):
+        database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once
+    while _delete(database, "started < ?", now - keep.polls, table="polls"):
+        pass
+    while database.attempt(used) >= max_bytes:
+        if _delete(database, "1", table="polls") or _delete(database, SUCCESS):
+            continue
+        if not _delete(database, FAILURE):
+            break
+        database.problems["size"] = (
+            f"{database.path}: failures younger than {keep.failures / DAY:g} days were deleted to stay below "
+            f"{max_bytes} bytes; raise store.max_size"
+        )
+    database.attempt(_compact)
+
+
+def _delete(database: Database, condition: str, *args: float, table: str = "runs") -> int:
+    """Delete the oldest `BATCH` rows; return how many there were."""
+    oldest = f"SELECT number FROM {table} WHERE {condition} ORDER BY number LIMIT {BATCH}"
+    delete = f"DELETE FROM {table} WHERE number IN ({oldest})"
+    return database.commit(lambda db: db.execute(delete, args).rowcount)
+
+
+def used(db: sqlite3.Connection) -> int:
+    """Return the bytes that the database needs; pages that can be given back are not counted."""
+    pages, free, size = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size"))
+    return int((pages - free) * size)
+
+
+def _compact(db: sqlite3.Connection) -> None:
+    # A script, because `execute` stops after the first page: the pragma returns rows without columns.
+    db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE)")

@@ -1,0 +1,132 @@
+"""Runs, and what is learnt from them: baselines and summaries of days."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from typing import Any
+
+from canaryd.judge.recordings.baseline import Baseline
+from canaryd.judge.trends.days import Day
+from canaryd.model import Run
+from canaryd.store.buffered import BufferedDatabase
+from canaryd.store.clock import DAY
+from canaryd.store.rows import (
+    ADD_BASELINE,
+    ADD_COUNT,
+    ADD_RUN,
+    ADD_SUMMARY,
+    baseline_key,
+    pack,
+    run_counts,
+    run_row,
+)
+
+BACKLOG = 10_000
+"""Runs kept in memory while they cannot be written; about 2 KiB each."""
+FOREVER = 1e18
+"""When a pinned baseline was last needed, as far as pruning goes."""
+
+
+class RunTables(BufferedDatabase):
+    """The tables of runs, baselines and days."""
+
+    def add_run(self, run: Run, baselines: Iterable[Baseline] = ()) -> bool:
+        """Store and count a run, and the `baselines` that it has changed, in one transaction. Never raises.
+
+        True: it is on disk and survives `kill -9`.
+
+        False: it waits in memory and `problem` says why. At most `BACKLOG` runs wait; beyond, the oldest successes are
+        dropped, and failures only when nothing else is left. They stay counted.
+        """
+        with self._lock:
+            row, counts = run_row(run, self._clock.stamp()), run_counts(run)
+            changed = self._baseline_rows(baselines)
+
+            def write(db: sqlite3.Connection) -> None:
+                if db.execute(ADD_RUN, row).rowcount:
+                    db.executemany(ADD_COUNT, counts)
+                    db.executemany(ADD_BASELINE, changed)
+
+            if self._write(write):
+                return True
+            oldest = "SELECT number FROM runs ORDER BY failed, number"
+            beyond = f"max(0, (SELECT count(*) FROM runs) - {BACKLOG})"
+            if self._memory.execute(f"DELETE FROM runs WHERE number IN ({oldest} LIMIT {beyond})").rowcount:
+                self._problems["dropped"] = (
+                    f"{self.path}: cannot be written, and memory holds {BACKLOG} runs at most: older ones were dropped"
+                )
+            return False
+
+    def runs(
+        self,
+        device: str | None = None,
+        probe: str | None = None,
+        since: float | None = None,
+        *,
+        until: float | None = None,
+        drill: bool | None = False,
+        failed: bool | None = None,
+        limit: int | None = None,
+    ) -> list[Run]:
+        """Return runs in the order in which they were stored, newest last; `None` does not narrow.
+
+        `since` and `until` (exclusive) compare with the time of storing, in seconds since the epoch: that never runs
+        backwards, while the clock that `Run.started` was read from may. `failed` is as in `Retention`. `limit` keeps
+        the newest.
+        """
+        times = {"stored >= ?": since, "stored < ?": until}
+        terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed}
+        where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
+        query = f"SELECT id, body FROM runs WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
+        stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
+        return self._decode(Run, [*waiting, *stored][:limit])[::-1]
+
+    def run(self, run_id: str) -> Run | None:
+        """Return one run; None where it was never stored, or pruned."""
+        stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
+        return next(iter(self._decode(Run, [*stored, *waiting])), None)
+
+    def mismatched(self) -> frozenset[str]:
+        """Return the devices (their uuids) with a mismatch on record, drills left out."""
+        stored, waiting = self._read("SELECT DISTINCT device FROM runs WHERE wrong > 0 AND drill = ''")
+        return frozenset(uuid for (uuid,) in (*stored, *waiting))
+
+    # Baselines
+
+    def set_baselines(self, baselines: Iterable[Baseline]) -> bool:
+        """Make these the newest of their keys, in one transaction. False: only in memory so far."""
+        with self._lock:
+            rows = self._baseline_rows(baselines)
+            return self._write(lambda db: db.executemany(ADD_BASELINE, rows))
+
+    def _baseline_rows(self, baselines: Iterable[Baseline]) -> list[tuple[Any, ...]]:
+        # By the store's time: a clock that was not set must not make a baseline look old enough to go.
+        now = self._clock.stamp()
+        return [(b.device, baseline_key(b), FOREVER if b.pinned else max(now, b.used), pack(b)) for b in baselines]
+
+    def baselines(self, device: str | None = None) -> list[Baseline]:
+        """Return the baselines of a device, or of all, in the order in which they were learnt."""
+        query = "SELECT device, key, body FROM baselines WHERE device = ? OR ? IS NULL ORDER BY last"
+        stored, waiting = self._read(query, device, device)
+        newest = {(uuid, key): body for uuid, key, body in (*stored, *waiting)}
+        return self._decode(Baseline, [(f"{uuid} {key}", body) for (uuid, key), body in newest.items()])
+
+    # Days
+
+    def add_day(self, day: Day) -> bool:
+        """Store the summary of a day; it outlives its runs and polls. False: only in memory so far."""
+        return self._write(lambda db: db.execute(ADD_SUMMARY, (day.device, day.day, pack(day))))
+
+    def days(self, device: str, since: float = 0.0) -> list[Day]:
+        """Return the summaries of a device's days that ended at `since` or later, oldest first."""
+        query = "SELECT day, body FROM days WHERE device = ? AND day >= ? ORDER BY day"
+        stored, waiting = self._read(query, device, int(since // DAY))
+        newest = dict((*stored, *waiting))
+        return self._decode(Day, [(f"{device} {day}", body) for day, body in sorted(newest.items())])
+
+    def summed(self, device: str, since: float) -> set[int]:
+        """Return which of a device's days (since the epoch) that ended at `since` or later have a summary."""
+        stored, waiting = self._read("SELECT day FROM days WHERE device = ? AND day >= ?", device, int(since // DAY))
+        return {day for (day,) in (*stored, *waiting)}

@@ -1,0 +1,129 @@
+"""Polls of telemetry, events, and counters."""
+
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from urllib.parse import parse_qsl
+
+from canaryd.model import Event, Outcome, Run
+from canaryd.store.buffered import BufferedDatabase
+from canaryd.store.clock import MAX_LAG
+from canaryd.store.rows import (
+    ADD_COUNT,
+    ADD_EVENT,
+    ADD_POLL,
+    EVENT,
+    NOTE,
+    encode_labels,
+    event_row,
+    pack,
+)
+
+WAITING_POLLS = 1000
+"""Polls kept in memory while they cannot be written."""
+
+
+class TelemetryTables(BufferedDatabase):
+    """The tables of polls, events and counters."""
+
+    def add_poll(self, poll: Run, outcomes: Mapping[Outcome, int], events: Iterable[Event] = ()) -> bool:
+        """Store one poll, its events, and the number of polls since the last one stored, by outcome.
+
+        One transaction: after a kill the next poll is compared with this one exactly when its events are stored.
+        False: only in memory so far.
+        """
+        of = {"device": poll.device, "probe": poll.probe}
+        counts = [("probe_runs", encode_labels({**of, "outcome": o.value}), float(n)) for o, n in outcomes.items()]
+        done = poll.outcome is Outcome.COMPLETED
+        row = (poll.id, poll.device, poll.probe, poll.started, done, pack(poll))
+        rows = [event_row(e) for e in events]
+
+        def write(db: sqlite3.Connection) -> None:
+            if db.execute(ADD_POLL, row).rowcount:
+                db.executemany(ADD_COUNT, counts)
+                db.executemany(ADD_EVENT, rows)
+
+        if self._write(write):
+            return True
+        beyond = f"max(0, (SELECT count(*) FROM polls) - {WAITING_POLLS})"
+        with self._lock:
+            self._memory.execute(
+                f"DELETE FROM polls WHERE number IN (SELECT number FROM polls ORDER BY number LIMIT {beyond})"
+            )
+        return False
+
+    def polls(
+        self,
+        device: str,
+        probe: str | None = None,
+        since: float = 0.0,
+        *,
+        until: float = math.inf,
+        completed: bool = False,
+        limit: int | None = None,
+    ) -> list[Run]:
+        """Return the stored polls of a device that started from `since` to before `until`, newest last.
+
+        `limit` keeps the newest. With `completed`, only those that did.
+        """
+        query = (
+            "SELECT id, body FROM polls WHERE device = ? AND (probe = ? OR ? IS NULL) AND started >= ? AND started < ?"
+            " AND completed >= ? ORDER BY number DESC LIMIT ?"
+        )
+        most = -1 if limit is None else limit
+        stored, waiting = self._read(query, device, probe, probe, since, until, completed, most)
+        return self._decode(Run, [*waiting, *stored][:limit])[::-1]
+
+    # Events
+
+    def add_events(
+        self,
+        events: Iterable[Event],
+        counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
+        notes: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Store events, increase counters (name, labels, by) and set notes, all in one transaction.
+
+        So a position in a log moves on exactly when what was read there is counted. False: only in memory so far.
+        """
+        rows = [event_row(e) for e in events]
+        counters = [(name, encode_labels(labels), by) for name, labels, by in counts]
+
+        def write(db: sqlite3.Connection) -> None:
+            db.executemany(ADD_EVENT, rows)
+            db.executemany(ADD_COUNT, counters)
+            db.executemany(NOTE, (notes or {}).items())
+
+        return self._write(write)
+
+    def events(self, since: float = 0.0, device: str | None = None) -> list[Event]:
+        """Return the events that were last seen at `since` or later (seconds since the epoch), newest last."""
+        query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
+        stored, waiting = self._read(query, since, device, device)
+        names = EVENT.split(", ")
+        found = [Event(**dict(zip(names, row, strict=True))) for row in (*stored, *waiting)]
+        return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
+
+    def dated(self, events: Iterable[Event]) -> list[Event]:
+        """Return the events; those that a clock set back would make old are dated by the time of storing."""
+        stamp, confirmed = self._clock.stamp(), self._clock.confirmed
+        return [e if e.last >= confirmed - MAX_LAG else replace(e, first=stamp, last=stamp) for e in events]
+
+    # Counters
+
+    def count(self, name: str, labels: Mapping[str, str], by: float = 1) -> bool:
+        """Increase a counter; it outlives restarts and pruned runs. False: only in memory so far."""
+        return self._write(lambda db: db.execute(ADD_COUNT, (name, encode_labels(labels), by)))
+
+    def counters(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Return every counter by its name and label items, with what is only in memory so far."""
+        total: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        stored, waiting = self._read("SELECT name, labels, value FROM counters")
+        for name, labels, value in [*stored, *waiting]:
+            key = name, frozenset(parse_qsl(labels, keep_blank_values=True))
+            total[key] = total.get(key, 0) + value
+        return total
