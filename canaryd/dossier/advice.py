@@ -87,7 +87,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
 
 def not_checked(facts: Facts) -> list[str]:
     """Return what was not checked, one sentence each."""
-    said = list(NEVER_CHECKED)
+    said = list(map(str, NEVER_CHECKED))
     seen = {r.probe for r in facts.runs}
     off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in seen)
     if off:

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from canaryd import __version__
-from canaryd.cli.arguments import parser
+from canaryd.cli.main import parser
 from tests.command import BUILTIN, ROOT, canaryd, configure, environment
 
 COMMANDS = ("check", "drill", "run", "config", "probes", "devices")

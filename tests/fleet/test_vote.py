@@ -19,7 +19,7 @@ from typing import ClassVar
 import jsonschema
 import pytest
 
-from canaryd.fleet import vote
+from canaryd.fleet import vote, vote_text
 from canaryd.fleet.prometheus import FleetError, Prometheus
 from canaryd.judge import verdict
 from canaryd.metrics.families import FAMILIES
@@ -154,7 +154,7 @@ def ready(url):
 
 def gather(url, **options):
     found = vote.gather(Prometheus(url, patience=PATIENCE, **options))
-    said = json.loads(json.dumps(vote.as_json(found)))
+    said = json.loads(json.dumps(vote_text.as_json(found)))
     VALIDATOR.validate(said)
     assert said["exit_code"] == verdict.exit_code(found.state)
     return found
@@ -248,7 +248,7 @@ def test_a_suspect_is_shown_and_not_accused_again(trouble):
         ("d", "known-d", "suspect", ({"rule": "exact-mismatch", "state": "suspect", "cause": "hardware"},))
     ]
     assert [o.known for o in found.odd if o.device == "known-d"] == [True]
-    assert "outvoted as well" in vote.as_text(found, 500)
+    assert "outvoted as well" in vote_text.as_text(found, 500)
 
 
 def test_silence_and_age_are_shown(trouble):
@@ -655,21 +655,21 @@ def test_what_one_question_cannot_learn_costs_no_other_answer(tmp_path):
 def test_text_of_others_does_not_reach_the_terminal_as_commands():
     """A label may hold anything."""
     found = vote.Fleet(url="http://p", now=1.0, nodes=1, versions={"\x1b[2J": 1}, states={"healthy": 1})
-    assert "\x1b" not in vote.as_text(found, 100)
+    assert "\x1b" not in vote_text.as_text(found, 100)
 
 
 def test_long_lists_are_cut_in_text_only():
     """A broken fleet must still fit a terminal."""
     silent = tuple(vote.Silent(job="j", instance=f"n{i}", why="down") for i in range(100))
     found = vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}, silent=silent)
-    assert "and 80 more; --json has them all" in vote.as_text(found, 100)
-    assert len(vote.as_json(found)["silent"]) == 100
+    assert "and 80 more; --json has them all" in vote_text.as_text(found, 100)
+    assert len(vote_text.as_json(found)["silent"]) == 100
     assert found.state is State.UNKNOWN
 
 
 def test_the_schema_allows_nothing_else():
     """A field that is not documented is noticed."""
-    document = vote.as_json(vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}))
+    document = vote_text.as_json(vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}))
     VALIDATOR.validate(document)
     assert not VALIDATOR.is_valid(document | {"more": 1})
     assert not VALIDATOR.is_valid({k: v for k, v in document.items() if k != "odd"})
