@@ -115,7 +115,7 @@ def _device_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:
             absent = f"; {len(poll.completed.absent)} unavailable on this machine" if poll.completed.absent else ""
-            yield "", f"  {probe:<28} {len(poll.completed.readings):>9,} readings{absent}"
+            yield from paragraph(f"  {probe:<28} ", f"{len(poll.completed.readings):>9,} readings{absent}")
     bounds = result.rules_out.get(device.uuid, {})
     if verbose:
         for probe, bound in bounds.items():
@@ -147,11 +147,12 @@ def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
         if count["comparisons"] or not count["recordings"]:
             many = f" in {count['comparisons']:,} comparisons" if verbose else ""
             role = "bad" if count["wrong"] else ""
-            yield role, f"  {name:<28} {count['trials']:>9,} results{many}, {count['wrong']:,} wrong{failed}"
+            counts = f"{count['trials']:>9,} results{many}, {count['wrong']:,} wrong{failed}"
+            yield from paragraph(f"  {name:<28} ", counts, role=role)
             failed = ""
         if count["recordings"]:
             differ = f"{count['unknown']:,} differ from the baseline{failed}"
-            yield "", f"  {name:<28} {count['recordings']:>9,} recordings, {differ}"
+            yield from paragraph(f"  {name:<28} ", f"{count['recordings']:>9,} recordings, {differ}")
 
 
 def _skipped_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:

@@ -80,7 +80,7 @@ def _advice_lines(status: Status) -> Iterator[Line]:
     """Yield what to do now: sentences that follow each other as a paragraph, commands on lines of their own."""
     lead, sentences = "Do now: ", ""
     for step in steps(status):
-        sentences = f"{sentences} {step.text}"
+        sentences = f"{sentences} {step.text}".lstrip()
         if step.command:
             yield from paragraph(lead, sentences)
             yield "head", f"        {step.command}"

@@ -50,15 +50,15 @@ def finding_lines(findings: Iterable[Finding], *, verbose: bool, width: int | No
     """
     commands: set[str] = set()
     for finding in findings:
-        yield from paragraph(f"  - {label(finding)}: ", finding.message, width)
+        yield from paragraph("  - ", f"{label(finding)}: {finding.message}", width)
         if finding.action:
             yield from paragraph("    Do now: ", finding.action, width)
         if verbose:
             for sentence in finding.evidence:
                 yield from paragraph("    ", sentence, width)
             for rival in finding.rivals:
-                lead = f"    {'not' if rival.rejected else 'maybe'} {rival.cause.value}: "
-                yield from paragraph(lead, rival.why, width)
+                kind = f"{'not' if rival.rejected else 'maybe'} {rival.cause.value}"
+                yield from paragraph("    ", f"{kind}: {rival.why}", width)
         if finding.repro and finding.repro not in commands:
             commands.add(finding.repro)
             yield "", "    To repeat the test:"

@@ -105,7 +105,7 @@ def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not json", "no JSON"),
+        ("not json", "not JSON"),
         ("[]", "wanted an object"),
         ('{"schema": "canaryd.check/1"}', "canaryd.baselines/1"),
         ('{"schema": "canaryd.baselines/1", "baselines": [{"device": 7}]}', "Baseline.device"),
@@ -133,6 +133,6 @@ def test_the_commands(store, tmp_path):
     file = Path(tmp_path / "baselines.json")
     file.write_text(canaryd("baseline", "export", *common).out)
     other = ("--state-dir", tmp_path / "other")
-    assert canaryd("baseline", "import", file, *other).out.startswith("1 baselines taken in, 0 were known")
+    assert canaryd("baseline", "import", file, *other).out.startswith("1 baselines imported, 0 known")
     missing = canaryd("baseline", "import", tmp_path / "none.json", *other)
     assert (missing.code, "none.json" in missing.err) == (64, True)
