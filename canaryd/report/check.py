@@ -144,6 +144,9 @@ def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
     for (probe, instructions), count in totals.items():
         name = f"{probe} [{instructions}]" if instructions else probe
         failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
+        if count["failed"] and not (count["trials"] or count["recordings"]):
+            yield from paragraph(f"  {name:<28} ", failed.removeprefix(", "))
+            continue
         if count["comparisons"] or not count["recordings"]:
             many = f" in {count['comparisons']:,} comparisons" if verbose else ""
             role = "bad" if count["wrong"] else ""

@@ -16,6 +16,7 @@ from typing import Any
 from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import DAY, HOUR, format_duration
+from canaryd.judge.telemetry.signals import reason_of
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
@@ -196,8 +197,8 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
             cases = Counter(case for r in same for case in r.unknown)
             text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"
         else:
-            line = next((r.detail for r in reversed(same) if r.detail), "").strip().splitlines()
-            text = f"{times} of {probe}{retests} {what.replace('_', ' ')}" + (f": {line[-1]}" if line else "")
+            why = next(filter(None, map(reason_of, reversed(same))), "")
+            text = f"{times} of {probe}{retests} {what.replace('_', ' ')}" + (f": {why}" if why else "")
         role = "bad" if what in ("wrong", "unknown") else "calm"
         ids = tuple(r.id for r in same)
         label = f"{probe}: {what.replace('_', ' ')}"
@@ -206,7 +207,7 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
 
 def _cases(cases: Counter[str]) -> str:
     (case, _), more = cases.most_common(1)[0], len(cases) - 1
-    return f"most in {case} and {more} more cases" if more else f"in {case}"
+    return f"most in case {case}, the others in {more} more cases" if more else f"in case {case}"
 
 
 def _events(events: Iterable[Event]) -> Iterator[Item]:

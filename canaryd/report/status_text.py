@@ -128,7 +128,7 @@ def _device_lines(same: Sequence[DeviceStatus], now: float, *, verbose: bool) ->
 
 def _evidence_lines(lead: str, devices: Sequence[DeviceStatus], now: float, *, verbose: bool) -> list[Line]:
     """Return the age of each probe's newest result if `verbose`, else of the oldest among them."""
-    ages = [f"{probe} {_ago(at, now)}" for probe, at in newest_of(devices).items()]
+    ages = [f"{probe} ({_ago(at, now)})" for probe, at in newest_of(devices).items()]
     if not ages:
         return []
     return paragraph(lead, f"newest results: {', '.join(ages)}" if verbose else f"oldest result: {ages[0]}")

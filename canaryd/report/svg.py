@@ -1,7 +1,7 @@
-"""Small plots as inline SVG: values over time, with the marks of what happened. Standard library only.
+"""Small plots as inline SVG: values over time, marked with what happened.
 
 A page includes `STYLE` once. Colours come from the page's text colour and from a few custom properties, so that a plot
-is read in light, in dark and on paper; its words stand in the caption too, for readers without pictures.
+works in light, in dark and on paper. The caption repeats the values for readers who do not see the plot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from canaryd.formatting import DAY, HOUR, MINUTE, moment, number, quantity, scale
+from canaryd.formatting import DAY, HOUR, MINUTE, format_time, number, quantity, scale
 
 STYLE = """
 .plot { --plot-own: #2563c9; --plot-bad: #c62828; --plot-calm: #8a5a00; margin: 0 0 1.2rem; overflow-x: auto; }
@@ -34,7 +34,7 @@ STYLE = """
 .spark { display: inline-block; vertical-align: middle; overflow: visible; }
 .spark polyline { fill: none; stroke: currentColor; stroke-width: 1.4; } .spark circle { fill: currentColor; }
 """
-"""The style sheet of everything here."""
+"""The style sheet of all plots."""
 W, H, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 12, 34, 26
 """Size and margins of a plot in its own units."""
 LETTER = 7.6
@@ -42,9 +42,9 @@ LETTER = 7.6
 FLAT = 0.05
 """Least height of the value axis as a share of the largest value: noise must not fill a plot (ours)."""
 GAP = 4.0
-"""Times the usual distance of two points beyond which nothing is known between them, and no line is drawn (ours)."""
+"""Multiple of the usual distance of two points beyond which no line is drawn between them (ours)."""
 MOST = 300
-"""Buckets of time along a line, of each of which the lowest and the highest point are drawn."""
+"""Buckets of time along a line; the lowest and the highest point of each are drawn."""
 SHORT = (10.0, 30.0, MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR)
 STEPS = (*SHORT, *(n * DAY for n in (1, 2, 7, 14, 28, 91, 364)))
 """Distances of the marks on the time axis."""
@@ -57,23 +57,23 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One course of values."""
+    """Values over time."""
 
     name: str
     points: Sequence[Point]
     """Oldest first."""
     role: str = "own"
-    """"own" for the device at issue, "peer" for those that it is held against."""
+    """"own" for the device, "peer" for those it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a time."""
+    """An event to mark in a plot."""
 
     at: float
     label: str
     role: str = "mark"
-    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+    """"bad" for what counts against the device, "calm" for a change around it, "mark" for the rest."""
 
 
 def plot(
@@ -85,9 +85,9 @@ def plot(
     start: float | None = None,
     end: float | None = None,
 ) -> str:
-    """Return a `<figure>` with the values over time; the time axis is that of the points unless it is given.
+    """Return a `<figure>` with the values over time; the time axis spans the points unless it is given.
 
-    `unit` is a reading's base unit. Without any point the figure says so in words.
+    `unit` is a reading's base unit. Without any point the figure is only a caption that says so.
     """
     inside = [Line(name=line.name, points=_between(line.points, start, end), role=line.role) for line in lines]
     caption = f"<figcaption>{html.escape(_summary(title, unit, inside))}</figcaption>"
@@ -118,15 +118,15 @@ def plot(
         inside_x = min(x(at), W - LETTER * len(label) / 2)
         parts.append(f'<text x="{inside_x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     parts += _marks([m for m in marks if first <= m.at <= last], x, bottom)
-    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device at issue is drawn over its peers
+    for line in sorted(inside, key=lambda one: one.role == "own"):  # the device is drawn over its peers
         parts += _drawn(line, first, last, x, y)
     return f'<figure class="plot">{caption}{"".join(parts)}</svg></figure>'
 
 
 def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
-    """Return from when to when a plot goes: the time of the points, and of the marks no further away than that is long.
+    """Return start and end of a plot: those of the points, widened to marks no further away than the points span.
 
-    So the values take at least a third of the width, however long ago something else happened (ours).
+    So the values take at least a third of the width (ours).
     """
     times = [at for line in lines for at, _ in line.points]
     first, last = min(times), max(times)
@@ -135,7 +135,7 @@ def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
 
 
 def spark(values: Sequence[float | None], *, width: int = 120, height: int = 20) -> str:
-    """Return a line without axes, as large as a word, for a table; None is a gap. "" where there is no value."""
+    """Return a line without axes, as small as a word, for a table; None is a gap. "" where there is no value."""
     known = [v for v in values if v is not None]
     if not known:
         return ""
@@ -161,15 +161,16 @@ def _between(points: Sequence[Point], start: float | None, end: float | None) ->
 
 
 def _summary(title: str, unit: str, lines: Sequence[Line]) -> str:
-    """Return in words what the plot shows of the device at issue, for those who do not see it."""
+    """Return as text what the plot shows of the device, for readers who do not see it."""
     points = [p for line in lines if line.role == "own" for p in line.points]
     if not points:
         return f"{title}: no values in this time"
     values = [v for _, v in points]
-    said = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
+    values_text = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
     peers = sum(line.role == "peer" and bool(line.points) for line in lines)
-    beside = f"; grey: {peers} of its peers" if peers else ""
-    return f"{title}: {said} ({moment(points[0][0], seconds=False)} to {moment(points[-1][0], seconds=False)}){beside}"
+    grey = f"; grey: {peers} of its peers" if peers else ""
+    first, last = (format_time(points[i][0], seconds=False) for i in (0, -1))
+    return f"{title}: {values_text} ({first} to {last}){grey}"
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -180,7 +181,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _levels(low: float, high: float) -> list[float]:
-    """Return round values between two bounds: three to eight steps of 1, 2 or 5 times a power of ten."""
+    """Return three to eight round values between two bounds, in steps of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / 3
     power = 10.0 ** math.floor(math.log10(raw))
     step = max(n * power for n in (1, 2, 5) if n * power <= raw)
@@ -188,12 +189,12 @@ def _levels(low: float, high: float) -> list[float]:
 
 
 def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
-    """Yield the marks of the time axis, on whole hours and days of the reader's clock, with their labels."""
+    """Yield the marks of the time axis, on whole hours and days of local time, with their labels."""
     step = next((s for s in STEPS if (last - first) / s <= TICKS), STEPS[-1])
     offset = _offset(first)
     for k in range(math.ceil((first + offset) / step), math.floor((last + offset) / step) + 2):
         at = k * step - offset
-        at += offset - _offset(at)  # the clock may have been put forward or back since the beginning
+        at += offset - _offset(at)  # daylight saving time may have begun or ended since
         if first <= at <= last:
             local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
             if step < MINUTE:
@@ -203,23 +204,23 @@ def _times(first: float, last: float) -> Iterator[tuple[float, str]]:
 
 
 def _offset(at: float) -> float:
-    """Return by how many seconds the reader's clock is ahead of UTC at a time."""
+    """Return by how many seconds local time is ahead of UTC at a time."""
     ahead = datetime.fromtimestamp(at, tz=timezone.utc).astimezone().utcoffset()
     return ahead.total_seconds() if ahead is not None else 0.0
 
 
 def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) -> Iterator[str]:
-    """Yield a line for each mark, and its label as far as there is room; every label is the line's title."""
+    """Yield a line for each mark, and its label if there is room; each line has its label as its title."""
     room = -math.inf
     for mark in sorted(marks, key=lambda m: m.at):
         at, label = x(mark.at), html.escape(mark.label)
-        told = html.escape(moment(mark.at))
+        at_text = html.escape(format_time(mark.at))
         yield (
             f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
-            f"<title>{told} {label}</title></line>"
+            f"<title>{at_text} {label}</title></line>"
         )
         wide = LETTER * len(mark.label)
-        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values stands left of that
+        begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values is left of that
         if begins > room and begins >= LEFT:
             yield f'<text class="mark {mark.role}" x="{begins:.1f}" y="{TOP - 12}">{label}</text>'
             room = begins + wide + 8
@@ -228,7 +229,7 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
 def _drawn(
     line: Line, first: float, last: float, x: Callable[[float], float], y: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield a course of values as strokes between gaps; a value that stands alone is a dot."""
+    """Yield the values as lines between gaps; a single value is a dot."""
     if not line.points:
         return
     usual = statistics.median([b - a for (a, _), (b, _) in itertools.pairwise(line.points)] or [0.0])

@@ -268,7 +268,7 @@ def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "half an upgrade" in done.stderr
-    assert "nothing is known" in done.stderr
+    assert "the state of this machine is unknown" in done.stderr
 
 
 def test_a_file_is_no_state_directory(tmp_path):

@@ -139,10 +139,10 @@ def test_everything_that_happened_is_told_newest_first(store):
     text = [i.text for i in one.items]
     assert text[0] == f"acknowledged until {format_time(NOW + DAY)} by jo: ticket 7"
     assert "torch 2.9 → 2.10" in text[1]
-    assert "differ from the baseline, in prefill/1" in text[2]
+    assert "differ from the baseline, in case prefill/1" in text[2]
     assert "timed out: killed after 300 s" in text[3]
     assert text[4] == "became faulty (hardware): confirmed by three re-runs"  # what it was suspected of was told before
-    assert text[5] == "3 runs of exact_matmul (2 of them retests): 6 of 27 results wrong, in bfloat16/cancel"
+    assert text[5] == "3 runs of exact_matmul (2 of them retests): 6 of 27 results wrong, in case bfloat16/cancel"
     assert text[6] == "became suspect (undetermined): exact-mismatch in x"
     assert "off the bus" in text[8]
     assert text[7] == "nothing was recorded for more than 2 hours, 30 times, at most for 20 hours" + NO_DAEMON

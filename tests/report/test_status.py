@@ -252,7 +252,7 @@ def test_healthy_devices_are_one_line(store):
     assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
     seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
     devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
-    assert "(NVIDIA H200) oldest result: a 7 minutes ago" in unwrapped(status_text(replace(found, devices=devices)))
+    assert "(NVIDIA H200) oldest result: a (7 minutes ago)" in unwrapped(status_text(replace(found, devices=devices)))
     note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")
     store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
     text = status_text(ask(store))
@@ -568,10 +568,10 @@ def test_the_newest_evidence_is_told(store):
         "never": None,
         "telemetry": NOW - 991,
     }
-    assert "newest results: never none yet, exact 16 minutes ago, telemetry 16 minutes ago" in unwrapped(
+    assert "newest results: never (none yet), exact (16 minutes ago), telemetry (16 minutes ago)" in unwrapped(
         status_text(found, verbose=True)
     )
-    assert "oldest result: never none yet" in status_text(found)
+    assert "oldest result: never (none yet)" in status_text(found)
 
 
 def test_the_evidence_of_devices_alike_is_the_oldest(store):
@@ -581,7 +581,7 @@ def test_the_evidence_of_devices_alike_is_the_oldest(store):
     devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
     assert status.newest_of(devices) == {"c": None, "a": NOW - 90, "b": NOW - 60}
     text = status_text(replace(found, devices=devices), verbose=True)
-    assert text.count("newest results: c none yet, a 90 seconds ago, b 60 seconds ago") == 1
+    assert text.count("newest results: c (none yet), a (90 seconds ago), b (60 seconds ago)") == 1
 
 
 def objects(schema):
