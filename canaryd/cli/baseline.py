@@ -217,7 +217,18 @@ def table(found: Sequence[Listed]) -> str:
         repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
         repeats = repeats if b.complete else "unknown yet"
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
-        rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, witness, format_time(b.last)))
+        rows.append(
+            (
+                device.name,
+                b.probe,
+                b.case,
+                str(len(b.known)),
+                learnt,
+                repeats,
+                witness,
+                format_time(b.last, seconds=False),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(map(printable, lines))

@@ -93,7 +93,7 @@ class ProgressPrinter:
             self._line(f"{name}{' (retest)' if progress.done.confirms else ''}: {_summary(progress.done)}")
 
     def moving(self, fraction: float, text: str) -> None:
-        """Show a progress bar; nothing where this is no terminal."""
+        """Show a progress bar, on a terminal only."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
             filled = round(20 * fraction)
@@ -119,7 +119,7 @@ def _summary(run: Run) -> str:
     """Return the outcome of a run in one line."""
     counts = [f"{run.trials:,} results"] if run.trials or not run.recordings else []
     counts += [f"{len(run.recordings):,} recordings"] if run.recordings else []
-    wrong = f", WRONG in {len(run.wrong)} comparisons" if run.wrong else ""
+    wrong = f", {len(run.wrong)} of {len(run.comparisons)} comparisons WRONG" if run.wrong else ""
     why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
     return f"{run.outcome.value.replace('_', ' ')}, {', '.join(counts)} in {run.seconds:.1f} s{wrong}{why}"
 

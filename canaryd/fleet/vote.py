@@ -361,7 +361,7 @@ def _stalest(asker: _Gatherer) -> tuple[Stale, ...]:
     """Return the oldest evidence of the stalest nodes; a probe that was never clean has no age and is left out."""
     age = "(time() - canaryd_probe_last_success_timestamp_seconds)"
     ratio = f"({age} / on (job, instance, device, probe) canaryd_probe_period_seconds)"
-    # A time later than Prometheus's own comes from a broken clock and is no age.
+    # A time later than Prometheus's own comes from a broken clock and is not an age.
     found = asker.ask("stalest nodes", f"topk({STALEST}, topk by (job, instance) (1, {ratio} >= 0))")
     stale = [
         Stale(

@@ -8,6 +8,7 @@ from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import Result
+from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.report.terminal import Line, finding_lines, headline, paint, paragraph, role_of
@@ -115,13 +116,14 @@ def _device_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:
             absent = f"; {len(poll.completed.absent)} unavailable on this machine" if poll.completed.absent else ""
-            yield from paragraph(f"  {probe:<28} ", f"{len(poll.completed.readings):>9,} readings{absent}")
+            yield from paragraph(f"  {probe:<26} ", f"{len(poll.completed.readings):>9,} readings{absent}")
     bounds = result.rules_out.get(device.uuid, {})
     if verbose:
         for probe, bound in bounds.items():
             yield from paragraph(f"  {probe}: ", f"would have caught {_rate(bound)}")
     elif bounds and verdict.state.severity < State.SUSPECT.severity:
-        yield from paragraph("  ", f"Would have caught {_rate(max(bounds.values()))}")
+        clean = sum(run.trials for run in result.runs.get(device.uuid, []) if run.probe in bounds)
+        yield from paragraph("  ", f"Would have caught {_rate(rate_bound(clean))}")
     yield from _skipped_lines(result, device, verbose=verbose)
 
 
@@ -145,17 +147,17 @@ def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
         name = f"{probe} [{instructions}]" if instructions else probe
         failed = f", {count['failed']} of {count['runs']} runs did not complete" if count["failed"] else ""
         if count["failed"] and not (count["trials"] or count["recordings"]):
-            yield from paragraph(f"  {name:<28} ", failed.removeprefix(", "))
+            yield from paragraph(f"  {name:<26} ", failed.removeprefix(", "))
             continue
         if count["comparisons"] or not count["recordings"]:
             many = f" in {count['comparisons']:,} comparisons" if verbose else ""
             role = "bad" if count["wrong"] else ""
             counts = f"{count['trials']:>9,} results{many}, {count['wrong']:,} wrong{failed}"
-            yield from paragraph(f"  {name:<28} ", counts, role=role)
+            yield from paragraph(f"  {name:<26} ", counts, role=role)
             failed = ""
         if count["recordings"]:
             differ = f"{count['unknown']:,} differ from the baseline{failed}"
-            yield from paragraph(f"  {name:<28} ", f"{count['recordings']:>9,} recordings, {differ}")
+            yield from paragraph(f"  {name:<26} ", f"{count['recordings']:>9,} recordings, {differ}")
 
 
 def _skipped_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:

@@ -32,7 +32,7 @@ SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
 """Seconds that the store may take to answer; then the answer is unknown. A verdict is read in milliseconds."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
-"""While this file exists nothing acts, whatever it contains; so does one beside the configuration file in use."""
+"""This file silences enforcement, whatever it contains; so does one beside the configuration file in use."""
 VARIABLE = "CANARYD_ENFORCEMENT"
 """Environment variable that silences enforcement with any value but "act"; it cannot turn it on."""
 CAUSES = (Cause.HARDWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED)
