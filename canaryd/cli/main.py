@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return USAGE
     except BrokenPipeError:
-        # The reader went away (| head), so an error message would not be read. Python would complain again while closing stdout.
+        # The reader went away (| head). Python would complain while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return outcome
