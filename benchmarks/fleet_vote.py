@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.common import ROOT, Bystanders, machine, options, table, write
-from canaryd.fleet import prometheus, vote
+from canaryd.fleet import prometheus, vote, vote_text
 
 RULES = ROOT / "deploy/prometheus" / vote.RULES
 PER_TARGET = 100
@@ -245,7 +245,7 @@ def expected(run: Run) -> None:
         or found.nodes != run.nodes
         or found.problems
     ):
-        sys.exit(f"{run.nodes} nodes: the vote is wrong: {vote.as_text(found, 120)}")
+        sys.exit(f"{run.nodes} nodes: the vote is wrong: {vote_text.as_text(found, 120)}")
 
 
 def measure(run: Run, rounds: int) -> Size:

@@ -1,4 +1,4 @@
-"""How canaryd speaks to people: times, durations, quantities and paragraphs, the same in every command and page."""
+"""Times, durations, quantities and paragraphs as text, the same in every command and page."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import shutil
 import textwrap
 from datetime import datetime, timezone
 
-WIDTH = 110
-"""Columns of text at most; a narrower terminal gets narrower text."""
+WIDTH = 80
+"""Columns of text where standard output is not a terminal."""
+WIDEST = 110
+"""Columns of text at most: longer lines are hard to read."""
 NARROWEST = 40
-"""Columns below which text is not wrapped any further: a sentence of single words is none."""
+"""Columns below which text is not wrapped any further."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "flops per second": "FLOP/s"}
-"""Units that are said with a prefix ("1.98 GHz"), and their symbols."""
+"""Units that take a prefix ("1.98 GHz"), and their symbols."""
 PLAIN = {"celsius": "°C", "watts": "W", "1": ""}
-"""Units that are said as they are; any other is its own symbol."""
+"""Units that take no prefix, and their symbols; any other unit is its own symbol."""
 
 
 def columns() -> int:
-    """Return how many columns text may use on this terminal: `WIDTH` at most."""
-    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
+    """Return how many columns text may use on this terminal: `WIDEST` at most."""
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
 
 
 def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
@@ -29,16 +31,16 @@ def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
     return textwrap.wrap(text, room, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
 
 
-def moment(at: float, *, seconds: bool = True) -> str:
-    """Return a time (seconds since the epoch) as the reader's wall clock shows it; one that no clock shows as it is."""
+def format_time(at: float, *, seconds: bool = True) -> str:
+    """Return a time (seconds since the epoch) as local time; as seconds where no calendar has it."""
     try:
         local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
-    except (OSError, OverflowError, ValueError):  # the year is none of a calendar's: a clock or a server is wrong
+    except (OSError, OverflowError, ValueError):  # a clock or a server is wrong
         return f"{at:g} s after 1970"
     return f"{local:%Y-%m-%d %H:%M:%S}" if seconds else f"{local:%Y-%m-%d %H:%M}"
 
 
-def spoken(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in the largest unit of which there are two: "90 seconds", "36 hours", "12 days"."""
     for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
         if seconds >= 2 * size:
@@ -47,8 +49,12 @@ def spoken(seconds: float) -> str:
     return "1 second" if whole == "1" else f"{whole} seconds"
 
 
+# The names of old, for the packages that still use them.
+moment, spoken = format_time, format_duration
+
+
 def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return by what values of a unit are divided to be read, and the symbol: ("hertz", 1.98e9) gives (1e9, "GHz")."""
+    """Return the divisor and the symbol for values of a unit: ("hertz", 1.98e9) gives (1e9, "GHz")."""
     if unit not in SCALED:
         return 1.0, PLAIN.get(unit, unit)
     size, prefix = next((p for p in PREFIXES if abs(largest) >= p[0]), PREFIXES[-1] if largest else (1.0, ""))
@@ -56,11 +62,11 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def number(value: float) -> str:
-    """Return a number to three digits, without an exponent as long as that can be read."""
+    """Return a number to three digits, without an exponent as long as that is readable."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return a value of a base unit as people say it: "1.98 GHz", "71 °C", "0.031"."""
+    """Return a value with its unit: "1.98 GHz", "71 °C", "0.031"."""
     size, symbol = scale(unit, value)
     return f"{number(value / size)} {symbol}".rstrip()

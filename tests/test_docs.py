@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.arguments import parser
+from canaryd.cli.main import parser
 from canaryd.config import load, settings
 from canaryd.engine import catalogue
 from canaryd.judge import case

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.arguments import FAULTS, parser
+from canaryd.cli.check import FAULTS
+from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
 

@@ -7,62 +7,95 @@ import getpass
 import os
 import time
 
-from canaryd.cli.arguments import USAGE
-from canaryd.cli.common import complain, device_names, open_store
+from canaryd.cli.arguments import USAGE, Commands, duration
+from canaryd.cli.common import complain, one_device, open_store
 from canaryd.config.settings import Config
-from canaryd.engine.engine import choose
-from canaryd.formatting import moment
+from canaryd.formatting import format_time
 from canaryd.judge import acks
 from canaryd.judge.verdict import exit_code
-from canaryd.model import Ack, State
+from canaryd.model import Ack, Device, State
 
-LONGEST_ACK = 400 * 86_400.0
+DEFAULT = 7 * 86_400.0
+"""Seconds for which a fault is acknowledged unless another time is given."""
+LONGEST = 400 * 86_400.0
 """Seconds for which a fault may be acknowledged: as long as failures are kept."""
 
 
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parser of this command."""
+    command = commands.add_parser(
+        "ack",
+        parents=[common],
+        help="acknowledge a known fault, a repair or a replacement",
+        description="Acknowledge a known fault, a repair or a replacement. A faulty device stays faulty.",
+    )
+    command.add_argument("device", metavar="DEV", help="uuid or name")
+    command.add_argument("--reason", default="", metavar="TEXT", help="why, e.g. the ticket; kept as evidence")
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--for",
+        dest="seconds",
+        type=duration,
+        default=DEFAULT,
+        metavar="7d",
+        help="mute a suspicion for this long (default: 7d)",
+    )
+    kind.add_argument("--end", action="store_true", help="end an acknowledgement early")
+    kind.add_argument("--repaired", action="store_true", help="the part was repaired: test it from scratch")
+    kind.add_argument("--replaced", action="store_true", help="the part was replaced by another one")
+    command.set_defaults(function=ack_command)
+
+
 def ack_command(options: argparse.Namespace, settings: Config) -> int:
-    """Keep an operator's word about a device."""
+    """Store an operator's acknowledgement; return the exit code."""
     with open_store(settings) as store:
         known = {r.device.uuid: r.device for r in store.devices()}
-        found, _ = choose(known, [options.device])
-        kind = "repaired" if options.repaired else "replaced" if options.replaced else "acknowledged"
-        if len(found) != 1:
-            complain(f"ack {options.device}: names {len(found)} devices; there are {device_names(known)}")
-            return USAGE
-        if not options.reason.strip():
-            complain("ack: say why with --reason; it is kept as evidence")
+        device = one_device("ack", options.device, known)
+        if device is None:
             return USAGE
         now = time.time()
-        if options.end and acks.standing(acks.heeded(store.acks(found[0].uuid), now), now) is None:
-            complain(f"ack {options.device}: no acknowledgement stands that could be ended")
+        if mistake := _mistake(options, acks.standing(acks.heeded(store.acks(device.uuid), now), now)):
+            complain(f"ack: {mistake}")
             return USAGE
-        if options.seconds > LONGEST_ACK:
-            complain(f"ack --for: at most {LONGEST_ACK / 86_400:.0f}d; what is known for longer should be repaired")
-            return USAGE
-        until = (now if options.end else now + options.seconds) if kind == "acknowledged" else 0.0
-        who = os.environ.get("SUDO_USER") or getpass.getuser()
-        verdict = store.verdict(found[0].uuid)
-        doubts = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
-        word = Ack(
-            device=found[0].uuid,
+        verdict = store.verdict(device.uuid)
+        suspicions = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
+        kind = "repaired" if options.repaired else "replaced" if options.replaced else "acknowledged"
+        until = now if options.end else now + options.seconds
+        ack = Ack(
+            device=device.uuid,
             kind=kind,
             at=now,
-            until=until,
+            until=until if kind == "acknowledged" else 0.0,
             reason=options.reason.strip(),
-            by=who,
-            rules=tuple(dict.fromkeys(f.rule for f in doubts)) if kind == "acknowledged" else (),
+            by=os.environ.get("SUDO_USER") or getpass.getuser(),
+            rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == "acknowledged" else (),
         )
-        if not (store.writable and store.add_ack(word)):
-            complain(f"ack: not kept: {store.problem or 'the store cannot be written'}")
+        if not (store.writable and store.add_ack(ack)):
+            complain(f"ack: not stored: {store.problem or 'cannot write to the store'}")
             return exit_code(State.UNKNOWN)
-    said = {
-        "acknowledged": "the acknowledgement has ended"
-        if options.end
-        else f"known until {moment(until)}: suspect by what was seen so far is unknown until then, faulty stays faulty",
-        "repaired": "what it did before is history; it is unknown until every probe has run on it again",
-        "replaced": "what was recorded under this name is history; it is unknown until every probe has run again"
-        if found[0].weak_identity
-        else "its record is kept and stands while it is still found; once it is gone it is not waited for",
-    }
-    print(f"{found[0].name} {found[0].uuid}: {said[kind]}")
+    print(f"{device.name} {device.uuid}: {_effect(ack, device)}")
     return 0
+
+
+def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
+    """Return what is wrong with the options, as a sentence; `current` is the acknowledgement in force."""
+    if not options.reason.strip():
+        return "give the reason with --reason; it is kept as evidence"
+    if options.end and current is None:
+        return f"{options.device} has no acknowledgement to end"
+    if options.seconds > LONGEST:
+        return f"--for: at most {LONGEST / 86_400:.0f}d; repair or replace a part with a longer-lasting fault"
+    return ""
+
+
+def _effect(ack: Ack, device: Device) -> str:
+    """Return what an acknowledgement changes, as a sentence."""
+    if ack.kind == "repaired":
+        return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
+    if ack.kind == "replaced" and device.weak_identity:
+        return "replaced; earlier results no longer count. It is unknown until every probe has run again"
+    if ack.kind == "replaced":
+        return "replaced; its record still counts while it is found, and it is not missed once it is gone"
+    if ack.until <= ack.at:
+        return "the acknowledgement has ended"
+    return f"acknowledged until {format_time(ack.until)}; until then suspect counts as unknown, faulty stays faulty"

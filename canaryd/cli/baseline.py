@@ -1,4 +1,4 @@
-"""`canaryd baseline`: what is known of recorded cases, and an operator's word that new bits are right."""
+"""`canaryd baseline`: list, accept, pin and move the baselines of recorded cases."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canaryd.cli.arguments import USAGE
+from canaryd.cli.arguments import USAGE, Commands, add_json
 from canaryd.cli.common import complain, open_store
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
-from canaryd.formatting import moment
+from canaryd.formatting import format_time
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
@@ -29,12 +29,47 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.baselines/1"
 MOST = 10**9
-"""Times that nothing was seen: more in a file is a mistake."""
+"""Largest count that an imported file may hold: a larger one is a mistake."""
+
+DESCRIPTION = """\
+Work with the baselines of recorded cases: cases whose right answer is not known
+beforehand, so that each result is compared with earlier ones.
+
+  list    one line per case              pin     allow no further results
+  show    all details                    unpin   undo pin
+  accept  newer results are right too    export  print the baselines as JSON
+                                         import  read what export printed"""
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parser of this command."""
+    command = commands.add_parser(
+        "baseline",
+        parents=[common],
+        help="list, accept or pin the baselines of recorded cases",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
+    command.add_argument(
+        "device",
+        nargs="?",
+        default="",
+        metavar="DEV",
+        help="uuid or name (default: every device); for import: the exported file, or - for standard input",
+    )
+    command.add_argument("--probe", default="", metavar="NAME", help="only this probe")
+    command.add_argument("--case", default="", metavar="CASE", help="only this case, or those that begin with it")
+    command.add_argument(
+        "--reason", default="", metavar="TEXT", help="accept, pin: why these results are right; kept as evidence"
+    )
+    add_json(command)
+    command.set_defaults(function=baseline_command)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which baselines a command is about; "" for all."""
+    """Which baselines a command applies to; "" for all."""
 
     device: str = ""
     """Uuid or name."""
@@ -43,13 +78,13 @@ class Selection:
     """A case or the beginning of its path."""
 
     def picks(self, device: Device, probe: str, case: str) -> bool:
-        """Whether a case of a device is meant."""
+        """Whether a case of a device is selected."""
         named = self.device in ("", device.uuid, device.name)
         return named and self.probe in ("", probe) and (not self.case or cases.is_within(case, self.case))
 
 
 class Listed(NamedTuple):
-    """A baseline with whose it is and who has confirmed it."""
+    """A baseline, its device and who has confirmed it."""
 
     device: Device
     baseline: Baseline
@@ -58,7 +93,7 @@ class Listed(NamedTuple):
 
 
 def chosen(store: Store, selection: Selection) -> list[Listed]:
-    """Return the baselines that a selection picks, in the order in which they were learnt; imported ones too."""
+    """Return the selected baselines, imported ones too, in the order in which they were learnt."""
     devices = {r.device.uuid: r.device for r in store.devices()}
     by_key: dict[Key, list[tuple[Device, Baseline]]] = defaultdict(list)
     for baseline in store.baselines():
@@ -81,21 +116,20 @@ def _witness(device: Device, one: Baseline, same: Sequence[tuple[Device, Baselin
     return witnesses(one, [(d.uuid if b.imported else d.name, b) for d, b in others]) or "nobody"
 
 
-def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
-    """Take every unknown vector that the selection picks into its baseline; return device, baseline and how many.
+def accept_unknown(store: Store, selection: Selection, why: str) -> list[tuple[Device, Baseline, int]]:
+    """Add every selected unknown result to its baseline; return each device, its baseline and the number added.
 
-    Only vectors that were seen are taken; what they departed from stays known. A baseline that was not complete is so
-    by that word: what looks broken is not learnt by itself. One that was learnt because the chain changed is accepted
-    as meant, with no vector taken. A pinned one takes none.
+    The results known so far stay known. An incomplete baseline becomes complete. A baseline that was learnt because
+    the chain changed is accepted without adding a result. A pinned baseline takes none.
     """
-    taken = []
+    changed = []
     for device in (r.device for r in store.devices()):
         known = {b.key: b for b in store.baselines(device.uuid)}
         counts: Counter[Key] = Counter()
         for run in store.runs(device.uuid):
             for recording in run.recordings:
                 if not (recording.values or recording.tokens or recording.text or recording.finish):
-                    continue  # known when it came: its baseline has it
+                    continue  # only its digest was kept, because its baseline has it
                 if not selection.picks(device, run.probe, recording.case):
                     continue
                 own = known.get(key_of(run, recording)) or empty_baseline(run, recording)
@@ -104,24 +138,24 @@ def accepted(store: Store, selection: Selection, why: str) -> list[tuple[Device,
                     counts[own.key] += 1
         for own in list(known.values()):
             picked = own.key not in counts and selection.picks(device, own.probe, own.case)
-            if picked and _awaits_word(list(known.values()), own):
+            if picked and _awaits_acceptance(list(known.values()), own):
                 known[own.key], counts[own.key] = replace(own, accepted=why), 0
         fresh = [b for b in known.values() if b.key in counts]
         store.set_baselines(fresh)
-        taken += [(device, b, counts[b.key]) for b in fresh]
-    return taken
+        changed += [(device, b, counts[b.key]) for b in fresh]
+    return changed
 
 
-def _awaits_word(all_: Sequence[Baseline], one: Baseline) -> bool:
-    """Whether a baseline was learnt on another chain than one before it, and nobody has said that this was meant."""
+def _awaits_acceptance(all_: Sequence[Baseline], one: Baseline) -> bool:
+    """Whether a baseline was learnt on another chain than an earlier one, and nobody has accepted it yet."""
     same = [b for b in all_ if b.complete and (b.probe, b.case) == (one.probe, one.case) and b.key != one.key]
     return one.complete and not one.accepted and any(b.first < one.first for b in same)
 
 
-def pinned(store: Store, selection: Selection, why: str) -> list[Listed]:
-    """Fix the complete baselines that the selection picks: no vector is added, and they are kept for good.
+def pin(store: Store, selection: Selection, why: str) -> list[Listed]:
+    """Pin the selected complete baselines: no result is added to them, and they are never deleted.
 
-    With "" for `why` they are let go again. Returns those that changed.
+    "" for `why` unpins them. Returns those that changed.
     """
     found = [one for one in chosen(store, selection) if one.baseline.complete and one.baseline.pinned != why]
     changed = [one._replace(baseline=replace(one.baseline, pinned=why)) for one in found]
@@ -129,18 +163,18 @@ def pinned(store: Store, selection: Selection, why: str) -> list[Listed]:
     return changed
 
 
-def imported(store: Store, text: str) -> tuple[int, int]:
-    """Take in what `document` made on another host or before; return how many baselines are new, and how many known.
+def import_document(store: Store, text: str) -> tuple[int, int]:
+    """Import a text that `document` made; return how many baselines are new, and how many were known already.
 
-    Those of a device of this host are taken up as its own where it has none of that key; others are witnesses for
-    devices of the same model. Raises `ValueError`, and takes nothing, where the text is no such document.
+    Those of a device of this host become its own; others are witnesses for devices of the same model. Raises
+    `ValueError` and imports nothing where the text is not such a document.
     """
     try:
         data = whole(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
-        raise ValueError(f'no baselines: wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
+        raise ValueError(f'no baselines; wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
     mine = {r.device.uuid for r in store.devices()}
     found = [_imported(number, one, mine) for number, one in enumerate(data["baselines"])]
     have = {(b.device, b.key) for b in store.baselines()}
@@ -150,7 +184,7 @@ def imported(store: Store, text: str) -> tuple[int, int]:
 
 
 def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
-    """Rebuild one exported baseline; one of another host says of what model its device is."""
+    """Rebuild one exported baseline; one of another host must name the model of its device."""
     fields = {f.name for f in dataclasses.fields(Baseline)}
     where = f"baselines[{number}]"
     if not isinstance(data, dict):
@@ -158,15 +192,15 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     try:
         one = from_json(Baseline, {k: v for k, v in data.items() if k in fields})
     except (TypeError, ValueError) as error:
-        said = printable(str(error))[:300]
-        raise ValueError(f"{where}: {said}; export it again with this canaryd") from error
+        reason = printable(str(error))[:300]
+        raise ValueError(f"{where}: {reason}; export it again with this canaryd") from error
     counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
     times = [one.first, one.last, one.used, one.strange_at, *(t for k in one.known for t in (k.first, k.last))]
     values = [v for k in one.known for v in k.recording.values if v is not None]
     sound = bool(one.known) and all(0 <= n <= MOST for n in counts)
     if not (sound and all(map(math.isfinite, values)) and all(0 <= t <= time.time() + AHEAD for t in times)):
         named = printable(f"{one.probe} {one.case}")[:300]
-        raise ValueError(f"{where}: {named}: no vector, or counts and times that cannot be")
+        raise ValueError(f"{where}: {named}: no result, or impossible counts or times")
     if one.device in mine:
         return replace(one, imported_kind=None)
     kind = (str(data.get("backend", "")), str(data.get("model", "")))
@@ -178,20 +212,31 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
 def table(found: Sequence[Listed]) -> str:
     """Return baselines as text, one line each."""
     if not found:
-        return "no baseline matches: they are learnt by runs of probes that record (docs/baselines.md)"
-    rows = [("device", "probe", "case", "vectors", "learnt", "repeats", "witness", "until")]
+        return "no baseline matches; probes that record learn them while they run (docs/baselines.md)"
+    rows = [("device", "probe", "case", "results", "samples", "repeats", "witness", "last seen")]
     for device, b, witness in found:
         repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
-        repeats = repeats if b.complete else "not known yet"
+        repeats = repeats if b.complete else "unknown yet"
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
-        rows.append((device.name, b.probe, b.case, str(len(b.known)), learnt, repeats, witness, moment(b.last)))
+        rows.append(
+            (
+                device.name,
+                b.probe,
+                b.case,
+                str(len(b.known)),
+                learnt,
+                repeats,
+                witness,
+                format_time(b.last, seconds=False),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(map(printable, lines))
 
 
 def described(found: Sequence[Listed]) -> str:
-    """Return all that is known of baselines, as text."""
+    """Return all details of baselines, as text."""
     lines = []
     for device, b, witness in found:
         lines += [f"{device.name}  {b.probe} (version {b.probe_version})  {b.case}"]
@@ -199,14 +244,14 @@ def described(found: Sequence[Listed]) -> str:
         lines += [f"  {link}: {value}" for link, value in chain]
         for condition, count in sorted(b.learnt.items()):
             noise = b.noise(condition)
-            varies = "varies, by how much is not known yet" if noise is None else f"varies by up to {noise:.3g} nats"
+            varies = "varies, by an unknown amount so far" if noise is None else f"varies by up to {noise:.3g} nats"
             steady = "bit-stable" if b.stable(condition) else varies
             if b.effective_condition(condition) != condition:
                 steady = "too few to be compared by themselves"
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
             times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))
-            lines += [f"  {k.recording.digest}  {times} times, last {moment(k.last)}  {k.recording.text[:60]!r}"]
+            lines += [f"  {k.recording.digest}  {times} times, last {format_time(k.last)}  {k.recording.text[:60]!r}"]
         lines += [f"  witness: {witness}"]
         lines += [f"  accepted by hand: {b.accepted}"] if b.accepted else []
         lines += [f"  pinned: {b.pinned}"] if b.pinned else []
@@ -237,7 +282,7 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
     selection = Selection(device=options.device, probe=options.probe, case=options.case)
     why = options.reason.strip()
     if options.what in ("accept", "pin") and not (options.device and why):
-        complain(f"baseline {options.what}: name the device, and say why with --reason; both are kept as evidence")
+        complain(f"baseline {options.what}: name a device and give the reason with --reason; both are kept as evidence")
         return USAGE
     if options.what == "import":
         return _import_baselines(options, settings)
@@ -247,11 +292,11 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
         }
         if options.device and options.device not in {*named, *named.values()}:
             known = ", ".join(sorted({*named.values()})) or "none"
-            complain(f"baseline {options.what} {options.device}: no such device here; there are {known}")
+            complain(f'baseline {options.what}: no device "{options.device}"; the store has {known}')
             return USAGE
         if options.what in ("accept", "pin", "unpin"):
             if not store.writable:
-                complain(f"baseline {options.what}: {store.problem or 'the store cannot be written'}")
+                complain(f"baseline {options.what}: {store.problem or 'cannot write to the store'}")
                 return exit_code(State.UNKNOWN)
             return _accept(store, selection, why) if options.what == "accept" else _pin(store, selection, why)
         found = chosen(store, selection)
@@ -263,26 +308,26 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _accept(store: Store, selection: Selection, why: str) -> int:
-    taken = accepted(store, selection, why)
-    for device, one, count in taken:
-        what = f"{count} vector{'s' * (count > 1)} known from now on" if count else "its new chain is accepted"
+    changed = accept_unknown(store, selection, why)
+    for device, one, count in changed:
+        what = f"{count} result{'s' * (count > 1)} accepted" if count else "its new chain is accepted"
         print(f"{device.name} {one.probe} {one.case}: {what}")
-    if taken:
-        print("judged anew at the next run")
+    if changed:
+        print("the verdict follows with the next run")
     else:
-        print("nothing to accept: no unknown vector of a baseline that is not pinned matches")
+        print("nothing to accept: no unknown result of an unpinned baseline matches")
     return 0
 
 
 def _pin(store: Store, selection: Selection, why: str) -> int:
-    for one in (changed := pinned(store, selection, why)):
-        what = "pinned: no vector is added, and it is kept for good" if why else "no longer pinned"
+    for one in (changed := pin(store, selection, why)):
+        what = "pinned: it takes no further result and is never deleted" if why else "no longer pinned"
         print(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
     if not changed:
         found = [one.baseline for one in chosen(store, selection)]
         learning = sum(not b.complete for b in found)
-        what = f"{learning} of {len(found)} are still being learnt, and cannot be pinned yet" if learning else ""
-        print(f"nothing changed: {what or 'no baseline matches that is not so already'} (canaryd baseline list)")
+        what = f"{learning} of {len(found)} have too few samples to be pinned" if learning else ""
+        print(f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)")
         return 0 if found and not learning else exit_code(State.UNKNOWN)
     return 0
 
@@ -295,11 +340,11 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
         text = sys.stdin.read() if options.device == "-" else Path(options.device).read_text(encoding="utf-8")
         with open_store(settings) as store:
             if not store.writable:
-                complain(f"baseline import: {store.problem or 'the store cannot be written'}")
+                complain(f"baseline import: {store.problem or 'cannot write to the store'}")
                 return exit_code(State.UNKNOWN)
-            fresh, known = imported(store, text)
+            fresh, known = import_document(store, text)
     except (OSError, ValueError) as error:
         complain(f"baseline import {options.device or '-'}: {error}")
         return USAGE
-    print(f"{fresh} baselines taken in, {known} were known already{'; judged anew at the next run' if fresh else ''}")
+    print(f"{fresh} baselines imported, {known} known already{'; the verdict follows with the next run' * bool(fresh)}")
     return 0

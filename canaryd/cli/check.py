@@ -8,81 +8,192 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from canaryd.cli.arguments import USAGE
-from canaryd.cli.common import Teller, complain, device_names, may_write, open_store, stop_on_signals, write_file
+from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, duration, seed
+from canaryd.cli.common import (
+    ProgressPrinter,
+    complain,
+    device_names,
+    may_write,
+    open_store,
+    stop_on_signals,
+    use_color,
+    write_file,
+)
 from canaryd.config.settings import Config
 from canaryd.engine import check
+from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
+from canaryd.formatting import format_duration
 from canaryd.judge.verdict import exit_code
-from canaryd.model import Device, State
+from canaryd.model import INTENSITIES, Device, State
+from canaryd.probe import LEVELS
 from canaryd.report.check import as_json, as_text
 from canaryd.store import notes
 from canaryd.store.notes import released_until
+from canaryd.supervisor.environment import INSTRUCTION_SETS
+
+FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
+"""Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes each."""
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parsers of these commands."""
+    _add_check(commands, common)
+    _add_drill(commands, common)
+
+
+def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "check",
+        parents=[common],
+        epilog=EXIT_STATUS,
+        help="test every device now and print one verdict each",
+        description="Test every device now and print one verdict each.",
+    )
+    command.add_argument(
+        "--level", choices=LEVELS, default="standard", help="how thoroughly to test (default: standard)"
+    )
+    _add_selection(command)
+    command.add_argument(
+        "--case", action="append", default=[], metavar="CASE", help="test only this case or prefix; repeatable"
+    )
+    command.add_argument(
+        "--for", dest="seconds", type=duration, default=0.0, metavar="30m", help="keep repeating for this long"
+    )
+    command.add_argument("--seed", type=seed, metavar="N", help="use this seed, to repeat an earlier run exactly")
+    command.add_argument(
+        "--instruction-set",
+        choices=[name for name in INSTRUCTION_SETS if name],
+        default="",
+        help="on CPUs, test only this instruction set",
+    )
+    command.add_argument(
+        "--intensity", choices=INTENSITIES, default="", help="load the device as a retest does (docs/retest.md)"
+    )
+    add_verbose(command, "evidence, skipped cases and what was not tested")
+    add_json(command)
+    command.add_argument("--report", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    command.add_argument(
+        "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
+    )
+    command.set_defaults(function=check_command)
+
+
+def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "drill",
+        parents=[common],
+        epilog=EXIT_STATUS,
+        help="inject a software fault and check that the alarm arrives",
+        description="Inject a software fault and check that the alarm arrives. It never counts against the device.",
+    )
+    command.add_argument("--fault", choices=FAULTS, default="flip", help="fault to inject (default: flip)")
+    _add_selection(command)
+    add_verbose(command, "evidence, skipped cases and what was not tested")
+    add_json(command)
+    command.set_defaults(function=check_command)
+
+
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEV",
+        help="test only this device: uuid, cpu:0, cuda:3 or a backend; repeatable",
+    )
+    command.add_argument("--probe", action="append", default=[], metavar="NAME", help="run only this probe; repeatable")
+    command.add_argument(
+        "--wait",
+        type=duration,
+        default=600.0,
+        metavar="10m",
+        help="how long to wait for a device that is in use by another test (default: 10m)",
+    )
 
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
     """Test devices now and print one verdict each; return the exit code."""
-    into: Path | None = getattr(options, "report", None)
-    prom: Path | None = getattr(options, "textfile", None)
-    if into and not may_write("--report", into):
-        return USAGE
-    if prom and not may_write("--textfile", prom):
-        return USAGE
+    report: Path | None = getattr(options, "report", None)
+    textfile: Path | None = getattr(options, "textfile", None)
+    for option, path in (("--report", report), ("--textfile", textfile)):
+        if path and not may_write(option, path):
+            return USAGE
     store = open_store(settings)
     complain(*store.problems)
-    if (until := released_until(store, time.time())) and notes.daemon_runs(store):
-        left = until - time.time()
-        complain(f"devices are released for another {left:.0f} s and are not touched: wait, or canaryd release --end")
+    now = time.time()
+    if (until := released_until(store, now)) and notes.daemon_runs(store):
+        complain(
+            f"check: devices are released for another {format_duration(until - now)} and must not be touched:"
+            " wait, or type canaryd release --end"
+        )
         return exit_code(State.UNKNOWN)
-    teller = Teller()
-    engine = Engine(settings, store, listener=teller)
+    printer = ProgressPrinter()
+    engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine)
     engine.discover()
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
-    unknown = [p for p in options.probe if p not in engine.entries]
+    if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
+        complain(*mistakes, *engine.problems)
+        return USAGE
     if options.command == "drill" and not options.device:
         devices = [d for d in devices if not d.is_endpoint]
-    complaints = [f"--device {m}: no such device here; there are {device_names(engine.devices)}" for m in missing]
-    complaints += [f"--probe {p}: no such probe; there are {', '.join(sorted(engine.entries))}" for p in unknown]
-    if complaints and not engine.stopping:
-        complain(*complaints, *engine.problems)
-        return USAGE
-    asked = check.Options(
-        level="quick" if options.command == "drill" else options.level,
-        devices=tuple(options.device),
-        probes=tuple(options.probe) or (_drilled(devices) if options.command == "drill" else ()),
-        cases=tuple(getattr(options, "case", ())),
-        seed=getattr(options, "seed", None),
-        instruction_set=getattr(options, "instruction_set", ""),
-        intensity=getattr(options, "intensity", ""),
-        seconds=getattr(options, "seconds", 0.0),
-        drill=options.fault if options.command == "drill" else "",
-        wait=options.wait,
-    )
-    engine.only, engine.cases, engine.intensity = frozenset(asked.probes), asked.cases, asked.intensity
-    result = check.run(engine, asked, devices, teller.waiting)
+    wanted = _engine_options(options, devices)
+    engine.only, engine.cases, engine.intensity = frozenset(wanted.probes), wanted.cases, wanted.intensity
+    result = check.run(engine, wanted, devices, printer.waiting)
     store.close()
-    document = as_json(result)
-    if into:
-        write_file("--report", into, json.dumps(document, indent=2) + "\n")
-    if prom:
-        from canaryd.report import textfile  # noqa: PLC0415  a check need not pay for the exposition
-
-        try:
-            textfile.write(prom, textfile.render(result, exit_code(result.state)))
-        except OSError as error:
-            complain(f"--textfile {prom}: not written: {error.strerror}")
-    print(json.dumps(document, indent=2) if options.json else as_text(result))
+    _write_files(result, report, textfile)
+    if options.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        print(as_text(result, verbose=options.verbose, color=use_color()))
     if options.command == "drill" and not check.alarmed(result):
         complain(
-            f"drill: the fault {options.fault!r} raised no alarm: it met no result, or it is within what the probe"
-            " allows; take --probe exact_matmul, or another --fault"
+            f"drill: the fault {options.fault!r} raised no alarm: it hit no result, or the probe tolerates it;"
+            " try --probe exact_matmul, or another --fault"
         )
         return exit_code(State.UNKNOWN)
     return exit_code(result.state)
 
 
-def _drilled(devices: Sequence[Device]) -> tuple[str, ...]:
+def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
+    """Return a sentence for each device and probe that was named and does not exist."""
+    host, there = device_names(engine.devices), ", ".join(sorted(engine.entries))
+    return [
+        *(f"--device {name}: no such device; this host has {host}" for name in missing),
+        *(f"--probe {name}: no such probe; choose from {there}" for name in probes if name not in engine.entries),
+    ]
+
+
+def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:
+    drill = options.command == "drill"
+    return check.Options(
+        level="quick" if drill else options.level,
+        devices=tuple(options.device),
+        probes=tuple(options.probe) or (_drill_probes(devices) if drill else ()),
+        cases=tuple(getattr(options, "case", ())),
+        seed=getattr(options, "seed", None),
+        instruction_set=getattr(options, "instruction_set", ""),
+        intensity=getattr(options, "intensity", ""),
+        seconds=getattr(options, "seconds", 0.0),
+        drill=options.fault if drill else "",
+        wait=options.wait,
+    )
+
+
+def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the probes that a drill runs unless others are named."""
-    served = [d.is_endpoint for d in devices]
-    return ("exact_matmul",) * (not all(served)) + ("endpoint_canary",) * any(served)
+    endpoints = [d.is_endpoint for d in devices]
+    return ("exact_matmul",) * (not all(endpoints)) + ("endpoint_canary",) * any(endpoints)
+
+
+def _write_files(result: Result, report: Path | None, textfile: Path | None) -> None:
+    if report:
+        write_file("--report", report, json.dumps(as_json(result), indent=2) + "\n")
+    if textfile:
+        from canaryd.report import textfile as metrics  # noqa: PLC0415  a check need not pay for the exposition
+
+        try:
+            metrics.write(textfile, metrics.render(result, exit_code(result.state)))
+        except OSError as error:
+            complain(f"--textfile {textfile}: not written: {error.strerror}")

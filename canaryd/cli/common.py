@@ -1,19 +1,22 @@
-"""What several commands share: opening the store, progress, signals, exit codes."""
+"""What several commands share: opening the store, progress, errors, signals."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import os
 import shutil
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from canaryd.config.settings import Config
-from canaryd.engine.engine import Engine, Progress
-from canaryd.model import Device, Outcome
+from canaryd.engine.engine import Engine, Progress, choose
+from canaryd.model import Device, Outcome, Run
+from canaryd.store.database import DATABASE
 from canaryd.store.locks import Busy
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
@@ -23,7 +26,7 @@ ANSWER_PATIENCE = 3600.0
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gives, which win over the file."""
+    """Return the settings given on the command line, which win over the file."""
     given = {"state_dir": options.state_dir.absolute()} if options.state_dir else {}
     return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
 
@@ -34,8 +37,13 @@ def complain(*lines: str) -> None:
         print(f"canaryd: {line}", file=sys.stderr)
 
 
+def use_color() -> bool:
+    """Whether standard output is a terminal, and NO_COLOR does not forbid colours (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def may_write(option: str, path: Path) -> bool:
-    """Whether a file can be written, as far as can be told beforehand; complain where not."""
+    """Whether a file can be written, as far as this can be checked beforehand; complain where not."""
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         complain(f"{option} {path}: cannot be written; name a file in a directory that exists and is yours")
         return False
@@ -50,6 +58,17 @@ def write_file(option: str, path: Path, text: str) -> None:
         complain(f"{option} {path}: not written: {error.strerror}")
 
 
+def unreadable(settings: Config) -> str:
+    """Return why this user cannot read the store, as a sentence; "" where it can be read or does not exist."""
+    directory, database = settings.state_dir, settings.state_dir / DATABASE
+    if os.access(directory, os.F_OK) and (
+        not os.access(directory, os.R_OK | os.X_OK)
+        or (os.access(database, os.F_OK) and not os.access(database, os.R_OK))
+    ):
+        return f"cannot read {directory} as user {getpass.getuser()}: use sudo"
+    return ""
+
+
 def open_store(settings: Config) -> Store:
     """Open the store that the settings name."""
     return Store.open(
@@ -59,31 +78,24 @@ def open_store(settings: Config) -> Store:
     )
 
 
-class Teller:
-    """Progress on standard error: one moving line on a terminal, a plain line per finished probe elsewhere."""
+class ProgressPrinter:
+    """Progress on standard error: one moving line on a terminal, a plain line per finished run elsewhere."""
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
-        """Show progress, or the result of a finished probe."""
+        """Show progress, or the result of a finished run."""
         name = f"{progress.device.name} {progress.probe}"
         if progress.instruction_set:
             name += f" [{progress.instruction_set}]"
-        if progress.done is not None:
-            done = progress.done
-            wrong = f", {len(done.wrong)} comparisons WRONG" if done.wrong else ""
-            why = f": {done.detail.splitlines()[-1]}" if done.detail and done.outcome.value != "completed" else ""
-            confirming = " (confirmation)" if done.confirms else ""
-            looked = f"{done.trials:,} results" if done.trials or not done.recordings else ""
-            if done.recordings:
-                looked += f"{', ' * bool(looked)}{len(done.recordings):,} recordings"
-            self._line(f"{name}{confirming}: {done.outcome.value}, {looked} in {done.seconds:.1f} s{wrong}{why}")
-        else:
+        if progress.done is None:
             self.moving(progress.fraction, f"{name} {progress.text}")
+        else:
+            self._line(f"{name}{' (retest)' if progress.done.confirms else ''}: {_summary(progress.done)}")
 
     def moving(self, fraction: float, text: str) -> None:
-        """Show a progress bar; nothing where this is no terminal."""
+        """Show a progress bar, on a terminal only."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
             filled = round(20 * fraction)
@@ -91,23 +103,44 @@ class Teller:
             print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
 
     def waiting(self, holder: str) -> None:
-        """Say which process holds the device."""
+        """Show which process holds the device."""
         self._line(f"waiting: {holder}")
 
-    def wipe(self) -> None:
+    def clear(self) -> None:
         """Remove the progress bar."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr)
 
     def _line(self, text: str) -> None:
-        self.wipe()
+        self.clear()
         print(text, file=sys.stderr, flush=True)
 
 
-def device_names(devices: dict[str, Any]) -> str:
+def _summary(run: Run) -> str:
+    """Return the outcome of a run in one line."""
+    counts = [f"{run.trials:,} results"] if run.trials or not run.recordings else []
+    counts += [f"{len(run.recordings):,} recordings"] if run.recordings else []
+    wrong = f", {len(run.wrong)} of {len(run.comparisons)} comparisons WRONG" if run.wrong else ""
+    why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
+    return f"{run.outcome.value.replace('_', ' ')}, {', '.join(counts)} in {run.seconds:.1f} s{wrong}{why}"
+
+
+def device_names(devices: Mapping[str, Device]) -> str:
     """Return the names of devices, for a message."""
     return ", ".join(d.name for d in devices.values()) or "none"
+
+
+def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:
+    """Return the device of `known` that `name` names; None, with a complaint, where it is none or several."""
+    found, _ = choose(known, [name])
+    if len(found) == 1:
+        return found[0]
+    if found:
+        complain(f'{command}: "{name}" names {len(found)} devices; name one of {", ".join(d.name for d in found)}')
+    else:
+        complain(f'{command}: no device "{name}"; this host has {device_names(known)}')
+    return None
 
 
 def stop_on_signals(engine: Engine) -> None:
@@ -122,7 +155,7 @@ def stop_on_signals(engine: Engine) -> None:
 
 
 def make_engine(settings: Config) -> Engine:
-    """Return an engine that knows the devices and probes of this host."""
+    """Return an engine that has discovered the devices and probes of this host."""
     engine = Engine(settings, open_store(settings))
     stop_on_signals(engine)
     engine.discover()
@@ -131,7 +164,7 @@ def make_engine(settings: Config) -> Engine:
 
 def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], wait: float) -> dict[str, Any] | None:
     """Return what a module of the worker answers; None, with a complaint, where it does not."""
-    teller = Teller()
+    printer = ProgressPrinter()
     try:
         outcome, answer, detail = engine.answer(
             device,
@@ -139,14 +172,13 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
             arguments,
             timeout=ANSWER_PATIENCE,
             wait=wait,
-            on_wait=teller.waiting,
-            on_progress=lambda fraction, text: teller.moving(fraction, f"{module} {text}"),
+            on_wait=printer.waiting,
+            on_progress=lambda fraction, text: printer.moving(fraction, f"{module} {text}"),
         )
     except Busy as busy:
         outcome, answer, detail = Outcome.ERRORED, {}, str(busy)
+    printer.clear()
     if outcome is Outcome.COMPLETED:
-        teller.wipe()
         return answer
-    teller.wipe()
-    complain(f"{module}: {outcome.value}: {detail or 'no reason given'}")
+    complain(f"{module}: {outcome.value.replace('_', ' ')}: {detail or 'no reason given'}")
     return None

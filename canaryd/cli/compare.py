@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from canaryd.cli.arguments import USAGE
+from canaryd.cli.arguments import USAGE, Commands, add_json, duration
 from canaryd.cli.common import ask, complain, device_names, make_engine, may_write, write_file
 from canaryd.codec import to_json
 from canaryd.compare import score_files, scores
@@ -16,9 +16,70 @@ from canaryd.engine.engine import choose
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 
+COMPARE_EXIT_STATUS = "exit status: 0 no fault found, 2 a fault, 3 not comparable or not done, 64 usage error"
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parsers of these commands."""
+    _add_capture(commands, common)
+    _add_compare(commands, common)
+
+
+def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "capture",
+        parents=[common],
+        help="record what a device computes, layer by layer",
+        description="Record what a device computes for a model, layer by layer, in one safetensors file.",
+    )
+    command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
+    command.add_argument(
+        "--device",
+        default="",
+        metavar="DEV",
+        help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)",
+    )
+    command.add_argument(
+        "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"
+    )
+    command.add_argument(
+        "--dtype", default="float32", metavar="TYPE", help="float64, float32 (default), bfloat16 or float16"
+    )
+    command.add_argument(
+        "--prompt", action="append", default=[], metavar="NAME", help="use only this prompt; repeatable"
+    )
+    command.add_argument("--operators", action="store_true", help="record every operator, not only every layer")
+    command.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")
+    command.add_argument("--drill", default="", metavar="PLACE", help="corrupt one element there, e.g. 2.down")
+    command.add_argument(
+        "--wait",
+        type=duration,
+        default=600.0,
+        metavar="10m",
+        help="how long to wait for a device that is in use by another test (default: 10m)",
+    )
+    command.set_defaults(function=capture_command)
+
+
+def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "compare",
+        parents=[common],
+        epilog=COMPARE_EXIT_STATUS,
+        help="find where two captures differ, or compare two score files",
+        description="Find the first place where two captures differ, or test whether two score files differ.",
+    )
+    command.add_argument(
+        "a", type=Path, metavar="A", help="a capture, or a result file of lm-eval, evalscope or opencompass"
+    )
+    command.add_argument("b", type=Path, metavar="B", help="what to compare it with: a file of the same kind")
+    add_json(command)
+    command.add_argument("--report", type=Path, metavar="FILE", help="write a page with a plot too (captures only)")
+    command.set_defaults(function=compare_command)
+
 
 def capture_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write a capture of what a device computes; return the exit code."""
+    """Write a capture; return the exit code."""
     if not may_write("--out", options.out):
         return USAGE
     engine = make_engine(settings)
@@ -27,7 +88,10 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
     if len(found) > 1 and not options.device:
         found = [d for d in found if d.backend != "cpu"] if len(found) == 2 else []
     if missing or len(found) != 1:
-        complain(f"--device {options.device or 'is not given'}: name one of {device_names(there)}", *engine.problems)
+        what = (
+            f'no single device "{options.device}"' if options.device else "more than one device; choose with --device"
+        )
+        complain(f"capture: {what}; name one of {device_names(there)}", *engine.problems)
         return USAGE
     arguments = {
         "device": to_json(found[0]),
@@ -50,24 +114,24 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def compare_command(options: argparse.Namespace, settings: Config) -> int:
-    """Compare captures in a worker, which has torch; files of scores right here."""
+    """Compare two captures in a worker, which has torch, or two score files here; return the exit code."""
     if options.report and not may_write("--report", options.report):
         return USAGE
-    unread = [path for path in (options.a, options.b) if not path.exists()]
-    if unread:
-        complain(*(f"{path}: no such file" for path in unread))
+    missing = [path for path in (options.a, options.b) if not path.exists()]
+    if missing:
+        complain(*(f"{path}: no such file" for path in missing))
         return USAGE
     captures = [_is_capture(path) for path in (options.a, options.b)]
     if captures.count(True) == 1:
         other = options.b if captures[0] else options.a
-        complain(f"{other}: is no capture, and the other one is: give two captures, or two results of an evaluation")
+        complain(f"{other}: not a capture, but the other file is; give two captures or two score files")
         return USAGE
     if not captures[0]:
         return _compare_scores(options)
     engine = make_engine(settings)
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
     if cpu is None:
-        complain("compare: worker.python cannot be started, and it does the arithmetic", *engine.problems)
+        complain("compare: cannot start worker.python, which does the arithmetic", *engine.problems)
         return exit_code(State.UNKNOWN)
     arguments = {"a": str(options.a.absolute()), "b": str(options.b.absolute())}
     answer = ask(engine, cpu, "compare", arguments, wait=600.0)
@@ -82,7 +146,7 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
 
 
 def _is_capture(path: Path) -> bool:
-    """Whether a file begins like a safetensors file: the length of a header, and an object."""
+    """Whether a file begins as a safetensors file does: a header length, then a JSON object."""
     if path.is_dir():
         return False
     with path.open("rb") as file:
@@ -92,7 +156,7 @@ def _is_capture(path: Path) -> bool:
 
 def _compare_scores(options: argparse.Namespace) -> int:
     if options.report:
-        complain("--report: is for captures; of scores there is the table, and --json")
+        complain("--report: only for captures; for score files use --json")
         return USAGE
     try:
         result = scores.compare(score_files.load(options.a), score_files.load(options.b))

@@ -9,10 +9,11 @@ import os
 import sys
 import time
 
-from canaryd.cli.arguments import USAGE
+from canaryd.cli.arguments import USAGE, Commands, duration, listen
 from canaryd.cli.common import complain, open_store, overrides
 from canaryd.config.settings import Config
 from canaryd.daemon import systemd
+from canaryd.formatting import format_duration, format_time
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.store import notes
@@ -22,13 +23,29 @@ RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
 
 
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parsers of these commands."""
+    command = commands.add_parser("run", parents=[common], help="run the daemon: test on a schedule, serve metrics")
+    command.add_argument("--listen", type=listen, metavar="HOST:PORT", help="address to serve /metrics at")
+    command.set_defaults(function=run_command)
+
+    command = commands.add_parser(
+        "release", parents=[common], help="let go of every device for a while, e.g. for a driver upgrade"
+    )
+    command.add_argument(
+        "--for", dest="seconds", type=duration, default=600.0, metavar="10m", help="for how long (default: 10m)"
+    )
+    command.add_argument("--end", action="store_true", help="end a release early")
+    command.set_defaults(function=release_command)
+
+
 def run_command(options: argparse.Namespace, settings: Config) -> int:
     """Run the daemon; return the exit code."""
     from canaryd.daemon.daemon import Daemon  # noqa: PLC0415  a check need not pay for the scheduler and the exposition
 
     manager = systemd.take(os.environ)
     if sys.stderr is not None:  # a daemon may be started without it
-        faulthandler.enable()  # a watchdog ends a daemon that hangs by SIGABRT: its log then says where each thread was
+        faulthandler.enable()  # a watchdog ends a hung daemon by SIGABRT: the log then shows where each thread was
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     store = open_store(settings)
     for problem in store.problems:
@@ -44,20 +61,21 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
     """Ask the daemon to let go of every device, and return when it has."""
     with open_store(settings) as store:
         if not notes.daemon_runs(store):
-            print(f"no daemon runs on {settings.state_dir}: nothing of canaryd holds a device between two commands")
+            print(f"nothing to release: no daemon runs on {settings.state_dir}")
             return 0
         until = 0.0 if options.end else time.time() + options.seconds
         if not store.set_note(RELEASE_NOTE, str(until)):
-            complain(f"the daemon could not be asked: {store.problem}")
+            complain(f"release: cannot ask the daemon: {store.problem}")
             return exit_code(State.UNKNOWN)
         wanted = "" if options.end else str(until)
         deadline = time.monotonic() + RELEASE_PATIENCE
         while store.note(RELEASED_NOTE) != wanted:
             if time.monotonic() > deadline:
-                complain(f"the daemon has not answered within {RELEASE_PATIENCE:.0f} s: look at its log")
+                complain(f"release: the daemon did not answer within {RELEASE_PATIENCE:.0f} s; see its log")
                 return exit_code(State.UNKNOWN)
             time.sleep(0.1)
-    print(
-        "devices are tested again" if options.end else f"released for {options.seconds:.0f} s: canaryd holds no device"
-    )
+    if options.end:
+        print("release ended: devices are tested again")
+    else:
+        print(f"released for {format_duration(options.seconds)}, until {format_time(until)}: no device is touched")
     return 0

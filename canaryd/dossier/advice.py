@@ -102,7 +102,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
 
 def not_checked(facts: Facts) -> list[str]:
     """Return what was not checked, and why."""
-    gaps = list(NEVER_CHECKED)
+    gaps = list(map(str, NEVER_CHECKED))
     run_probes = {r.probe for r in facts.runs}
     off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in run_probes)
     if off:

@@ -20,7 +20,7 @@ from canaryd.dossier.failures import bit_totals, find_failures, peer_results, pl
 from canaryd.dossier.text import plural, ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
-from canaryd.formatting import moment, spoken
+from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import DRILL_EXPIRY, Case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Subject, Verdict
@@ -127,7 +127,10 @@ def _judged(
         if stored is None or (stored.state, stored.cause) == (current.state, current.cause):
             return current, ""
         before = _state_and_cause(stored)
-        return current, f"Judged again for this dossier. The stored verdict of {moment(stored.decided)} was {before}."
+        return (
+            current,
+            f"Judged again for this dossier. The stored verdict of {format_time(stored.decided)} was {before}.",
+        )
     command = f"Start the daemon, or run canaryd check --device {device.name}."
     unjudged = Verdict(
         device=device.uuid, state=State.UNKNOWN, cause=Cause.UNDETERMINED, findings=(), decided=now, since=now
@@ -136,10 +139,10 @@ def _judged(
         return unjudged, f"There is no verdict yet. {command}"
     newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
     if stored.state is State.HEALTHY and newer:
-        failed = f"{plural(len(newer), 'run')} failed after the last verdict (healthy, {moment(stored.decided)})"
+        failed = f"{plural(len(newer), 'run')} failed after the last verdict (healthy, {format_time(stored.decided)})"
         return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
     age = now - stored.decided
-    return stored, f"This verdict is {spoken(age)} old; nothing newer is judged." if age > UNTENDED else ""
+    return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
 
 
 def _state_and_cause(verdict: Verdict) -> str:
@@ -189,7 +192,7 @@ def _summary(document: Mapping[str, Any]) -> str:
     serial = f", serial {identity['serial']}" if identity["serial"] else ""
     cause = "" if verdict["cause"] == "none" else f", cause {verdict['cause']},"
     text = f"{identity['name']} ({identity['model']}{serial}) is {verdict['state'].upper()}{cause}"
-    text += f" since {moment(verdict['since'])}."
+    text += f" since {format_time(verdict['since'])}."
     if document["kind"] == "drill":
         text = f"canaryd injected {document['drill'] or 'nothing'}. Judged by this drill alone, {text}"
     if not document["failures"]:

@@ -12,7 +12,7 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.places import failing_core
 from canaryd.dossier.text import counted, flipped, plural, ranges, rated, share, wrong_places
-from canaryd.formatting import moment, quantity
+from canaryd.formatting import format_time, quantity
 from canaryd.report import html, svg
 from canaryd.report.html import escape
 from canaryd.report.svg import Line, Mark
@@ -97,9 +97,8 @@ def page(document: Document) -> str:
         ("What was not checked", _bullets(document["not_checked"])),
         ("What is in this archive", _contents(document)),
     )
-    footer = (
-        f"Made by canaryd {document['canaryd']}, {moment(document['generated'])}; all times are {document['timezone']}."
-    )
+    made = format_time(document["generated"])
+    footer = f"Made by canaryd {document['canaryd']}, {made}; all times are {document['timezone']}."
     body = [
         f"<main><h1>{escape(document['title'])}</h1>",
         *(f'<p class="banner">{escape(text)}</p>' for text in _banners(document)),
@@ -165,7 +164,11 @@ def _soft(text: str) -> str:
 
 def _identity(document: Document) -> str:
     identity = document["identity"]
-    seen = f"{moment(identity['first_seen'])} to {moment(identity['last_seen'])}" if identity["first_seen"] else ""
+    seen = (
+        f"{format_time(identity['first_seen'])} to {format_time(identity['last_seen'])}"
+        if identity["first_seen"]
+        else ""
+    )
     pairs = [
         ("Serial number", identity["serial"] or "not reported by the device"),
         ("uuid", identity["uuid"] + (" (weak: does not identify the physical part)" if identity["weak"] else "")),
@@ -199,7 +202,7 @@ def _failures(document: Document) -> str:
         ("Runs wrong", rated(first["runs"])),
         ("Immediate retest", first["reproduced"]),
         ("Place", _placed(first)),
-        ("First and last seen", f"{moment(first['first'])} and {moment(first['last'])}"),
+        ("First and last seen", f"{format_time(first['first'])} and {format_time(first['last'])}"),
         ("Instruction set", first["instruction_set"]),
         ("Why the reference is right", EXACTNESS[first["exactness"]]),
         (
@@ -215,7 +218,7 @@ def _failures(document: Document) -> str:
             counted(f["runs"]),
             _placed(f),
             ranges([int(b) for b in f["bits"]]) or "not recorded",
-            moment(f["last"]),
+            format_time(f["last"]),
         )
         for f in failures[:CASES]
     ]
@@ -338,7 +341,7 @@ def _rates(document: Document) -> str:
             counted(p["results"]),
             rated(p["uploads"]),
             f"more than {share(p['rules_out'])}" if p["rules_out"] is not None else "nothing",
-            moment(p["last"]),
+            format_time(p["last"]),
         )
         for p in document["probes"]
     ]
@@ -365,7 +368,7 @@ def _timeline(document: Document) -> str:
     if not entries:
         return "".join(parts) + "<p>Nothing is on record.</p>"
     rows = "".join(
-        f'<tr><th scope="row">{moment(e["at"])}</th><td>{escape(e["kind"])}</td>'
+        f'<tr><th scope="row">{format_time(e["at"])}</th><td>{escape(e["kind"])}</td>'
         f"<td>{escape(e['text'] + _conditions(e['conditions']))}</td></tr>"
         for e in reversed(newest)
     )

@@ -29,7 +29,7 @@ from canaryd.dossier.places import failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
-from canaryd.formatting import moment
+from canaryd.formatting import format_time
 from canaryd.model import Device, Outcome, Subject
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
@@ -214,7 +214,9 @@ def _log(store: Store, device: Device) -> str:
     lines = []
     for e in events:
         times = f" x{e.count:g}" if e.count > 1 else ""
-        lines.append(f"{moment(e.first)} … {moment(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " "))
+        lines.append(
+            f"{format_time(e.first)} … {format_time(e.last)}{times}  {e.kind} {e.name}  {e.detail}".replace("\n", " ")
+        )
     return "\n".join(lines) + "\n" if lines else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
@@ -14,18 +15,36 @@ from canaryd.judge.verdict import fault_rate_bound, worst
 from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, Skipped, State, Verdict
 from canaryd.store.locks import Busy
 
-NOT_CHECKED = {
+
+class Gap(NamedTuple):
+    """Something that a check did not test."""
+
+    what: str
+    """A few words."""
+    detail: str
+    """More of it: why, or how to test it."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}"
+
+
+NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
-        "instruction sets other than the first (CPU), shapes and layouts beyond one in rotation: use --level standard",
-        "products larger than 512: use --level standard",
+        Gap("other instruction sets", "only the first of the CPU's was tested; use --level standard"),
+        Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
+        Gap("large products", "larger than 512; use --level standard"),
     ),
-    "standard": ("every layout with every shape, products larger than 2048: use --level deep",),
-    "deep": ("products larger than 4096",),
+    "standard": (
+        Gap("some layouts", "not every layout was tested with every shape; use --level deep"),
+        Gap("large products", "larger than 2048; use --level deep"),
+    ),
+    "deep": (Gap("very large products", "larger than 4096"),),
 }
-NO_ENDPOINT = "the serving engine, and the model that it serves: name it under endpoints in the configuration"
+NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (
-    "device memory beyond what the operands touch, and links between devices",
-    "load, power and temperature that this run did not reach",
+    Gap("other memory", "device memory that the tests did not use"),
+    Gap("links", "links between devices"),
+    Gap("higher load", "load, power and temperature above those of this check"),
 )
 
 
@@ -68,7 +87,7 @@ class Result:
     """Device → telemetry probe → what it said."""
     events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
     """Device → what happened to it in the last month."""
-    not_checked: tuple[str, ...] = ()
+    not_checked: tuple[Gap, ...] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -163,14 +182,17 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.problems.append(f"{engine.stopping}; what had not ended by then is not part of this report")
     if engine.store.problem:
         result.problems.append(f"unrecorded: {engine.store.problem}")
-    chosen: tuple[str, ...] = ()
+    gaps: list[Gap] = []
     if options.probes or options.cases:
-        chosen = (f"probes and cases other than {', '.join([*options.probes, *options.cases])}",)
-    deaf = [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]
-    unread = [f"what {', '.join(deaf)} says of itself: no telemetry probe was run for it"] if deaf else []
-    unread += [f"the kernel log: {engine.watch.log_problem}"] if engine.watch.log_problem else []
-    unread += [] if any(d.is_endpoint for d in result.devices) else [NO_ENDPOINT]
-    result.not_checked = (*chosen, *unread, *NOT_CHECKED[options.level], *NEVER_CHECKED)
+        selected = ", ".join([*options.probes, *options.cases])
+        gaps.append(Gap("other probes and cases", f"only {selected} was selected"))
+    if silent := [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]:
+        gaps.append(Gap("telemetry", f"no telemetry probe ran for {', '.join(silent)}"))
+    if engine.watch.log_problem:
+        gaps.append(Gap("kernel log", engine.watch.log_problem))
+    if not any(d.is_endpoint for d in result.devices):
+        gaps.append(NO_ENDPOINT)
+    result.not_checked = (*gaps, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 
 def _why(run: Run) -> tuple[str, str]:

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, NoReturn
 from canaryd.model import printable
 
 PATIENCE = 60.0
-"""Seconds for all queries together unless another time is given (benchmarks/results/fleet_vote.md: what they take)."""
+"""Seconds for all queries together unless another time is given (measured: benchmarks/results/fleet_vote.md)."""
 LARGEST = 64 * 1024**2
-"""Bytes of one answer at most (ours): 10,000 nodes that are all in question answer with about 10 MB."""
+"""Bytes of one answer at most (ours): 10,000 nodes that are all suspect answer with about 10 MB."""
 Labels = Mapping[str, str]
 
 
 class FleetError(Exception):
-    """Prometheus cannot be asked, or does not answer as Prometheus does; the message says what to do."""
+    """Prometheus cannot be reached, or does not answer as Prometheus does; the message says what to do."""
 
 
 class Sample(NamedTuple):
@@ -37,34 +37,32 @@ class Sample(NamedTuple):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect could carry the token to another host, so the operator is told of it instead."""
+    """A redirect could carry the token to another host, so it is an error instead."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> NoReturn:
         del req, msg, headers
         fp.close()
-        raise FleetError(
-            f"answers {code}, a redirect to {printable(newurl)[:200]}: give the address that answers itself"
-        )
+        raise FleetError(f"answers {code}, a redirect to {printable(newurl)[:200]}; give the final address instead")
 
 
 class Prometheus:
-    """The query API of one Prometheus, or of anything that speaks it. Nothing is sent but GET requests."""
+    """The query API of one Prometheus, or of a compatible server. Only GET requests are sent."""
 
     def __init__(
         self, url: str, *, token_file: Path | None = None, ca_file: Path | None = None, patience: float = PATIENCE
     ) -> None:
-        """Raise ValueError where the address, the token's file or the CA file is of no use. `patience`: seconds."""
+        """Raise ValueError where the address, the token file or the CA file is invalid. `patience`: seconds."""
         parts = urllib.parse.urlsplit(url)
         if parts.username or parts.password:
-            raise ValueError("a password in an address is seen by everybody on this machine; use --token-file")
+            raise ValueError("a password in the address is visible to every user of this machine; use --token-file")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{printable(url)!r} is no address of a Prometheus; wanted one like http://HOST:9090")
+            raise ValueError(f"{printable(url)!r} is not an address of a Prometheus; write e.g. http://HOST:9090")
         self.url = url.rstrip("/")
         self._authorization = _authorization(token_file) if token_file else ""
         if self._authorization and ca_file and parts.scheme == "http":
-            raise ValueError("--ca-file is given and the address begins http: the token would travel unencrypted")
+            raise ValueError("--ca-file needs an https address; with http the token would be sent unencrypted")
         self._deadline = time.monotonic() + patience
         self.patience = patience
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
@@ -72,20 +70,20 @@ class Prometheus:
             try:
                 context = ssl.create_default_context(cafile=str(ca_file) if ca_file else None)
             except (OSError, ssl.SSLError) as error:
-                raise ValueError(f"--ca-file {ca_file}: {error}: wanted certificates in PEM") from error
+                raise ValueError(f"--ca-file {ca_file}: {error}; wanted certificates in PEM") from error
             handlers.append(urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)
         self.at = 0.0
-        """Prometheus's own time of the first answer, at which all later questions are asked; 0.0 before."""
+        """Prometheus's own time of the first answer, used for all later queries; 0.0 before."""
         self.warnings: dict[str, None] = {}
-        """What came with answers that may be partial, each once."""
+        """Warnings of answers that may be partial, each once."""
 
     def ask(self, query: str) -> list[Sample]:
         """Return the instant vector of a query; raise FleetError."""
-        asked = {"query": query, "timeout": f"{max(1.0, self._left()):.0f}s"} | (
+        parameters = {"query": query, "timeout": f"{max(1.0, self._left()):.0f}s"} | (
             {"time": f"{self.at:.3f}"} if self.at else {}
         )
-        code, body = self._get(f"{self.url}/api/v1/query?{urllib.parse.urlencode(asked)}")
+        code, body = self._get(f"{self.url}/api/v1/query?{urllib.parse.urlencode(parameters)}")
         answer = _parsed(code, body)
         for warning in answer.get("warnings") or ():
             self.warnings[f"the answer may be partial: {printable(str(warning))[:300]}"] = None
@@ -96,29 +94,27 @@ class Prometheus:
             if found and not self.at:
                 self.at = _finite(answer["data"]["result"][0]["value"][0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise FleetError(
-                "answers JSON that is not a query's result; is this the address of a Prometheus?"
-            ) from error
+            raise FleetError("answers JSON that is not a query result; is this the address of a Prometheus?") from error
         return found
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
     def _get(self, url: str) -> tuple[int, bytes]:
-        """Return status and body; a thread of its own, for a server that sends a byte at a time never times out."""
+        """Return status and body. A thread enforces the deadline: a server that sends single bytes never times out."""
         found: list[tuple[int, bytes] | Exception] = []
 
         def work() -> None:
             try:
                 found.append(self._fetch(url))
-            except Exception as error:  # noqa: BLE001  it is raised again by the one who waits
+            except Exception as error:  # noqa: BLE001  the waiting thread raises it again
                 found.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(max(0.0, self._left()))
         if not found:
-            raise FleetError(f"has not answered within {self.patience:g} s; see --timeout")
+            raise FleetError(f"did not answer within {self.patience:g} s; allow more with --timeout")
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
@@ -137,7 +133,7 @@ class Prometheus:
         except urllib.error.URLError as error:
             raise FleetError(f"cannot be reached: {_reason(error.reason)}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise FleetError(f"does not answer as a web server does: {_reason(error)}") from error
+            raise FleetError(f"does not answer like a web server: {_reason(error)}") from error
 
     def _open(self, request: urllib.request.Request) -> Any:
         try:
@@ -147,7 +143,7 @@ class Prometheus:
 
 
 def _authorization(path: Path) -> str:
-    """Return the header's value: what a file holds, as a bearer token unless it names its own scheme."""
+    """Return the value of the Authorization header: the text of a file, as a bearer token unless it names a scheme."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -165,18 +161,18 @@ def _reason(error: object) -> str:
 
 
 def _parsed(code: int, body: bytes) -> dict[str, Any]:
-    """Return the object of a successful answer; raise FleetError with what the server says, or what it sent instead."""
+    """Return the object of a successful answer; raise FleetError with the server's error, or what it sent instead."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict) and answer.get("status") == "error":
-        said = printable(f"{answer.get('errorType', '')}: {answer.get('error', '')}")[:300]
-        raise FleetError(f"answers {code}: {said}")
+        reason = printable(f"{answer.get('errorType', '')}: {answer.get('error', '')}")[:300]
+        raise FleetError(f"answers {code}: {reason}")
     if code in (401, 403):
-        raise FleetError(f"answers {code}: it wants credentials, or other ones; see --token-file")
+        raise FleetError(f"answers {code}: wrong or missing credentials; see --token-file")
     if code == 404:
-        raise FleetError("answers 404: there is no query API here; does the address lack a path, as /prometheus?")
+        raise FleetError("answers 404: no query API at this address; does it need a path such as /prometheus?")
     if code != 200:
         raise FleetError(f"answers {code}")
     if not isinstance(answer, dict) or answer.get("status") != "success":
@@ -193,5 +189,5 @@ def _sample(entry: Any) -> Sample:
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{number} is no count and no time")
+        raise ValueError(f"{number} is neither a count nor a time")
     return number

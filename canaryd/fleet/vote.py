@@ -1,33 +1,26 @@
-"""`canaryd fleet`: what a Prometheus knows of all nodes: the vote, who is in question, silent or stale, and stacks.
+"""The state of all nodes, from a Prometheus: the vote, suspect, silent and stale nodes, and software stacks.
 
-The vote itself is held by the recording rules of deploy/prometheus/canaryd-fleet.rules.yml and only read here, so that
-the command, the alarms and the dashboards cannot disagree. Standard library only; whatever a server answers is checked.
+The recording rules of deploy/prometheus/canaryd-fleet.rules.yml count the vote; it is only read here, so that the
+command, the alerts and the dashboards cannot disagree. Every answer of the server is checked.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from canaryd.codec import to_json
 from canaryd.fleet.prometheus import FleetError, Labels, Prometheus, Sample
-from canaryd.formatting import moment, wrapped
-from canaryd.judge import verdict
 from canaryd.model import State, printable
 
-SCHEMA = "canaryd.fleet/1"
 RULES = "canaryd-fleet.rules.yml"
-"""The file that holds the vote."""
-SHOWN = 20
-"""Entries of each list that the text shows; JSON has them all."""
+"""The file whose rules count the vote."""
 STALEST = 10
-"""Nodes among which the stalest are looked for."""
+"""Nodes with the oldest evidence that are listed."""
 STALE = 3.0
-"""Periods without a clean run from which evidence is called stale: the judge's own measure (docs/judgement.md)."""
+"""Periods without a clean run after which evidence is stale, as for the judge (docs/judgement.md)."""
 GROUP = ("model", "probe", "stack")
-"""What makes devices and their software equal."""
+"""Labels that devices with equal software share."""
 NODE = ("job", "instance")
 KNOWN = (
     'canaryd:fleet_voiceless{why="accused"} or '
@@ -37,9 +30,9 @@ KNOWN = (
 
 
 def standing(selector: str = "") -> str:
-    """Return the query of every device's state, of a silent node what stands of it, as for the alarms.
+    """Return the query for every device's state, with the last known one of silent nodes, as the alerts use it.
 
-    `selector`: matchers with braces of their own, or "" for every state.
+    `selector`: label matchers in braces, or "" for every state.
     """
     held = f"on (job, instance, device, state) device:canaryd_device_state:held{selector}"
     return f"(canaryd_device_state{selector} == 1) or {held}"
@@ -47,24 +40,24 @@ def standing(selector: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Odd:
-    """A device whose fingerprints are not those of the majority of its equals."""
+    """A device whose fingerprints differ from those of the majority of identical devices."""
 
     job: str
     instance: str
     device: str
     model: str
     results: tuple[Labels, ...]
-    """Where: probe, stack and the odd fingerprint."""
+    """Probe, stack and the odd fingerprint of each difference."""
     scope: str
     """"device"; "node" where no device of the node agrees with the majority; "shared" where other nodes have the same
-    odd fingerprint, which speaks for software and accuses nobody."""
+    odd fingerprint, which points to software and accuses no device."""
     known: bool
-    """Whether its own canaryd suspects it already, or an operator has acknowledged it; it had no vote."""
+    """Whether its own canaryd suspects it already, or an operator has acknowledged it; it has no vote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubted:
-    """A device that its own canaryd calls suspect or faulty."""
+    """A device that its own canaryd reports as suspect or faulty."""
 
     job: str
     instance: str
@@ -72,41 +65,41 @@ class Doubted:
     model: str
     state: str
     findings: tuple[Labels, ...]
-    """Why: rule, state and cause."""
+    """Rule, state and cause of each finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One fingerprint of a group that does not agree."""
+    """One of the fingerprints in a group that does not agree."""
 
     fingerprint: str
     votes: int
     nodes: int
     some_nodes: tuple[str, ...]
-    """A few instances that gave it."""
+    """A few instances that reported it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disputed:
-    """A group in which the vote accuses nobody although results differ."""
+    """A group whose results differ without an outvoted device."""
 
     model: str
     probe: str
     stack: str
     majority: bool
-    """Whether most agree and several nodes share another result; otherwise there is no majority."""
+    """True: most agree, and several nodes share another result. False: there is no majority."""
     sides: tuple[Side, ...]
     """Most votes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Silent:
-    """A node that Prometheus does not hear any more."""
+    """A node that Prometheus no longer hears."""
 
     job: str
     instance: str
     why: str
-    """"down" where it is asked and does not answer; "gone" where it answered in the last day and is not asked now."""
+    """"down": it is scraped and does not answer; "gone": it answered in the last day and is no longer scraped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +124,7 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """All that `canaryd fleet` tells."""
+    """Everything that `canaryd fleet` shows."""
 
     url: str
     now: float
@@ -143,31 +136,31 @@ class Fleet:
     states: Mapping[str, int]
     """State → devices."""
     groups: int = 0
-    """(model, probe, stack) of which there are votes."""
+    """Number of groups (model, probe, stack) with votes."""
     decided: int = 0
-    """Those of them with a majority."""
+    """Number of groups with a majority."""
     duplicates: int = 0
-    """Devices that two targets show, so that they have no vote."""
+    """Number of devices that two targets report; they have no vote."""
     odd: tuple[Odd, ...] = ()
     doubted: tuple[Doubted, ...] = ()
     disputed: tuple[Disputed, ...] = ()
     silent: tuple[Silent, ...] = ()
     stalest: tuple[Stale, ...] = ()
-    """At most `STALEST` nodes, the stalest first."""
+    """At most `STALEST` nodes, the oldest evidence first."""
     stacks: tuple[Stack, ...] = ()
     stacks_differ: tuple[Labels, ...] = ()
-    """model and probe whose majorities differ between stacks: software, and no alarm."""
+    """model and probe whose majorities differ between stacks: software, no alarm."""
     problems: tuple[str, ...] = ()
-    """What could not be learnt; a fleet of which something is not known is not healthy."""
+    """What could not be queried; the fleet is not healthy then."""
 
     @property
     def accused(self) -> tuple[Odd, ...]:
-        """Odd devices that nobody had in question before."""
+        """Odd devices that were not suspected before."""
         return tuple(o for o in self.odd if not o.known and o.scope != "shared")
 
     @property
     def state(self) -> State:
-        """The worst that is known of any device; unknown where something is not."""
+        """The worst state of any device; at least unknown where something could not be learnt."""
         states = [State(s) for s, count in self.states.items() if count]
         if self.accused:
             states.append(State.SUSPECT)
@@ -178,7 +171,7 @@ class Fleet:
 
 @dataclass
 class _Gatherer:
-    """Asks one thing after the other; what one question could not learn costs no other answer."""
+    """Runs queries; one that fails becomes a problem and does not stop the others."""
 
     prometheus: Prometheus
     problems: list[str] = field(default_factory=list)
@@ -187,31 +180,31 @@ class _Gatherer:
         try:
             return self.prometheus.ask(query)
         except FleetError as error:
-            self.problems.append(f"{what}: not known: Prometheus {error}")
+            self.problems.append(f"{what}: unknown, Prometheus {error}")
             return []
 
 
 def gather(prometheus: Prometheus) -> Fleet:
-    """Ask for everything; raise FleetError where Prometheus cannot be asked or has never heard of canaryd."""
+    """Run all queries; raise FleetError where Prometheus cannot be reached or has no data of canaryd."""
     heard = prometheus.ask("count by (version) (canaryd_build_info)")
     asker = _Gatherer(prometheus)
     silent = _silent(asker)
     if not heard and not silent:
-        raise FleetError("knows no canaryd: no target has served canaryd_build_info in the last day")
-    states = asker.ask("the states of devices", f"count by (state) ({standing()})")
-    odd = asker.ask("the vote's outliers", "canaryd:fleet_outlier")
-    votes = asker.ask("the votes", "canaryd:fleet_voters")
-    decided = asker.ask("the majorities", "count(canaryd:fleet_majority)")
-    known = asker.ask("who is known already", KNOWN)
-    twice = asker.ask("who is seen twice", 'count(count by (device) (canaryd:fleet_voiceless{why="duplicate"}))')
-    if not votes and (marks := asker.ask("the fingerprints", "count(canaryd_golden_fingerprint)")):
+        raise FleetError("has no data of canaryd: no target served canaryd_build_info in the last day")
+    states = asker.ask("device states", f"count by (state) ({standing()})")
+    odd = asker.ask("outvoted devices", "canaryd:fleet_outlier")
+    votes = asker.ask("votes", "canaryd:fleet_voters")
+    decided = asker.ask("majorities", "count(canaryd:fleet_majority)")
+    known = asker.ask("suspected devices", KNOWN)
+    twice = asker.ask("duplicate devices", 'count(count by (device) (canaryd:fleet_voiceless{why="duplicate"}))')
+    if not votes and (marks := asker.ask("fingerprints", "count(canaryd_golden_fingerprint)")):
         asker.problems.append(
-            f"the vote: {marks[0].value:.0f} fingerprints and no votes: does Prometheus evaluate the rules of {RULES}, "
-            "and is every device seen by one target alone?"
+            f"votes: none, with {marks[0].value:.0f} fingerprints; check that Prometheus evaluates {RULES} "
+            "and that each device is reported by one target only"
         )
     split = asker.ask("shared odd results", "canaryd:fleet_split")
-    whole = asker.ask("nodes that are odd as a whole", "canaryd:fleet_outlier_node")
-    stacks = asker.ask("the stacks", "canaryd:fleet_stack_devices")
+    whole = asker.ask("outvoted nodes", "canaryd:fleet_outlier_node")
+    stacks = asker.ask("stacks", "canaryd:fleet_stack_devices")
     fleet = Fleet(
         url=prometheus.url,
         now=prometheus.at,
@@ -232,15 +225,15 @@ def gather(prometheus: Prometheus) -> Fleet:
                 key=lambda s: (s.labels.get("model", ""), -s.devices, s.labels.get("stack", "")),
             )
         ),
-        stacks_differ=tuple(_known(s.labels) for s in asker.ask("stacks that differ", "canaryd:fleet_stacks_differ")),
+        stacks_differ=tuple(_known(s.labels) for s in asker.ask("differing stacks", "canaryd:fleet_stacks_differ")),
     )
     if not fleet.states:
-        asker.problems.append("the states of devices: no node shows a device")
+        asker.problems.append("device states: no node reports a device")
     return replace(fleet, problems=(*asker.problems, *prometheus.warnings))
 
 
 def _only(samples: Sequence[Sample]) -> int:
-    """Return the value of a count, of which no series means none."""
+    """Return the value of a count; no series means 0."""
     return int(samples[0].value) if samples else 0
 
 
@@ -255,16 +248,16 @@ def _pick(labels: Labels, names: Iterable[str]) -> tuple[str, ...]:
 def _states(samples: Sequence[Sample], asker: _Gatherer) -> dict[str, int]:
     found = {s.labels.get("state", ""): int(s.value) for s in samples}
     if strange := found.keys() - {s.value for s in State}:
-        asker.problems.append(f"{printable(', '.join(sorted(strange)))}: no state that this canaryd knows")
+        asker.problems.append(f"{printable(', '.join(sorted(strange)))}: unknown to this version of canaryd")
     return {s.value: found[s.value] for s in State if s.value in found}
 
 
 def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
-    """Targets that are asked in vain, and nodes that were heard an hour or a day ago and are not asked any more."""
+    """Return targets that do not answer, and nodes that answered an hour or a day ago and are no longer scraped."""
     ever = "(canaryd_build_info or canaryd_build_info offset 1h or canaryd_build_info offset 1d)"
     down = asker.ask("silent nodes", f"(up == 0) and on (job) (group by (job) {ever})")
     gone = asker.ask(
-        "nodes that are gone", f"group by (job, instance) {ever} unless on (job, instance) (up or canaryd_build_info)"
+        "gone nodes", f"group by (job, instance) {ever} unless on (job, instance) (up or canaryd_build_info)"
     )
     return tuple(
         sorted(
@@ -281,7 +274,7 @@ def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
 def _odd(
     odd: Sequence[Sample], known: Sequence[Sample], split: Sequence[Sample], whole: Sequence[Sample]
 ) -> tuple[Odd, ...]:
-    told = {_pick(s.labels, ("instance", "device")) for s in known}
+    suspected = {_pick(s.labels, ("instance", "device")) for s in known}
     shared = {_pick(s.labels, (*GROUP, "fingerprint")) for s in split}
     nodes = {_pick(s.labels, (*NODE, *GROUP)) for s in whole}
     devices = defaultdict(list)
@@ -302,7 +295,7 @@ def _odd(
                     for x in sorted(labels, key=lambda x: _pick(x, GROUP))
                 ),
                 scope="shared" if not alone else "node" if len(wide) == len(alone) else "device",
-                known=(instance, device) in told,
+                known=(instance, device) in suspected,
             )
         )
     return tuple(found)
@@ -365,11 +358,11 @@ def _disputed(asker: _Gatherer, split: Sequence[Sample]) -> tuple[Disputed, ...]
 
 
 def _stalest(asker: _Gatherer) -> tuple[Stale, ...]:
-    """Ask for the oldest evidence node by node; a probe that has never been clean has no age and is unknown instead."""
+    """Return the oldest evidence of the stalest nodes; a probe that was never clean has no age and is left out."""
     age = "(time() - canaryd_probe_last_success_timestamp_seconds)"
     ratio = f"({age} / on (job, instance, device, probe) canaryd_probe_period_seconds)"
-    # A time ahead of Prometheus's own, or none, is a broken clock and no evidence of age.
-    found = asker.ask("the stalest nodes", f"topk({STALEST}, topk by (job, instance) (1, {ratio} >= 0))")
+    # A time later than Prometheus's own comes from a broken clock and is not an age.
+    found = asker.ask("stalest nodes", f"topk({STALEST}, topk by (job, instance) (1, {ratio} >= 0))")
     stale = [
         Stale(
             instance=s.labels.get("instance", ""),
@@ -380,133 +373,3 @@ def _stalest(asker: _Gatherer) -> tuple[Stale, ...]:
         for s in found
     ]
     return tuple(sorted(stale, key=lambda s: -s.periods))
-
-
-def as_json(fleet: Fleet) -> dict[str, Any]:
-    """Return the object that `canaryd fleet --json` prints (docs/fleet.schema.json)."""
-    told = {f.name: to_json(getattr(fleet, f.name)) for f in fields(fleet)}
-    told["prometheus"] = told.pop("url")
-    state = fleet.state
-    return {
-        "schema": SCHEMA,
-        "state": state.value,
-        "exit_code": verdict.exit_code(state),
-        "answer": answer(fleet),
-        **told,
-    }
-
-
-def answer(fleet: Fleet) -> str:
-    """Return the first sentence, which says whether this fleet's numbers may be trusted."""
-    bad = [
-        (fleet.states.get("faulty", 0), "faulty device", "faulty devices"),
-        (fleet.states.get("suspect", 0), "suspect device", "suspect devices"),
-        (len(fleet.accused), "device outvoted by its equals", "devices outvoted by their equals"),
-    ]
-    open_ = [
-        (fleet.states.get("unknown", 0), "unknown device", "unknown devices"),
-        (len(fleet.silent), "silent node", "silent nodes"),
-        (len(fleet.disputed), "disputed vote", "disputed votes"),
-        (len(fleet.problems), "problem", "problems"),
-    ]
-    if found := [_many(*entry) for entry in bad if entry[0]]:
-        return f"Not all of it can be trusted: {', '.join(found)}."
-    if found := [_many(*entry) for entry in open_ if entry[0]]:
-        return f"Not known of all of it: {', '.join(found)}."
-    if degraded := fleet.states.get("degraded", 0):
-        return f"Yes so far: {_many(degraded, 'device is', 'devices are')} degraded, and no number is wrong."
-    return "Yes: every device is healthy, and no vote says otherwise."
-
-
-def as_text(fleet: Fleet, width: int) -> str:
-    """Return the fleet for people: the answer, the bad news, then the census; lists are cut at `SHOWN`."""
-    devices = ", ".join(f"{count:,} {state}" for state, count in fleet.states.items() if count)
-    lines = [
-        f"{fleet.state.value.upper()}  {answer(fleet)}",
-        f"{_many(fleet.nodes, 'node', 'nodes')}; devices: {devices or 'none'}; as of {moment(fleet.now)}"
-        if fleet.now
-        else f"{_many(fleet.nodes, 'node', 'nodes')}",
-    ]
-    vote = f"vote: {fleet.decided:,} of {_many(fleet.groups, 'group', 'groups')} of equals have a majority"
-    if fleet.duplicates:
-        vote += f"; {_many(fleet.duplicates, 'device has', 'devices have')} no vote, for two targets show the same uuid"
-    lines.append(vote)
-    for title, entries in _sections(fleet):
-        if entries:
-            lines += ["", title, *_cut(entries, width)]
-    return "\n".join(printable(line) for line in lines)
-
-
-def _sections(fleet: Fleet) -> Iterator[tuple[str, list[str]]]:
-    yield "problems", list(fleet.problems)
-    yield "outvoted by equals (hardware, by device or by node)", [_told_odd(o) for o in fleet.accused]
-    yield (
-        "suspect and faulty by their own canaryd",
-        [
-            f"{d.instance}  {d.device}  {d.model}  {d.state}: "
-            + (", ".join(f"{f['rule']} ({f['cause']})" for f in d.findings) or "no finding says why")
-            + (", outvoted as well" if any((o.instance, o.device) == (d.instance, d.device) for o in fleet.odd) else "")
-            for d in fleet.doubted
-        ],
-    )
-    yield "results differ and nobody is accused", [_told_dispute(d) for d in fleet.disputed]
-    yield (
-        "silent nodes",
-        [
-            f"{s.instance} ({s.job}): "
-            + ("does not answer" if s.why == "down" else "not a target any more, heard today")
-            for s in fleet.silent
-        ],
-    )
-    yield (
-        "stalest evidence",
-        [
-            f"{s.instance}  {s.device}  {s.probe}: {s.periods:.1f} periods{', stale' if s.periods > STALE else ''}"
-            for s in fleet.stalest
-        ],
-    )
-    yield (
-        "stacks that agree within and differ from each other (software, no alarm)",
-        [f"{x.get('model', '')}  {x.get('probe', '')}" for x in fleet.stacks_differ],
-    )
-    yield (
-        "devices by model and stack",
-        [
-            f"{s.devices:>7,}  {s.labels.get('model', 'no model')}  stack {s.labels.get('stack', '')}  "
-            + ", ".join(f"{k} {v}" for k, v in s.labels.items() if k not in ("model", "stack"))
-            for s in fleet.stacks
-        ],
-    )
-    yield "canaryd", [f"{count:>7,}  {version}" for version, count in sorted(fleet.versions.items())]
-
-
-def _told_odd(odd: Odd) -> str:
-    probes = ", ".join(sorted({x["probe"] for x in odd.results}))
-    whole = "; so is every voting device of its node" if odd.scope == "node" else ""
-    return f"{odd.instance}  {odd.device}  {odd.model}: odd in {probes}{whole}"
-
-
-def _told_dispute(dispute: Disputed) -> str:
-    sides = []
-    for side in dispute.sides:
-        more = side.nodes - len(side.some_nodes)
-        where = ", ".join(side.some_nodes) + (f" and {more:,} more" if more > 0 else "")
-        sides.append(f"{side.fingerprint}: {_many(side.votes, 'vote', 'votes')} ({where})")
-    kind = "several nodes share another result than the majority" if dispute.majority else "no majority"
-    return f"{dispute.model}  {dispute.probe}  stack {dispute.stack}: {kind}: {'; '.join(sides[:4])}" + (
-        f"; and {len(sides) - 4:,} other results" if len(sides) > 4 else ""
-    )
-
-
-def _cut(entries: Sequence[str], width: int) -> Iterator[str]:
-    for entry in entries[:SHOWN]:
-        lead = "  " + " " * (len(entry) - len(entry.lstrip()))
-        first, *rest = wrapped(lead, entry.lstrip(), width) or [""]
-        yield first
-        yield from (f"    {line.lstrip()}" for line in rest)
-    if len(entries) > SHOWN:
-        yield f"  and {len(entries) - SHOWN:,} more; --json has them all"
-
-
-def _many(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from canaryd.formatting import moment
+from canaryd.formatting import format_time
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
@@ -136,11 +136,12 @@ def history_lost(case: Case) -> Iterator[Finding]:
         return
     at, aside = case.history_lost
     if case.now - at < case.policy.watch and not any(a.at >= at for a in case.acks):
+        day = format_time(at, seconds=False)
         yield Finding(
             rule="history-lost",
             state=State.UNKNOWN,
             cause=Cause.HARNESS,
-            message=f"The record of this machine was lost on {moment(at, seconds=False)}; earlier faults are unknown",
+            message=f"The record of this machine was lost on {day}; earlier faults are unknown",
             action=f'Look into {aside}, then: canaryd ack {case.device.name} --reason "…"',
             evidence=(f"Clears after {duration(case.policy.watch)} without an acknowledgement.",),
         )

@@ -1,8 +1,8 @@
-"""`canaryd gate`: may this node take work? One quick answer for drains, taints and prologs, from what is stored.
+"""`canaryd gate`: may this node take work? One quick answer for drains, taints and prologs, from the store.
 
-It touches no device, writes nothing, waits for nobody beyond `PATIENCE`, and knows no drill. Three rules keep it from
-emptying a fleet: it only says what it would do until the configuration tells it to act, one file or one variable
-silences it, and what is not known never acts unless it was asked for by name (docs/enforcement.md).
+It touches no device, writes nothing, waits at most `PATIENCE`, and ignores drills. Three rules keep it from emptying a
+fleet: it only logs until the configuration lets it act, one file or one variable silences it, and unknown never fails
+unless it is named (docs/enforcement.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge import clock
 from canaryd.model import Cause, Device, Outcome, State, printable
 from canaryd.report import status
@@ -31,29 +31,29 @@ from canaryd.store.store import Store
 
 SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
-"""Seconds that the store may take to answer; beyond, the answer is unknown. A verdict is read in milliseconds."""
+"""Seconds that the store may take to answer; then the answer is unknown. A verdict is read in milliseconds."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
-"""While this file is there nothing acts, whatever it holds; one beside the configuration file in use counts as well."""
+"""This file silences enforcement, whatever it contains; so does one beside the configuration file in use."""
 VARIABLE = "CANARYD_ENFORCEMENT"
-"""Environment variable that silences enforcement with any value but "act"; it can never turn it on."""
+"""Environment variable that silences enforcement with any value but "act"; it cannot turn it on."""
 CAUSES = (Cause.HARDWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED)
-"""Causes that act unless others are named. A roll-out of wrong software makes every node faulty at once, and taking
-them all out mends nothing; a harness that errs must cost no node (ours)."""
+"""Causes that act by default. Wrong software makes every node faulty at once, and draining them all repairs nothing; an
+error of the test itself must cost no node (ours)."""
 ACTS_ON = (State.DEGRADED, State.UNKNOWN, State.SUSPECT, State.FAULTY)
 LOOKED = 50
-"""Newest runs of a device among which one that completed is looked for."""
+"""Newest runs of a device that are searched for one that completed."""
 
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
 EXIT = {PASS: 0, FAIL: 2, UNKNOWN: 3}
-"""Exit status where enforcement acts; where it does not, it is 0 whatever the answer is."""
+"""Exit status where enforcement acts; where it does not, it is always 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked."""
+    """What to decide on."""
 
     on: tuple[State, ...] = (State.FAULTY,)
-    """What fails: these states and what is worse. `unknown` fails only where it is named itself."""
+    """States that fail, and all worse ones. `unknown` fails only if it is named itself."""
     causes: tuple[Cause, ...] = CAUSES
     devices: tuple[str, ...] = ()
     """Only these, by uuid, name, backend, or an accelerator's index; empty for all."""
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What is said of one device."""
+    """The decision about one device."""
 
     device: str
     """`Device.uuid`."""
@@ -71,11 +71,11 @@ class Item:
     state: State
     cause: Cause
     finding: str
-    """The worst finding in words; "" where there is none."""
+    """The message of the worst finding; "" where there is none."""
     decision: str
     """`PASS`, `FAIL` or `UNKNOWN`."""
     why: str = ""
-    """Why the decision is not what the state alone would give; "" where it is."""
+    """Why the decision does not follow from the state alone; "" where it does."""
 
     def __str__(self) -> str:
         text = f"{self.name} {self.state.value}/{self.cause.value}"
@@ -84,17 +84,17 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What `canaryd gate` says, before it is asked whether it acts."""
+    """The decision about the node, before it is known whether enforcement acts."""
 
     decision: str
     devices: tuple[Item, ...] = ()
     """The worst first."""
     reason: str = ""
-    """Why nothing is known, or not all that was asked for; "" where the devices say it."""
+    """Why the decision is unknown; "" where the devices say it."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
-    """Return the answer of the store; unknown, with the reason, where it has none within `patience` seconds."""
+    """Return the decision from the store; unknown, with the reason, if it does not answer within `patience` seconds."""
     answer = _within(patience, lambda: _read(settings, question, time.time()))
     if answer.decision == UNKNOWN and State.UNKNOWN in question.on:
         return replace(answer, decision=FAIL)
@@ -102,7 +102,7 @@ def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Ans
 
 
 def decide(found: Status, question: Question, newest: Mapping[str, float | None]) -> Answer:
-    """Return the answer to a question; `newest` is when each device's newest completed test began, if that is known."""
+    """Return the decision; `newest` is when each device's newest completed test began, None where unknown."""
     chosen, missing = _chosen([d.device for d in found.devices], question.devices)
     items = [_item(d, question, newest.get(d.device.uuid), found.now) for d in found.devices if d.device.uuid in chosen]
     rank = (FAIL, UNKNOWN, PASS)
@@ -110,35 +110,35 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
     reason = ""
     if missing:
         there = ", ".join(d.device.name for d in found.devices) or "none"
-        reason = f"no device here is called {' or '.join(missing)}; there are {there}"
+        reason = f"no device {' or '.join(missing)}; this host has {there}"
     elif not items:
-        reason = "no device has been seen yet: start the daemon (canaryd run), or run canaryd check"
+        reason = "no device has been tested yet: start the daemon (canaryd run), or run canaryd check"
     decisions = {i.decision for i in items} | ({UNKNOWN} if reason else set())
     return Answer(decision=next(d for d in rank if d in decisions), devices=tuple(items), reason=reason)
 
 
 def silenced(settings: Config, environ: Mapping[str, str]) -> str:
-    """Return why enforcement does not act, in words; "" where it acts.
+    """Return why enforcement does not act; "" where it acts.
 
-    What cannot be looked at silences: a switch that nobody can read must not be taken for one that is off.
+    A switch that cannot be checked silences: it must not be taken for one that is off.
     """
-    if (word := environ.get(VARIABLE, "act")) != "act":
-        return f"{VARIABLE}={printable(word)} in the environment"
+    if (value := environ.get(VARIABLE, "act")) != "act":
+        return f"{VARIABLE}={printable(value)} in the environment"
     for path in dict.fromkeys((SWITCH, *([settings.file.absolute().parent / SWITCH.name] if settings.file else []))):
         try:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            return f"{path} cannot be looked at: {error.strerror}"
-        return f"{path} is there"
+            return f"{path} cannot be checked: {error.strerror}"
+        return f"{path} exists"
     if settings.enforcement != "act":
         return f"enforcement is {settings.enforcement} in {settings.file or 'the defaults'}"
     return ""
 
 
 def exit_code(answer: Answer, silence: str) -> int:
-    """Return the exit status: that of the answer where it acts, 0 where something silences it."""
+    """Return the exit status: that of the decision where enforcement acts, 0 where it is silenced."""
     return 0 if silence else EXIT[answer.decision]
 
 
@@ -158,20 +158,19 @@ def as_json(answer: Answer, question: Question, silence: str) -> dict[str, Any]:
 
 
 def as_text(answer: Answer, question: Question, silence: str) -> str:
-    """Return the answer as one line, the decision first."""
-    told = [i for i in answer.devices if i.decision == answer.decision]
-    said = [answer.reason] if answer.reason else []
+    """Return the decision as one line, the decision first."""
+    decisive = [i for i in answer.devices if i.decision == answer.decision]
+    parts = [answer.reason] if answer.reason else []
     if answer.decision == PASS:
-        beside = [i for i in answer.devices if i.why]
         states = ", ".join(s.value for s in _fails(question))
-        said.append(f"{len(told)} {'device' if len(told) == 1 else 'devices'}, none to fail on ({states})")
-        said += [str(beside[0])] if beside else []
-    elif told:
-        more = f" (and {', '.join(i.name for i in told[1:])})" if len(told) > 1 else ""
-        said.append(f"{told[0]}{more}")
-    word = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
+        parts.append(f"{len(decisive)} {'device' if len(decisive) == 1 else 'devices'}, none of them {states}")
+        parts += [str(i) for i in answer.devices if i.why][:1]
+    elif decisive:
+        more = f" (and {', '.join(i.name for i in decisive[1:])})" if len(decisive) > 1 else ""
+        parts.append(f"{decisive[0]}{more}")
+    decision = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
     aside = f" [log only: {silence}]" if silence else " [unknown does not act]" if answer.decision == UNKNOWN else ""
-    return printable(" ".join(f"{word}: {'; '.join(said)}{aside}".split()))
+    return printable(" ".join(f"{decision}: {'; '.join(parts)}{aside}".split()))
 
 
 # -- one device -------------------------------------------------------------------------------------------------------
@@ -188,13 +187,17 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
     if verdict.state in _fails(question):
         decision = FAIL
         if verdict.state is not State.UNKNOWN and verdict.cause not in question.causes:
-            decision, why = PASS, f"not acted on, for the cause is {verdict.cause.value}"
+            decision, why = PASS, f"passes because {verdict.cause.value} is not among the causes to fail for"
     elif verdict.state is State.UNKNOWN:
         decision = UNKNOWN
     elif question.max_age and (newest is None or now - newest > question.max_age):
         decision = FAIL if State.UNKNOWN in question.on else UNKNOWN
-        ago = "no test of known age completed" if newest is None else f"the newest test is {spoken(now - newest)} old"
-        why = f"{ago}, more than {spoken(question.max_age)} were not to be"
+        age = (
+            "no completed test of known age"
+            if newest is None
+            else f"the newest test is {format_duration(now - newest)} old"
+        )
+        why = f"{age} (limit {format_duration(question.max_age)})"
     worst = max(verdict.findings, key=lambda f: f.state.severity, default=None)
     return Item(
         device=d.device.uuid,
@@ -207,29 +210,29 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
     )
 
 
-def _chosen(devices: Sequence[Device], words: Sequence[str]) -> tuple[Collection[str], list[str]]:
-    """Return the uuids that are asked about, and the words that name nothing.
+def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection[str], list[str]]:
+    """Return the selected uuids, and the names that match no device.
 
-    An instance of a divided device is no better than the device, and the other way round: the one brings the other.
+    A partitioned device and its instances share silicon: selecting one selects the others.
     """
-    if not words:
+    if not names:
         return {d.uuid for d in devices}, []
-    named = {word: {d.uuid: d for d in devices if _called(d, word)} for word in words}
+    named = {name: {d.uuid: d for d in devices if _is_named(d, name)} for name in names}
     parts = {d.uuid for found in named.values() for d in found.values()}
     above = {d.parent for found in named.values() for d in found.values() if d.parent}
     return (
         {d.uuid for d in devices if d.uuid in parts | above or d.parent in parts},
-        [word for word, found in named.items() if not found],
+        [name for name, found in named.items() if not found],
     )
 
 
-def _called(device: Device, word: str) -> bool:
-    if word.isdecimal():
-        return device.backend != "cpu" and not device.is_endpoint and device.index == int(word)
-    return word in (device.uuid, device.name, device.backend)
+def _is_named(device: Device, name: str) -> bool:
+    if name.isdecimal():
+        return device.backend != "cpu" and not device.is_endpoint and device.index == int(name)
+    return name in (device.uuid, device.name, device.backend)
 
 
-# -- the store, without disturbing anybody ----------------------------------------------------------------------------
+# -- the store, without locking anything -------------------------------------------------------------------------------
 
 
 def _read(settings: Config, question: Question, now: float) -> Answer:
@@ -237,14 +240,14 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
     try:
         path.stat()
     except OSError as error:
-        return Answer(decision=UNKNOWN, reason=f"{path}: {error.strerror}: nothing is known of this machine")
+        return Answer(decision=UNKNOWN, reason=f"cannot read {path}: {error.strerror}")
     try:
         with contextlib.closing(Store.open(settings.state_dir, for_reading=True)) as store:
-            # No lock is tried for whether a daemon runs: one that starts at this moment would meet it. A verdict that
-            # nobody renews is unknown by its age.
+            # Whether a daemon runs is not tested by its lock: that could block one that starts at this moment. A
+            # verdict that is not renewed is unknown by its age.
             found = status.gather(store, settings, now, daemon=True, evidence={})
-            asked = [d.device.uuid for d in found.devices] if question.max_age else []
-            newest = {uuid: _newest(store, uuid, now) for uuid in asked}
+            uuids = [d.device.uuid for d in found.devices] if question.max_age else []
+            newest = {uuid: _newest(store, uuid, now) for uuid in uuids}
             problems = [*store.problems, *([store.problem] if store.problem else [])]
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
@@ -264,37 +267,37 @@ def _newest(store: Store, device: str, now: float) -> float | None:
 
 
 def _within(patience: float, work: Callable[[], Answer]) -> Answer:
-    """Do `work` in a child that is abandoned after `patience` seconds: a disk that hangs must not hang a prolog."""
+    """Do `work` in a child that is abandoned after `patience` seconds: a hung disk must not hang a prolog."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _tell(writing, work)
+        _answer(writing, work)
     os.close(writing)
     try:
-        told = b"".join(_chunks(reading, time.monotonic() + patience))
+        written = b"".join(_chunks(reading, time.monotonic() + patience))
     except TimeoutError:
-        os.kill(child, signal.SIGKILL)  # and not waited for: it may sit in the kernel
+        os.kill(child, signal.SIGKILL)  # not waited for: it may be stuck in the kernel
         return Answer(decision=UNKNOWN, reason=f"the store did not answer within {patience:g} s")
     finally:
         os.close(reading)
     os.waitpid(child, 0)
     try:
-        return from_json(Answer, json.loads(told))
+        return from_json(Answer, json.loads(written))
     except ValueError:
-        return Answer(decision=UNKNOWN, reason=f"the store could not be read: {told.decode() or 'its reader died'}")
+        return Answer(decision=UNKNOWN, reason=f"the store could not be read: {written.decode() or 'its reader died'}")
 
 
-def _tell(pipe: int, work: Callable[[], Answer]) -> None:
-    """Write what `work` returns, or why it failed, and end this process: whoever waits for our output must not wait."""
+def _answer(pipe: int, work: Callable[[], Answer]) -> None:
+    """Write what `work` returns, or why it failed, and end this process."""
     try:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
-            told = json.dumps(to_json(work()))
-        except Exception as error:  # noqa: BLE001  whatever it is, a gate answers
-            told = f"{type(error).__name__}: {error}"
+            text = json.dumps(to_json(work()))
+        except Exception as error:  # noqa: BLE001  a gate always answers
+            text = f"{type(error).__name__}: {error}"
         with os.fdopen(pipe, "w", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(told)
+            out.write(text)
     finally:
         os._exit(0)
 

@@ -1,7 +1,7 @@
-"""`canaryd history`: what happened to a device, newest first, and the course of its readings; for people and machines.
+"""`canaryd history`: what happened to a device, newest first, and its readings over time.
 
 Everything comes from the store, without touching a device. Older readings come from the summaries of days
-(`canaryd.trend.Day`), so that a look at two months costs seconds.
+(`canaryd.judge.trends.days.Day`), so that two months take seconds.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
-from canaryd.formatting import DAY, HOUR, moment, spoken
+from canaryd.formatting import DAY, HOUR, format_duration
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
 from canaryd.judge.trends.days import Key, Point
+from canaryd.judge.wording import reason_of
 from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
-from canaryd.report.status import told_of_ack, told_of_event
+from canaryd.report.events import AMOUNTS, describe_ack, describe_event
 from canaryd.report.svg import Line, Mark, plot
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/1"
 POLLS, RUNS, FAILED = 600, 400, 500
-"""Polls, runs and failed runs of all devices together that are read for one look (ours): about three seconds."""
+"""Polls, runs and failed runs of all devices together that are read (ours): about three seconds."""
 LEAST_READ = 50
 """The same for one device at least."""
 HOURLY = 3 * DAY
 """Span up to which readings are shown by the hour, and by the day beyond (ours)."""
 MOST_PAUSES = 5
-"""Pauses that are told one by one (ours): where they are more, they are a habit, and one line sums them up."""
+"""Pauses that are listed one by one (ours); more of them are summed up in one line."""
 MOST_ITEMS, MOST_READINGS = 25, 20
-"""Lines of each kind that a terminal is shown per device; JSON has all."""
+"""Lines of each kind that a terminal shows per device; JSON has all."""
 BAD = frozenset({"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "oom", "thermal", "counter"})
-"""Kinds of events that speak against a device; other kinds of the kernel log are as harmless as a change of driver."""
+"""Kinds of events that count against a device; others are as harmless as a change of the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One line of the timeline; equal ones of a day are one with a count."""
+    """One line of the timeline; equal ones of a day are joined, with a count."""
 
     at: float
     """When it was last, in seconds since the epoch."""
@@ -51,28 +52,28 @@ class Item:
     kind: str
     """"verdict", "run", "event", "ack", "stack" or "pause"."""
     role: str
-    """"bad" for what speaks against the device, "calm" for a change of its surroundings, "mark" for the rest."""
+    """"bad" for what counts against the device, "calm" for a change around it, "good", or "mark" for the rest."""
     label: str
     """A few words, for a plot."""
     text: str
     """A sentence, without its time."""
     count: int = 1
     runs: tuple[str, ...] = ()
-    """Ids of the runs it tells of."""
+    """Ids of the runs it is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """The course of one reading."""
+    """One reading over time."""
 
     key: Key
     unit: str
     step: float
-    """Seconds that one point stands for: an hour or a day."""
+    """Seconds that one point covers: an hour or a day."""
     points: tuple[Point, ...]
     """Oldest first, dated at the middle of their hour or day; never empty."""
     changes: tuple[Change, ...]
-    """Where it moved to another level; days since the epoch."""
+    """Where it changed to another level; days since the epoch."""
 
     @property
     def values(self) -> list[float]:
@@ -82,7 +83,7 @@ class Trend:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceHistory:
-    """All that is told of one device."""
+    """The history of one device."""
 
     device: Device
     present: bool
@@ -90,14 +91,14 @@ class DeviceHistory:
     items: tuple[Item, ...]
     """Newest first."""
     trends: tuple[Trend, ...]
-    """What changed first."""
+    """Those that changed first."""
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of a stack → its parts, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All that `canaryd history` tells."""
+    """Everything that `canaryd history` shows."""
 
     now: float
     since: float
@@ -105,7 +106,7 @@ class History:
     """The worst first."""
     problems: tuple[str, ...]
     asked: str | None = None
-    """The one device that was asked for; None for all."""
+    """The one device that was selected; None for all."""
 
 
 def gather(
@@ -164,13 +165,13 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
         held = [f for f in verdict.findings if f.state is not State.HEALTHY]
         came = [f for f in held if (f.rule, f.probe) not in before]
         before = {(f.rule, f.probe) for f in held}
-        said = f"became {_state(verdict)}"
+        label = f"became {_state(verdict)}"
         why = "; ".join(f.message.rstrip(".") for f in came)
-        text = f"{said}: {why}" if why else said
+        text = f"{label}: {why}" if why else label
         role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
         role = "good" if verdict.state is State.HEALTHY else role
         runs = tuple(r for f in came for r in f.runs)
-        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=said, text=text, runs=runs)
+        yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=label, text=text, runs=runs)
 
 
 def _state(verdict: Verdict) -> str:
@@ -178,7 +179,7 @@ def _state(verdict: Verdict) -> str:
 
 
 def _failures(runs: Iterable[Run]) -> Iterator[Item]:
-    """Yield wrong results, unknown bits and runs that did not complete, equal ones of a day together."""
+    """Yield wrong results, differences from a baseline and runs that did not complete, equal ones of a day joined."""
     alike: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
     for run in runs:
         what = "wrong" if run.wrong else "unknown" if run.unknown else run.outcome.value
@@ -187,17 +188,17 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
         first, last = min(r.started for r in same), max(r.started for r in same)
         times = f"{len(same)} runs" if len(same) > 1 else "a run"
         again = sum(bool(r.confirms) for r in same)
-        confirmed = f", {again} of them to confirm" if again else ""
+        retests = f" ({again} of them retests)" if again else ""
         if what == "wrong":
             wrong, trials = sum(c.wrong_trials for r in same for c in r.wrong), sum(r.trials for r in same)
             cases = Counter(c.case for r in same for c in r.wrong)
-            text = f"{times} of {probe}{confirmed}: {wrong} of {trials} results wrong, {_cases(cases)}"
+            text = f"{times} of {probe}{retests}: {wrong} of {trials} results wrong, {_cases(cases)}"
         elif what == "unknown":
             cases = Counter(case for r in same for case in r.unknown)
-            text = f"{times} of {probe}{confirmed}: bits that are not known, {_cases(cases)}"
+            text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"
         else:
-            line = next((r.detail for r in reversed(same) if r.detail), "").strip().splitlines()
-            text = f"{times} of {probe}{confirmed} {what.replace('_', ' ')}" + (f": {line[-1]}" if line else "")
+            why = next(filter(None, map(reason_of, reversed(same))), "")
+            text = f"{times} of {probe}{retests} {what.replace('_', ' ')}" + (f": {why}" if why else "")
         role = "bad" if what in ("wrong", "unknown") else "calm"
         ids = tuple(r.id for r in same)
         label = f"{probe}: {what.replace('_', ' ')}"
@@ -206,27 +207,27 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
 
 def _cases(cases: Counter[str]) -> str:
     (case, _), more = cases.most_common(1)[0], len(cases) - 1
-    return f"most in {case} and {more} more cases" if more else f"in {case}"
+    return f"most in case {case}, the others in {more} more cases" if more else f"in case {case}"
 
 
 def _events(events: Iterable[Event]) -> Iterator[Item]:
-    """Yield what happened, equal ones of a day together."""
+    """Yield the events, equal ones of a day joined."""
     alike: dict[tuple[str, str, int], Event] = {}
     for event in events:
         key = event.kind, event.name, int(event.last // DAY)
         old = alike.get(key)
         alike[key] = event if old is None else replace(event, first=old.first, count=old.count + event.count)
     for event in alike.values():
-        text = told_of_event(event).removeprefix(moment(event.last)).strip()
+        text = describe_event(event)
         role = "bad" if event.kind in BAD else "calm"
-        count = 1 if event.kind in ("counter", "condition") else max(1, round(event.count))
+        count = 1 if event.kind in AMOUNTS else max(1, round(event.count))
         label = f"{event.kind} {event.name}"
         yield Item(at=event.last, first=event.first, kind="event", role=role, label=label, text=text, count=count)
 
 
 def _acks(store: Store, uuid: str) -> Iterator[Item]:
     for ack in store.acks(uuid):
-        text = told_of_ack(ack).replace(f" on {moment(ack.at)}", "", 1)
+        text = describe_ack(ack, dated=False)
         ended = ack.kind == "acknowledged" and ack.until <= ack.at
         label = "acknowledgement ended" if ended else ack.kind
         yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
@@ -235,37 +236,37 @@ def _acks(store: Store, uuid: str) -> Iterator[Item]:
 def _pauses(
     days: Sequence[trends_days.Day], seen: Sequence[Run], read_from: float, now: float, limit: float
 ) -> Iterator[Item]:
-    """Yield the times of more than `limit` seconds in which nothing was recorded, from the device's first record on.
+    """Yield the times of more than `limit` seconds in which nothing was recorded, after the device's first record.
 
-    `seen` are its runs and polls, all of them from `read_from` on. A day of which only the summary is left was one on
-    which something was recorded.
+    `seen` are its runs and polls, complete from `read_from` on. On a day of which only the summary is left, something
+    was recorded.
     """
     spans = [(r.started, r.started + r.seconds) for r in seen if r.started <= now]
     own = {int(start // DAY) for start, _ in spans}
     kept = (d.day for d in days if (d.levels or d.stacks) and (d.day not in own or d.day * DAY < read_from))
     spans += [(day * DAY, (day + 1) * DAY) for day in kept]
     found: list[tuple[float, float]] = []
-    reached = math.inf  # before the first record nothing is missed
+    reached = math.inf  # there is no pause before the first record
     for start, end in [*sorted(spans), (now, now)]:
         if start > read_from and start - reached > limit:
             found.append((reached, start))
         reached = end if math.isinf(reached) else max(reached, end)
     if len(found) > MOST_PAUSES:
-        longest = spoken(max(end - start for start, end in found))
-        what = f"{len(found)} times nothing was recorded for more than {spoken(limit)}, for {longest} at most"
+        longest = format_duration(max(end - start for start, end in found))
+        what = f"nothing was recorded for more than {format_duration(limit)}, {len(found)} times, at most for {longest}"
         yield _pause(found[0][0], found[-1][1], what, len(found))
     else:
         for start, end in found:
-            yield _pause(start, end, f"nothing was recorded for {spoken(end - start)}", 1)
+            yield _pause(start, end, f"nothing was recorded for {format_duration(end - start)}", 1)
 
 
 def _pause(start: float, end: float, what: str, count: int) -> Item:
-    text = f"{what} (no daemon ran, or it could not)"
+    text = f"{what} (no daemon ran, or it could not test)"
     return Item(at=end, first=start, kind="pause", role="calm", label="nothing recorded", text=text, count=count)
 
 
 def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
-    """Yield where the software under the runs became another; each CPU instruction set has a stack of its own."""
+    """Yield the changes of the software stack; each CPU instruction set has a stack of its own."""
     newest: dict[str, trends_days.Stack] = {}
     known: set[str] = set()
     for stack in sorted(seen, key=lambda s: s.at):
@@ -274,7 +275,7 @@ def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
         if before is not None and stack.id not in known:
             names = sorted(k for k in {*before.parts, *stack.parts} if before.parts.get(k) != stack.parts.get(k))
             moved = ", ".join(f"{k} {before.parts.get(k, 'none')} → {stack.parts.get(k, 'none')}" for k in names)
-            text = f"the software under the probes changed: {moved}; readings before and after are not comparable"
+            text = f"the software changed: {moved}; readings before and after are not comparable"
             yield Item(at=stack.at, first=stack.at, kind="stack", role="calm", label=moved, text=text)
         known.add(stack.id)
         newest[kind] = stack
@@ -283,7 +284,7 @@ def _stacks(seen: Iterable[trends_days.Stack]) -> Iterator[Item]:
 def _trends(
     days: Sequence[trends_days.Day], runs: Sequence[Run], polls: Sequence[Run], since: float, now: float
 ) -> list[Trend]:
-    """Return the course of each followed reading, what changed first, then what a rule looks at."""
+    """Return each followed reading over time: those that changed first, then those that a rule judges."""
     daily = trends_days.courses(days, runs, polls)
     hourly = now - since <= HOURLY
     points: dict[Key, tuple[str, list[Point]]] = {}
@@ -317,7 +318,7 @@ def _importance(one: Trend) -> tuple[Any, ...]:
 
 
 def plots(one: DeviceHistory, since: float, now: float, most: int = MOST_READINGS) -> list[str]:
-    """Return the most telling courses as figures (`canaryd.drawing.STYLE`), with the marks of what happened."""
+    """Return the most interesting readings as figures (`canaryd.report.svg.STYLE`), marked with what happened."""
     marks = [Mark(at=i.at, label=i.label, role=i.role) for i in one.items if i.role != "good"]
     courses = [t for t in one.trends if is_telling(t)][:most]
     return [
@@ -329,14 +330,14 @@ def plots(one: DeviceHistory, since: float, now: float, most: int = MOST_READING
 
 
 def is_telling(one: Trend) -> bool:
-    """Whether a course is worth a line: not the zeros of a counter, nor heat by power where nothing changed."""
+    """Whether a reading is worth a line: not a counter that stays zero, nor heat by power that did not change."""
     if one.changes:
         return True
     return trends_days.followed(one.key.reading) is not trends_days.HEAT and (any(one.values) or not counter(one))
 
 
 def counter(one: Trend) -> bool:
-    """Return whether a trend follows a counter."""
+    """Whether a trend follows a counter."""
     how = trends_days.followed(one.key.reading)
     return how is not None and how.level == "mean"
 

@@ -1,6 +1,6 @@
-"""The daemon's own page `/`: what `canaryd status` tells, as one HTML document for browsers, walls and text browsers.
+"""The daemon's page `/`: what `canaryd status` shows, as one HTML document.
 
-No script, nothing fetched from anywhere. Its words about time are made when it is asked for, and it reloads itself.
+It has no script and fetches nothing. Ages are computed for each request, and it reloads itself.
 """
 
 from __future__ import annotations
@@ -10,26 +10,18 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from urllib.parse import quote
 
-from canaryd.formatting import moment, spoken
+from canaryd.formatting import format_duration, format_time
 from canaryd.model import Cause, Finding, Rival, State
 from canaryd.report import html
+from canaryd.report.advice import advice, answer
+from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
-from canaryd.report.status import (
-    DeviceStatus,
-    Newest,
-    Status,
-    advice,
-    answer,
-    as_of,
-    newest_of,
-    told_of_ack,
-    told_of_events,
-)
+from canaryd.report.status import DeviceStatus, Newest, Status, as_of, newest_of
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
 RELOAD = 30
-"""Seconds after which a browser asks again."""
+"""Seconds after which a browser reloads the page."""
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --card: #f6f7f9; --ink: #1b1f24; --faint: #57606a; --line: #d0d7de;
@@ -83,7 +75,7 @@ SHAPES = {
     State.FAULTY: '<path d="M7 0h10l7 7v10l-7 7H7l-7-7V7z"/>'
     '<path d="M7 7l10 10M17 7L7 17" stroke-width="3" class="ink"/>',
 }
-"""A shape for each state, 24 by 24: who does not see the colour sees the outline."""
+"""A shape for each state, 24 by 24, for readers who do not see its colour."""
 INKS = {
     State.HEALTHY: "#116329",
     State.DEGRADED: "#8a5a00",
@@ -91,15 +83,15 @@ INKS = {
     State.SUSPECT: "#a33c00",
     State.FAULTY: "#b3001b",
 }
-"""Colours of the icon in the browser's tab, which no style sheet reaches: those of `STYLE` on white."""
+"""Colours of the icon in the browser's tab, which the style sheet does not reach: those of `STYLE` on white."""
 
 
 def render(status: Status, now: float) -> bytes:
-    """Return the page for a status gathered at `status.now`, as it reads at `now`; both in seconds since the epoch."""
+    """Return the page at the time `now` for a status gathered at `status.now`; both in seconds since the epoch."""
     current = as_of(status, now)
     state, host = current.state, _text(socket.gethostname())
-    loud = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
-    sound = [d for d in current.devices if d.verdict.state is State.HEALTHY]
+    bad = [d for d in current.devices if d.verdict.state is not State.HEALTHY]
+    healthy = [d for d in current.devices if d.verdict.state is State.HEALTHY]
     head = f'<meta http-equiv="refresh" content="{RELOAD}">'
     head += f'<link rel="icon" href="data:image/svg+xml,{quote(_icon(state))}">'
     body = [
@@ -109,12 +101,12 @@ def render(status: Status, now: float) -> bytes:
         f'<p class="advice"><strong>Do now:</strong> {_text(advice(current))}</p></header>',
         *_problems(current),
         "<main>",
-        *_section("What is not healthy", loud, now),
-        *_section("Healthy", sound, now),
+        *_section("Not healthy", bad, now),
+        *_section("Healthy", healthy, now),
         "</main>",
-        f"<footer><p>{'The daemon runs.' if current.daemon else 'No daemon runs on this state directory.'}",
-        f"Rendered at {_time(now)} from what was known at {_time(status.now)}; the page reloads itself every",
-        f"{RELOAD} seconds. The same facts: <code>canaryd status</code>, <code>canaryd status --json</code>;",
+        f"<footer><p>The daemon is {'' if current.daemon else 'not '}running.",
+        f"Rendered at {_time(now)} from the state at {_time(status.now)}; this page reloads itself every",
+        f"{RELOAD} seconds. The same facts: <code>canaryd status -v</code>, <code>canaryd status --json</code>;",
         'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
     ]
     return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
@@ -123,7 +115,8 @@ def render(status: Status, now: float) -> bytes:
 def _problems(status: Status) -> list[str]:
     lines = list(status.problems)
     if status.released_until:
-        lines.append(f"released until {moment(status.released_until)}: no device is touched, and evidence grows old")
+        until = format_time(status.released_until)
+        lines.append(f"released until {until}: no device is tested, and results grow old")
     if not lines:
         return []
     listed = "".join(f"<li>{_text(line)}</li>" for line in lines)
@@ -141,8 +134,8 @@ def _card(d: DeviceStatus, now: float) -> str:
     gone = "" if d.present else " <strong>GONE</strong>"
     findings = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
     notes = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
-    acks = "".join(f"<li>{_text(told_of_ack(a))}</li>" for a in d.untold)
-    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(told_of_events(d)))
+    acks = "".join(f"<li>{_text(describe_ack(a))}</li>" for a in d.acks_to_show)
+    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(describe_events(d.events)))
     loud = "" if verdict.state is State.HEALTHY else " loud"
     return "\n".join(
         [
@@ -151,7 +144,7 @@ def _card(d: DeviceStatus, now: float) -> str:
             f'<p class="faint">{_text(device.model)}<br>{_text(device.uuid)}</p>',
             f"<p>{cause} since {_time(verdict.since)} ({_ago(verdict.since, now)}), "
             f"judged {_ago(verdict.decided, now)}</p>".replace("<p> ", "<p>"),
-            f"<h4>What operators said</h4><ul>{acks}</ul>" if acks else "",
+            f"<h4>Acknowledgements</h4><ul>{acks}</ul>" if acks else "",
             f'<ul class="findings">{findings}</ul>' if findings else "",
             f'<ul class="findings notes">{notes}</ul>' if notes else "",
             f"<h4>In the last day, newest first</h4><ul>{events}</ul>" if events else "",
@@ -164,12 +157,15 @@ def _card(d: DeviceStatus, now: float) -> str:
 def _finding(finding: Finding) -> str:
     kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
     rivals = "".join(_rival(r) for r in finding.rivals)
+    evidence = "".join(f"<li>{_text(sentence)}</li>" for sentence in finding.evidence)
     runs = f"; runs {_text(', '.join(finding.runs))}" if finding.runs else ""
     probe = f"{_text(finding.probe)}; " if finding.probe else ""
     return "".join(
         [
             f'<li class="finding {finding.state.value}">{_text(finding.message)}',
-            f"<p>Repeat it: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
+            f"<p><strong>Do now:</strong> {_text(finding.action)}</p>" if finding.action else "",
+            f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else "",
+            f"<p>To repeat the test: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
             f"<p>Other explanations:</p><ul>{rivals}</ul>" if rivals else "",
             f'<p class="faint">{_text(kind)}; {probe}rule {_text(finding.rule)}{runs}</p></li>',
         ]
@@ -183,7 +179,7 @@ def _rival(rival: Rival) -> str:
 
 
 def _evidence(newest: Newest, now: float) -> str:
-    """Return when each probe last gave evidence; the one that is the longest ago is seen without opening the list."""
+    """Return the age of each probe's newest evidence; the oldest is visible without opening the list."""
     if not newest:
         return '<p class="faint">No probe has run yet.</p>'
     rows = "".join(
@@ -191,7 +187,7 @@ def _evidence(newest: Newest, now: float) -> str:
         for probe, at in newest.items()
     )
     probe, at = next(iter(newest.items()))
-    oldest = f"none yet of {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
+    oldest = f"none yet from {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
     many = f"{len(newest)} probes" if len(newest) > 1 else "1 probe"
     return f"<details><summary>Newest evidence of {many}: {oldest}</summary><table>{rows}</table></details>"
 
@@ -208,8 +204,8 @@ def _icon(state: State) -> str:
 
 def _time(at: float) -> str:
     exact = datetime.fromtimestamp(at, tz=timezone.utc).isoformat(timespec="seconds")
-    return f'<time datetime="{exact}">{moment(at)}</time>'
+    return f'<time datetime="{exact}">{format_time(at)}</time>'
 
 
 def _ago(at: float, now: float) -> str:
-    return f"{spoken(now - at)} ago"
+    return f"{format_duration(now - at)} ago"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from canaryd.formatting import DAY, HOUR, MINUTE, moment, number, quantity, scale
+from canaryd.formatting import DAY, HOUR, MINUTE, format_time, number, quantity, scale
 
 STYLE = """
 .plot { --plot-own: #2563c9; --plot-bad: #c62828; --plot-calm: #8a5a00; margin: 0 0 1.2rem; overflow-x: auto; }
@@ -169,7 +169,7 @@ def _summary(title: str, unit: str, lines: Sequence[Line]) -> str:
     values_text = f"{quantity(min(values), unit)} to {quantity(max(values), unit)}, last {quantity(values[-1], unit)}"
     peers = sum(line.role == "peer" and bool(line.points) for line in lines)
     grey = f"; grey: {peers} of its peers" if peers else ""
-    start, end = (moment(at, seconds=False) for at, _ in (points[0], points[-1]))
+    start, end = (format_time(at, seconds=False) for at, _ in (points[0], points[-1]))
     return f"{title}: {values_text} ({start} to {end}){grey}"
 
 
@@ -216,7 +216,7 @@ def _marks(marks: Sequence[Mark], x: Callable[[float], float], bottom: float) ->
         at, label = x(mark.at), html.escape(mark.label)
         yield (
             f'<line class="mark {mark.role}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{bottom}">'
-            f"<title>{moment(mark.at)} {label}</title></line>"
+            f"<title>{format_time(mark.at)} {label}</title></line>"
         )
         wide = LETTER * len(mark.label)
         begins = min(max(at - wide / 2, LEFT), W - wide)  # the unit of the values is left of that

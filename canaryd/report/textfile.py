@@ -1,7 +1,7 @@
 """The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/remote.md).
 
-Its metrics have names of their own, canaryd_check_*: under those of the daemon a node that runs both would be counted
-twice by every alert.
+Its metrics have their own names, canaryd_check_*: with those of the daemon, every alert would count a node that runs
+both twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canaryd.metrics.exposition import OF_DEVICE, OF_PROBE, Family, Page
 from canaryd.model import Cause, State
 
 MODE = 0o644
-"""Of the file: node_exporter usually runs as another user."""
+"""Mode of the file: node_exporter usually runs as another user."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
         "Wrong results per compared result that the check does not rule out; absent after a mismatch.",
     ),
 }
-"""Every metric that `render` may write, in this order. docs/remote.md repeats it; a test compares the two."""
+"""Every metric that `render` may write, in this order; docs/remote.md lists them too, and a test compares the two."""
 
 
 def render(result: Result, exit_code: int) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.baseline import SCHEMA, Selection, accepted, chosen, document, imported, pinned
+from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, pin
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
 from canaryd.model import Device, Outcome, Recording, Run
 from canaryd.store.clock import REACHED_NOTE
@@ -61,7 +61,7 @@ def test_siblings_with_a_vector_in_common_are_witnesses(store):
 def test_a_pinned_baseline_is_kept_for_good_and_takes_nothing(store):
     """Pruning passes it by, and so does `accept`; let go, it is as any other."""
     store.set_baselines([learnt(GPUS[0])])
-    assert len(pinned(store, EVERYTHING, "acceptance test of 2026")) == 1
+    assert len(pin(store, EVERYTHING, "acceptance test of 2026")) == 1
     assert chosen(store, EVERYTHING)[0].witness == "operator"
     (mine,) = store.baselines()
     other = Recording(case=mine.case, digest="c" * 16, chain=mine.chain, values=(9.0, 9.0))
@@ -77,12 +77,12 @@ def test_a_pinned_baseline_is_kept_for_good_and_takes_nothing(store):
         stack=mine.stack,
     )
     store.add_run(run)
-    assert accepted(store, EVERYTHING, "looks right") == []
+    assert accept_unknown(store, EVERYTHING, "looks right") == []
     later = NOW + Retention().failures + 2 * DAY
     store.set_note(REACHED_NOTE, repr(later))
     store.prune(later)
     assert len(store.baselines()) == 1
-    assert len(pinned(store, EVERYTHING, "")) == 1
+    assert len(pin(store, EVERYTHING, "")) == 1
     store.prune(later)
     assert store.baselines() == []
 
@@ -95,13 +95,13 @@ def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
     mine = Device(uuid="GPU-9", backend="cuda", index=0, model="H100")
     elsewhere.see_device(mine, NOW)
     elsewhere.set_baselines([learnt(mine)])
-    assert imported(elsewhere, text) == (1, 0)
-    assert imported(elsewhere, text) == (0, 1)
+    assert import_document(elsewhere, text) == (1, 0)
+    assert import_document(elsewhere, text) == (0, 1)
     own, far = sorted(chosen(elsewhere, EVERYTHING), key=lambda one: one.device.uuid, reverse=True)
     assert (own.witness, far.baseline.imported_kind) == ("GPU-0", ("cuda", "H100"))
     lost = Store.open(tmp_path / "lost", now=lambda: NOW)
     lost.see_device(GPUS[0], NOW)
-    assert imported(lost, text) == (1, 0)
+    assert import_document(lost, text) == (1, 0)
     assert lost.baselines(GPUS[0].uuid) == [learnt(GPUS[0])]
 
 
@@ -112,7 +112,7 @@ def test_an_export_of_release_0_1_0_is_still_read(store):
     assert one["imported"] == ""
     older = {name: value for name, value in one.items() if name != "imported_kind"}
     other = {**older, "device": "GPU-7", "backend": "cuda", "model": "H100", "imported": "cuda A100"}
-    assert imported(store, json.dumps({"schema": SCHEMA, "baselines": [other]})) == (1, 0)
+    assert import_document(store, json.dumps({"schema": "canaryd.baselines/1", "baselines": [other]})) == (1, 0)
     assert {b.device: b.imported_kind for b in store.baselines()} == {"GPU-9": None, "GPU-7": ("cuda", "H100")}
     exported = {one["device"]: one for one in document(chosen(store, EVERYTHING))["baselines"]}
     assert (exported["GPU-7"]["imported"], exported["GPU-7"]["imported_kind"]) == ("cuda H100", ["cuda", "H100"])
@@ -121,7 +121,7 @@ def test_an_export_of_release_0_1_0_is_still_read(store):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not json", "no JSON"),
+        ("not json", "not JSON"),
         ("[]", "wanted an object"),
         ('{"schema": "canaryd.check/1"}', "canaryd.baselines/1"),
         ('{"schema": "canaryd.baselines/1", "baselines": [{"device": 7}]}', "Baseline.device"),
@@ -131,7 +131,7 @@ def test_an_export_of_release_0_1_0_is_still_read(store):
 def test_what_is_no_export_is_refused_whole(store, text, said):
     """With what was wanted, and nothing taken in."""
     with pytest.raises(ValueError, match=said):
-        imported(store, text)
+        import_document(store, text)
     assert store.baselines() == []
 
 
@@ -149,6 +149,6 @@ def test_the_commands(store, tmp_path):
     file = Path(tmp_path / "baselines.json")
     file.write_text(canaryd("baseline", "export", *common).out)
     other = ("--state-dir", tmp_path / "other")
-    assert canaryd("baseline", "import", file, *other).out.startswith("1 baselines taken in, 0 were known")
+    assert canaryd("baseline", "import", file, *other).out.startswith("1 baselines imported, 0 known")
     missing = canaryd("baseline", "import", tmp_path / "none.json", *other)
     assert (missing.code, "none.json" in missing.err) == (64, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -13,7 +14,8 @@ import jsonschema
 import pytest
 
 from canaryd import __version__
-from canaryd.cli.arguments import parser
+from canaryd.cli.common import use_color
+from canaryd.cli.main import main, parser
 from tests.command import BUILTIN, ROOT, canaryd, configure, environment
 
 COMMANDS = ("check", "drill", "run", "config", "probes", "devices")
@@ -170,8 +172,8 @@ def test_an_unknown_device_or_probe_is_told_with_those_there_are(common, command
     """Both at once; exit 64, and nothing has run."""
     answer = canaryd(command, "--device", "cuda:99", "--device", "cpu", "--probe", "exact_matmull", *common)
     assert (answer.code, answer.out) == (64, "")
-    assert "--device cuda:99: no such device here; there are cpu:0" in answer.err
-    assert "--probe exact_matmull: no such probe; there are passes" in answer.err
+    assert "--device cuda:99: no such device; this host has cpu:0" in answer.err
+    assert "--probe exact_matmull: no such probe; choose from passes" in answer.err
 
 
 @pytest.mark.parametrize("command", [("check",), ("run", "--listen", "127.0.0.1:0"), ("probes",), ("devices",)])
@@ -235,7 +237,7 @@ def test_a_locale_without_unicode_costs_no_report(tmp_path):
     config = configure(tmp_path, "passes")
     probe = tmp_path / "probes.d/passes.py"
     probe.write_text(probe.read_text().replace("not on this device", "nicht für dieses Gerät …"))
-    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", PYTHONIOENCODING="ascii")
+    answer = canaryd("check", "-v", "--config", config, "--state-dir", tmp_path / "state", PYTHONIOENCODING="ascii")
     assert answer.code == 0
     assert "nicht f\\xfcr dieses Ger\\xe4t \\u2026" in answer.out
 
@@ -266,7 +268,7 @@ def test_a_defect_of_ours_is_unknown_and_never_degraded(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "half an upgrade" in done.stderr
-    assert "nothing is known" in done.stderr
+    assert "the state of this machine is unknown" in done.stderr
 
 
 def test_a_file_is_no_state_directory(tmp_path):
@@ -276,13 +278,57 @@ def test_a_file_is_no_state_directory(tmp_path):
     for command in ("check", "status", "run"):
         answer = canaryd(command, "--config", configure(tmp_path, "passes"), "--state-dir", wrong)
         assert answer.code == 64
-        assert answer.err == f"canaryd: {wrong}: is no directory; name one for --state-dir or state_dir\n"
+        assert answer.err == f"canaryd: {wrong}: not a directory; give a directory with --state-dir or state_dir\n"
 
 
-def test_text_fits_a_narrow_terminal(tmp_path):
-    """Sentences are broken where the terminal ends."""
-    config = configure(tmp_path, "skips")
-    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "state", COLUMNS="60")
-    told = [line for line in answer.out.splitlines() if line.lstrip().startswith(("not checked", "- "))]
-    assert told
-    assert max(map(len, told)) < 60
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_text_fits_the_terminal(tmp_path, columns):
+    """Sentences are broken where the terminal ends; a command to type is not broken."""
+    config = configure(tmp_path, "skips", "mismatches")
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    for command in (("check",), ("check", "-v"), ("status",), ("status", "-v"), ("history", "-v")):
+        answer = canaryd(*command, *common, COLUMNS=str(columns))
+        lines = [line for line in answer.out.splitlines() if not line.lstrip().startswith("canaryd ")]
+        assert len(lines) > 5
+        # A history has a table of 80 columns at least.
+        assert max(map(len, lines)) <= (80 if command[0] == "history" and columns < 80 else columns), command
+
+
+def test_help_fits_80_columns():
+    """That of every command."""
+    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    for command in ((), *((name,) for name in subparsers.choices)):
+        assert max(map(len, canaryd(*command, "--help", COLUMNS="80").out.splitlines())) <= 80, command
+
+
+def test_details_are_shown_on_request(tmp_path):
+    """What was skipped and not tested is counted or named in one line; -v lists each with its reason."""
+    common = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+    brief = canaryd("check", *common).out
+    assert re.search(r"^  Skipped: \d+ probes .*\(details: -v\)$", brief, re.MULTILINE)
+    assert len(re.findall("^not tested: ", brief, re.MULTILINE)) == 1
+    full = canaryd("check", "-v", *common).out
+    assert "  skipped exact_matmul: disabled in the configuration\n" in full
+    assert len(re.findall("^not tested: ", full, re.MULTILINE)) > 3
+
+
+def test_a_store_of_another_user_is_said_to_be_unreadable(tmp_path, monkeypatch, capsys):
+    """And nobody is told to start a daemon."""
+    state = tmp_path / "state"
+    state.mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: mode == os.F_OK)
+    for command in ("status", "history"):
+        assert main([command, "--state-dir", str(state)]) == 3
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert f"canaryd: cannot read {state} as user " in shown.err
+        assert "use sudo" in shown.err
+
+
+def test_colour_is_for_terminals(monkeypatch):
+    """NO_COLOR forbids it (no-color.org)."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert use_color()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_color()

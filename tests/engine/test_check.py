@@ -44,7 +44,7 @@ def real(tmp_path_factory):
     (directory / "empty.yaml").touch()
     report = directory / "report.json"
     common = ("--config", directory / "empty.yaml", "--state-dir", directory / "state")
-    return canaryd("check", "--level", "quick", "--report", report, *common), json.loads(report.read_text())
+    return canaryd("check", "-v", "--level", "quick", "--report", report, *common), json.loads(report.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_everything_left_out_has_a_reason(real):
     answer, document = real
     assert document["not_checked"]
     assert all(part["reason"].strip() for device in document["devices"] for part in device["skipped"])
-    assert answer.out.count("not checked: ") == len(document["not_checked"])
+    assert answer.out.count("not tested: ") == len(document["not_checked"])
 
 
 # --- A fault ---------------------------------------------------------------------------------------------------------
@@ -158,14 +158,13 @@ def test_a_drill_leaves_no_trace_in_the_record(drill):
 
 
 def test_a_mismatch_is_reported_with_a_command_that_repeats_it(tmp_path):
-    """Exit 2, the finding in words, and "repeat: …" which finds the mismatch again."""
+    """Exit 2, the finding in words, and a command on its own line, which finds the mismatch again."""
     config = configure(tmp_path, "mismatches")
     answer = canaryd("check", "--level", "quick", "--config", config, "--state-dir", tmp_path / "state")
     assert answer.code == 2
     assert "\n  FAULTY, cause: undetermined\n" in answer.out
     assert answer.out.splitlines()[-1].startswith("verdict: FAULTY  (exit 2, ")
-    repro = re.search(r"^ +repeat: (canaryd check .*)$", answer.out, re.MULTILINE)
-    assert repro
+    (repro,) = re.finditer(r"^ +To repeat the test:\n +(canaryd check .*)$", answer.out, re.MULTILINE)
     repeated = again(repro[1], "--state-dir", tmp_path / "other", CANARYD_CONFIG=str(config))
     assert repeated.code == 2
 
@@ -434,5 +433,5 @@ def test_telemetry_that_is_switched_off_is_told(tmp_path):
     (tmp_path / "kernel.log").unlink()
     answer = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "state")
     left_out = answer.document["not_checked"]
-    assert "what cpu:0 says of itself: no telemetry probe was run for it" in left_out
-    assert any(text.startswith("the kernel log: ") and "kernel.log" in text for text in left_out)
+    assert "telemetry: no telemetry probe ran for cpu:0" in left_out
+    assert any(text.startswith("kernel log: ") and "kernel.log" in text for text in left_out)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import jsonschema
 import pytest
 
-from canaryd.fleet import vote
+from canaryd.fleet import vote, vote_text
 from canaryd.fleet.prometheus import FleetError, Prometheus
 from canaryd.judge import verdict
 from canaryd.metrics.families import FAMILIES
@@ -154,7 +154,7 @@ def ready(url):
 
 def gather(url, **options):
     found = vote.gather(Prometheus(url, patience=PATIENCE, **options))
-    said = json.loads(json.dumps(vote.as_json(found)))
+    said = json.loads(json.dumps(vote_text.as_json(found)))
     VALIDATOR.validate(said)
     assert said["exit_code"] == verdict.exit_code(found.state)
     return found
@@ -248,7 +248,7 @@ def test_a_suspect_is_shown_and_not_accused_again(trouble):
         ("d", "known-d", "suspect", ({"rule": "exact-mismatch", "state": "suspect", "cause": "hardware"},))
     ]
     assert [o.known for o in found.odd if o.device == "known-d"] == [True]
-    assert "outvoted as well" in vote.as_text(found, 500)
+    assert "also outvoted" in vote_text.as_text(found, 500)
 
 
 def test_silence_and_age_are_shown(trouble):
@@ -295,9 +295,10 @@ def test_the_command_prints_it_and_exits_with_2(trouble):
     url, _ = trouble
     said = canaryd("fleet", "--prometheus", url)
     assert said.code == 2, said
-    assert said.out.startswith(
-        "SUSPECT  Not all of it can be trusted: 1 suspect device, 3 devices outvoted by their equals."
+    assert " ".join(said.out.split()).startswith(
+        "SUSPECT NO, do not trust all of this fleet: 1 suspect device, 3 devices outvoted by identical ones."
     )
+    assert max(map(len, said.out.splitlines())) < 80
     document = json.loads(canaryd("fleet", "--prometheus", f"{url}/", "--json").out)
     VALIDATOR.validate(document)
     assert document["exit_code"] == 2
@@ -312,7 +313,7 @@ def test_a_healthy_fleet_exits_with_0_and_silence_with_3(tmp_path):
         assert (whole.state, whole.problems) == (State.HEALTHY, ())
         said = canaryd("fleet", "--prometheus", url)
         assert said.code == 0, said
-        assert "Yes: every device is healthy" in said.out
+        assert "YES, every device is healthy" in said.out
         nodes["b"].device("M-b-1", "M", state="degraded", rule="throttled", p=BIG)
         assert settled(url, lambda f: f.state is State.DEGRADED)
         del nodes["c"]
@@ -349,17 +350,17 @@ def test_fingerprints_without_votes_are_a_problem(tmp_path):
     with prometheus(tmp_path / "p", healthy(), rules=False) as url:
         found = settled(url, lambda f: f.nodes == 4)
         assert found.state is State.UNKNOWN
-        assert re.search(r"fingerprints and no votes.*canaryd-fleet.rules.yml", found.problems[0])
+        assert re.search(r"votes: none, with .* fingerprints.*canaryd-fleet.rules.yml", found.problems[0])
 
 
 def test_a_prometheus_without_canaryd_is_no_healthy_fleet(tmp_path):
     """Nothing found is not the same as nothing wrong."""
     with prometheus(tmp_path / "p", {}) as url:
-        with pytest.raises(FleetError, match="knows no canaryd"):
+        with pytest.raises(FleetError, match="has no data of canaryd"):
             vote.gather(Prometheus(url))
         said = canaryd("fleet", "--prometheus", url)
         assert (said.code, said.out) == (3, "")
-        assert "knows no canaryd" in said.err
+        assert "has no data of canaryd" in said.err
 
 
 def test_the_rules_pass_promtool():
@@ -522,23 +523,23 @@ def hostile():
         ("deep", "answers with no JSON"),
         ("binary", "answers with no JSON"),
         ("other", "answers with JSON of another kind"),
-        ("nodata", "answers JSON that is not a query's result"),
+        ("nodata", "answers JSON that is not a query result"),
         ("matrix", "answers with a matrix, wanted a vector"),
-        ("scalar", "answers JSON that is not a query's result"),
-        ("nolabels", "answers JSON that is not a query's result"),
-        ("novalue", "answers JSON that is not a query's result"),
-        ("words", "answers JSON that is not a query's result"),
-        ("nan", "answers JSON that is not a query's result"),
-        ("unauthorized", "answers 401: it wants credentials.*--token-file"),
-        ("forbidden", "answers 403: it wants credentials"),
-        ("missing", "answers 404: there is no query API here"),
+        ("scalar", "answers JSON that is not a query result"),
+        ("nolabels", "answers JSON that is not a query result"),
+        ("novalue", "answers JSON that is not a query result"),
+        ("words", "answers JSON that is not a query result"),
+        ("nan", "answers JSON that is not a query result"),
+        ("unauthorized", "answers 401: wrong or missing credentials.*--token-file"),
+        ("forbidden", "answers 403: wrong or missing credentials"),
+        ("missing", "answers 404: no query API at this address"),
         ("bad", r"answers 400: bad_data: parse [^\x1b]*$"),
         ("heavy", "answers 422: execution: too many samples"),
         ("busy", "answers 503: timeout: query timed out"),
-        ("empty", "knows no canaryd"),
-        ("hang", r"not answered within 1\.5 s"),
-        ("drip", r"not answered within 1\.5 s"),
-        ("dripheader", r"not answered within 1\.5 s"),
+        ("empty", "has no data of canaryd"),
+        ("hang", r"did not answer within 1\.5 s"),
+        ("drip", r"did not answer within 1\.5 s"),
+        ("dripheader", r"did not answer within 1\.5 s"),
         ("redirect", "answers 302, a redirect to .*/elsewhere/"),
         ("cut", "answers with no JSON"),
         ("huge", "answers with more than 64 MiB"),
@@ -586,7 +587,7 @@ def test_a_server_that_speaks_no_http():
 
     with socketserver.TCPServer(("127.0.0.1", 0), Noise) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(FleetError, match="does not answer as a web server does") as caught:
+        with pytest.raises(FleetError, match="does not answer like a web server") as caught:
             vote.gather(Prometheus(f"http://127.0.0.1:{server.server_address[1]}"))
         server.shutdown()
     assert "\x1b" not in str(caught.value)
@@ -611,10 +612,10 @@ def test_a_token_comes_from_a_file_and_goes_nowhere_else(hostile, tmp_path, text
     ("arguments", "said"),
     [
         ([], "--prometheus"),
-        (["--prometheus", "prometheus:9090"], "is no address of a Prometheus"),
-        (["--prometheus", "ftp://p:9090"], "is no address of a Prometheus"),
+        (["--prometheus", "prometheus:9090"], "is not an address of a Prometheus"),
+        (["--prometheus", "ftp://p:9090"], "is not an address of a Prometheus"),
         (["--prometheus", "http://user:pw@p:9090"], "use --token-file"),
-        (["--prometheus", "http://p:9090/graph?x=1"], "is no address of a Prometheus"),
+        (["--prometheus", "http://p:9090/graph?x=1"], "is not an address of a Prometheus"),
         (
             ["--prometheus", "http://p:9090", "--token-file", "/nonexistent"],
             "--token-file /nonexistent: cannot be read",
@@ -648,28 +649,28 @@ def test_what_one_question_cannot_learn_costs_no_other_answer(tmp_path):
 
     with serving(Refusing) as url:
         found = gather(url)
-    assert "the stalest nodes: not known: Prometheus answers 422: execution: too many samples" in found.problems
+    assert "stalest nodes: unknown, Prometheus answers 422: execution: too many samples" in found.problems
     assert (found.nodes, found.now, found.state) == (2, 1000.5, State.UNKNOWN)
 
 
 def test_text_of_others_does_not_reach_the_terminal_as_commands():
     """A label may hold anything."""
     found = vote.Fleet(url="http://p", now=1.0, nodes=1, versions={"\x1b[2J": 1}, states={"healthy": 1})
-    assert "\x1b" not in vote.as_text(found, 100)
+    assert "\x1b" not in vote_text.as_text(found, 100)
 
 
 def test_long_lists_are_cut_in_text_only():
     """A broken fleet must still fit a terminal."""
     silent = tuple(vote.Silent(job="j", instance=f"n{i}", why="down") for i in range(100))
     found = vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}, silent=silent)
-    assert "and 80 more; --json has them all" in vote.as_text(found, 100)
-    assert len(vote.as_json(found)["silent"]) == 100
+    assert "and 80 more; --json has them all" in vote_text.as_text(found, 100)
+    assert len(vote_text.as_json(found)["silent"]) == 100
     assert found.state is State.UNKNOWN
 
 
 def test_the_schema_allows_nothing_else():
     """A field that is not documented is noticed."""
-    document = vote.as_json(vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}))
+    document = vote_text.as_json(vote.Fleet(url="http://p", now=1.0, nodes=0, versions={}, states={}))
     VALIDATOR.validate(document)
     assert not VALIDATOR.is_valid(document | {"more": 1})
     assert not VALIDATOR.is_valid({k: v for k, v in document.items() if k != "odd"})

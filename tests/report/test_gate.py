@@ -106,7 +106,7 @@ FINE = (CPU, State.HEALTHY, Cause.NONE)
 def test_a_healthy_node_passes(state, acting):
     """And the line says of how many devices that is said."""
     told(state, FINE, (GPU, State.HEALTHY, Cause.NONE))
-    assert ask(state, acting) == ("pass", 0, "pass: 2 devices, none to fail on (faulty)")
+    assert ask(state, acting) == ("pass", 0, "pass: 2 devices, none of them faulty")
 
 
 def test_a_faulty_device_fails_with_its_name_its_cause_and_why(state, acting):
@@ -132,7 +132,7 @@ def test_one_file_silences(state, acting):
     switch.touch()
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("fail", 0)
-    assert f"[log only: {switch} is there]" in line
+    assert f"[log only: {switch} exists]" in line
     switch.unlink()
     switch.symlink_to("nowhere")  # as a ConfigMap that is being replaced
     assert ask(state, acting)[1] == 0
@@ -143,7 +143,7 @@ def test_one_file_silences(state, acting):
 def test_a_switch_that_cannot_be_looked_at_silences(acting):
     """It is not taken for one that is off."""
     long = Config(enforcement="act", file=acting.parent / ("x" * 300) / "canaryd.yaml")
-    assert "cannot be looked at: File name too long" in gate.silenced(long, {})
+    assert "cannot be checked: File name too long" in gate.silenced(long, {})
     assert gate.silenced(replace(long, file=acting), {}) == ""
 
 
@@ -176,7 +176,7 @@ def test_wrong_software_drains_no_fleet(state, acting, cause):
     told(state, FINE, (GPU, State.FAULTY, cause))
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("pass", 0)
-    assert f"cuda:3 faulty/{cause.value}: not acted on, for the cause is {cause.value}" in line
+    assert f"cuda:3 faulty/{cause.value}: passes because {cause.value} is not among the causes" in line
     assert ask(state, acting, "--cause", "hardware", "--cause", cause.value)[:2] == ("fail", 2)
 
 
@@ -234,7 +234,7 @@ def test_a_stopped_daemon_is_unknown(state, acting):
             assert store.set_verdict(replace(verdict, decided=time.time() - 7200))
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("unknown", 3)
-    assert "nobody has judged it for 2.0 h" in line
+    assert "Not judged for 2.0 h" in line
     assert line.endswith("[unknown does not act]")
     assert ask(state, acting, "--on", "unknown")[:2] == ("fail", 2)
     told(state, FAULTY)
@@ -394,7 +394,7 @@ def test_a_whole_device_is_no_better_than_its_instance(state, acting):
 def test_a_name_that_is_nobodys_is_said(state, acting):
     """With the names that there are."""
     told(state, FINE)
-    assert "no device here is called cuda:9; there are cpu:0" in ask(state, acting, "--device", "cuda:9")[2]
+    assert "no device cuda:9; this host has cpu:0" in ask(state, acting, "--device", "cuda:9")[2]
     assert canaryd("gate", "--device", ",", "--state-dir", state).code == 64
 
 

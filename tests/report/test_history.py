@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.formatting import DAY, HOUR, moment
+from canaryd.formatting import DAY, HOUR, format_time
 from canaryd.judge.trends import change
 from canaryd.judge.trends.days import Key, Point, summary
 from canaryd.model import (
@@ -30,7 +30,7 @@ from canaryd.model import (
     State,
     Verdict,
 )
-from canaryd.report import history, history_text
+from canaryd.report import history, history_text, terminal
 from canaryd.report.history import as_json, gather, plots
 from canaryd.report.history_text import as_text, sparkline
 from canaryd.store.store import Store
@@ -42,7 +42,7 @@ DOCUMENTED = (ROOT / "docs/history.md").read_text()
 NOW = 20_500.5 * DAY
 GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
 OTHER = Device(uuid="GPU-2", backend="cuda", index=4, model="NVIDIA H200")
-NO_DAEMON = " (no daemon ran, or it could not)"
+NO_DAEMON = " (no daemon ran, or it could not test)"
 SPARK = re.compile(f"[{history_text.BLOCKS}{history_text.UP}{history_text.DOWN}]+")
 
 
@@ -137,15 +137,15 @@ def test_everything_that_happened_is_told_newest_first(store):
         ("verdict", "good", 1),
     ]
     text = [i.text for i in one.items]
-    assert text[0] == f"acknowledged until {moment(NOW + DAY)} by jo: ticket 7"
+    assert text[0] == f"acknowledged until {format_time(NOW + DAY)} by jo: ticket 7"
     assert "torch 2.9 → 2.10" in text[1]
-    assert "not known, in prefill/1" in text[2]
+    assert "differ from the baseline, in case prefill/1" in text[2]
     assert "timed out: killed after 300 s" in text[3]
     assert text[4] == "became faulty (hardware): confirmed by three re-runs"  # what it was suspected of was told before
-    assert text[5] == "3 runs of exact_matmul, 2 of them to confirm: 6 of 27 results wrong, in bfloat16/cancel"
+    assert text[5] == "3 runs of exact_matmul (2 of them retests): 6 of 27 results wrong, in case bfloat16/cancel"
     assert text[6] == "became suspect (undetermined): exact-mismatch in x"
     assert "off the bus" in text[8]
-    assert text[7] == "30 times nothing was recorded for more than 2 hours, for 20 hours at most" + NO_DAEMON
+    assert text[7] == "nothing was recorded for more than 2 hours, 30 times, at most for 20 hours" + NO_DAEMON
     assert "560 → 570" in text[9]
     assert one.items[5].runs == ("r00900", "r00901", "r00902")
 
@@ -165,7 +165,7 @@ def test_the_text_begins_with_the_verdict_and_fits(store):
     text = as_text(look(store), 80)
     lines = text.splitlines()
     assert lines[0] == "cuda:3  NVIDIA H200  GPU-1"
-    assert lines[1].startswith("  FAULTY, cause: hardware, since " + moment(NOW - 4 * HOUR, seconds=False))
+    assert lines[1].startswith("  FAULTY, cause: hardware, since " + format_time(NOW - 4 * HOUR, seconds=False))
     assert max(map(len, lines)) <= 80
     assert text.index("exact-mismatch in x") < text.index("What happened") < text.index("Readings, by the day")
     row = next(line for line in lines if SPARK.search(line))
@@ -205,18 +205,18 @@ def test_counters_that_did_not_rise_are_only_counted(store):
     for n, count in enumerate((5, 5, 5)):
         reading = Reading(name="ecc_errors_total", value=count, labels={"kind": "corrected"})
         store.add_poll(run(n, NOW - DAY + n * 300, reading, probe="nvidia_telemetry"), {})
-    assert "none that was kept but 1 counter that did not rise" in as_text(look(store), 80)
+    assert "none on record but 1 counter that did not rise" in as_text(look(store), 80)
 
 
 def test_a_store_that_knows_nothing(store):
     """An unknown device, and a device without any evidence, are said to be just that."""
-    assert "nothing is known of such a device" in as_text(look(store, "cuda:9"), 80)
-    assert as_text(look(store, None), 80).startswith("nothing was recorded yet: start the daemon (canaryd run), or run")
+    assert "no such device is known" in as_text(look(store, "cuda:9"), 80)
+    assert as_text(look(store, None), 80).startswith("nothing is recorded yet: start the daemon (canaryd run), or run")
     store.see_device(GPU, NOW)
     text = as_text(look(store, None), 80)
     assert "UNKNOWN" in text
-    assert "nothing that was kept" in text
-    assert "none that was kept" in text
+    assert "nothing on record" in text
+    assert "none on record" in text
 
 
 def test_a_device_is_found_by_name_and_all_without_one(store):
@@ -234,7 +234,7 @@ def test_colour_only_where_asked_and_never_from_a_part(store):
     plain, coloured = as_text(look(store), 80), as_text(look(store), 80, color=True)
     assert "\x1b" not in plain
     assert "evil?[31m" in plain
-    assert set(re.findall("\x1b[^m]*m", coloured)) <= {*history_text.COLOURS.values(), history_text.PLAIN}
+    assert set(re.findall("\x1b[^m]*m", coloured)) <= {*terminal.COLOURS.values(), terminal.RESET}
     assert re.sub("\x1b[^m]*m", "", coloured) == plain
 
 
@@ -339,7 +339,7 @@ def test_the_end_of_an_acknowledgement_is_no_new_one(store):
     assert [(i.label, i.text) for i in one.items] == [
         ("acknowledgement ended", "an operator ended the acknowledgement: ticket 7"),
         ("acknowledgement ended", "jo ended the acknowledgement: ticket 7"),
-        ("acknowledged", f"acknowledged until {moment(NOW + DAY)} by jo: ticket 7"),
+        ("acknowledged", f"acknowledged until {format_time(NOW + DAY)} by jo: ticket 7"),
     ]
 
 

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from canaryd.config.settings import Config
-from canaryd.formatting import moment
+from canaryd.formatting import format_time
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verdict, printable
 from canaryd.report import status, status_page
-from canaryd.report.check import status_json
+from canaryd.report.status_text import as_json as status_json
 from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from canaryd.web.server import Answer, Server
@@ -65,10 +65,10 @@ class Read(HTMLParser):
     @property
     def text(self) -> str:
         """All words, as if its lines had never been broken."""
-        return spoken(" ".join(self.words))
+        return unwrapped(" ".join(self.words))
 
 
-def spoken(text: str) -> str:
+def unwrapped(text: str) -> str:
     """Return a text without what a browser does not keep: runs of blanks."""
     return " ".join(text.split())
 
@@ -80,15 +80,22 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
     yield document["advice"]
     yield from document["problems"]
     if document["released_until"]:
-        yield moment(document["released_until"])
+        yield format_time(document["released_until"])
     for device in document["devices"]:
-        yield from (device["device"], device["name"], device["model"], device["state"], moment(device["since"]))
+        yield from (device["device"], device["name"], device["model"], device["state"], format_time(device["since"]))
         yield from () if device["cause"] == "none" else (device["cause"],)
         yield from () if device["present"] else ("GONE",)
         for probe, at in device["evidence"].items():
-            yield from (probe, "none yet" if at is None else moment(at))
+            yield from (probe, "none yet" if at is None else format_time(at))
         for finding in device["findings"]:
-            yield from (finding["message"], finding["repro"], finding["rule"], *finding["runs"])
+            yield from (
+                finding["message"],
+                finding["action"],
+                *finding["evidence"],
+                finding["repro"],
+                finding["rule"],
+                *finding["runs"],
+            )
             for rival in finding["rivals"]:
                 yield f"{rival['cause']}: {'rejected' if rival['rejected'] else 'open'}. {rival['why']}"
         for ack in device["acks"]:
@@ -96,16 +103,16 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
                 ack["kind"],
                 ack["reason"],
                 ack["by"],
-                moment(ack["until"], seconds=False) if ack["until"] else "",
+                format_time(ack["until"], seconds=False) if ack["until"] else "",
             )
         for event in device["events"]:
             yield from (event["kind"], event["name"], event["before"], event["after"], event["detail"])
-            yield moment(event["last"])
+            yield format_time(event["last"])
 
 
 def missing(document: dict[str, Any], text: str) -> list[str]:
     """Return the facts of `status --json` that a page's text does not tell."""
-    return [fact for fact in facts(document) if spoken(printable(fact)) not in text]
+    return [fact for fact in facts(document) if unwrapped(printable(fact)) not in text]
 
 
 @pytest.fixture
@@ -125,6 +132,8 @@ def condemn(store: Store) -> None:
         state=State.FAULTY,
         cause=Cause.HARDWARE,
         message='a result with 1 wrong bit: "0x3f" < 0x40',
+        action="Take <it> out of service.",
+        evidence=("All 3 retests failed.", "Element (1, 2) & bit 3."),
         probe="exact_matmul",
         repro=f"canaryd check --device 'GPU-3' --probe exact_matmul --case {'bfloat16/cancel' * 30}",
         runs=("0192f3a4b5c6-aabbcc",),
@@ -210,7 +219,7 @@ def test_whatever_a_part_is_called_is_harmless(store):
     found = Read(document)
     assert "script" not in {tag for tag, _ in found.elements}
     assert "&lt;script&gt;" in document
-    assert printable(HOSTILE) in spoken(" ".join(found.words))
+    assert printable(HOSTILE) in unwrapped(" ".join(found.words))
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e]", document)
     assert not [a for _, attributes in found.elements for a in attributes if a.startswith("on")]
 
@@ -231,7 +240,7 @@ def test_words_about_time_do_not_stand_still(store):
     found = gathered(store)
     assert "judged 60 seconds ago" in read(found).text
     assert "judged 4 minutes ago" in read(found, NOW + 200).text
-    assert f"Rendered at {moment(NOW + 200)} from what was known at {moment(NOW)}" in read(found, NOW + 200).text
+    assert f"Rendered at {format_time(NOW + 200)} from the state at {format_time(NOW)}" in read(found, NOW + 200).text
 
 
 def test_facts_that_nobody_renews_lose_their_say(store):
@@ -239,8 +248,8 @@ def test_facts_that_nobody_renews_lose_their_say(store):
     condemn(store)
     store.set_note(RELEASE_NOTE, str(NOW + 60))
     found = gathered(store)
-    assert "nothing has been looked at" not in read(found, NOW + status.STALLED).text
-    assert "nothing has been looked at for 5 minutes" in read(found, NOW + status.STALLED + 1).text
+    assert "no new results" not in read(found, NOW + status.STALLED).text
+    assert "no new results for 5 minutes" in read(found, NOW + status.STALLED + 1).text
     old = status.as_of(found, NOW + status.UNTENDED)
     assert [d.verdict.state for d in old.devices] == [State.FAULTY, State.UNKNOWN]
     assert "healthy" not in {a.get("class") for _, a in read(found, NOW + status.UNTENDED).elements}

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.events import HARMFUL, has, taken_apart, within
 from canaryd.judge.telemetry.host_rules import (
     clock_source,
@@ -82,7 +82,7 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             cause, why = OUTCOMES[poll.newest.outcome]
             why = ": ".join(filter(None, (why, reason_of(poll.newest))))
-        since = "since the clock was set back" if seen is None else f"for {spoken(signs.now - seen)}"
+        since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
         text = f"{probe}: no poll has completed {since} ({poll.failures} failed in a row): {why}"
         yield finding("telemetry-stale", State.UNKNOWN, cause, text, probe)
 
@@ -221,7 +221,7 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
         text += f"our limits are {most} (telemetry.corrected_per_day), or {TIMES_MEAN} times as many. "
         text += (
             "NVIDIA's RMA policy leaves corrected errors out. Exact goldens tell whether the numbers hold. "
-            f"Over after a day below it and {spoken(signs.policy.settle)}"
+            f"Over after a day below it and {format_duration(signs.policy.settle)}"
         )
         yield finding("corrected-errors-rising", State.DEGRADED, Cause.HARDWARE, text)
 
@@ -236,8 +236,8 @@ def throttled(signs: Signs) -> Iterator[Finding]:
     reason, longest = max(seconds.items(), key=lambda item: item[1])
     if longest >= signs.policy.throttle:
         text = (
-            f"held down by {reason} for {spoken(longest)} within {spoken(settle)}; the limit is "
-            f"{spoken(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
+            f"held down by {reason} for {format_duration(longest)} within {format_duration(settle)}; the limit is "
+            f"{format_duration(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
         )
         yield finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
     told = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
@@ -245,9 +245,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
         told.append(signs.seen("thermal", 2 * settle))  # a line for each processor: only where nothing counts
     times = max(signs.most(events, settle) for events in told)
     if times >= CPU_THROTTLES:
-        text = (
-            f"processors slowed down for heat {times:.3g} times within {spoken(settle)}; our limit is {CPU_THROTTLES}"
-        )
+        text = f"processors slowed down for heat {times:.3g} times within {format_duration(settle)}; our limit is {CPU_THROTTLES}"  # noqa: E501
         yield finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
 
 
@@ -275,7 +273,7 @@ def conditions(signs: Signs) -> Iterator[Finding]:
         events = signs.seen("condition", signs.policy.settle + STRETCH, name)
         if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
-            over = f"Over {spoken(signs.policy.settle)} after it last held for a minute of ten"
+            over = f"Over {format_duration(signs.policy.settle)} after it last held for a minute of ten"
             text = f"{newest.detail}, last {signs.moment(newest.last)}. {advice}. {over}"
             yield finding(rule, State.DEGRADED, Cause.ENVIRONMENT, text)
 

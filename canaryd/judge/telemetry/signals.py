@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.clock import EPOCH
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import fields_of, has, numbers, within, xid_code
@@ -214,7 +214,7 @@ def lost_because(run: Run | None) -> str:
 
 def clears_after(signs: Signs) -> str:
     """Return when the finding ends, as a sentence."""
-    return f"Over {spoken(signs.policy.settle)} after the last"
+    return f"Over {format_duration(signs.policy.settle)} after the last"
 
 
 def returns(times: Iterable[float], resets: Sequence[float]) -> int:

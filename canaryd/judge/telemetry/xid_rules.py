@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import DAY, MINUTE, Incident, Signs, decode_xid, finding, returns, until
 from canaryd.model import Cause, Finding, State
@@ -111,9 +111,13 @@ def _since(signs: Signs, incident: Incident) -> str:
     """Say what exact goldens have shown since an Xid: what tells a broken device from a broken application."""
     at = incident.last
     if signs.last_mismatch is not None and signs.last_mismatch > at:
-        return f"An exact golden was missed {spoken(signs.last_mismatch - at)} after it: look at the device first"
+        return (
+            f"An exact golden was missed {format_duration(signs.last_mismatch - at)} after it: look at the device first"
+        )
     if signs.last_pass is not None and signs.last_pass > at:
-        return f"Exact goldens ran clean {spoken(signs.last_pass - at)} after it: look at the application first"
+        return (
+            f"Exact goldens ran clean {format_duration(signs.last_pass - at)} after it: look at the application first"
+        )
     if signs.device.torch_index is None and signs.device.backend != "cpu":
         return (
             "No exact golden can tell a broken device from a broken application here: torch does not reach the device"

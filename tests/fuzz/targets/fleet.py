@@ -10,7 +10,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from canaryd.fleet import prometheus, vote
+from canaryd.fleet import prometheus, vote, vote_text
 from canaryd.model import State
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import in_time, lines, one_line
@@ -63,9 +63,9 @@ def _vectors(data: bytes) -> None:
 
 
 def told(found: vote.Fleet) -> None:
-    lines(vote.as_text(found, 100))
-    one_line(vote.answer(found))
-    json.dumps(vote.as_json(found), allow_nan=False).encode()
+    lines(vote_text.as_text(found, 100))
+    one_line(vote_text.answer(found))
+    json.dumps(vote_text.as_json(found), allow_nan=False).encode()
     assert isinstance(found.state, State)
     assert not found.problems or found.state is not State.HEALTHY
     assert found.nodes > 0 or found.state is not State.HEALTHY

@@ -161,7 +161,7 @@ def _imported(data: bytes) -> None:
         store.see_device(DEVICE, NOW)
     with in_time(len(text)):
         try:
-            fresh, known = baseline.imported(store, text)
+            fresh, known = baseline.import_document(store, text)
         except ValueError as error:
             one_line(str(error))
             assert not store.baselines(), "refused, and yet something was taken"
@@ -176,7 +176,7 @@ def _imported(data: bytes) -> None:
         for line in shown.split("\n"):
             assert line.isprintable(), line[:200]
     document = json.dumps(baseline.document(taken), allow_nan=False)
-    assert baseline.imported(store, document) == (0, len(taken))
+    assert baseline.import_document(store, document) == (0, len(taken))
 
 
 def _damaged(data: bytes) -> None:

@@ -17,7 +17,7 @@ import sys
 
 import pytest
 
-from canaryd.cli.arguments import parser
+from canaryd.cli.main import parser
 from canaryd.judge.recordings import triage as recordings_triage
 from canaryd.judge.recordings.triage import CAUSES, NEXT, RULES, Symptom, triage
 from canaryd.model import Recording

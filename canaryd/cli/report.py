@@ -1,0 +1,55 @@
+"""`canaryd report`: the dossier of one device for a vendor case."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from canaryd.cli.arguments import USAGE, Commands
+from canaryd.cli.common import complain, make_engine, one_device
+from canaryd.config.settings import Config
+from canaryd.dossier import write
+from canaryd.dossier.document import DossierError
+from canaryd.judge.verdict import exit_code
+from canaryd.model import State
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parser of this command."""
+    command = commands.add_parser(
+        "report",
+        parents=[common],
+        help="write the dossier of a device for a vendor case",
+        description="Write the dossier of a device for a vendor case: a page, JSON and the evidence, in one archive.",
+    )
+    command.add_argument("device", metavar="DEV", help="uuid or name")
+    command.add_argument(
+        "-o", "--out", type=Path, default=Path(), metavar="DIR", help="directory to write it to (default: this one)"
+    )
+    command.add_argument(
+        "--redact", action="store_true", help="replace host names, serials, uuids, paths and addresses by pseudonyms"
+    )
+    command.add_argument("--drill", action="store_true", help="report the drills of the last hour instead")
+    command.add_argument("--json", action="store_true", help="print dossier.json instead of the path")
+    command.set_defaults(function=report_command)
+
+
+def report_command(options: argparse.Namespace, settings: Config) -> int:
+    """Write the dossier and print where it is; return the exit code.
+
+    A worker recomputes the operands of the failures, where one can be started.
+    """
+    engine = make_engine(settings)
+    known = {r.device.uuid: r.device for r in engine.store.devices()}  # those that are gone too
+    device = one_device("report", options.device, known)
+    if device is None:
+        return USAGE
+    flags = {"redact": options.redact, "drill": options.drill}
+    try:
+        made = write.write(engine.store, settings, engine, device, options.out, now=time.time(), **flags)
+    except DossierError as error:
+        complain(str(error))
+        return exit_code(State.UNKNOWN)
+    print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made)
+    return 0

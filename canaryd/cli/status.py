@@ -1,0 +1,152 @@
+"""`canaryd status`, `canaryd history` and `canaryd gate`: what the store knows, without touching a device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, duration
+from canaryd.cli.common import complain, one_device, open_store, unreadable, use_color
+from canaryd.config.settings import Config
+from canaryd.formatting import columns
+from canaryd.judge.verdict import exit_code
+from canaryd.model import Cause, State
+from canaryd.report import gate, history, history_text, status, status_text
+
+HISTORY = 30 * 86_400.0
+"""Seconds back that `canaryd history` looks unless another time is given."""
+GATE_EXIT_STATUS = (
+    "exit status where enforcement acts: 0 pass, 2 fail, 3 unknown; where it only logs: always 0; 64 usage error"
+)
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parsers of these commands."""
+    _add_status(commands, common)
+    _add_history(commands, common)
+    _add_gate(commands, common)
+
+
+def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "status",
+        parents=[common],
+        epilog=EXIT_STATUS,
+        help="show the stored verdicts and what to do now",
+        description="Show the stored verdicts and what to do now. Touches no device.",
+    )
+    add_verbose(command, "the evidence of each finding and the age of each probe's newest result")
+    add_json(command)
+    command.set_defaults(function=status_command)
+
+
+def status_command(options: argparse.Namespace, settings: Config) -> int:
+    """Print the stored verdicts; return the exit code."""
+    if not options.json and (problem := unreadable(settings)):
+        complain(problem)
+        return exit_code(State.UNKNOWN)
+    with open_store(settings) as store:
+        found = status.gather(store, settings)
+    if options.json:
+        print(json.dumps(status_text.as_json(found), indent=2))
+    else:
+        print(status_text.as_text(found, verbose=options.verbose, color=use_color()))
+    return exit_code(found.state)
+
+
+def _add_history(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "history",
+        parents=[common],
+        help="show what happened to a device and how its readings changed",
+        description="Show what happened to a device and how its readings changed. Touches no device.",
+    )
+    command.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name (default: every device)")
+    command.add_argument(
+        "--since", type=duration, default=HISTORY, metavar="30d", help="how far back to look (default: 30d)"
+    )
+    add_verbose(command, "the evidence of each finding")
+    add_json(command)
+    command.set_defaults(function=history_command)
+
+
+def history_command(options: argparse.Namespace, settings: Config) -> int:
+    """Print what happened to devices; return the exit code."""
+    if not options.json and (problem := unreadable(settings)):
+        complain(problem)
+        return exit_code(State.UNKNOWN)
+    now = time.time()
+    with open_store(settings) as store:
+        known = {r.device.uuid: r.device for r in store.devices()}
+        device = one_device("history", options.device, known) if options.device else None
+        if options.device and device is None:
+            return USAGE
+        days = {uuid: store.days(uuid) for uuid in known}
+        found = history.gather(store, settings, device.uuid if device else None, now - options.since, now, days)
+    if options.json:
+        print(json.dumps(history.as_json(found), indent=2))
+    else:
+        print(history_text.as_text(found, columns(), verbose=options.verbose, color=use_color()))
+    return 0
+
+
+def _add_gate(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "gate",
+        parents=[common],
+        epilog=GATE_EXIT_STATUS,
+        help="decide whether this node may take work, for schedulers",
+        description="Decide whether this node may take work: one line for drains, taints and job prologs.",
+    )
+    command.add_argument(
+        "--on",
+        action="append",
+        choices=[s.value for s in gate.ACTS_ON],
+        metavar="STATE",
+        help="fail on this state and worse: degraded, suspect or faulty (default); unknown fails only if you name it",
+    )
+    command.add_argument(
+        "--cause",
+        action="append",
+        choices=[c.value for c in Cause if c is not Cause.NONE],
+        metavar="CAUSE",
+        help="fail for this cause; repeatable (default: hardware, environment, undetermined)",
+    )
+    command.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEV",
+        help="only these devices: uuid, cuda:3, a backend, or 0,1 (default: every device)",
+    )
+    command.add_argument(
+        "--max-age",
+        type=duration,
+        default=0.0,
+        metavar="2h",
+        help="treat a device as unknown if its newest test is older than this",
+    )
+    add_json(command)
+    command.set_defaults(function=gate_command)
+
+
+def gate_command(options: argparse.Namespace, settings: Config) -> int:
+    """Print whether this node may take work; return the exit code."""
+    devices = tuple(name for given in options.device for name in given.split(",") if name)
+    if options.device and not devices:
+        complain("gate --device: names no device; write e.g. cuda:3, or leave it out to ask about every device")
+        return USAGE
+    question = gate.Question(
+        on=tuple(State(s) for s in options.on or [State.FAULTY.value]),
+        causes=tuple(Cause(c) for c in options.cause or [c.value for c in gate.CAUSES]),
+        devices=devices,
+        max_age=options.max_age,
+    )
+    answer, silence = gate.ask(settings, question), gate.silenced(settings, os.environ)
+    if options.json:
+        print(json.dumps(gate.as_json(answer, question, silence), indent=2))
+    else:
+        print(gate.as_text(answer, question, silence))
+    return gate.exit_code(answer, silence)
