@@ -51,7 +51,7 @@ WHAT_TO_DO = """
     canaryd history $device
 
 `report` writes the dossier: what was wrong, how often, on which operands, and a script that repeats it. Only
-**faulty, hardware** and a strong identity is a case for the vendor; docs/rma.md says what to send.
+**faulty, hardware** and a strong identity is a case for the vendor; docs/dossier.md says what to send.
 
 Whose fault: `software` goes to whoever chose the stack, `environment` to cooling and power, `undetermined` needs a
 second device of the same model and stack. Known already? `canaryd ack $device --reason TEXT`. Part changed?
@@ -502,7 +502,7 @@ def _driver(made: Page) -> None:
     made.add(
         grid(
             "Xids",
-            "Messages of the NVIDIA driver in the kernel log: in all, and within the time range. docs/kernel-log.md "
+            "Messages of the NVIDIA driver in the kernel log: in all, and within the time range. docs/readings.md "
             "says "
             "what each code means.",
             Ask(f"sum by (xid) (canaryd_xid_errors_total{{{THIS}}}) > 0"),

@@ -461,7 +461,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "Xids by code",
-            "Xid messages of the driver. docs/kernel-log.md says what each code means. A code outside the usual list "
+            "Xid messages of the driver. docs/readings.md says what each code means. A code outside the usual list "
             "appears with its first message, which cannot be counted as an increase.",
             Ask(
                 named(f"increase(canaryd_xid_errors_total{{{DEVICES}}}[$__rate_interval]) > 0", DEVICES),

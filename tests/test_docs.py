@@ -7,6 +7,7 @@ import ast
 import re
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,12 +56,53 @@ def options_of(command: argparse.ArgumentParser) -> set[str]:
 # --- Links and names -------------------------------------------------------------------------------------------------
 
 
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the documentation site make them."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_relative_links_lead_to_something(path):
-    """Every link without a scheme names a file or a directory of the repository."""
+    """Every link without a scheme names a file or a directory of the repository, and a heading in it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if not re.match(r"[a-z]+:|#", target):
-            assert (path.parent / target.partition("#")[0]).exists(), f"{name(path)}: {target}"
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        page = path.parent / file if file else path
+        assert page.exists(), f"{name(path)}: {target}"
+        assert not anchor or anchor in anchors(page), f"{name(path)}: {target}"
+
+
+def mentions() -> Iterator[tuple[str, str]]:
+    """Yield (where, page, or page#anchor) for every page that code, a unit, an alert, a dashboard or a script names."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    for each in filter(None, listed.split("\0")):
+        path = ROOT / each
+        if path.is_file() and not path.is_symlink() and path.suffix not in {".md", ".png", ".whl", ".safetensors"}:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for found in re.findall(r"(?:(?<![\w/])|canaryd/blob/main/)(docs/[\w-]+\.md(?:#[\w-]+)?)", text):
+                yield each, found
+
+
+def test_every_page_that_something_names_is_there():
+    """Help texts, comments, runbook_url of an alert, dashboards: none leads to a page or a heading that is gone."""
+    named = sorted(set(mentions()))
+    if not named:
+        pytest.skip("git does not list the files of this tree: no mention of a page was checked")
+    for where, target in named:
+        file, _, anchor = target.partition("#")
+        assert (ROOT / file).is_file(), f"{where}: {target}"
+        assert not anchor or anchor in anchors(ROOT / file), f"{where}: {target}"
+
+
+def test_the_index_has_every_page_once():
+    """docs/README.md lists each page with one line in one of its three parts."""
+    text = (DOCS / "README.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Operate", "Understand", "Extend"]
+    listed = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\): .+\.$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in DOCS.rglob("*.md") if path.name != "README.md")
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *sorted((ROOT / "deploy").rglob("*.*"))], ids=name)
@@ -107,7 +149,7 @@ def test_the_default_address_is_the_one_that_is_written_down():
     """README and decision name the address that the configuration has."""
     host, port = settings.Config().listen
     assert f"{host}:{port}" in (ROOT / "README.md").read_text()
-    assert (DOCS / "decisions" / f"0008-default-port-{port}.md").is_file()
+    assert f"## 8. The default port is {port}" in (DOCS / "decisions.md").read_text()
 
 
 def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -192,14 +234,13 @@ def test_every_variable_of_a_workers_environment_is_described():
 
 
 def test_decisions_are_numbered_dated_and_complete():
-    """One file each: context, decision, consequences."""
-    paths = sorted((DOCS / "decisions").glob("*.md"))
-    for number, path in enumerate(paths, 1):
-        text = path.read_text()
-        assert path.name.startswith(f"{number:04d}-")
-        assert text.startswith(f"# {number}. ")
-        assert re.search(r"^20\d\d-\d\d-\d\d · ", text, re.MULTILINE), path.name
-        assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Context", "Decision", "Consequences"], path.name
+    """One section each, with its date, whether it is in force, what was decided, and the consequences."""
+    _, *sections = re.split(r"^## ", (DOCS / "decisions.md").read_text(), flags=re.MULTILINE)
+    for number, text in enumerate(sections, 1):
+        assert text.startswith(f"{number}. ")
+        assert re.search(r"^20\d\d-\d\d-\d\d · in force|^20\d\d-\d\d-\d\d · superseded", text, re.MULTILINE), number
+        assert "**Decision.**" in text or "\n- **" in text, number
+        assert "**Consequences.**" in text, number
 
 
 # --- Probes ----------------------------------------------------------------------------------------------------------

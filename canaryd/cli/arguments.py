@@ -48,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("check", parents=[common], epilog=EPILOG, help="test every device now, one verdict each")
     one.add_argument("--level", choices=LEVELS, default="standard", help="how hard to look (default: standard)")
     one.add_argument("--for", dest="seconds", type=_duration, default=0.0, metavar="30m", help="repeat for so long")
-    one.add_argument("--json", action="store_true", help="print one JSON object (docs/check-json.md)")
+    one.add_argument("--json", action="store_true", help="print one JSON object (docs/json.md)")
     one.add_argument("--report", type=Path, metavar="FILE", help="write that JSON object to a file as well")
     one.add_argument(
-        "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter as well (docs/remote.md)"
+        "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter as well (docs/metrics.md)"
     )
     _selection(one)
     one.add_argument("--case", action="append", default=[], metavar="CASE", help="only this case or prefix; repeatable")
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     sets = [name for name in INSTRUCTION_SETS if name]
     one.add_argument("--instruction-set", choices=sets, default="", help="CPU: only this execution path")
 
-    one.add_argument("--intensity", choices=INTENSITIES, default="", help="ask as a retest does (docs/retest.md)")
+    one.add_argument("--intensity", choices=INTENSITIES, default="", help="ask as a retest does (docs/judgement.md)")
 
     drill = commands.add_parser(
         "drill", parents=[common], epilog=EPILOG, help="inject a software fault and watch the alarm arrive"

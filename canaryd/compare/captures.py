@@ -1,6 +1,6 @@
 """What people read of a comparison of two captures: a table for a terminal, and a page with a plot.
 
-Both take the result of `canaryd.worker.compare` as it came from the worker (docs/capture.md).
+Both take the result of `canaryd.worker.compare` as it came from the worker (docs/compare.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Reads what lm-eval (EleutherAI/lm-evaluation-harness), evalscope (modelscope/evalscope) and opencompass
 (open-compass/opencompass) write: `load`. `compare` tests task by task, on the same questions where both files know
-them, and says what this many questions could not have shown. docs/scores.md tells the methods and their limits.
+them, and says what this many questions could not have shown. docs/compare.md tells the methods and their limits.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from canaryd.probe import LEVELS
 MAX_SECONDS = 36500 * 86400.0  # a century: beyond it, timers and timestamps of the standard library overflow
 MAX_BYTES = 1 << 50
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What an Xid may call for, from nothing to a return of the part; docs/kernel-log.md explains them."""
+"""What an Xid may call for, from nothing to a return of the part; docs/readings.md explains them."""
 DIALECTS = (
     *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
     *("transformers", "generic"),
 )
-"""Servers whose ways an endpoint canary knows; docs/endpoint.md has them."""
+"""Servers whose ways an endpoint canary knows; docs/canaries.md has them."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 

@@ -31,7 +31,7 @@ NEXT: Mapping[str, str] = {
     "maker's test: Intel Data Center Diagnostic Tool or OpenDCDiag; for AMD, the server's maker. Take the named core "
     "offline meanwhile.",
 }
-"""Backend → what to do with a part that is at fault, after what the vendors publish (docs/rma.md)."""
+"""Backend → what to do with a part that is at fault, after what the vendors publish (docs/dossier.md)."""
 NO_RMA: Mapping[Cause, str] = {
     Cause.SOFTWARE: "No RMA: the stack gives these numbers on other parts too. Report it to the project that the stack "
     "below names, with evidence/*/reproduce.py; the state clears when another stack runs clean.",

@@ -62,7 +62,7 @@ DAY, HOUR = 86_400.0, 3600.0
 BACK = 14
 """Days back for which runs and polls are kept, and so can be summed up."""
 SEEN = 90 * DAY
-"""Seconds back for which summaries are looked at: more than the rules of docs/trend.md ask for."""
+"""Seconds back for which summaries are looked at: more than the rules of docs/judgement.md ask for."""
 STOPPED = "stopped: "
 """How the detail of a run begins that canaryd itself cut short; such a run is no evidence and is not stored."""
 
@@ -469,7 +469,7 @@ class Engine:
         return plans
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect, harder than what made it one (docs/retest.md); [] where none is due.
+        """Return the next retest of a suspect, harder than what made it one (docs/judgement.md); [] where none is due.
 
         For recorded bits there is no right answer, so a sibling is asked the same.
         """
@@ -893,7 +893,7 @@ class Engine:
         return False
 
     def _trend(self, device: Device) -> tuple[Finding, ...]:
-        """Return what is found of a device's days beside its own and its siblings' (docs/trend.md); kept for a day."""
+        """Return the findings on a device's slow changes (docs/judgement.md); kept for a day."""
         now = self.clock()
         today = int(now // DAY)
         if self._trends.get(device.uuid, (None, ()))[0] != today:

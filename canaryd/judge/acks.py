@@ -1,4 +1,4 @@
-"""An operator's word about a device, and what follows from it (docs/ack.md).
+"""An operator's word about a device, and what follows from it (docs/status.md).
 
 Nothing that was recorded is deleted by it. What a device did before it was repaired is history, and no longer evidence;
 what was acknowledged is said to be known, and is not healthy for that.

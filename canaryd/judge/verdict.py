@@ -58,7 +58,7 @@ def recordings(docket: Docket) -> Iterator[Finding]:
 
 
 def drift(docket: Docket) -> Iterator[Finding]:
-    """What the device's days say beside its own before and its siblings' (docs/trend.md): slow, hot, less exact."""
+    """What the device's days say beside its own before and its siblings' (docs/judgement.md): slow, hot, less exact."""
     yield from docket.trends
 
 

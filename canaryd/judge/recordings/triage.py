@@ -1,7 +1,7 @@
 """Triage of a wrong answer: which kind of wrong it is, what causes that most often, and where to look next.
 
 By rule, from recordings alone (`triage`). A rule that fires on a text that is known to be right says nothing: a tiny
-model with random weights babbles when it is healthy. docs/triage.md gives every threshold with its source.
+model with random weights babbles when it is healthy. docs/baselines.md gives every threshold with its source.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DISTINCT = 0.35
 REPLACED, CONTROLS = 0.02, 0.01
 """Share of U+FFFD, and of control, private and unassigned characters (3 of them at least). Ours."""
 ENTROPY_LOW, ENTROPY_HIGH = 1.5, 5.7
-"""Bits per character: over 64 characters of any text, over 128 of an ASCII text. Ours; docs/triage.md measures."""
+"""Bits per character: over 64 characters of any text, over 128 of an ASCII text. Ours; docs/baselines.md measures."""
 MIXED, SWITCHES = 0.05, 0.5
 """Share of words that mix scripts which no language mixes; share of changes of script from word to word. Ours."""
 UNLIKE, OVERLAP, VARIED = 0.3, 0.1, 0.93

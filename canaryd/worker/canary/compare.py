@@ -1,6 +1,6 @@
 """Say where two captures part, and whether that is rounding or a fault: `canaryd compare A B`.
 
-Three rules, each as strong as what is known allows (docs/capture.md derives them and says what they measured):
+Three rules, each as strong as what is known allows (docs/compare.md derives them and says what they measured):
 
 same stack   Stack, device model and format are equal: every bit must be. The first operator that differs is the place.
 replay       The built-in model on any stacks: float64 repeats every operator from the inputs that the capture
