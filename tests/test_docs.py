@@ -82,7 +82,9 @@ def mentions() -> Iterator[tuple[str, str]]:
         path = ROOT / each
         if path.is_file() and not path.is_symlink() and path.suffix not in {".md", ".png", ".whl", ".safetensors"}:
             text = path.read_text(encoding="utf-8", errors="replace")
-            for found in re.findall(r"(?:(?<![\w/])|canaryd/blob/main/)(docs/[\w-]+\.md(?:#[\w-]+)?)", text):
+            for found in re.findall(
+                r"(?:(?<![\w/])|canaryd/blob/main/)(docs/[\w-]+\.md(?:#[\w-]+)?)(?! of prom)", text
+            ):
                 yield each, found
 
 
