@@ -24,6 +24,7 @@ from canaryd.supervisor import environment
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker import limits
+from tests.command import canaryd, configure
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -319,3 +320,107 @@ def test_the_example_finds_its_injected_fault(entry):
     assert wrong.evidence is not None
     assert (wrong.wrong_trials, wrong.evidence.wrong, wrong.evidence.bits) == (1, 1, {"0": 1})
     assert state_after(run) is State.SUSPECT
+
+
+# --- Commands of the first steps -------------------------------------------------------------------------------------
+
+RUN_ELSEWHERE = {
+    "scripts/check": (".ci/run", "it fetches packages; the tests run what it runs, `canaryd check`, in many ways"),
+    "scripts/test": (".ci/run", "it runs these tests"),
+    "apt-get update": ("tests/boot/make_root", "needs root and the network"),
+    "apt-get install -y git python3-venv prometheus prometheus-alertmanager": ("tests/boot/make_root", "the same"),
+    "git clone https://github.com/canaryd/canaryd": ("tests/boot/machine.py", "the tests copy this clone instead"),
+    "cd canaryd": ("tests/boot/machine.py", "the same"),
+    'CANARYD_TORCH="torch==2.13.0" scripts/install': (
+        "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
+        "needs the network; the test has a small package in torch's place",
+    ),
+    "systemctl restart prometheus prometheus-alertmanager": (
+        "tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends",
+        "needs systemd; the test starts both on the shipped files",
+    ),
+    "canaryd drill": ("tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends", "needs the chain before it"),
+    "sleep 60": ("tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends", "the test waits in its place"),
+    "amtool --alertmanager.url=http://127.0.0.1:9093 alert": (
+        "tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends",
+        "the test asks the same Alertmanager's API on a port of its own",
+    ),
+    "python3 -m venv fetch": ("tests/test_install.py::wheels", "the fixture uses the environment of the tests"),
+    "fetch/bin/pip wheel -w wheels . hatchling": ("tests/test_install.py::wheels", "needs an index of packages"),
+    "fetch/bin/pip wheel -w wheels torch==2.13.0": ("tests/test_install.py::wheels", "some GB"),
+    "CANARYD_TORCH=torch scripts/install --find-links wheels": (
+        "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
+        "needs a root to install into",
+    ),
+    "podman build -f deploy/container/Containerfile -t canaryd .": (
+        "tests/deploy/test_container.py",
+        "needs a container engine; the test runs the steps one by one",
+    ),
+    'podman build -f deploy/container/Containerfile -t canaryd:torch --build-arg TORCH="torch==2.13.0" .': (
+        "tests/deploy/test_container.py",
+        "the same",
+    ),
+    "podman run --rm --network host -v canaryd:/var/lib/canaryd canaryd": (
+        "tests/deploy/test_container.py",
+        "the same",
+    ),
+    "scripts/deb": (
+        "tests/test_install.py::test_equal_sources_give_an_equal_package_without_a_lintian_warning",
+        "needs dpkg-deb and the network",
+    ),
+    "scripts/deb --update": (
+        "tests/test_install.py::test_the_package_carries_what_canaryd_depends_on",
+        "it changes the clone; the test checks what it wrote",
+    ),
+    "tests/boot/make_root --torch": (".ci/full", "minutes, as root"),
+    'scripts/test tests/test_boot.py -m "slow or not slow"': (".ci/full", "minutes, as root"),
+}
+"""Command of the README or the install page → what runs it, or its equal, and why it is not run as it stands."""
+COPIES = {
+    "cp deploy/prometheus/* /etc/prometheus/",
+    "cp deploy/alertmanager/alertmanager.yml /etc/prometheus/alertmanager.yml",
+}
+DRILLED = "canaryd drill --fault flip"
+
+
+def typed(path: Path) -> set[str]:
+    """Return the commands in the shell blocks of a page, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for block in blocks for line in block.splitlines())
+    return {line for line in lines if line}
+
+
+def test_every_command_of_the_first_steps_is_run():
+    """Each is run below, or stands in the list with the test that runs it and a reason."""
+    assert typed(ROOT / "README.md") | typed(DOCS / "install.md") == {*RUN_ELSEWHERE, *COPIES, DRILLED}
+    for command, (where, reason) in RUN_ELSEWHERE.items():
+        file, _, test = where.partition("::")
+        assert (ROOT / file).is_file(), command
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), command
+        assert reason
+
+
+def test_the_commands_that_copy_monitoring_give_a_configuration_that_prometheus_takes(tmp_path):
+    """As the README has them, with a directory in the place of /etc."""
+    promtool, amtool = shutil.which("promtool"), shutil.which("amtool")
+    if promtool is None or amtool is None:
+        pytest.skip("promtool or amtool is not installed here: what the README copies was not checked")
+    (tmp_path / "prometheus").mkdir()
+    for command in sorted(COPIES, reverse=True):
+        subprocess.run(["sh", "-c", command.replace("/etc", str(tmp_path))], cwd=ROOT, check=True, timeout=60)
+    for argv in (
+        [promtool, "check", "config", tmp_path / "prometheus/prometheus.yml"],
+        [amtool, "check-config", tmp_path / "prometheus/alertmanager.yml"],
+    ):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_drill_of_the_readme_finds_its_fault(tmp_path):
+    """As the README has it, with one light probe, so that it ends soon and needs no torch."""
+    _, *words = shlex.split(DRILLED)
+    settings = {"log": str(tmp_path / "log"), "seconds": 0.1, "wrong": 0}
+    config = configure(tmp_path, "records", each={"records": {"settings": settings}})
+    done = canaryd(*words, "--config", config, "--state-dir", tmp_path / "state")
+    assert done.code == 2, done.err
+    assert "FAULTY" in done.out
