@@ -417,10 +417,10 @@ def test_the_commands_that_copy_monitoring_give_a_configuration_that_prometheus_
 
 
 def test_the_drill_of_the_readme_finds_its_fault(tmp_path):
-    """As the README has it, with one light probe, so that it ends soon and needs no torch."""
+    """As the README has it, on one light probe that needs no torch."""
     _, *words = shlex.split(DRILLED)
     settings = {"log": str(tmp_path / "log"), "seconds": 0.1, "wrong": 0}
     config = configure(tmp_path, "records", each={"records": {"settings": settings}})
-    done = canaryd(*words, "--config", config, "--state-dir", tmp_path / "state")
+    done = canaryd(*words, "--probe", "records", "--config", config, "--state-dir", tmp_path / "state")
     assert done.code == 2, done.err
     assert "FAULTY" in done.out
