@@ -50,11 +50,11 @@ WHAT_TO_DO = """
     canaryd report $device -o .
     canaryd history $device
 
-`report` writes the dossier: what was wrong, how often, on which operands, and a script that repeats it. Only
-**faulty, hardware** and a strong identity is a case for the vendor; docs/dossier.md says what to send.
+`report` writes the dossier: what was wrong, how often, with which data, and a script that repeats it. Only
+**faulty, hardware** with a strong identity is a case for the vendor; docs/dossier.md says what to send.
 
-Whose fault: `software` goes to whoever chose the stack, `environment` to cooling and power, `undetermined` needs a
-second device of the same model and stack. Known already? `canaryd ack $device --reason TEXT`. Part changed?
+Cause: `software` is for those who build the software, `environment` for cooling and power, `undetermined` needs a second
+device of the same model with the same software. Known already? `canaryd ack $device --reason TEXT`. Part exchanged?
 `canaryd ack $device --replaced`.
 """
 EACH = {"width": 8, "height": 8}
