@@ -53,7 +53,7 @@ WHAT_TO_DO = """
 `report` writes the dossier: what was wrong, how often, with which data, and a script that repeats it. Only
 **faulty, hardware** with a strong identity is a case for the vendor; docs/dossier.md says what to send.
 
-Cause: `software` is for those who build the software, `environment` for cooling and power, `undetermined` needs a second
+Cause: `software` is for those who build the software, `environment` for cooling and power, `undetermined` needs another
 device of the same model with the same software. Known already? `canaryd ack $device --reason TEXT`. Part exchanged?
 `canaryd ack $device --replaced`.
 """
