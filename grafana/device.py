@@ -50,11 +50,11 @@ WHAT_TO_DO = """
     canaryd report $device -o .
     canaryd history $device
 
-`report` writes the dossier: what was wrong, how often, on which operands, and a script that repeats it. Only
-**faulty, hardware** and a strong identity is a case for the vendor; docs/rma.md says what to send.
+`report` writes the dossier: what was wrong, how often, with which data, and a script that repeats it. Only
+**faulty, hardware** with a strong identity is a case for the vendor; docs/dossier.md says what to send.
 
-Whose fault: `software` goes to whoever chose the stack, `environment` to cooling and power, `undetermined` needs a
-second device of the same model and stack. Known already? `canaryd ack $device --reason TEXT`. Part changed?
+Cause: `software` is for those who build the software, `environment` for cooling and power, `undetermined` needs another
+device of the same model with the same software. Known already? `canaryd ack $device --reason TEXT`. Part exchanged?
 `canaryd ack $device --replaced`.
 """
 EACH = {"width": 8, "height": 8}
@@ -87,14 +87,14 @@ def _verdict(made: Page) -> None:
     made.add(
         number(
             "State",
-            "May you trust this device's numbers?",
+            "Can you trust this device's results?",
             Ask(ranked(THIS), "state"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),
         ),
         number(
             "Cause",
-            "Whose fault it is. Only hardware is a case for the vendor.",
+            "The cause. Only hardware is a case for the vendor.",
             Ask(f"canaryd_device_cause{{{THIS}}} == 1", "{{cause}}"),
             names=True,
         ),
@@ -112,7 +112,7 @@ def _verdict(made: Page) -> None:
         ),
         number(
             "Acknowledged",
-            "Whether an operator's word stands that the fault is known. It changes no verdict.",
+            "Whether an operator has acknowledged the fault. It changes no verdict.",
             Ask(f"canaryd_device_acknowledged{{{THIS}}}", "acknowledged"),
             mappings=yes_no(STATES["unknown"], QUIET),
         ),
@@ -128,7 +128,7 @@ def _verdict(made: Page) -> None:
         ),
         number(
             "Driver asks for",
-            "What the driver itself says must be done to recover the device, where it says so.",
+            "What the driver advises to recover the device, if it does.",
             Ask(f"canaryd_recovery_action{{{THIS}}}", "{{action}}"),
             names=True,
             missing="not told",
@@ -136,9 +136,7 @@ def _verdict(made: Page) -> None:
         width=4,
         height=4,
     )
-    made.add(
-        words("What to do", "Commands for this device; they are to be run on its node.", WHAT_TO_DO), width=12, height=8
-    )
+    made.add(words("What to do", "Commands for this device. Run them on its node.", WHAT_TO_DO), width=12, height=8)
     made.add(
         grid(
             "Identity of the part",
@@ -161,7 +159,7 @@ def _verdict(made: Page) -> None:
     made.add(
         grid(
             "Software under it",
-            "The stack of the newest runs; results are comparable on equal stacks only.",
+            "The software of the newest runs; only results with equal software are comparable.",
             Ask(f"canaryd_stack_info{{{THIS}}}"),
             columns=[
                 Column(of="stack", width=120),
@@ -181,7 +179,7 @@ def _verdict(made: Page) -> None:
     made.add(
         grid(
             "What speaks against it",
-            "The rules of the judge that speak now, and how much each weighs; healthy is a note.",
+            "The findings in force, and the severity of each; healthy is a note.",
             Ask(spoken_rules(THIS)),
             columns=[
                 Column(of="Value", title="weight", mappings=RANKS, width=110),
@@ -197,7 +195,7 @@ def _verdict(made: Page) -> None:
     made.add(
         timeline(
             "Since when",
-            "The verdict, and below it each rule of the judge while it spoke.",
+            "The verdict, and below it each finding while it was in force.",
             Ask(ranked(THIS), "verdict"),
             Ask(f"max by (rule) ({spoken_rules(THIS)})", "{{rule}}"),
             mappings=RANKS,
@@ -287,7 +285,7 @@ def _evidence(made: Page) -> None:
     made.add(
         lines(
             "Runs by outcome",
-            "What became of the workers. A device that kills its workers, or lets them hang, is itself a hint.",
+            "Outcomes of the workers. A device whose workers crash or hang may be faulty.",
             Ask(
                 f"sum by (outcome) (increase(canaryd_probe_runs_total{{{THIS}}}[$__rate_interval])) > 0", "{{outcome}}"
             ),
@@ -315,11 +313,11 @@ def _evidence(made: Page) -> None:
 
 
 def _siblings(made: Page) -> None:
-    made.row("Beside its siblings: devices of the same model on this node")
+    made.row("Compared with its siblings: devices of the same model on this node")
     made.add(
         lines(
             "Mismatches, all siblings",
-            "Mismatches so far. One line that rises alone points at the part; all together point at software, or at "
+            "Mismatches so far. One line that rises alone points to the part; all together point to software, or to "
             "the "
             "host.",
             Ask(
@@ -337,9 +335,7 @@ def _siblings(made: Page) -> None:
     made.add(
         lines(
             "Kernel time over the siblings' median",
-            "How long this device takes for one call, over the median of its siblings (itself among them). 1 is like "
-            "the "
-            "others.",
+            "Time of one call on this device over the median of its siblings (itself included). 1 is like the others.",
             Ask(
                 f"canaryd_kernel_seconds{{{THIS}}} / on (job, instance, model, kind) group_left () "
                 f"quantile by (job, instance, model, kind) (0.5, canaryd_kernel_seconds{{{NODES}}})",
@@ -367,7 +363,7 @@ def _siblings(made: Page) -> None:
     made.add(
         lines(
             "Canary: token agreement",
-            "Share of a canary's tokens that are the right ones, by path. 1 is all of them.",
+            "Share of a canary's tokens that are correct, by path. 1 is all of them.",
             Ask(f"canaryd_canary_token_agreement{{{THIS}}}", "{{dtype}} {{path}} {{batch}}"),
             Ask(f"canaryd_recording_token_agreement{{{THIS}}}", "recorded {{reading}}"),
             unit="percentunit",
@@ -403,14 +399,14 @@ def _wear(made: Page) -> None:
     made.add(
         number(
             "SRAM over limit",
-            "Whether the device says that its SRAM exceeds the threshold at which the vendor replaces it.",
+            "Whether the device reports that its SRAM errors exceed the vendor's threshold for replacement.",
             Ask(f"canaryd_ecc_sram_threshold_exceeded{{{THIS}}}", "exceeded"),
             mappings=yes_no(RED),
             missing="not told",
         ),
         number(
             "Row without spare",
-            "Whether a bad row of memory found no spare one. A reason for an RMA by itself.",
+            "Whether a bad memory row could not be replaced by a spare one. This alone is a reason for an RMA.",
             Ask(f"canaryd_row_remap_failed{{{THIS}}}", "failed"),
             mappings=yes_no(RED),
             missing="not told",
@@ -421,7 +417,7 @@ def _wear(made: Page) -> None:
     made.add(
         number(
             "Reset needed",
-            "Whether a bad row of memory is to be replaced as soon as the device is reset.",
+            "Whether the next reset will replace a bad memory row.",
             Ask(f"canaryd_row_remap_pending{{{THIS}}}", "pending"),
             mappings=yes_no(YELLOW),
             missing="not told",
@@ -466,7 +462,7 @@ def _wear(made: Page) -> None:
     made.add(
         lines(
             "Replaced rows and spare banks",
-            "Rows that spare ones stand in for, and banks that have few or no spare rows left.",
+            "Rows that were replaced by spare ones, and banks with few or no spare rows left.",
             Ask(f"canaryd_row_remap_rows{{{THIS}}}", "rows replaced, {{cause}}"),
             Ask(f'canaryd_row_remap_banks{{{THIS}, available=~"low|none"}}', "banks with {{available}} spares"),
             least=0,
@@ -477,7 +473,7 @@ def _wear(made: Page) -> None:
     made.add(
         lines(
             "Retired pages",
-            "Pages of memory taken out of use: devices that retire pages instead of replacing rows.",
+            "Memory pages taken out of use, on devices that retire pages instead of replacing rows.",
             Ask(f"canaryd_retired_pages{{{THIS}}}", "{{cause}}"),
             Ask(f"canaryd_memory_bad_pages{{{THIS}}}", "{{status}}"),
             least=0,
@@ -502,7 +498,7 @@ def _driver(made: Page) -> None:
     made.add(
         grid(
             "Xids",
-            "Messages of the NVIDIA driver in the kernel log: in all, and within the time range. docs/kernel-log.md "
+            "Messages of the NVIDIA driver in the kernel log: in all, and within the time range. docs/readings.md "
             "says "
             "what each code means.",
             Ask(f"sum by (xid) (canaryd_xid_errors_total{{{THIS}}}) > 0"),
@@ -555,7 +551,7 @@ def _driver(made: Page) -> None:
     made.add(
         lines(
             "Links: width and number",
-            "PCI Express lanes in use over those that device and slot can do, and device-to-device links that are up "
+            "PCI Express lanes in use over those that device and slot support, and device-to-device links that are up "
             "over "
             "all of them. Below 1 something is missing.",
             Ask(f"canaryd_pcie_width{{{THIS}}} / canaryd_pcie_width_max{{{THIS}}}", "PCIe lanes"),
@@ -585,7 +581,7 @@ def _surroundings(made: Page) -> None:
     made.add(
         timeline(
             "Held back by",
-            "Reasons that hold the clocks down, while they do. Wrong numbers only when hot or starved point at the "
+            "Reasons why the device is throttled, while it is. Wrong results only when throttled point to the "
             "surroundings.",
             Ask(f"canaryd_throttle_active{{{THIS}, {HELD}}}", "{{reason}}"),
             mappings=yes_no(YELLOW, QUIET, ("held back", "free")),
@@ -608,7 +604,7 @@ def _surroundings(made: Page) -> None:
     made.add(
         lines(
             "Clocks",
-            "Clock by domain. A clock that falls under load is held back by heat or power.",
+            "Clock by domain. A clock that falls under load is throttled by heat or power.",
             Ask(f"canaryd_clock_hertz{{{THIS}}}", "{{domain}}"),
             unit="hertz",
             least=0,
@@ -635,7 +631,7 @@ def _drills(made: Page) -> None:
     made.add(
         timeline(
             "State by drills alone",
-            "What the verdict would be if the injected faults were real. Nobody is alarmed by it.",
+            "What the verdict would be if the injected faults were real. It never pages.",
             Ask(state, "drill"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),

@@ -73,11 +73,11 @@ def page() -> Page:
 def _now(made: Page) -> None:
     made.row("Is anything wrong?")
     told = {
-        "faulty": "wrong numbers, repeated: take them out of service and read the device's page",
-        "suspect": "wrong numbers seen and not repeated yet, or a fault that the device reported",
-        "unknown": "nothing is known of their numbers: no evidence, stale evidence, or not reachable",
-        "degraded": "numbers right, part worn, slow or held back",
-        "healthy": "evidence is fresh and nothing speaks against them",
+        "faulty": "wrong results, confirmed: take them out of service and open the device's page",
+        "suspect": "wrong results that are not confirmed yet, or a fault that the device reported",
+        "unknown": "no valid test result: no evidence, stale evidence, or not reachable",
+        "degraded": "results are correct; the part is worn, slow or throttled",
+        "healthy": "fresh tests passed and nothing speaks against them",
     }
     for state in reversed(STATES):
         color = GREEN if state == "healthy" else QUIET
@@ -94,7 +94,7 @@ def _now(made: Page) -> None:
     made.add(
         number(
             "Silent nodes",
-            "Nodes whose canaryd did not answer the last scrape. Of their devices nothing is known.",
+            "Nodes whose canaryd did not answer the last scrape. Their devices are not watched.",
             Ask(f"sum(up{{{NODES}}} == bool 0)", "silent"),
             thresholds=steps(QUIET, (1, RED)),
         ),
@@ -104,7 +104,7 @@ def _now(made: Page) -> None:
     made.add(
         number(
             "Vanished devices",
-            "Devices that a node once had and does not find any more.",
+            "Devices that a node had and no longer finds.",
             Ask(f"sum(canaryd_device_present{{{DEVICES}}} == bool 0)", "vanished"),
             thresholds=steps(QUIET, (1, RED)),
         ),
@@ -114,8 +114,8 @@ def _now(made: Page) -> None:
     made.add(
         number(
             "Oldest, in periods",
-            "How long ago the most neglected probe last found every bit right, in its own periods; suspect and faulty "
-            "devices are left out, for theirs are wrong. From three periods on, a device counts as unknown.",
+            "How long ago the latest probe last passed, in its own periods; suspect and faulty "
+            "devices are left out. From three periods on, a device counts as unknown.",
             Ask(f"max({neglect(DEVICES)})", "periods"),
             decimals=1,
             thresholds=steps(GREEN, (2, YELLOW), (3, ORANGE)),
@@ -137,7 +137,7 @@ def _since(made: Page) -> None:
     made.add(
         grid(
             "What is wrong now",
-            "Devices that are not healthy, worst first, with whose fault it is and since when they have been in that "
+            "Devices that are not healthy, worst first, with the cause and since when they have been in that "
             "state. "
             "Click a node or a device for its page.",
             Ask(wrong),
@@ -164,7 +164,7 @@ def _since(made: Page) -> None:
     made.add(
         grid(
             "Rules that speak",
-            "What the judge has against devices now, by rule, and on how many devices and nodes. The rules are "
+            "Findings by rule, and on how many devices and nodes. The rules are "
             "explained in docs/judgement.md and docs/telemetry.md.",
             Ask(f"max by (rule, state, cause) ({spoken_rules(DEVICES)}) > 0"),
             Ask(f'count by (rule, state, cause) (canaryd_finding{{{DEVICES}, state!="healthy"}})'),
@@ -189,8 +189,8 @@ def _since(made: Page) -> None:
     made.add(
         timeline(
             "Devices that were not healthy in this time range",
-            "Since when, and what became of it. A gap is a time in which the device was healthy; that of a node that "
-            "fell silent goes on. From the recorded series of canaryd.rules.yml.",
+            "When, and in which state. A gap is a time in which the device was healthy; the lane of a node that "
+            "fell silent continues. From the recorded series of canaryd.rules.yml.",
             Ask(standing(DEVICES), "{{instance}} {{device}}"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),
@@ -202,13 +202,13 @@ def _since(made: Page) -> None:
 
 
 def _vote(made: Page) -> None:
-    made.row("The vote: equal devices on equal stacks must compute equal bits")
+    made.row("The vote: identical devices with identical software must compute identical bits")
     group = "model, probe, stack"
     made.add(
         number(
             "Devices outvoted",
-            "Devices whose bits differ from the strict majority of equal devices on the same stack. A suspicion of "
-            "hardware: read the device's page. From the recorded series of canaryd-fleet.rules.yml.",
+            "Devices whose results differ from most identical devices with the same software. Probably "
+            "hardware: open the device's page. From the recorded series of canaryd-fleet.rules.yml.",
             Ask(
                 f"count(group by (job, instance, device) (canaryd:fleet_outlier{{{DEVICES}}})) "
                 "or 0 * count(canaryd:fleet_voters)",
@@ -219,7 +219,7 @@ def _vote(made: Page) -> None:
         ),
         number(
             "Groups without majority",
-            "Groups (model, probe, stack) whose devices disagree, and where no value has a majority: nobody is "
+            "Groups (model, probe, stack) whose devices disagree without a majority: no device is "
             "accused, "
             "and nobody is cleared.",
             Ask("count(canaryd:fleet_no_majority) or 0 * count(canaryd:fleet_voters)", "groups"),
@@ -254,7 +254,7 @@ def _vote(made: Page) -> None:
         grid(
             "Groups",
             "Every group that votes: how many devices and nodes, how many different values, and how large the largest "
-            "share is. One value is what healthy equal devices give. Devices that are suspect or faulty do not vote.",
+            "share is. Healthy identical devices give one value. Devices that are suspect or faulty do not vote.",
             Ask('canaryd:fleet_voters{model=~"$model"}'),
             Ask('canaryd:fleet_nodes{model=~"$model"}'),
             Ask(f'count by ({group}) (canaryd:fleet_votes{{model=~"$model"}})'),
@@ -280,8 +280,8 @@ def _vote(made: Page) -> None:
     made.add(
         grid(
             "Stacks that differ",
-            "Probes whose stacks agree within and not with each other: software, and nobody is accused. For recorded "
-            "kernels another library may rightly give other bits; for exact probes read docs/judgement.md.",
+            "Probes whose stacks agree within but not with each other: software; no device is accused. For recorded "
+            "kernels another library may give other bits; for exact probes see docs/judgement.md.",
             Ask('canaryd:fleet_stacks_differ{model=~"$model"}'),
             columns=[
                 Column(of="model"),
@@ -292,7 +292,7 @@ def _vote(made: Page) -> None:
         ),
         grid(
             "Values that some nodes share against the majority",
-            "Broken parts do not break alike: the same odd value on several nodes is software, or an unequal upgrade, "
+            "Broken parts rarely fail alike: one differing value on several nodes is software, or an unequal upgrade, "
             "until "
             "shown otherwise.",
             Ask('canaryd:fleet_split{model=~"$model"}'),
@@ -317,7 +317,7 @@ def _stacks(made: Page) -> None:
     made.add(
         grid(
             "Stack census",
-            "What software runs under how many devices and nodes. A stack that few nodes have was not upgraded, or is "
+            "Which software runs on how many devices and nodes. A stack that few nodes have was not upgraded, or is "
             "new.",
             Ask(f"count by ({parts}) ({info})"),
             Ask(f"count by ({parts}) (count by ({parts}, job, instance) ({info}))"),
@@ -341,7 +341,7 @@ def _stacks(made: Page) -> None:
     made.add(
         grid(
             "Stalest evidence",
-            "The 20 probes that found every bit right longest ago, in their own periods, on devices that are neither "
+            "The 20 probes that passed longest ago, in their own periods, on devices that are neither "
             "suspect "
             "nor faulty. From three periods on a device is unknown.",
             Ask(
@@ -370,7 +370,7 @@ def _course(made: Page) -> None:
     made.add(
         lines(
             "Devices by state",
-            "How many devices are in each state. A dip of the whole is nodes that fell silent.",
+            "How many devices are in each state. A dip of the total means silent nodes.",
             *(Ask(f'sum(canaryd_device_state{{{DEVICES}, state="{state}"}})', state) for state in STATES),
             stacked=True,
             least=0,
@@ -383,7 +383,7 @@ def _course(made: Page) -> None:
     made.add(
         lines(
             "Mismatches by probe",
-            "Comparisons that found a wrong bit, in the whole fleet. Every one is worth a look.",
+            "Comparisons that found a wrong bit, in the whole fleet. Look at every one.",
             Ask(
                 f"sum by (probe) (increase(canaryd_probe_mismatches_total{{{DEVICES}}}[$__rate_interval])) > 0",
                 "{{probe}}",
@@ -398,9 +398,7 @@ def _course(made: Page) -> None:
     made.add(
         lines(
             "Runs that did not complete",
-            "Runs by what became of their worker, where that was not completion. They say nothing about numbers, "
-            "except "
-            "that none were seen.",
+            "Runs that did not complete, by outcome. They say nothing about results, except that none were seen.",
             Ask(
                 "sum by (outcome) (increase("
                 f'canaryd_probe_runs_total{{{DEVICES}, outcome!="completed"}}[$__rate_interval])) > 0',

@@ -37,7 +37,7 @@ def page() -> Page:
     made = Page(
         uid=ITSELF,
         title="canaryd / Itself",
-        about="canaryd's own health on every node: is it read, does it store, do its workers end, what does it cost.",
+        about="canaryd's own health on every node: is it scraped, does it store, do workers end, what does it cost.",
         since="now-6h",
         refresh="1m",
         variables=[job(), instance(many=True)],
@@ -54,19 +54,19 @@ def _health(made: Page) -> None:
         ("Silent", "Nodes whose canaryd did not answer the last scrape.", "sum(up{%s} == bool 0)", RED),
         (
             "Cannot store",
-            "Nodes where runs cannot be stored: a full disk, or no right to write. Nothing is lost yet.",
+            "Nodes that cannot store runs: a full disk, or no permission. Nothing is lost yet.",
             "sum(canaryd_store_problem{%s})",
             RED,
         ),
         (
             "Configuration refused",
-            "Nodes that read a configuration with mistakes; the one before stays in force. Their log says which.",
+            "Nodes that rejected a new configuration; the previous one stays in force. Their log names the mistakes.",
             "sum(canaryd_config_last_reload_successful{%s} == bool 0)",
             ORANGE,
         ),
         (
             "Kernel log not readable",
-            "Nodes where the kernel log is not read, so that no Xid and no machine check is seen.",
+            "Nodes that cannot read the kernel log, so that they miss Xids and machine checks.",
             "sum(canaryd_kernel_log_readable{%s} == bool 0)",
             ORANGE,
         ),
@@ -78,7 +78,7 @@ def _health(made: Page) -> None:
         ),
         (
             "Released",
-            "Nodes where canaryd release keeps it away from every device, so that nothing is tested.",
+            "Nodes where canaryd release is in force, so that nothing is tested.",
             "sum(canaryd_released{%s})",
             YELLOW,
         ),
@@ -169,7 +169,7 @@ def _work(made: Page) -> None:
     made.add(
         lines(
             "Runs and polls by outcome",
-            "Workers that ended, per second, by what became of them.",
+            "Workers that ended, per second, by outcome.",
             Ask(f"sum by (outcome) (rate(canaryd_probe_runs_total{{{NODES}}}[$__rate_interval])) > 0", "{{outcome}}"),
             unit="ops",
             stacked=True,
@@ -191,7 +191,7 @@ def _work(made: Page) -> None:
     made.add(
         lines(
             "Age of evidence",
-            "How long ago each probe last found every bit right on its most neglected device, in its own periods; "
+            "How long ago each probe last passed on the device where it is oldest, in its own periods; "
             "suspect "
             "and faulty devices are left out. From three on a device is unknown.",
             Ask(f"max by (probe) ({neglect(NODES)})", "{{probe}}"),
@@ -205,7 +205,7 @@ def _work(made: Page) -> None:
     made.add(
         lines(
             "Readings that devices do not give",
-            "By telemetry probe. A step upwards is a driver that has lost something.",
+            "By telemetry probe. A step upwards means that a driver no longer gives something.",
             Ask(f"sum by (probe) (canaryd_readings_absent{{{NODES}}})", "{{probe}}"),
             least=0,
             decimals=0,
@@ -215,7 +215,7 @@ def _work(made: Page) -> None:
     made.add(
         lines(
             "Workers given up, log records lost",
-            "Workers that survived SIGKILL, and records of the kernel log that went by unread. Both should stay at 0.",
+            "Workers that survived SIGKILL, and kernel log records that were missed. Both should stay at 0.",
             Ask(f"sum(increase(canaryd_workers_abandoned_total{{{NODES}}}[$__rate_interval]))", "workers given up"),
             Ask(f"sum(increase(canaryd_kernel_log_lost_records_total{{{NODES}}}[$__rate_interval]))", "records lost"),
             least=0,
@@ -227,7 +227,7 @@ def _work(made: Page) -> None:
     made.add(
         lines(
             "Starts and reloads",
-            "How often canaryd started, and took over a configuration, by node.",
+            "How often canaryd started and loaded a configuration, by node.",
             Ask(f"changes(process_start_time_seconds{{{NODES}}}[$__rate_interval]) > 0", "{{instance}} started"),
             Ask(
                 f"changes(canaryd_config_last_reload_success_timestamp_seconds{{{NODES}}}[$__rate_interval]) > 0",
@@ -253,7 +253,7 @@ def _cost(made: Page) -> None:
         ),
         (
             "Processor",
-            "Processor time of the daemon, in cores; its workers are not in it.",
+            "Processor time of the daemon, in cores, without its workers.",
             "topk(20, rate(process_cpu_seconds_total{%s}[$__rate_interval]))",
             "none",
         ),
@@ -291,7 +291,7 @@ def _cost(made: Page) -> None:
     made.add(
         lines(
             "Put off",
-            "What was due and had to wait, by reason; docs/budget.md says for what each kind of test waits.",
+            "Tests that were due and had to wait, by reason; docs/budget.md explains the reasons.",
             Ask(f"sum by (reason) (increase(canaryd_budget_skipped_total{{{NODES}}}[$__rate_interval]))", "{{reason}}"),
             least=0,
         ),
@@ -300,7 +300,7 @@ def _cost(made: Page) -> None:
     made.add(
         grid(
             "Versions",
-            "Which canaryd runs on how many nodes.",
+            "Versions of canaryd, and how many nodes run each.",
             Ask(f"count by (version) (canaryd_build_info{{{NODES}}})"),
             columns=[Column(of="version"), Column(of="Value", title="nodes", unit="none")],
             sort="nodes",

@@ -51,7 +51,7 @@ def page() -> Page:
     made = Page(
         uid=NODE,
         title="canaryd / Node",
-        about="One machine: its devices side by side, what they computed, how warm, how fast and how worn they are.",
+        about="One machine: its devices side by side: results, temperature, speed and wear.",
         since="now-6h",
         refresh="1m",
         variables=[job(), instance(many=False), device(many=True)],
@@ -74,7 +74,7 @@ def _first_look() -> list[Panel]:
     return [
         number(
             "Worst state",
-            "The state of the device that is worst off.",
+            "The state of the worst device.",
             Ask(f"max({ranked(DEVICES)})", "worst"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),
@@ -108,7 +108,7 @@ def _first_look() -> list[Panel]:
         ),
         number(
             "Held back",
-            "Devices whose clocks are held down now, by heat, power or a fault.",
+            "Devices that are throttled now, by heat, power or a fault.",
             Ask(
                 f"count(max by ({BY}) (canaryd_throttle_active{{{DEVICES}, {HELD}}}) == 1) "
                 f"or 0 * count(canaryd_throttle_active{{{DEVICES}, {HELD}}})",
@@ -119,8 +119,8 @@ def _first_look() -> list[Panel]:
         ),
         number(
             "Oldest evidence, in periods",
-            "How long ago the most neglected probe last found every bit right, in its own periods; suspect and faulty "
-            "devices are left out, for theirs are wrong. From three periods on, a device counts as unknown.",
+            "How long ago the latest probe last passed, in its own periods; suspect and faulty "
+            "devices are left out. From three periods on, a device counts as unknown.",
             Ask(f"max({neglect(DEVICES)})", "periods"),
             decimals=1,
             thresholds=steps(GREEN, (2, YELLOW), (3, ORANGE)),
@@ -135,7 +135,7 @@ def _devices(made: Page) -> None:
     made.add(
         grid(
             "Side by side",
-            "Every device with its verdict and what speaks for or against it. Mismatches, Xids and corrected errors "
+            "Every device with its verdict and its evidence. Mismatches, Xids and corrected errors "
             "are "
             "those of the time range. Click a name for the device's page.",
             Ask(
@@ -203,7 +203,7 @@ def _numbers(made: Page) -> None:
     made.add(
         lines(
             "Mismatches",
-            "Comparisons that found a wrong bit, by device and probe. Every one is worth a look.",
+            "Comparisons that found a wrong bit, by device and probe. Look at every one.",
             Ask(
                 named(f"increase(canaryd_probe_mismatches_total{{{DEVICES}}}[$__rate_interval]) > 0", DEVICES),
                 "{{name}} {{probe}}",
@@ -220,7 +220,7 @@ def _numbers(made: Page) -> None:
             "Drift over tolerance",
             "Largest distance of a recording from the nearest known one, over its tolerance: 0 while the bits are "
             "known; "
-            "above 1 it is beyond what healthy devices do. A bit-stable case that gives other bits has no finite ratio "
+            "healthy devices stay below 1. A bit-stable case that gives other bits has no finite ratio "
             "and shows as a gap here, and as unknown bits to the right.",
             Ask(named(f"canaryd_drift_ratio{{{DEVICES}}}", DEVICES), "{{name}} {{probe}} {{reading}}"),
             least=0,
@@ -284,7 +284,7 @@ def _canaries(made: Page) -> None:
     made.add(
         lines(
             "Kernel time",
-            "Time of one call, by kind of kernel. Equal devices should be alike; one that is slower is held back, or "
+            "Time of one call, by kind of kernel. Identical devices should be alike; a slower one is throttled, or "
             "serves more than the others.",
             Ask(named(f"canaryd_kernel_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{kind}}"),
             unit="s",
@@ -296,7 +296,7 @@ def _canaries(made: Page) -> None:
     made.add(
         lines(
             "Endpoint: time to first token",
-            "From a canary's request to its first token. An endpoint is a server that answers on behalf of devices.",
+            "From a canary's request to its first token. An endpoint is a model server.",
             Ask(named(f"canaryd_endpoint_first_token_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{api}}"),
             unit="s",
             least=0,
@@ -344,7 +344,7 @@ def _heat(made: Page) -> None:
     made.add(
         lines(
             "Thermal margin",
-            "Degrees left until the device slows itself down; below 0 it does.",
+            "Degrees left until the device throttles; below 0 it does.",
             Ask(named(f"canaryd_temperature_margin_celsius{{{DEVICES}}}", DEVICES), "{{name}}"),
             unit="celsius",
             limits=((0, GREY),),
@@ -355,7 +355,7 @@ def _heat(made: Page) -> None:
     made.add(
         timeline(
             "Held back by",
-            "Reasons that hold a device's clocks down, while they do. Idling is none.",
+            "Reasons why a device is throttled, while it is. Idling does not count.",
             Ask(
                 named(
                     f"canaryd_throttle_active{{{DEVICES}, {HELD}}} and on ({BY}, reason) "
@@ -384,7 +384,7 @@ def _heat(made: Page) -> None:
     made.add(
         lines(
             "Clock of the compute units",
-            "Clock over the highest that the device can do; memory and video are left out.",
+            "Clock divided by the highest that the device supports; memory and video are left out.",
             Ask(
                 named(
                     f'max by ({BY}) (canaryd_clock_hertz{{{DEVICES}, domain!~"memory|video"}} / on ({BY}, domain) '
@@ -402,7 +402,7 @@ def _heat(made: Page) -> None:
     made.add(
         lines(
             "Utilization",
-            "Share of time in use, by engine. A device that is slower than its siblings may only be busier.",
+            "Share of time in use, by engine. A device that is slower than its siblings may just be busier.",
             Ask(named(f'canaryd_utilization_ratio{{{DEVICES}, engine!="memory"}}', DEVICES), "{{name}} {{engine}}"),
             unit="percentunit",
             least=0,
@@ -419,7 +419,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "Corrected memory errors",
-            "Bits that error correction put right. Many in a day mean wear; the numbers stay right.",
+            "Bits that error correction repaired. Many in a day mean wear; results stay correct.",
             Ask(
                 named(
                     f"sum by ({BY}) (increase("
@@ -436,7 +436,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "Uncorrected memory errors",
-            "Errors that correction could only report, since the driver was loaded.",
+            "Errors that could not be corrected, since the driver was loaded.",
             Ask(
                 named(f'sum by ({BY}) (canaryd_ecc_errors_total{{{DEVICES}, kind="uncorrected"}})', DEVICES),
                 "{{name}}",
@@ -450,7 +450,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "Replaced memory rows",
-            "Rows of memory that spare ones stand in for. What called for it stands on the device's page.",
+            "Memory rows that were replaced by spare ones. The reason is on the device's page.",
             Ask(named(f"sum by ({BY}) (canaryd_row_remap_rows{{{DEVICES}}})", DEVICES), "{{name}}"),
             least=0,
             decimals=0,
@@ -461,7 +461,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "Xids by code",
-            "Xid messages of the driver. docs/kernel-log.md says what each code means. A code outside the usual list "
+            "Xid messages of the driver. docs/readings.md says what each code means. A code outside the usual list "
             "appears with its first message, which cannot be counted as an increase.",
             Ask(
                 named(f"increase(canaryd_xid_errors_total{{{DEVICES}}}[$__rate_interval]) > 0", DEVICES),
@@ -477,7 +477,7 @@ def _memory(made: Page) -> None:
     made.add(
         lines(
             "PCI Express: packets sent again",
-            "Replays: a link that repeats itself has a bad contact or a bad slot.",
+            "Replays: a link that repeats packets has a bad contact or a bad slot.",
             Ask(named(f"increase(canaryd_pcie_replays_total{{{DEVICES}}}[$__rate_interval])", DEVICES), "{{name}}"),
             least=0,
             links=_links(),
@@ -528,7 +528,7 @@ def _host(made: Page) -> None:
     made.add(
         lines(
             "Available memory",
-            "Memory that can be had without swapping.",
+            "Memory that is available without swapping.",
             Ask(f"canaryd_memory_available_bytes{{{NODES}}}", "available"),
             unit="bytes",
             least=0,

@@ -1,4 +1,4 @@
-"""What AMD accelerators say about themselves: memory errors, heat, power, clocks, link. docs/other-vendors.md has more.
+"""What AMD accelerators say about themselves: memory errors, heat, power, clocks, link. docs/readings.md has more.
 
 Reads: the kernel's files of each card, and ROCm's own library where it is installed.
 

@@ -2,7 +2,7 @@
 
 Reads: what npu-smi prints, and the kernel's files of the link.
 
-Cannot see: links between NPUs, and all that this version of npu-smi does not print. docs/other-vendors.md has more.
+Cannot see: links between NPUs, and all that this version of npu-smi does not print. docs/readings.md has more.
 
 Settings: npu_smi (default "npu-smi"), the command's name or path; sysfs (default "/sys"), where the link is read.
 """

@@ -4,7 +4,7 @@ Stresses: a whole inference in every floating-point format: embedding, norms, ro
 products at prefill and decode shapes, one row and four; eager, compiled, and replayed from a CUDA graph.
 
 Cannot see: kernels that serving uses and plain torch does not, faults that move no logit beyond its tolerance (in
-16-bit formats that is a wide one), and what needs large matrices or full load to show. See docs/canary.md.
+16-bit formats that is a wide one), and what needs large matrices or full load to show. See docs/canaries.md.
 """
 
 from __future__ import annotations

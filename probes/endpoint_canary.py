@@ -5,7 +5,7 @@ parallel group, template and tokenizer included.
 
 Cannot see: faults that move no log probability that the server gives (none at all, where it gives text alone), what
 only other prompts, lengths or batches meet, and which of several devices behind the endpoint it was. See
-docs/endpoint.md.
+docs/canaries.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
 Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore, rasdaemon's database.
-docs/host.md says which file gives what, and what it means when one does not.
+docs/readings.md says which file gives what, and what it means when one does not.
 
 Cannot see: memory errors where no EDAC driver is loaded, which is most virtual machines.
 

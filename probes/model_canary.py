@@ -4,7 +4,7 @@ Stresses: a whole inference of the model that is served: its own weights and sha
 the kernels that torch chooses for them.
 
 Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does), a fault that was
-there when the baseline was learnt, and a weight that no prompt reaches. See docs/model-canary.md.
+there when the baseline was learnt, and a weight that no prompt reaches. See docs/canaries.md.
 """
 
 from __future__ import annotations

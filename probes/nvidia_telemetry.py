@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs and their MIG instances say about themselves, through NVML. docs/nvidia.md has every call.
+"""What NVIDIA GPUs and their MIG instances say about themselves, through NVML. docs/readings.md has every call.
 
 Reads: NVML through NVIDIA's own binding, and the kernel's counts of PCI Express errors.
 

@@ -5,7 +5,7 @@ functions, quantised and FP8 products, each in the kernel that torch chooses her
 exact goldens leave out.
 
 Cannot see: what was wrong from the first recording on and stays within the bound (a sibling's record can); faults that
-need full load, many threads or sizes that were not met. See docs/recorded.md.
+need full load, many threads or sizes that were not met. See docs/goldens.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Real model servers that others wrote, on checkpoints of tests/checkpoints.py: started, killed, paused and slowed.
 
-docs/testing-servers.md tells how to get them. A server that is not there skips the test and says so.
+docs/testing.md tells how to get them. A server that is not there skips the test and says so.
 """
 
 from __future__ import annotations

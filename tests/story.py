@@ -1,7 +1,7 @@
 """A simulator of fleets: plays stories, written as YAML files, through the real engine, schedule, store and judge.
 
 Only hardware, the worker process and time are replaced: `Simulated` is a `Series` whose devices compute, fail and
-report as the story says. Everything that remembers or decides is canaryd's own. docs/stories.md has the format.
+report as the story says. Everything that remembers or decides is canaryd's own. docs/testing.md has the format.
 """
 
 from __future__ import annotations
@@ -1007,7 +1007,7 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "drill": _drill,
     "latency": _latency,
 }
-"""What may happen; docs/stories.md has them as a table."""
+"""What may happen; docs/testing.md has them as a table."""
 
 
 # --- Playing, and holding against what is expected --------------------------------------------------------------------

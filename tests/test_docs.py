@@ -7,6 +7,7 @@ import ast
 import re
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from canaryd.supervisor import environment
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker import limits
+from tests.command import canaryd, configure
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -55,12 +57,55 @@ def options_of(command: argparse.ArgumentParser) -> set[str]:
 # --- Links and names -------------------------------------------------------------------------------------------------
 
 
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the documentation site make them."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_relative_links_lead_to_something(path):
-    """Every link without a scheme names a file or a directory of the repository."""
+    """Every link without a scheme names a file or a directory of the repository, and a heading in it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if not re.match(r"[a-z]+:|#", target):
-            assert (path.parent / target.partition("#")[0]).exists(), f"{name(path)}: {target}"
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        page = path.parent / file if file else path
+        assert page.exists(), f"{name(path)}: {target}"
+        assert not anchor or anchor in anchors(page), f"{name(path)}: {target}"
+
+
+def mentions() -> Iterator[tuple[str, str]]:
+    """Yield (where, page, or page#anchor) for every page that code, a unit, an alert, a dashboard or a script names."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    for each in filter(None, listed.split("\0")):
+        path = ROOT / each
+        if path.is_file() and not path.is_symlink() and path.suffix not in {".md", ".png", ".whl", ".safetensors"}:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for found in re.findall(
+                r"(?:(?<![\w/])|canaryd/blob/main/)(docs/[\w-]+\.md(?:#[\w-]+)?)(?! of prom)", text
+            ):
+                yield each, found
+
+
+def test_every_page_that_something_names_is_there():
+    """Help texts, comments, runbook_url of an alert, dashboards: none leads to a page or a heading that is gone."""
+    named = sorted(set(mentions()))
+    if not named:
+        pytest.skip("git does not list the files of this tree: no mention of a page was checked")
+    for where, target in named:
+        file, _, anchor = target.partition("#")
+        assert (ROOT / file).is_file(), f"{where}: {target}"
+        assert not anchor or anchor in anchors(ROOT / file), f"{where}: {target}"
+
+
+def test_the_index_has_every_page_once():
+    """docs/README.md lists each page with one line in one of its three parts."""
+    text = (DOCS / "README.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Operate", "Understand", "Extend"]
+    listed = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\): .+\.$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in DOCS.rglob("*.md") if path.name != "README.md")
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *sorted((ROOT / "deploy").rglob("*.*"))], ids=name)
@@ -107,7 +152,7 @@ def test_the_default_address_is_the_one_that_is_written_down():
     """README and decision name the address that the configuration has."""
     host, port = settings.Config().listen
     assert f"{host}:{port}" in (ROOT / "README.md").read_text()
-    assert (DOCS / "decisions" / f"0008-default-port-{port}.md").is_file()
+    assert f"## 8. The default port is {port}" in (DOCS / "decisions.md").read_text()
 
 
 def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -192,14 +237,13 @@ def test_every_variable_of_a_workers_environment_is_described():
 
 
 def test_decisions_are_numbered_dated_and_complete():
-    """One file each: context, decision, consequences."""
-    paths = sorted((DOCS / "decisions").glob("*.md"))
-    for number, path in enumerate(paths, 1):
-        text = path.read_text()
-        assert path.name.startswith(f"{number:04d}-")
-        assert text.startswith(f"# {number}. ")
-        assert re.search(r"^20\d\d-\d\d-\d\d · ", text, re.MULTILINE), path.name
-        assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Context", "Decision", "Consequences"], path.name
+    """One section each, with its date, whether it is in force, what was decided, and the consequences."""
+    _, *sections = re.split(r"^## ", (DOCS / "decisions.md").read_text(), flags=re.MULTILINE)
+    for number, text in enumerate(sections, 1):
+        assert text.startswith(f"{number}. ")
+        assert re.search(r"^20\d\d-\d\d-\d\d · in force|^20\d\d-\d\d-\d\d · superseded", text, re.MULTILINE), number
+        assert "**Decision.**" in text or "\n- **" in text, number
+        assert "**Consequences.**" in text, number
 
 
 # --- Probes ----------------------------------------------------------------------------------------------------------
@@ -270,3 +314,107 @@ def test_the_example_finds_its_injected_fault(entry):
     assert wrong.evidence is not None
     assert (wrong.wrong_trials, wrong.evidence.wrong, wrong.evidence.bits) == (1, 1, {"0": 1})
     assert state_after(run) is State.SUSPECT
+
+
+# --- Commands of the first steps -------------------------------------------------------------------------------------
+
+RUN_ELSEWHERE = {
+    "scripts/check": (".ci/run", "it fetches packages; the tests run what it runs, `canaryd check`, in many ways"),
+    "scripts/test": (".ci/run", "it runs these tests"),
+    "apt-get update": ("tests/boot/make_root", "needs root and the network"),
+    "apt-get install -y git python3-venv prometheus prometheus-alertmanager": ("tests/boot/make_root", "the same"),
+    "git clone https://github.com/canaryd/canaryd": ("tests/boot/machine.py", "the tests copy this clone instead"),
+    "cd canaryd": ("tests/boot/machine.py", "the same"),
+    'CANARYD_TORCH="torch==2.13.0" scripts/install': (
+        "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
+        "needs the network; the test has a small package in torch's place",
+    ),
+    "systemctl restart prometheus prometheus-alertmanager": (
+        "tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends",
+        "needs systemd; the test starts both on the shipped files",
+    ),
+    "canaryd drill": ("tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends", "needs the chain before it"),
+    "sleep 60": ("tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends", "the test waits in its place"),
+    "amtool --alertmanager.url=http://127.0.0.1:9093 alert": (
+        "tests/test_alarm.py::test_the_alarm_arrives_once_stands_and_ends",
+        "the test asks the same Alertmanager's API on a port of its own",
+    ),
+    "python3 -m venv fetch": ("tests/test_install.py::wheels", "the fixture uses the environment of the tests"),
+    "fetch/bin/pip wheel -w wheels . hatchling": ("tests/test_install.py::wheels", "needs an index of packages"),
+    "fetch/bin/pip wheel -w wheels torch==2.13.0": ("tests/test_install.py::wheels", "some GB"),
+    "CANARYD_TORCH=torch scripts/install --find-links wheels": (
+        "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
+        "needs a root to install into",
+    ),
+    "podman build -f deploy/container/Containerfile -t canaryd .": (
+        "tests/deploy/test_container.py",
+        "needs a container engine; the test runs the steps one by one",
+    ),
+    'podman build -f deploy/container/Containerfile -t canaryd:torch --build-arg TORCH="torch==2.13.0" .': (
+        "tests/deploy/test_container.py",
+        "the same",
+    ),
+    "podman run --rm --network host -v canaryd:/var/lib/canaryd canaryd": (
+        "tests/deploy/test_container.py",
+        "the same",
+    ),
+    "scripts/deb": (
+        "tests/test_install.py::test_equal_sources_give_an_equal_package_without_a_lintian_warning",
+        "needs dpkg-deb and the network",
+    ),
+    "scripts/deb --update": (
+        "tests/test_install.py::test_the_package_carries_what_canaryd_depends_on",
+        "it changes the clone; the test checks what it wrote",
+    ),
+    "tests/boot/make_root --torch": (".ci/full", "minutes, as root"),
+    'scripts/test tests/test_boot.py -m "slow or not slow"': (".ci/full", "minutes, as root"),
+}
+"""Command of the README or the install page → what runs it, or its equal, and why it is not run as it stands."""
+COPIES = {
+    "cp deploy/prometheus/* /etc/prometheus/",
+    "cp deploy/alertmanager/alertmanager.yml /etc/prometheus/alertmanager.yml",
+}
+DRILLED = "canaryd drill --fault flip"
+
+
+def typed(path: Path) -> set[str]:
+    """Return the commands in the shell blocks of a page, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for block in blocks for line in block.splitlines())
+    return {line for line in lines if line}
+
+
+def test_every_command_of_the_first_steps_is_run():
+    """Each is run below, or stands in the list with the test that runs it and a reason."""
+    assert typed(ROOT / "README.md") | typed(DOCS / "install.md") == {*RUN_ELSEWHERE, *COPIES, DRILLED}
+    for command, (where, reason) in RUN_ELSEWHERE.items():
+        file, _, test = where.partition("::")
+        assert (ROOT / file).is_file(), command
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), command
+        assert reason
+
+
+def test_the_commands_that_copy_monitoring_give_a_configuration_that_prometheus_takes(tmp_path):
+    """As the README has them, with a directory in the place of /etc."""
+    promtool, amtool = shutil.which("promtool"), shutil.which("amtool")
+    if promtool is None or amtool is None:
+        pytest.skip("promtool or amtool is not installed here: what the README copies was not checked")
+    (tmp_path / "prometheus").mkdir()
+    for command in sorted(COPIES, reverse=True):
+        subprocess.run(["sh", "-c", command.replace("/etc", str(tmp_path))], cwd=ROOT, check=True, timeout=60)
+    for argv in (
+        [promtool, "check", "config", tmp_path / "prometheus/prometheus.yml"],
+        [amtool, "check-config", tmp_path / "prometheus/alertmanager.yml"],
+    ):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_drill_of_the_readme_finds_its_fault(tmp_path):
+    """As the README has it, on one light probe that needs no torch."""
+    _, *words = shlex.split(DRILLED)
+    settings = {"log": str(tmp_path / "log"), "seconds": 0.1, "wrong": 0}
+    config = configure(tmp_path, "records", each={"records": {"settings": settings}})
+    done = canaryd(*words, "--probe", "records", "--config", config, "--state-dir", tmp_path / "state")
+    assert done.code == 2, done.err
+    assert "FAULTY" in done.out

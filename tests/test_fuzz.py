@@ -1,6 +1,6 @@
 """Every fuzz target, for a moment: its seeds, every input that once was a finding, and a few hundred spoilt ones.
 
-The same inputs each time. `scripts/fuzz` looks further, guided by coverage (docs/fuzzing.md).
+The same inputs each time. `scripts/fuzz` looks further, guided by coverage (docs/testing.md).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def test_a_target_holds(name):
 
 
 def test_every_target_says_what_must_hold():
-    """In its module's docstring, and in the table of docs/fuzzing.md."""
-    table = (ROOT / "docs/fuzzing.md").read_text()
+    """In its module's docstring, and in the table of docs/testing.md."""
+    table = (ROOT / "docs/testing.md").read_text()
     for name in TARGETS:
         text = (HERE / "targets" / f"{name}.py").read_text()
         assert re.match(r'"""[^"]{150,}"""', text), name

@@ -1,4 +1,4 @@
-"""Remote write as docs/remote.md says it: a real agent scrapes, a real Prometheus receives and evaluates."""
+"""Remote write as docs/metrics.md says it: a real agent scrapes, a real Prometheus receives and evaluates."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from tests.command import eventually
 from tests.full_node import node
 from tests.prometheus import prometheus
 
-DOCS = Path(__file__).parent.parent / "docs" / "remote.md"
+DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 
 def example():

@@ -68,7 +68,7 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="on CPUs, test only this instruction set",
     )
     command.add_argument(
-        "--intensity", choices=INTENSITIES, default="", help="load the device as a retest does (docs/retest.md)"
+        "--intensity", choices=INTENSITIES, default="", help="load the device as a retest does (docs/judgement.md)"
     )
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)

@@ -1,6 +1,6 @@
 """The comparison of two captures for people: a table for a terminal, and a page with a plot.
 
-Both take the result of `canaryd.worker.canary.compare` as the worker sent it (docs/capture.md).
+Both take the result of `canaryd.worker.canary.compare` as the worker sent it (docs/compare.md).
 """
 
 from __future__ import annotations

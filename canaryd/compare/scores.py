@@ -1,7 +1,7 @@
 """Test whether the benchmark scores in two result files differ by more than chance.
 
 `compare` tests task by task, on the same questions where both files have their answers, and gives the smallest
-difference that so many questions can show. `score_files.load` reads the files. docs/scores.md describes the methods
+difference that so many questions can show. `score_files.load` reads the files. docs/compare.md describes the methods
 and their limits.
 """
 

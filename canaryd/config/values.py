@@ -25,12 +25,12 @@ MAX_BYTES = 1 << 50
 MAX_REQUEST = 86400.0
 """Longest time limit of one request to an endpoint, in seconds (ours)."""
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What an Xid calls for, from nothing to a return of the part; see docs/kernel-log.md."""
+"""What an Xid calls for, from nothing to a return of the part; see docs/readings.md."""
 DIALECTS = (
     *("vllm", "sglang", "trtllm", "mindie", "llama-server", "llama-cpp-python", "mlx-lm", "ollama", "tgi"),
     *("transformers", "generic"),
 )
-"""Server software that the endpoint canary supports; see docs/endpoint.md."""
+"""Server software that the endpoint canary supports; see docs/canaries.md."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 

@@ -40,7 +40,7 @@ VENDOR_STEPS: Mapping[str, tuple[str, ...]] = {
         "Meanwhile take the failing core offline, if “Where” names one.",
     ),
 }
-"""Backend → what to do with a faulty part, after what the vendors publish (docs/rma.md)."""
+"""Backend → what to do with a faulty part, after what the vendors publish (docs/dossier.md)."""
 OTHER_VENDOR = ("Open a case with the vendor. Give the serial number and attach this archive.",)
 SHORTEST_WAY = "Point to the commands under “How to reproduce it”: they are the shortest way to see the fault."
 NO_RMA: Mapping[Cause, str] = {

@@ -45,7 +45,7 @@ class FollowUps:
         return plans
 
     def retests(self, uuid: str) -> list[Plan]:
-        """Return the next retest of a suspect, at a higher intensity (docs/retest.md); [] where none is due.
+        """Return the next retest of a suspect, at a higher intensity (docs/judgement.md); [] where none is due.
 
         Recorded results have no right answer, so a sibling gets the same retest to compare with.
         """

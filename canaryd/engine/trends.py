@@ -14,7 +14,7 @@ DAY, HOUR = 86_400.0, 3600.0
 BACK = 14
 """Days for which runs and polls are kept, and so can be summed up."""
 SEEN = 90 * DAY
-"""Seconds for which summaries are read: more than the rules of docs/trend.md need."""
+"""Seconds for which summaries are read: more than the rules of docs/judgement.md need."""
 
 
 class Trends:
@@ -60,7 +60,7 @@ class Trends:
             self._found.clear()
 
     def findings(self, device: Device) -> tuple[Finding, ...]:
-        """Return the findings of a device's days beside its own earlier days and its siblings' (docs/trend.md).
+        """Return the findings of a device's days beside its own earlier days and its siblings' (docs/judgement.md).
 
         Judged once a day, and again after an acknowledgement: the days before a repair do not count.
         """

@@ -1,4 +1,4 @@
-"""What follows from an operator's acknowledgement, repair or replacement (docs/ack.md).
+"""What follows from an operator's acknowledgement, repair or replacement (docs/status.md).
 
 Nothing that was recorded is deleted. What a device did before its repair is history and no longer evidence; what was
 acknowledged is known, which does not make it healthy.

@@ -53,7 +53,7 @@ def recordings(case: Case) -> Iterator[Finding]:
 
 
 def drift(case: Case) -> Iterator[Finding]:
-    """How the device's days compare with earlier days and with its siblings' (docs/trend.md)."""
+    """How the device's days compare with earlier days and with its siblings' (docs/judgement.md)."""
     yield from case.trends
 
 

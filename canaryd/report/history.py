@@ -343,7 +343,7 @@ def counter(one: Trend) -> bool:
 
 
 def as_json(history: History) -> dict[str, Any]:
-    """Return the object that `canaryd history --json` prints (docs/history.md, docs/history.schema.json)."""
+    """Return the object that `canaryd history --json` prints (docs/json.md, docs/history.schema.json)."""
     return {
         "schema": SCHEMA,
         "now": history.now,

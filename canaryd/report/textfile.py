@@ -1,4 +1,4 @@
-"""The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/remote.md).
+"""The result of one `canaryd check` as a file for node_exporter's textfile collector (docs/metrics.md).
 
 Its metrics have their own names, canaryd_check_*: with those of the daemon, every alert would count a node that runs
 both twice.
@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
         "Wrong results per compared result that the check does not rule out; absent after a mismatch.",
     ),
 }
-"""Every metric that `render` may write, in this order; docs/remote.md lists them too, and a test compares the two."""
+"""Every metric that `render` may write, in this order; docs/metrics.md lists them too, and a test compares the two."""
 
 
 def render(result: Result, exit_code: int) -> bytes:

@@ -249,7 +249,7 @@ def make() -> None:
 
 
 def report(golden: dict[str, Any], margin: float, stacks: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Print the numbers that docs/canary.md quotes."""
+    """Print the numbers that docs/canaries.md quotes."""
     print(f"smallest margin in float64: {margin:.3f}")
     for dtype in DTYPES:
         by_stack = ", ".join(f"{name} {found[dtype]['error']:.3g}" for name, found in stacks.items())

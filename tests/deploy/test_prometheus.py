@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from canaryd.cli.arguments import parser
 from canaryd.metrics.families import FAMILIES
 from canaryd.report import textfile
 from tests.command import ROOT
@@ -113,6 +114,18 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do(file, name):
     assert alert["annotations"]["description"].strip()
     assert alert["annotations"]["runbook_url"] == RUNBOOK + name.lower()
     assert name.lower() in headings()
+
+
+@pytest.mark.parametrize(("file", "name"), ALERTS)
+def test_an_alert_gives_its_command_on_a_line_of_its_own(file, name):
+    """What is to be typed can be copied: it is the last line, and a command that exists with its options."""
+    text = ALERTS[file, name]["annotations"]["description"]
+    *prose, last = text.splitlines()
+    assert not any(re.match(r"(canaryd|systemctl|journalctl) ", line) for line in prose)
+    assert prose[-1].endswith(":") == (not last.endswith(".")), text
+    if last.startswith("canaryd "):
+        words = re.sub(r"\{\{.*?\}\}", "cuda:0", last).split()[1:]
+        parser().parse_args(words)
 
 
 def test_the_runbook_has_no_section_for_an_alert_that_is_not_there():

@@ -1,6 +1,6 @@
 """Endpoint canaries on real servers that others wrote: what changed is told apart, and clean runs raise no alarm.
 
-`scripts/servers` installs the servers; those that are not there are skipped aloud (docs/testing-servers.md).
+`scripts/servers` installs the servers; those that are not there are skipped aloud (docs/testing.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs fuzz targets: `python -m tests.fuzz --help`. Guided by coverage with atheris; docs/fuzzing.md says how."""
+"""Runs fuzz targets: `python -m tests.fuzz --help`. Guided by coverage with atheris; docs/testing.md says how."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def report(out: Path, seconds: int) -> None:
         f"`scripts/fuzz --seconds {seconds}` at {commit.stdout.decode().strip() or 'an unknown commit'},"
         f" {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}; Python {platform.python_version()}, atheris {version},"
         f" {os.cpu_count()} cores ({platform.machine()}), lowest priority. Edges and features are libFuzzer's, of"
-        " canaryd's own code. [What is fuzzed, and what must hold](../../docs/fuzzing.md)."
+        " canaryd's own code. [What is fuzzed, and what must hold](../../docs/testing.md)."
     )
     lines = [
         "# Fuzzing",

@@ -34,11 +34,12 @@ from canaryd.report import history, history_text, terminal
 from canaryd.report.history import as_json, gather, plots
 from canaryd.report.history_text import as_text, sparkline
 from canaryd.store.store import Store
+from tests import documented
 from tests.command import ROOT
 
 SCHEMA = json.loads((ROOT / "docs/history.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
-DOCUMENTED = (ROOT / "docs/history.md").read_text()
+DOCUMENTED = documented.section("`canaryd history --json`") + documented.section("Shared objects")
 NOW = 20_500.5 * DAY
 GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
 OTHER = Device(uuid="GPU-2", backend="cuda", index=4, model="NVIDIA H200")
@@ -239,7 +240,7 @@ def test_colour_only_where_asked_and_never_from_a_part(store):
 
 
 def test_the_json_is_as_its_schema_and_its_page_say(store):
-    """Valid, and every field of the schema stands in docs/history.md."""
+    """Valid, and every field of the schema stands in docs/json.md."""
     eventful(store)
     document = json.loads(json.dumps(as_json(look(store, None))))
     VALIDATOR.validate(document)

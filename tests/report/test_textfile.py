@@ -17,7 +17,7 @@ from canaryd.metrics.families import FAMILIES
 from canaryd.model import Cause, Comparison, Device, Exactness, Finding, Outcome, Run, State, Verdict
 from canaryd.report import textfile
 
-DOCS = Path(__file__).parents[2] / "docs" / "remote.md"
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 NOW = 1_790_000_000.0
 
 
@@ -159,12 +159,12 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
 
 
 def test_documentation():
-    """docs/remote.md lists each metric with its type, labels, unit and meaning, and no other."""
+    """docs/metrics.md lists each metric with its type, labels, unit and meaning, and no other."""
     assert re.findall(r"^\| `canaryd_check_.*$", DOCS.read_text(), re.MULTILINE) == list(table())
 
 
 def table():
-    """Return the rows of docs/remote.md."""
+    """Return the rows of docs/metrics.md."""
     for name, (kind, labels, text) in textfile.FAMILIES.items():
         shown = " ".join(f"`{label}`" for label in labels) or "\N{EN DASH}"
         yield f"| `{name}` | {kind} | {shown} | {unit_of(name) or 1} | {text} |"

@@ -1,7 +1,7 @@
 """Triage of a wrong answer: what kind of fault it shows, the most likely causes, and what to test next.
 
 By rule, from recordings alone (`triage`). A rule that also fires on a known answer is ignored: a healthy tiny model
-with random weights writes gibberish. docs/triage.md gives every threshold with its source.
+with random weights writes gibberish. docs/baselines.md gives every threshold with its source.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DISTINCT = 0.35
 REPLACED, CONTROLS = 0.02, 0.01
 """Share of U+FFFD, and of control, private and unassigned characters (3 of them at least). Ours."""
 ENTROPY_LOW, ENTROPY_HIGH = 1.5, 5.7
-"""Bits per character: over 64 characters of any text, over 128 of an ASCII text. Ours; docs/triage.md measures."""
+"""Bits per character: over 64 characters of any text, over 128 of an ASCII text. Ours; docs/baselines.md measures."""
 MIXED, SWITCHES = 0.05, 0.5
 """Share of words that mix scripts no language mixes; share of script changes from word to word. Ours."""
 UNLIKE, OVERLAP, VARIED = 0.3, 0.1, 0.93

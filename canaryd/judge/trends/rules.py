@@ -2,7 +2,7 @@
 
 All pure functions. Neighbouring readings depend on each other, so a day counts as one value. A change is accepted when
 an exact rank test (Mann and Whitney 1947) tells the days after it from the days before it, and when it is large
-besides: docs/trend.md has the rules, what their false alarms rest on, and what was simulated. Slow is not wrong:
+besides: docs/judgement.md has the rules, what their false alarms rest on, and what was simulated. Slow is not wrong:
 nothing here makes a device worse than degraded.
 """
 

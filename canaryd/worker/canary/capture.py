@@ -1,6 +1,6 @@
 """Write what a device computed, operator by operator, into one safetensors file: `canaryd capture`.
 
-A capture is data for `canaryd.worker.compare`; it judges nothing. docs/capture.md describes the file.
+A capture is data for `canaryd.worker.compare`; it judges nothing. docs/compare.md describes the file.
 """
 
 from __future__ import annotations

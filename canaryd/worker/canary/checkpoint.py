@@ -1,6 +1,6 @@
 """Fingerprints of a model on disk, a Hugging Face directory or a GGUF file: the first links of a canary's chain.
 
-Each link moves for a reason of its own (docs/model-canary.md). Tensors are digested one by one and put together in the
+Each link moves for a reason of its own (docs/canaries.md). Tensors are digested one by one and put together in the
 order of their names, so that neither another split into shards nor another header changes them. There is no shortcut by
 samples: it would miss the one flipped bit that this is for.
 """
@@ -85,7 +85,7 @@ def links(
 ) -> dict[str, str]:
     """Return link → 16 hex digits of SHA-256 for the checkpoint at `path`; links that it does not have are left out.
 
-    "checkpoint" covers every byte of every tensor, which takes minutes for 100 GB (docs/model-canary.md). A file that
+    "checkpoint" covers every byte of every tensor, which takes minutes for 100 GB (docs/canaries.md). A file that
     was read before, by this process or by one that left it in the directory `memory`, is read again only if its inode,
     size or times changed, or if `thorough`: a decaying disk changes none of them. Raises `BadCheckpoint`.
     """

@@ -1,6 +1,6 @@
 """Find where two captures differ first, and whether that is rounding or a fault: `canaryd compare A B`.
 
-The strongest of three rules that applies is used (docs/capture.md derives them and gives measurements):
+The strongest of three rules that applies is used (docs/compare.md derives them and gives measurements):
 
 same stack   Stack, device model and format are equal, so every bit must be equal. The fault is in the first operator
              that differs.

@@ -126,7 +126,7 @@ class Seen:
     margin: float | None
     """Smallest lead of a position's best logit over its second; None where a logit is not finite."""
     digest: str
-    """Of all logits' bits: one stack gives few, and a healthy device no new one (docs/canary.md)."""
+    """Of all logits' bits: one stack gives few, and a healthy device no new one (docs/canaries.md)."""
 
     @property
     def wrong(self) -> bool:

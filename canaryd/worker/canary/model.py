@@ -2,7 +2,7 @@
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache, tied head. The same code prefills, decodes and
 scores, in every floating-point format; 16-bit formats take norms, rotations and softmax in float32, as serving does.
-All of the model's arithmetic is here; docs/canary.md says what it is good for.
+All of the model's arithmetic is here; docs/canaries.md says what it is good for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What OpenAI-compatible servers make of the same request: one small adapter each, and how to tell which one answers.
 
 An adapter is data: which fields it may be sent beside the portable ones, where it keeps its version, whether it can be
-told to leave its prefix cache alone. Sources: docs/endpoint.md, which also says which were run and which only recorded.
+told to leave its prefix cache alone. Sources: docs/canaries.md, which also says which were run and which only recorded.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def digest(value: Any) -> str:
 def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
     """Return a server's answer, taken apart; raise `Skip` for a shape that is not known.
 
-    Three shapes of log probabilities (docs/endpoint.md): the legacy one of parallel lists, the chat one of a list of
+    Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
     """
     choice = first_choice(data)

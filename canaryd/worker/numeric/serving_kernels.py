@@ -1,6 +1,6 @@
 """The kernels that serving uses, on full-mantissa operands: what goes in, how it is computed, how wrong it may be.
 
-Nobody knows the right bits of these results beforehand: they are recorded (docs/recorded.md). Operands come from
+Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from
 integer arithmetic under `exact.FIXED_SEED` and the case's name, so that they are the same bytes on every device and in
 every run; another `MAKER` says that they are not the same any more.
 """

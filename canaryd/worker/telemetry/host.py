@@ -1,6 +1,6 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
-Linux gives it in /proc and /sys (docs/host.md says which file gives what); elsewhere psutil gives a part of it. No
+Linux gives it in /proc and /sys (docs/readings.md says which file gives what); elsewhere psutil gives a part of it. No
 series is per core, so that a large machine costs few of them.
 """
 

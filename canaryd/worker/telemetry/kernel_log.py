@@ -1,6 +1,6 @@
 """The kernel's log: follow it, and take apart the lines that touch the health of an accelerator or of its host.
 
-Facts only: what a code means and what follows from it, the daemon decides. docs/kernel-log.md lists what is recognised.
+Facts only: what a code means and what follows from it, the daemon decides. docs/readings.md lists what is recognised.
 Formats are those of the Linux kernel (Documentation/ABI/testing/dev-kmsg) and of the drivers' own messages.
 """
 
@@ -77,7 +77,7 @@ def parse(record: str) -> Record | None:
 
 
 class Message(NamedTuple):
-    """A kernel message that touches the health of a device; kinds and names are in docs/kernel-log.md."""
+    """A kernel message that touches the health of a device; kinds and names are in docs/readings.md."""
 
     kind: str
     name: str

@@ -1,4 +1,4 @@
-"""NVIDIA accelerators through NVML and the `nvidia-ml-py` package; docs/nvidia.md says which call gives what.
+"""NVIDIA accelerators through NVML and the `nvidia-ml-py` package; docs/readings.md says which call gives what.
 
 Names, numbers and units are those of nvml.h (CUDA 13.3). Field numbers are written out, because a package and a driver
 of different age must still understand each other.

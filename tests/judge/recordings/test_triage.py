@@ -429,8 +429,8 @@ def test_every_command_that_is_named_can_be_typed(boundary):
 
 
 def test_the_document_tells_every_threshold():
-    """docs/triage.md names each rule and each number."""
-    document = (ROOT / "docs" / "triage.md").read_text()
+    """docs/baselines.md names each rule and each number."""
+    document = (ROOT / "docs" / "baselines.md").read_text()
     for name in [*(rule.name for rule in RULES), "coherent but different", "latency only"]:
         assert f"| {name} |" in document
     for key, value in vars(recordings_triage).items():

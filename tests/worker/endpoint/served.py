@@ -1,4 +1,4 @@
-"""A real HTTP server that replays what servers answered: bodies trimmed from real ones, see docs/endpoint.md."""
+"""A real HTTP server that replays what servers answered: bodies trimmed from real ones, see docs/canaries.md."""
 
 from __future__ import annotations
 
