@@ -18,9 +18,9 @@ from pathlib import Path
 
 from canaryd.config.settings import Config
 from canaryd.engine.inventory import bus_key
-from canaryd.judge.statistics import EPOCH
+from canaryd.judge.clock import POLL_AHEAD, credible
 from canaryd.judge.telemetry import signals
-from canaryd.judge.telemetry.events import changes, happened, triggers, watched
+from canaryd.judge.telemetry.events import changes, judged_values, log_event, triggers
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.model import Device, Event, LogPosition, LogRecord, Outcome, Reading, Run
 from canaryd.store.locks import Busy
@@ -37,8 +37,6 @@ RECALLED = 20
 """Completed polls that are read at the start: a value that was missing in the newest is in one before."""
 EARLY = 0.7
 """Share of its period after which a poll is due: sweeps do not come to the second."""
-AHEAD = 60.0
-"""Seconds by which a poll may lie in the future before the clock is doubted, and the poll no longer shown."""
 BACKOFF = 600.0
 """Longest pause, in seconds, between two polls of a device whose polls take their worker down."""
 HOST, BUS = "host", "bus "
@@ -226,8 +224,8 @@ class Watch:
             if not self.own():
                 return
             kept = lane.kept
-            mark = watched(run) if completed else lane.mark
-            new = completed and (kept is None or mark != (lane.mark or watched(kept)))
+            mark = judged_values(run) if completed else lane.mark
+            new = completed and (kept is None or mark != (lane.mark or judged_values(kept)))
             due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
             if events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
@@ -258,7 +256,7 @@ class Watch:
             for poll in self.polls(device).values()
             if poll.completed is not None
             and not signals.lost_because(poll.newest)
-            and -AHEAD <= now - poll.completed.started <= signals.stale_after(poll.period)
+            and -POLL_AHEAD <= now - poll.completed.started <= signals.stale_after(poll.period)
             for reading in poll.completed.readings
         )
 
@@ -292,6 +290,8 @@ class Watch:
                 last=max(before.last, event.last),
                 count=before.count + event.count,
                 before=before.before,
+                reading=before.reading,
+                labels=before.labels,
             )
         mine[bucket] = event
 
@@ -438,12 +438,12 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
 
 def _told(record: LogRecord, devices: Sequence[Device]) -> Event:
     """Return the event of a line. What another part of the machine reports is told, and accuses nobody here."""
-    event = happened(record, addressee(record, devices))
+    event = log_event(record, addressee(record, devices))
     known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
     if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
         event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())
     now = time.time()
-    if not EPOCH <= event.last <= now:  # by a clock that had not been set
+    if not credible(event.last, now):  # by a clock that had not been set
         event = replace(event, first=now, last=now)
     return event
 

@@ -14,8 +14,9 @@ from functools import cached_property
 from canaryd.config.settings import JudgePolicy
 from canaryd.judge import cause as judge_cause
 from canaryd.judge.cause import Hit, bytes_of
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.confirmation import GROUNDS
-from canaryd.judge.statistics import EPOCH, Count
+from canaryd.judge.statistics import Count
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.model import DATED, Ack, Cause, Device, Finding, Outcome, Run, Subject
 

@@ -8,9 +8,6 @@ from typing import NamedTuple
 RULE_OF_THREE = 3
 """No failure in n trials bounds the rate by about 3/n at 95 %: a record counts from 3 expected failures. It is wrong
 with a probability of e^-3, 5 %, for a device that fails at exactly the rate in question."""
-EPOCH = 1_577_836_800.0
-"""2020-01-01: what is dated before it was dated by a clock that had not been set (ours). False alarms: none, it moves
-what happened."""
 TINY = 1e-12
 CONFIDENCE = 0.95
 """Of the intervals that are printed (the field's custom)."""

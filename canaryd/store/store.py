@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote
 
 from canaryd.codec import from_json
+from canaryd.judge.clock import EPOCH
 from canaryd.judge.recordings.baseline import Baseline
-from canaryd.judge.statistics import EPOCH
 from canaryd.judge.trends.days import Day
 from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, printable, whole
 from canaryd.store.locks import Busy, flock, make, make_directory
@@ -56,6 +56,7 @@ from canaryd.store.rows import (
     add_verdict,
     baseline_key,
     encode_labels,
+    event_from_row,
     event_row,
     pack,
     refused,
@@ -409,8 +410,7 @@ class Store:
         """Return what happened at `since` or later (seconds since the epoch), newest last."""
         query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
         stored, waiting = self._read(query, since, device, device)
-        names = EVENT.split(", ")
-        found = [Event(**dict(zip(names, row, strict=True))) for row in (*stored, *waiting)]
+        found = [event_from_row(row) for row in (*stored, *waiting)]
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
 
     def note(self, name: str) -> str:
