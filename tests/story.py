@@ -1071,7 +1071,10 @@ class Played:
             and expected.state in ("", verdict.state.value)
             and expected.cause in ("", verdict.cause.value)
             and {*expected.rules} <= {f.rule for f in verdict.findings}
-            and (not expected.says or any(expected.says in " ".join((f.message, f.action, *f.evidence)) for f in verdict.findings))
+            and (
+                not expected.says
+                or any(expected.says in " ".join((f.message, f.action, *f.evidence)) for f in verdict.findings)
+            )
         )
 
 
