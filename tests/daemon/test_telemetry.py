@@ -616,7 +616,7 @@ def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
     for uuid in site.uuids[:7]:
         note = next(f for f in devices[uuid]["findings"] if f["rule"] == "changed")
         assert note["severity"] == "healthy"
-        assert "driver changed 580.95.05 → 590.44.01" in note["message"]
+        assert "driver changed: 580.95.05 → 590.44.01" in note["message"]
         event = next(e for e in devices[uuid]["events"] if e["kind"] == "change")
         assert (event["name"], event["before"], event["after"]) == ("driver", "580.95.05", "590.44.01")
     lost = devices[site.uuids[7]]
