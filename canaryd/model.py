@@ -396,17 +396,28 @@ class Event:
     device: str
     """`Device.uuid`."""
     kind: str
-    """"counter" (name is a `Reading.key`), "reset", "boot", "change" (name is a component), or a `LogRecord.kind`."""
+    """"counter", "counter-fell", "flag", "condition", "reset", "boot", "change", or a `LogRecord.kind`."""
     name: str
+    """Within the kind: a `Reading.key`, a component, a code. Events of equal device, kind and name are merged."""
     first: float
     """Seconds since the epoch."""
     last: float
     count: float = 1.0
     """Occurrences; for a counter, by how much it rose."""
     before: str = ""
+    """The value before; for an Xid, its first place on the chip."""
     after: str = ""
+    """The value after; for an Xid, its newest place on the chip."""
     detail: Sentence = ""
-    """The newest one in words."""
+    """The newest one in words. For people: every fact in it is in a field too."""
+    code: int | None = None
+    """The number of an Xid or SXid; None for other kinds."""
+    reading: str = ""
+    """Name of the reading that shows it: what rose, fell or changed; "" where no reading does."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of that reading."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What was decoded from the newest line of the kernel log (`LogRecord.fields`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +92,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
         )
     else:
         steps.append(NO_RMA[verdict.cause])
-    for code in sorted({int(e.name) for e in facts.events if e.kind == "xid" and re.fullmatch(r"\d{1,4}", e.name)}):
+    for code in sorted({e.code for e in facts.events if e.kind == "xid" and e.code is not None}):
         known = xids.XIDS.get(code)
         if known is not None:
             steps.append(f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}.")

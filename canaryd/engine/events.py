@@ -103,6 +103,8 @@ class EventHistory:
                 last=max(before.last, event.last),
                 count=before.count + event.count,
                 before=before.before,
+                reading=before.reading,
+                labels=before.labels,
             )
         mine[bucket] = event
 

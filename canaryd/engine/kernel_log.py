@@ -10,8 +10,8 @@ from pathlib import Path
 
 from canaryd.engine.events import BUS, HOST, EventHistory
 from canaryd.engine.inventory import bus_key
-from canaryd.judge.clock import EPOCH
-from canaryd.judge.telemetry.events import happened
+from canaryd.judge.clock import credible
+from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Device, Event, LogPosition, LogRecord
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
@@ -99,12 +99,12 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
 
 def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     """Return the event of a record. A fault of a part that canaryd does not test is recorded, and accuses no device."""
-    event = happened(record, addressee(record, devices))
+    event = log_event(record, addressee(record, devices))
     known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
     if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
         event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())
     now = time.time()
-    if not EPOCH <= event.last <= now:  # logged before the clock was set
+    if not credible(event.last, now):  # logged before the clock was set
         event = replace(event, first=now, last=now)
     return event
 

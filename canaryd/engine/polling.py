@@ -20,8 +20,9 @@ from canaryd.engine import schedule
 from canaryd.engine.events import EventHistory
 from canaryd.engine.host import Host
 from canaryd.engine.kernel_log import KernelLog
+from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry import signals
-from canaryd.judge.telemetry.events import changes, watched
+from canaryd.judge.telemetry.events import changes, judged_values
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.model import Device, Event, Outcome, Reading, Run
 from canaryd.store.locks import Busy
@@ -35,8 +36,6 @@ RECALLED = 20
 """Completed polls that are read at the start: a value that is missing in the newest may be in an older one."""
 EARLY = 0.7
 """Share of its period after which a poll is due, because sweeps do not come to the second."""
-AHEAD = 60.0
-"""Seconds by which a poll may lie in the future before its readings are no longer shown."""
 BACKOFF = 600.0
 """Longest pause, in seconds, between two polls of a device whose polls crash or hang their worker."""
 TAKEN_DOWN = (Outcome.TIMED_OUT, Outcome.CRASHED, Outcome.UNKILLABLE, Outcome.GARBLED, Outcome.OUT_OF_MEMORY)
@@ -222,8 +221,8 @@ class Watch:
             if not self.own():
                 return
             completed = run.outcome is Outcome.COMPLETED
-            mark = watched(run) if completed else lane.mark
-            new = completed and (lane.kept is None or mark != (lane.mark or watched(lane.kept)))
+            mark = judged_values(run) if completed else lane.mark
+            new = completed and (lane.kept is None or mark != (lane.mark or judged_values(lane.kept)))
             due = not 0 <= run.started - lane.stored < self._config().telemetry.keep
             if events or new or due or not same:
                 self._store.add_poll(run, lane.uncounted, events)
@@ -253,7 +252,7 @@ class Watch:
             for poll in self.polls(device).values()
             if poll.completed is not None
             and not signals.lost_because(poll.newest)
-            and -AHEAD <= now - poll.completed.started <= signals.stale_after(poll.period)
+            and -POLL_AHEAD <= now - poll.completed.started <= signals.stale_after(poll.period)
             for reading in poll.completed.readings
         )
 

@@ -11,6 +11,13 @@ EPOCH = 1_577_836_800.0
 AHEAD = 3600.0
 """Seconds by which something may lie in the future before its age counts as unknown (ours): less is a clock that was
 corrected. False alarms: none, such a run is no fresh evidence, and such an acknowledgement does not count."""
+POLL_AHEAD = 60.0
+"""Seconds by which a poll may be dated in the future and still describe the present: clocks get adjusted (ours)."""
+
+
+def credible(at: float, now: float) -> bool:
+    """Return whether a time (seconds since the epoch) comes from a clock that was set, and is not in the future."""
+    return EPOCH <= at <= now
 
 
 def age(run: Run, now: float) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable
+
+from canaryd.store.rows import facts_from_0_1_0
 
 Migration = Callable[[sqlite3.Connection], None]
 """Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
@@ -71,7 +74,19 @@ def _version_6(db: sqlite3.Connection) -> None:
     del db
 
 
-MIGRATIONS: tuple[Migration, ...] = (_version_1, _version_2, _version_3, _version_4, _version_5, _version_6)
+def _version_7(db: sqlite3.Connection) -> None:
+    for column in ("code INTEGER", *(f"{name} TEXT NOT NULL DEFAULT ''" for name in ("reading", "labels", "fields"))):
+        db.execute(f"ALTER TABLE events ADD COLUMN {column}")
+    for number, *texts in db.execute("SELECT rowid, kind, name, before, detail FROM events").fetchall():
+        code, reading, labels, fields = facts_from_0_1_0(*map(str, texts))
+        row = (code, reading, json.dumps(labels), json.dumps(fields), number)
+        db.execute("UPDATE events SET code = ?, reading = ?, labels = ?, fields = ? WHERE rowid = ?", row)
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    *(_version_1, _version_2, _version_3, _version_4),
+    *(_version_5, _version_6, _version_7),
+)
 """In order; `user_version` of the database says how many were applied."""
 
 

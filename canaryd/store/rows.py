@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
 from canaryd.judge.recordings.baseline import Baseline
+from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
 from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, whole
 from canaryd.store import release_0_1
@@ -35,11 +37,13 @@ ADD_DEVICE = (
 VERDICT = "device, drill, state, cause, decided, body"
 POLL = "id, device, probe, started, completed, body"
 ADD_POLL = f"INSERT INTO polls ({POLL}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
-EVENT = "device, kind, name, first, last, count, before, after, detail"
+EVENT = "device, kind, name, first, last, count, before, after, detail, code, reading, labels, fields"
 ADD_EVENT = (
-    f"INSERT INTO events ({EVENT}, hour) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (device, kind, name, hour)"
+    f"INSERT INTO events ({EVENT}, hour) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (device, kind, name, hour)"
     " DO UPDATE SET first = min(first, excluded.first), last = max(last, excluded.last),"
-    " count = count + excluded.count, after = excluded.after, detail = excluded.detail"
+    " count = count + excluded.count, after = excluded.after, detail = excluded.detail,"
+    " fields = excluded.fields"
 )
 BASELINE = "device, key, last, body"
 ADD_BASELINE = (
@@ -112,7 +116,53 @@ def run_counts(run: Run) -> list[tuple[str, str, float]]:
 def event_row(e: Event) -> tuple[Any, ...]:
     """Return the row of an event."""
     hour = int(e.last // HOUR)
-    return (e.device, e.kind, e.name, e.first, e.last, e.count, e.before, e.after, e.detail, hour)
+    about = (e.code, e.reading, json.dumps(dict(e.labels)), json.dumps(dict(e.fields)))
+    return (e.device, e.kind, e.name, e.first, e.last, e.count, e.before, e.after, e.detail, *about, hour)
+
+
+def event_from_row(row: Sequence[Any]) -> Event:
+    """Return the event of the columns `EVENT`."""
+    *plain, code, reading, labels, fields = row
+    return Event(
+        **dict(zip(EVENT.split(", "), plain, strict=False)),
+        code=code if isinstance(code, int) else None,
+        reading=str(reading),
+        labels=_texts(labels),
+        fields=_texts(fields),
+    )
+
+
+def _texts(column: Any) -> Mapping[str, str]:
+    """Return a column's mapping of texts; {} where it rotted: the rest of the event is still worth having."""
+    try:
+        found = json.loads(column)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+
+
+def facts_from_0_1_0(
+    kind: str, name: str, before: str, detail: str
+) -> tuple[int | None, str, Mapping[str, str], Mapping[str, str]]:
+    """Return code, reading, labels and fields of an event that canaryd 0.1.0 stored: it had them in its texts only.
+
+    What the texts do not hold stays empty. They were "31" or "20034 fatal" (name of an Xid or SXid), the reading's key
+    (name of a counter or flag), "KEY VALUE" (before, of a reset), "throttle REASON" (name of a condition), and
+    "LINE {FIELD=VALUE,…}" (detail of a line of the kernel log).
+    """
+    if kind == "condition":
+        reason = name.removeprefix("throttle ")
+        return (None, "", {}, {}) if reason == name else (None, "throttle_active", {"reason": reason}, {})
+    if kind in ("counter", "counter-fell", "flag", "reset"):
+        reading, labels = split_key(before.rpartition(" ")[0] if kind == "reset" else name)
+        return None, reading, labels, {}
+    fields = dict(split_key(detail[detail.rfind(" {") + 1 :])[1]) if detail.endswith("}") else {}
+    if kind not in ("xid", "sxid"):
+        return None, "", {}, fields
+    number, _, severity = name.partition(" ")
+    if kind == "sxid" and severity:
+        fields["severity"] = severity
+    return int(number) if re.fullmatch("[0-9]{1,6}", number) else None, "", {}, fields
 
 
 def encode_labels(labels: Mapping[str, str]) -> str:

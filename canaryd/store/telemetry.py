@@ -19,6 +19,7 @@ from canaryd.store.rows import (
     EVENT,
     NOTE,
     encode_labels,
+    event_from_row,
     event_row,
     pack,
 )
@@ -104,8 +105,7 @@ class TelemetryTables(BufferedDatabase):
         """Return the events that were last seen at `since` or later (seconds since the epoch), newest last."""
         query = f"SELECT {EVENT} FROM events WHERE last >= ? AND (device = ? OR ? IS NULL)"
         stored, waiting = self._read(query, since, device, device)
-        names = EVENT.split(", ")
-        found = [Event(**dict(zip(names, row, strict=True))) for row in (*stored, *waiting)]
+        found = [event_from_row(row) for row in (*stored, *waiting)]
         return sorted(found, key=lambda e: (e.last, e.first, e.device, e.kind, e.name))
 
     def dated(self, events: Iterable[Event]) -> list[Event]:

@@ -580,7 +580,7 @@ def test_each_finding_reaches_verdict_metric_and_status(provoked):
     for kind in ("mce", "edac"):
         assert daemon.value("canaryd_kernel_log_events_total", device=host, kind=kind) == 1
     lost = site.status()[site.uuids[7]]
-    assert "GPU is lost" in next(f["message"] for f in lost["findings"] if f["rule"] == "gpu-lost")
+    assert "GPU is lost" in next(" ".join(f["evidence"]) for f in lost["findings"] if f["rule"] == "gpu-lost")
     assert daemon.value("canaryd_device_info", device=site.uuids[7], serial="1650423000007") == 1
 
 
@@ -597,9 +597,9 @@ def test_what_happened_calls_for_exact_goldens(provoked):
 
     def note() -> str:
         findings = site.status()[site.uuids[2]]["findings"]
-        return next(f["message"] for f in findings if f["rule"] == "xid-application")
+        return next(" ".join(f["evidence"]) for f in findings if f["rule"] == "xid-application")
 
-    eventually(lambda: "Exact goldens ran clean" in note())
+    eventually(lambda: "Exact tests passed" in note())
 
 
 def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
@@ -616,7 +616,7 @@ def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
     for uuid in site.uuids[:7]:
         note = next(f for f in devices[uuid]["findings"] if f["rule"] == "changed")
         assert note["severity"] == "healthy"
-        assert "driver changed 580.95.05 → 590.44.01" in note["message"]
+        assert "driver changed: 580.95.05 → 590.44.01" in note["message"]
         event = next(e for e in devices[uuid]["events"] if e["kind"] == "change")
         assert (event["name"], event["before"], event["after"]) == ("driver", "580.95.05", "590.44.01")
     lost = devices[site.uuids[7]]

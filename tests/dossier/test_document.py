@@ -148,9 +148,11 @@ def store(tmp_path):
             opened.add_run(run(n, wrong=int(n in (5, 7)), stack=old if n < 3 else STACK))
             opened.add_run(run(n + 100, device=PEER, started=NOW - HOUR * n))
             opened.add_poll(poll(n, 50.0 + n), {Outcome.COMPLETED: 1})
-        xid = Event(device=UUID, kind="xid", name="31", first=NOW - 3 * HOUR, last=NOW - 3 * HOUR, detail=NASTY)
+        xid = Event(
+            device=UUID, kind="xid", name="31", code=31, first=NOW - 3 * HOUR, last=NOW - 3 * HOUR, detail=NASTY
+        )
         told = f"on {HOST} (10.1.2.3) at PCI:0000:65:00: MMU fault, name=python3, /home/alice/train.py token=abcd1234"
-        opened.add_events([xid, replace(xid, name="94", detail=told, first=NOW - HOUR, last=NOW - HOUR)])
+        opened.add_events([xid, replace(xid, name="94", code=94, detail=told, first=NOW - HOUR, last=NOW - HOUR)])
         opened.add_ack(Ack(device=UUID, kind="acknowledged", at=NOW - 600, until=NOW + HOUR, reason="known", by="bob"))
         opened.set_verdict(verdict(state=State.SUSPECT, decided=NOW - 6 * HOUR, since=NOW - 6 * HOUR))
         opened.set_verdict(verdict())

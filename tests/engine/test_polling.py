@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
-from canaryd.engine import events, kernel_log
+from canaryd.engine import events
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
-from canaryd.judge.telemetry.events import happened
+from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Device, Event, LogRecord, Outcome, State
 from canaryd.store.store import Store
 from tests.command import BUILTIN, bare_python, catalogue, eventually
@@ -284,7 +284,7 @@ def test_an_instance_shares_what_happens_to_its_gpu(host):
     """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
     host.watch.history.instances = {GPU.uuid: [MIG.uuid]}
     now = time.time()
-    host.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", first=now, last=now)])
+    host.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=now, last=now)])
     assert [(e.device, e.name) for e in host.watch.events(MIG)] == [(MIG.uuid, "31")]
     assert set(host.watch.triggers) == {GPU.uuid, MIG.uuid}
 
@@ -432,7 +432,7 @@ def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
 def test_a_line_of_a_clock_that_was_not_set_is_dated_now(host, monkeypatch):
     """An Xid dated 1970 would be older than anything, and one of 2055 would stay new for ever."""
     host.hear(XID)
-    monkeypatch.setattr(kernel_log, "happened", lambda r, d: replace(happened(r, d), first=12.0, last=12.0))
+    monkeypatch.setattr(kernel_log, "log_event", lambda r, d: replace(log_event(r, d), first=12.0, last=12.0))
     host.engine.read_log(until_end=True)
     (event,) = [e for e in host.watch.events(GPU) if e.kind == "xid"]
     assert event.last == pytest.approx(time.time(), abs=60)

@@ -119,9 +119,11 @@ def test_a_repair_sets_aside_what_was_heard_of_the_device_before(host):
     store.add_ack(word("repaired", 2 * HOUR))
     store.add_run(result(7, HOUR / 2))
     engine_says = {f.rule for f in judged().findings}
-    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", first=NOW - 3 * HOUR, last=NOW - 3 * HOUR)])
+    store.add_events(
+        [Event(device=GPU.uuid, kind="xid", name="64", code=64, first=NOW - 3 * HOUR, last=NOW - 3 * HOUR)]
+    )
     assert {f.rule for f in judged().findings} == engine_says
-    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", first=NOW - HOUR, last=NOW - HOUR)])
+    store.add_events([Event(device=GPU.uuid, kind="xid", name="64", code=64, first=NOW - HOUR, last=NOW - HOUR)])
     assert {f.rule for f in judged().findings} > engine_says
 
 

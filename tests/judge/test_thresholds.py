@@ -21,11 +21,12 @@ import pytest
 from canaryd.config.settings import JudgePolicy, TelemetryConfig
 from canaryd.engine import schedule
 from canaryd.judge.case import DRILL_EXPIRY
-from canaryd.judge.clock import EPOCH
+from canaryd.judge.clock import EPOCH, POLL_AHEAD
 from canaryd.judge.recordings import baseline, rules, triage
 from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
-from canaryd.judge.telemetry import link_rules, signals, xid_rules
-from canaryd.judge.telemetry.rules import LEAST_STEP, STRETCH
+from canaryd.judge.telemetry import link_rules, xid_rules
+from canaryd.judge.telemetry.memory_rules import LEAST_STEP
+from canaryd.judge.telemetry.rules import STRETCH
 from canaryd.judge.trends import change
 from canaryd.judge.trends.days import LEAST_POLLS, LOADED, STEADY, STEADY_BANDS, Course, courses, tracks
 from canaryd.judge.trends.rules import PEERS_DAYS, PEERS_SLOWER
@@ -65,6 +66,10 @@ NOT_THRESHOLDS = {
     "judge.trends.rules.NO_END": "stands for a ratio to nothing",
     "judge.trends.change.NORMAL": "a constant of the normal distribution",
     "judge.telemetry.events.LARGEST": "what no counter of a driver can show is no number",
+    "judge.telemetry.events.NVLINK5": "Xids",
+    "judge.telemetry.signals.OFF_BUS": "an Xid",
+    "judge.telemetry.signals.CONTAINED": "an Xid",
+    "judge.telemetry.signals.ADVICE": "an Xid",
 }
 """What introspection finds and no line of the document tells, each with its reason."""
 
@@ -448,8 +453,8 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.telemetry.link_rules.pcie_errors: link not known": Crossing(lambda n: replays(n, None, None), 310, False, 311, True),  # noqa: E501
     "judge.telemetry.link_rules.replay_limit": Crossing(lambda n: replays(n, 9, 16), 310, False, 311, True),
     "judge.clock.EPOCH": Crossing(dated, EPOCH, False, EPOCH - 1, True),
-    "judge.telemetry.signals.AHEAD": Crossing(
-        lambda s: told(completed=test_telemetry.poll(-s)), signals.AHEAD, False, signals.AHEAD + 1, True
+    "judge.clock.POLL_AHEAD": Crossing(
+        lambda s: told(completed=test_telemetry.poll(-s)), POLL_AHEAD, False, POLL_AHEAD + 1, True
     ),
     "judge.telemetry.rules.STRETCH": Crossing(held, STRETCH, True, STRETCH + 10, False),
     "judge.telemetry.link_rules.TRANSFERS": Crossing(generation, 5, False, 4, True),
@@ -730,19 +735,17 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.statistics._at_most": {1e-17},  # where a sum is cut off
     "judge.statistics._solve": {2, 100},  # halvings of an interval
     "judge.statistics.interval": {2},  # tails
-    "judge.trends.rules._warmed": {2},  # places in a key
     "judge.trends.change.chance": {4},  # above it 1 is returned without counting: far from every threshold
     "judge.telemetry.xid_rules.xid_repeated": {13, 31},  # Xids with a workflow of NVIDIA's
     "judge.telemetry.xid_rules.xid_noted": {92},  # an Xid
     "judge.telemetry.xid_rules._repeated": {45},  # an Xid
     "judge.telemetry.rules.throttled": {2},  # how far back events are taken, beyond the window that is counted
-    "judge.telemetry.link_rules.nvlink_errors": {2, 3},  # as above; links named in a message
+    "judge.telemetry.link_rules.nvlink_errors": {2},  # as above
     "engine.schedule.new_seed": {53},  # bits of a seed
     "engine.schedule.due": {2},  # from 0…1 to -1…1
     "engine.schedule.retests_due": {2},  # places in a tuple
     "judge.recordings.triage._loop": {2},  # words that are left out to make groups of four
     "judge.telemetry.events.triggers": {3},  # reasons named in a message
-    "judge.telemetry.events.taken_apart": {4096},  # a cache
 }
 """Numbers within functions that are no thresholds, each with its reason."""
 

@@ -231,7 +231,7 @@ def test_the_store_of_every_older_version_keeps_all_it_has(tmp_path, version):
         counted = (12.0, 6.0) if version > 4 else (8.0, 1.0)
         assert (store.counters()["probe_trials", of], store.counters()["probe_mismatches", of]) == counted
         if version > 1:
-            assert [(e.kind, e.name, e.detail) for e in store.events()] == [("xid", "31", "Xid 31")]
+            assert [(e.kind, e.name, e.detail, e.code) for e in store.events()] == [("xid", "31", "Xid 31", 31)]
             assert store.note("kernel log") == "boot:7"
         said = [(a.kind, a.reason, a.by) for a in store.acks()]
         assert said == ([("acknowledged", "ticket 4711", "kim")] if version > 3 else [])
@@ -466,7 +466,7 @@ def history(store):
 def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
     """Pruned at the jump, as the daemon does, and hourly after it: all that lay before is there afterwards."""
     host.add(wrong=True)
-    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", first=host.now, last=host.now)])
+    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=host.now, last=host.now)])
     host.store.add_poll(run(9999, host.now, probe="nvidia_telemetry"), {})
     host.say("acknowledged", "known", host.now + DAY)
     host.engine.decide()
@@ -492,7 +492,7 @@ def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
 def test_an_event_of_a_wrong_time_is_there_when_the_time_is_right(host, wrong):
     """An Xid that was heard then accuses now, after pruning and a restart too."""
     right, host.now = host.now, wrong
-    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="48", first=host.now, last=host.now)])
+    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="48", code=48, first=host.now, last=host.now)])
     assert any(r.startswith("xid") for r in host.rules)
     host.now = right + HOUR
     host.add()

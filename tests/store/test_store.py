@@ -640,6 +640,82 @@ def test_equal_events_within_an_hour_are_one_with_a_count(store):
     assert len(store.events(since=hour + 3600)) == 1
 
 
+def test_merged_events_keep_the_first_reading_and_the_newest_fields(store):
+    """A reset that cleared an uncorrected error is not hidden by a later one; of Xid 154 the newest line holds."""
+    key = {"kind": "uncorrected", "location": "dram"}
+    reset = event(kind="reset", name="driver or device", reading="ecc_errors_total", labels=key)
+    later = event(kind="reset", name="driver or device", reading="energy_joules_total", last=NOW + 1)
+    store.add_events([reset, later])
+    store.add_events([event(name="154", code=154, fields={"action": action}) for action in ("reset", "none")])
+    found = {e.kind: e for e in store.events()}
+    assert (found["reset"].reading, found["reset"].labels) == ("ecc_errors_total", key)
+    assert (found["xid"].code, found["xid"].fields) == (154, {"action": "none"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "facts"),
+    [
+        ({"kind": "xid", "name": "31"}, {"code": 31}),
+        (
+            {"kind": "xid", "name": "145 RLW fatal reset", "detail": "NVRM: x {intr_info=0x7,unit=RLW}"},
+            {"code": 145, "fields": {"intr_info": "0x7", "unit": "RLW"}},
+        ),
+        (
+            {"kind": "xid", "name": "154", "detail": "a {b} {action=reset}"},
+            {"code": 154, "fields": {"action": "reset"}},
+        ),
+        ({"kind": "sxid", "name": "20034 fatal"}, {"code": 20034, "fields": {"severity": "fatal"}}),
+        ({"kind": "sxid", "name": "20034"}, {"code": 20034}),
+        ({"kind": "xid", "name": "soup"}, {}),
+        ({"kind": "edac", "name": "corrected", "detail": "EDAC {dimm=A1}"}, {"fields": {"dimm": "A1"}}),
+        ({"kind": "off-bus", "name": "driver", "detail": "GPU is lost"}, {}),
+        (
+            {"kind": "counter", "name": "x_total{kind=a,link=3}"},
+            {"reading": "x_total", "labels": {"kind": "a", "link": "3"}},
+        ),
+        ({"kind": "flag", "name": "clock_source", "before": "tsc"}, {"reading": "clock_source"}),
+        (
+            {"kind": "reset", "name": "driver or device", "before": "ecc_errors_total{kind=uncorrected} 2"},
+            {"reading": "ecc_errors_total", "labels": {"kind": "uncorrected"}},
+        ),
+        ({"kind": "reset", "name": "driver or device"}, {}),
+        (
+            {"kind": "condition", "name": "throttle hw_thermal"},
+            {"reading": "throttle_active", "labels": {"reason": "hw_thermal"}},
+        ),
+        ({"kind": "condition", "name": "hot", "detail": "core at 90 °C"}, {}),
+        ({"kind": "change", "name": "driver", "detail": "driver: 1 → {2}"}, {}),
+    ],
+)
+def test_an_event_that_0_1_0_stored_has_the_facts_of_its_texts_and_no_more(tmp_path, texts, facts):
+    """Its columns were texts for people: a migration takes the facts out of them, once."""
+    row = {
+        "device": "GPU-1",
+        "name": "",
+        "first": NOW,
+        "last": NOW,
+        "count": 2.0,
+        "before": "",
+        "after": "",
+        "detail": "",
+    }
+    row |= texts
+    with Store.open(tmp_path, migrations=MIGRATIONS[:5]) as old:
+        columns = f"INSERT INTO events (hour, {', '.join(row)}) VALUES (1, {', '.join('?' * len(row))})"
+        old._commit(lambda db: db.execute(columns, tuple(row.values())))
+    with Store.open(tmp_path) as store:
+        assert store.events() == [Event(**{**row, **facts})]
+
+
+def test_an_event_whose_facts_rotted_is_read_without_them(store):
+    """What it was and when is still worth having."""
+    store.add_events([event(code=31, labels={"a": "b"}, fields={"c": "d"})])
+    for rotten in ("{", "[]", "7", None, b"\x00"):
+        values = (rotten if rotten is not None else "", "x", rotten if rotten is not None else "null")
+        store._commit(lambda db, v=values: db.execute("UPDATE events SET labels = ?, code = ?, fields = ?", v))
+        assert store.events() == [event()]
+
+
 def test_events_counters_and_notes_are_one_transaction(tmp_path):
     """What is counted and how far the log was read cannot part: a refused write leaves all three as they were."""
     with Store.open(tmp_path) as store:

@@ -1,40 +1,39 @@
-"""What happened: from two polls, or a line of the kernel log, to events. Pure functions.
+"""Turn two polls, or a line of the kernel log, into events. Pure functions.
 
-Polls are not all kept, so everything that a rule of `canaryd.telemetry` needs beyond the newest values comes out of
-here: what rose, fell, changed, was reset, and what held for how long.
+Not every poll is kept, so events hold all that the rules need beyond the newest readings: what rose, fell, changed, was
+reset, and which condition held for how long.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Event, LogRecord, Reading, Run, reading_key
 
 STEP = 3 * 15.0
-"""Longest time in seconds that one poll speaks for: three of the default periods (ours)."""
-NVLINK5 = ("144", "145", "146", "147", "148", "149", "150")
-"""Xids whose words, and not whose code, say how bad it is."""
+"""Longest time in seconds that one poll stands for: three of the default periods (ours)."""
+NVLINK5 = (144, 145, 146, 147, 148, 149, 150)
+"""Xids that are graded by the words of their message, not by their code."""
 LARGEST = 2.0**64
-"""No counter of a driver is wider; what is larger is no number of a device."""
+"""No counter of a driver is wider; a larger value is no reading of a device."""
 JUMP, DIMM_JUMP = 100, 10
-"""Corrected errors between two polls that call for exact goldens: an accelerator's, a memory module's (ours)."""
+"""Corrected errors between two polls that call for an exact test: of an accelerator, of a memory module (ours)."""
 RESET_SHOWN_BY = ("energy_joules_total", "ecc_errors_total")
-"""Counters whose fall is a reset: nothing else makes them start again, except an operator who clears ECC counts."""
+"""Counters whose fall shows a reset: nothing else restarts them, except an operator who clears ECC counts."""
 HOST_SUMS = ("throttle_events_total", "machine_check_exceptions_total")
-"""Counters over the processors that are online: they move when one is taken offline or comes back."""
+"""Counters summed over the online processors: they move when a processor goes offline or comes back."""
 HOST_COUNTERS = (*HOST_SUMS, "edac_errors_total")
-"""Counters whose fall is no reset: that the host was started again, its boot id tells."""
+"""Counters whose fall shows no reset: the boot id shows a reboot of the host."""
 LOAD = 0.5
-"""Share of time in use above which a link should be at full speed (ours): many links slow down when idle."""
+"""Share of time in use above which a link should run at full speed (ours): many links slow down when idle."""
 PRESSURE = 0.1
 """Share of a minute in which every task waits for memory (ours): a tenth of all time is lost."""
 HARMFUL = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-"""Reasons for lower clocks that tell of heat or power. Idleness, settings and a cap by software tell nothing."""
+"""Reasons for lower clocks that point to heat or power. Idleness, settings and software's power cap do not."""
 FLAGS = frozenset(
     {
         *("ecc_enabled", "ecc_sram_threshold_exceeded", "row_remap_pending", "row_remap_failed"),
@@ -43,7 +42,7 @@ FLAGS = frozenset(
 )
 """Gauges whose change is an event."""
 WORDS = frozenset({"recovery_action", "clock_source", "device_health"})
-"""Gauges that are always 1 and say what they say in their label; a change is an event."""
+"""Gauges that are always 1 and carry their value in a label; a change is an event."""
 SENSOR_LIMITS = {"core": "slowdown", "memory": "memory_max"}
 """Sensor → NVIDIA's threshold at which the device slows down; elsewhere the chip's own "<sensor>_crit"."""
 Facts = Mapping[str, Reading]
@@ -53,140 +52,149 @@ Facts = Mapping[str, Reading]
 def changes(before: Run, after: Run) -> list[Event]:
     """Return what happened between two completed polls of one probe on one device; `after` is the newer.
 
-    A rise came at some time between the two, so its event begins with the older poll; `within` shares it out. A reset
-    is dated by the newer one.
+    A counter rose at an unknown time between the two, so its event begins with the older poll; `within` shares it out.
+    A reset has the time of the newer poll.
     """
     old, new = numbers(before), numbers(after)
     event = partial(Event, device=after.device, first=min(before.started, after.started), last=after.started)
     counters = [k for k, r in new.items() if k in old and r.name in READINGS and READINGS[r.name].type == "counter"]
     fallen = [k for k in counters if float(new[k].value) < float(old[k].value)]
-    anew = _anew(old, new, [k for k in counters if READINGS[new[k].name].volatile], fallen)
+    restarted = _restarted(old, new, [k for k in counters if READINGS[new[k].name].volatile], fallen)
+    events = [*_counter_events(old, new, counters, restarted, event)]
+    if restarted:
+        # The rules must know of an uncorrected error that a reset cleared, so it is named before any other.
+        key = min(restarted, key=lambda k: (new[k].labels.get("kind") != "uncorrected", k))
+        was, now = _text(old[key]), _text(new[key])
+        reset = event(
+            kind="reset",
+            name="driver or device",
+            before=f"{key} {was}",
+            after=f"{key} {now}",
+            detail=f"{key} fell from {was} to {now}",
+            reading=new[key].name,
+            labels=new[key].labels,
+        )
+        events.append(replace(reset, first=after.started))
+    was_set, is_set = _flags(old), _flags(new)
+    for key, (reading, value) in is_set.items():
+        if key in was_set and was_set[key][1] != value:
+            was = was_set[key][1]
+            text = f"{key}: {was} → {value}"
+            flag = event(kind="flag", name=key, before=was, after=value, detail=text, reading=reading.name)
+            events.append(replace(flag, labels=reading.labels if reading.name in FLAGS else {}))
+    if (seconds := min(after.started - before.started, STEP)) > 0:
+        since = after.started - seconds
+        events += _conditions(new, partial(event, kind="condition", first=since, count=seconds))
+    return events
+
+
+def _counter_events(
+    old: Facts, new: Facts, counters: Sequence[str], restarted: Sequence[str], event: partial[Event]
+) -> list[Event]:
+    """Return the rises of counters, and the falls that no reset explains: one event for all of a volatile name."""
     online = (f.get("cpu_cores{state=online}") for f in (old, new))
     was_online, is_online = (0.0 if r is None else float(r.value) for r in online)
     events: list[Event] = []
     cleared: dict[str, list[str]] = {}
     for key in counters:
-        was, now = _text(old[key]), _text(new[key])
-        rise = float(new[key].value) - (0.0 if key in anew else float(old[key].value))
+        reading, was, now = new[key], _text(old[key]), _text(new[key])
+        rise = float(reading.value) - (0.0 if key in restarted else float(old[key].value))
         if rise < 0:
-            cleared.setdefault(new[key].name if READINGS[new[key].name].volatile else key, []).append(key)
-        back = 0 < was_online < is_online and new[key].name in HOST_SUMS
-        if rise > 0 and _telling(new[key]) and not back:
+            cleared.setdefault(reading.name if READINGS[reading.name].volatile else key, []).append(key)
+        came_back = 0 < was_online < is_online and reading.name in HOST_SUMS
+        if rise > 0 and _is_judged(reading) and not came_back:
             text = f"{key} rose by {rise:g}"
-            events.append(event(kind="counter", name=key, count=rise, before=was, after=now, detail=text))
+            rose = event(kind="counter", name=key, count=rise, before=was, after=now, detail=text)
+            events.append(replace(rose, reading=reading.name, labels=reading.labels))
     for name, keys in cleared.items():
-        was, now = _text(old[keys[0]]), _text(new[keys[0]])
+        reading, was, now = new[keys[0]], _text(old[keys[0]]), _text(new[keys[0]])
         text = f"{keys[0]} fell from {was} to {now}"
         text += f", and {len(keys) - 1} more of its kind" if len(keys) > 1 else ""
-        events.append(event(kind="counter-fell", name=name, before=was, after=now, detail=text))
-    if anew:
-        # An uncorrected error that a reset wiped out must be known to the rules, so it is named before any other.
-        key = min(anew, key=lambda k: ("kind=uncorrected" not in k, k))
-        was, now = _text(old[key]), _text(new[key])
-        text = f"{key} fell from {was} to {now}"
-        was, now = f"{key} {was}", f"{key} {now}"
-        reset = event(kind="reset", name="driver or device", before=was, after=now, detail=text)
-        events.append(replace(reset, first=after.started))
-    was_set, is_set = _flags(old), _flags(new)
-    events += [
-        event(kind="flag", name=k, before=was_set[k], after=v, detail=f"{k}: {was_set[k]} → {v}")
-        for k, v in is_set.items()
-        if k in was_set and was_set[k] != v
-    ]
-    if (seconds := min(after.started - before.started, STEP)) > 0:
-        since = after.started - seconds
-        events += [
-            event(kind="condition", name=n, first=since, count=seconds, detail=t) for n, t in _conditions(new).items()
-        ]
+        fell = event(kind="counter-fell", name=name, before=was, after=now, detail=text, reading=reading.name)
+        events.append(replace(fell, labels={} if READINGS[reading.name].volatile else reading.labels))
     return events
 
 
-def _anew(old: Facts, new: Facts, volatile: Sequence[str], fallen: Sequence[str]) -> Sequence[str]:
-    """Return the counters that a reset made start anew; none where it takes less than a reset to explain the fall.
+def _restarted(old: Facts, new: Facts, volatile: Sequence[str], fallen: Sequence[str]) -> Sequence[str]:
+    """Return the counters that a reset restarted; none where less than a reset explains the fall.
 
-    Some counters can be cleared by themselves, and some wrap. Where no counter can tell that rises with every reset,
-    it takes most of them.
+    Some counters can be cleared one by one, and some wrap. Where no counter is read that every reset restarts, most of
+    the others must fall.
     """
     mine = [k for k in volatile if new[k].name not in HOST_COUNTERS and float(old[k].value) > 0]
     down = [k for k in mine if k in fallen]
-    if telling := [k for k in mine if new[k].name in RESET_SHOWN_BY]:
-        return down if any(k in down for k in telling) else []
+    if decisive := [k for k in mine if new[k].name in RESET_SHOWN_BY]:
+        return down if any(k in down for k in decisive) else []
     return down if len(down) > 1 and 2 * len(down) > len(mine) else []
 
 
 def within(event: Event, start: float, end: float) -> float:
-    """Return how much of an event's count falls after `start` and not after `end`, as if it had come evenly."""
+    """Return how much of an event's count falls after `start` and not after `end`, if it came at an even rate."""
     if event.last <= event.first:
         return event.count if start < event.last <= end else 0.0
     part = min(event.last, end) - max(event.first, start)
     return event.count * max(0.0, part) / (event.last - event.first)
 
 
-def watched(run: Run) -> tuple[tuple[str, float | str], ...]:
-    """Return what makes a poll worth storing at once, by value: flags, and counters whose rise is an event."""
+def judged_values(run: Run) -> tuple[tuple[str, float | str], ...]:
+    """Return the values whose change makes a poll worth storing at once: flags, and counters whose rise is an event."""
     facts = numbers(run)
-    shown: dict[str, float | str] = {k: float(r.value) for k, r in facts.items() if _telling(r)}
-    return tuple(sorted((shown | _flags(facts)).items()))
+    counts: dict[str, float | str] = {k: float(r.value) for k, r in facts.items() if _is_judged(r)}
+    return tuple(sorted((counts | {k: value for k, (_, value) in _flags(facts).items()}).items()))
 
 
-def happened(record: LogRecord, device: str) -> Event:
-    """Return the event that a line of the kernel log tells: fields stand after the text, in braces.
+def log_event(record: LogRecord, device: str) -> Event:
+    """Return the event of a line of the kernel log.
 
-    `before` and `after` are the place on the chip, so that of merged events the first and the newest one are known.
-    What grades a code differently from one line to the next is part of the name: only what is graded alike is merged.
+    `before` and `after` are the place on the chip: a merged event has the first and the newest one. What changes the
+    grade of a code from line to line is part of the name, so that only lines of equal grade are merged.
     """
-    fields = {k: v for k, v in sorted(record.fields.items()) if re.fullmatch(r"[^\s{},=]+", f"{k}{v}")}
-    place = " ".join(f"{k.upper()} {fields[k]}" for k in ("gpc", "tpc") if k in fields)
+    code = int(record.name) if record.kind in ("xid", "sxid") and record.name.isdecimal() else None
+    place = " ".join(f"{k.upper()} {record.fields[k]}" for k in ("gpc", "tpc") if k in record.fields)
     return Event(
         device=device,
         kind=record.kind,
-        name=" ".join(filter(None, (record.name, *_grading(record, fields)))),
+        name=" ".join(filter(None, (record.name, *_grading(record, code)))),
         first=record.at,
         last=record.at,
         before=place,
         after=place,
-        detail=f"{record.text} {reading_key('', fields)}".strip(),
+        detail=record.text,
+        code=code,
+        fields=record.fields,
     )
 
 
-def _grading(record: LogRecord, fields: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a line says that grades its code: an NVSwitch's severity; unit, severity and table of an Xid."""
-    severity = fields.get("severity", "")
+def _grading(record: LogRecord, code: int | None) -> tuple[str, ...]:
+    """Return what grades the code of a line: severity of an SXid; unit, severity and table row of an NVLink 5 Xid."""
+    severity = record.fields.get("severity", "")
     if record.kind == "sxid":
         return (severity,) if severity != "unknown" else ()
-    if record.kind != "xid" or record.name not in NVLINK5:
+    if record.kind != "xid" or code not in NVLINK5:
         return ()
-    unit, info, status = (fields.get(k, "") for k in ("unit", "intr_info", "error_status"))
-    found = xids.decode(int(record.name), unit, info, status)
+    unit, info, status = (record.fields.get(k, "") for k in ("unit", "intr_info", "error_status"))
+    found = xids.decode(code, unit, info, status)
     return unit, severity, found.grade if found.rows else ""
 
 
 def triggers(events: Iterable[Event]) -> str:
-    """Return in few words why exact goldens should run now on the device of these events; "" for no reason."""
+    """Return in few words why an exact test should run now on the device of these events; "" for no reason."""
     return ", ".join(list(dict.fromkeys(filter(None, map(_trigger, events))))[:3])
 
 
 def _trigger(event: Event) -> str:
-    name, labels = taken_apart(event.name)
     if event.kind == "xid":
-        xid = xids.explain(xid_code(event))
-        # Before a reboot there is nothing to ask: the boot itself is the trigger.
-        asked = xid.grade not in ("none", "reboot")
+        xid = xids.explain(event.code)
+        # Before a reboot no test can run: the boot itself is the trigger.
+        calls = xid.grade not in ("none", "reboot")
         tells = xid.grade == "none" and xid.nature in ("either", "hardware")
-        return f"Xid {name.partition(' ')[0]}" if asked or tells else ""
+        return f"Xid {event.code if event.code is not None else event.name}" if calls or tells else ""
     if event.kind == "change":
-        return "" if event.after == "gone" else f"{name} changed"
+        return "" if event.after == "gone" else f"{event.name} changed"
     if event.kind == "counter":
-        if labels.get("kind") == "uncorrected":
-            return "uncorrected ECC error"
-        if labels.get("kind") == "corrected":
-            return "corrected errors jumped" if event.count >= (DIMM_JUMP if "dimm" in labels else JUMP) else ""
-        if labels.get("severity") in ("nonfatal", "fatal"):
-            return "PCI Express error"
-        reasons = {"machine_check_exceptions_total": "machine check", "device_recoveries_total": "reset"}
-        return reasons.get(name, "throttled" if "throttle" in name else "")
+        return _trigger_of_counter(event)
     if event.kind == "condition":
-        return "throttled" if name.startswith(("throttle", "hot")) else ""
+        return "throttled" if event.reading == "throttle_active" or event.name == "hot" else ""
     if event.name in ("corrected", "ras-corrected"):
         return ""
     reasons = {"reset": "reset", "boot": "reboot", "mce": "machine check", "edac": "uncorrected ECC error"}
@@ -194,81 +202,93 @@ def _trigger(event: Event) -> str:
     return reasons.get(event.kind, "")
 
 
+def _trigger_of_counter(event: Event) -> str:
+    if event.labels.get("kind") == "uncorrected":
+        return "uncorrected ECC error"
+    if event.labels.get("kind") == "corrected":
+        jump = DIMM_JUMP if "dimm" in event.labels else JUMP
+        return "corrected errors jumped" if event.count >= jump else ""
+    if event.labels.get("severity") in ("nonfatal", "fatal"):
+        return "PCI Express error"
+    reasons = {"machine_check_exceptions_total": "machine check", "device_recoveries_total": "reset"}
+    reasons |= dict.fromkeys(("throttle_seconds_total", "throttle_events_total"), "throttled")
+    return reasons.get(event.reading, "")
+
+
 def numbers(run: Run) -> dict[str, Reading]:
     """Return the readings of a poll that are numbers a device can have, by key."""
     return {r.key: r for r in run.readings if isinstance(r.value, (int, float)) and abs(r.value) < LARGEST}
 
 
-def _telling(reading: Reading) -> bool:
-    """Whether a rise of this counter is an event. The idle and the capped would give one at every poll, for nothing."""
+def _is_judged(reading: Reading) -> bool:
+    """Whether a rise of this counter is an event; idle and capped time rises at every poll and is judged by no rule."""
     kind = READINGS.get(reading.name)
     return kind is not None and kind.event and reading.labels.get("reason", HARMFUL[0]) in HARMFUL
 
 
-def _flags(facts: Facts) -> dict[str, str]:
-    words = {r.name: " ".join(r.labels.values()) for r in facts.values() if r.name in WORDS}
-    return {k: _text(r) for k, r in facts.items() if r.name in FLAGS} | words
+def _flags(facts: Facts) -> dict[str, tuple[Reading, str]]:
+    """Return an event's name → (reading, value as text) for `FLAGS` and `WORDS`."""
+    words = {r.name: (r, " ".join(r.labels.values())) for r in facts.values() if r.name in WORDS}
+    return {k: (r, _text(r)) for k, r in facts.items() if r.name in FLAGS} | words
 
 
-def _conditions(facts: Facts) -> dict[str, str]:
-    """Return what holds now and comes and goes: the condition's name → in words."""
+def _conditions(facts: Facts, event: partial[Event]) -> list[Event]:
+    """Return an event for each condition that holds in a poll; `event` gives device, kind, time and count."""
+    found = {**_slow_link(facts), **_hot(facts)}
 
     def value(name: str, **labels: str) -> float | None:
-        reading = facts.get(reading_key(name, labels))
-        return None if reading is None else float(reading.value)
+        return _value(facts, name, **labels)
 
+    pressure = value("pressure_ratio", resource="memory", kind="full")
+    if pressure is not None and pressure >= PRESSURE:
+        found["memory-pressure"] = (
+            f"all tasks waited for memory {pressure:.0%} of the last minute (limit {PRESSURE:.0%})"
+        )
+    events = [event(name=name, detail=text) for name, text in found.items()]
+    for reason in HARMFUL:
+        # Where the time is counted, the counter tells it better.
+        if value("throttle_active", reason=reason) and value("throttle_seconds_total", reason=reason) is None:
+            held = event(name=f"throttle {reason}", detail=f"clocks held down by {reason}", reading="throttle_active")
+            events.append(replace(held, labels={"reason": reason}))
+    return events
+
+
+def _slow_link(facts: Facts) -> dict[str, str]:
+    """Return the conditions of a PCIe link under load, by name, in words."""
     found = {}
-    load = value("utilization_ratio", engine="gpu") or 0.0
+    load = _value(facts, "utilization_ratio", engine="gpu") or 0.0
     if load > LOAD:
-        width, lanes = value("pcie_width"), value("pcie_width_max")
+        width, lanes = _value(facts, "pcie_width"), _value(facts, "pcie_width_max")
         if width and lanes and width < lanes:
-            found["pcie-width"] = f"{width:g} of {lanes:g} lanes at {load:.0%} load"
-        generation, best = value("pcie_generation"), value("pcie_generation_max")
+            found["pcie-width"] = f"PCIe link uses {width:g} of {lanes:g} lanes at {load:.0%} load"
+        generation, best = _value(facts, "pcie_generation"), _value(facts, "pcie_generation_max")
         if generation and best and generation < best:
-            found["pcie-generation"] = f"generation {generation:g} of {best:g} at {load:.0%} load"
+            found["pcie-generation"] = f"PCIe link runs at generation {generation:g} of {best:g} at {load:.0%} load"
+    return found
+
+
+def _hot(facts: Facts) -> dict[str, str]:
+    """Return the condition "hot" in words where a temperature is at the device's own threshold."""
+    found = {}
     for reading in (r for r in facts.values() if r.name == "temperature_celsius"):
         sensor = reading.labels.get("sensor", "")
         for threshold in (SENSOR_LIMITS.get(sensor, ""), f"{sensor}_crit"):
-            limit = value("temperature_threshold_celsius", threshold=threshold)
+            limit = _value(facts, "temperature_threshold_celsius", threshold=threshold)
             if limit and float(reading.value) >= limit:
-                found["hot"] = f"{sensor} at {reading.value:g} °C, its limit is {limit:g} °C"
-    margin = value("temperature_margin_celsius")
-    least = value("temperature_margin_threshold_celsius", threshold="slowdown")
+                found["hot"] = f"sensor {sensor} at {reading.value:g} °C (limit {limit:g} °C)"
+    margin = _value(facts, "temperature_margin_celsius")
+    least = _value(facts, "temperature_margin_threshold_celsius", threshold="slowdown")
     if margin is not None and least is not None and margin <= least:
-        found["hot"] = f"{margin:g} °C left of the margin, it slows down at {least:g} °C"
-    for reason in HARMFUL:
-        if value("throttle_active", reason=reason) and value("throttle_seconds_total", reason=reason) is None:
-            found[f"throttle {reason}"] = f"held down by {reason}"
-    pressure = value("pressure_ratio", resource="memory", kind="full")
-    if pressure is not None and pressure >= PRESSURE:
-        found["memory-pressure"] = f"all tasks waited for memory {pressure:.0%} of the last minute"
+        past = f"{least - margin:g} °C past its" if margin < least else "at its"
+        found["hot"] = f"{past} throttle point (margin {margin:g} °C, limit {least:g} °C)"
     return found
+
+
+def _value(facts: Facts, name: str, **labels: str) -> float | None:
+    reading = facts.get(reading_key(name, labels))
+    return None if reading is None else float(reading.value)
 
 
 def _text(reading: Reading) -> str:
     number = float(reading.value)
     return str(int(number)) if number.is_integer() else f"{number:.6g}"
-
-
-@lru_cache(maxsize=4096)
-def taken_apart(key: str) -> tuple[str, Mapping[str, str]]:
-    """Return name and labels of a `Reading.key`."""
-    name, _, inside = key.removesuffix("}").partition("{")
-    return name, dict(pair.split("=", 1) for pair in inside.split(",") if "=" in pair)
-
-
-def has(key: str, name: str, labels: Mapping[str, str]) -> bool:
-    """Return whether a `Reading.key` is of a name and has at least these labels."""
-    found, own = taken_apart(key)
-    return found == name and labels.items() <= own.items()
-
-
-def xid_code(event: Event) -> int:
-    """Return the code of an Xid's event; -1 for what is none."""
-    code = event.name.partition(" ")[0]
-    return int(code) if re.fullmatch(r"[0-9]{1,5}", code) else -1
-
-
-def fields_of(event: Event) -> Mapping[str, str]:
-    """Return the fields that `happened` put behind the text."""
-    return taken_apart(event.detail[event.detail.rfind(" {") + 1 :])[1]

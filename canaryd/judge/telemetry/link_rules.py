@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from canaryd.judge.telemetry.events import taken_apart
-from canaryd.judge.telemetry.signals import DAY, MINUTE, TRAINING, WATCH, Signs, clears_after, finding, until
+from canaryd.formatting import spoken
+from canaryd.judge.telemetry.signals import (
+    DAY,
+    MINUTE,
+    TRAINING,
+    WATCH,
+    Signs,
+    clears_after,
+    finding,
+    recovery,
+    source_of,
+)
 from canaryd.model import Cause, Event, Finding, State
 
 BIT_ERROR_RATE = 1e-12
-"""Errors per bit that PCI Express allows; from it DCGM derives its limit of replays."""
+"""Errors per bit that PCI Express allows; DCGM derives its limit of replays from it."""
 TRANSFERS = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9, 7: 128e9}
 """PCI Express generation → transfers per second and lane (PCI Express Base Specifications 1.0 to 7.0)."""
 CRC_PER_SECOND = 100
@@ -24,70 +34,100 @@ def replay_limit(generation: float, lanes: float) -> float:
 
 
 def pcie_errors(signs: Signs) -> Iterator[Finding]:
-    """The link to the host repairs more errors than it may, or reports some that it cannot repair."""
+    """The link to the host corrects more errors than allowed."""
     lanes, generation = (signs.value(f"pcie_{k}_max", WATCH) or d for k, d in (("width", 16), ("generation", 5)))
     limit = replay_limit(generation, lanes)
     # Over ten minutes, where DCGM takes one: a single burst is no rate (ours).
     span = 10 * MINUTE
-    repaired = {
-        "packets sent again": signs.rises("pcie_replays_total", signs.policy.settle + span),
-        "correctable errors": signs.rises("pcie_aer_errors_total", signs.policy.settle + span, severity="correctable"),
+    corrected = {
+        "PCIe replays": signs.rises("pcie_replays_total", signs.policy.settle + span),
+        "correctable PCIe errors": signs.rises(
+            "pcie_aer_errors_total", signs.policy.settle + span, severity="correctable"
+        ),
     }
-    for what, events in repaired.items():
+    for what, events in corrected.items():
         if (rate := signs.most(events, span, signs.trained) * MINUTE / span) > limit:
-            text = f"{rate:.3g} {what} a minute on PCI Express; DCGM's limit for this link is {limit:g} "
-            text += f"(bit error rate 1e-12). Look at seating, riser and slot. {clears_after(signs)}"
-            yield finding("pcie-replays", State.DEGRADED, Cause.HARDWARE, text)
+            yield finding(
+                *("pcie-replays", State.DEGRADED, Cause.HARDWARE),
+                f"{rate:.3g} {what} a minute (limit {limit:g}).",
+                "Check seating, riser and slot.",
+                f"Limit: DCGM's for this link (bit error rate 1e-12), over {spoken(span)}.",
+                clears_after(signs.policy.settle),
+            )
+
+
+def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
+    """The link to the host reports errors that it could not correct."""
     for severity, state in (("fatal", State.SUSPECT), ("nonfatal", State.DEGRADED)):
-        events = [
-            *signs.rises("pcie_aer_errors_total", severity=severity),
-            *(e for e in signs.seen("aer") if e.name == severity),
-        ]
+        events = [*signs.rises("pcie_aer_errors_total", severity=severity), *signs.named("aer", severity)]
         events = [e for e in events if not signs.cleared(e.last, signs.resets)]
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
-            over = "Over after a day" if severity == "nonfatal" else until(signs, newest.last, signs.resets)
-            text = f"{severity} PCI Express error {signs.moment(newest.last)}: {newest.detail.rstrip('.')}. "
-            text += f"Reset-class (ours): look at seating and slot, then reset. {over}"
-            yield finding("pcie-aer", state, Cause.HARDWARE, text)
+            action, clears = "Check seating and slot, then reset the device.", "Clears after a day."
+            if severity == "fatal":
+                action, clears = recovery(signs, newest.last, signs.resets, action)
+            yield finding(
+                *("pcie-aer", state, Cause.HARDWARE),
+                f"PCIe reported a {severity} error.",
+                action,
+                f"Last at {signs.moment(newest.last)}.",
+                source_of(newest),
+                "Class: reset (ours).",
+                clears,
+            )
 
 
 def nvlink_errors(signs: Signs) -> Iterator[Finding]:
-    """A link between devices had to recover or could not, or repairs more errors than DCGM allows."""
-    settle, bad = signs.policy.settle, []
+    """A link between devices had to recover or could not, or corrects more errors than DCGM allows."""
+    settle = signs.policy.settle
     links: dict[str, list[Event]] = defaultdict(list)
     for event in signs.rises("nvlink_errors_total", 2 * settle):
         links[event.name].append(event)
-    for key, events in sorted(links.items(), key=lambda link: ("kind=recovery_failed" not in link[0], link[0])):
-        labels = taken_apart(key)[1]
-        kind, where = labels.get("kind", ""), f"link {labels.get('link', '?')}"
-        times = signs.most(events, settle, signs.trained)
-        rate = signs.most(events, MINUTE, signs.trained) / MINUTE
-        if kind == "recovery_failed" and signs.now - events[-1].last <= settle and times:
-            bad.append(f"{where} could not recover (ours)")
-        elif kind in ("replay", "recovery"):
-            if times >= 1:
-                bad.append(f"{where} had {times:.3g} of kind {kind} (DCGM allows none)")
-        elif rate >= CRC_PER_SECOND:
-            bad.append(f"{where} had {rate:.3g} of kind {kind} a second (DCGM's limit is {CRC_PER_SECOND})")
-    if bad:
-        more = f", and {len(bad) - 3} more" if len(bad) > 3 else ""
-        text = f"NVLink: {'; '.join(bad[:3])}{more}. Look at both ends of the link. {clears_after(signs)}"
-        yield finding("nvlink-errors", State.DEGRADED, Cause.HARDWARE, text)
+    worst_first = sorted(links.values(), key=lambda es: (es[0].labels.get("kind") != "recovery_failed", es[0].name))
+    if bad := [text for events in worst_first if (text := _nvlink_error(signs, events))]:
+        more = f", and {len(bad) - 1} more kinds of error" if len(bad) > 1 else ""
+        yield finding(
+            *("nvlink-errors", State.DEGRADED, Cause.HARDWARE),
+            f"NVLink {bad[0]}{more}.",
+            "Check both ends of the link.",
+            *(f"NVLink {text}." for text in bad),
+            "The limits are DCGM's; that no recovery may fail is ours.",
+            clears_after(settle),
+        )
+
+
+def _nvlink_error(signs: Signs, events: Sequence[Event]) -> str:
+    """Return in words how the errors of one kind on one link exceed their limit; "" where they do not."""
+    settle, labels = signs.policy.settle, events[0].labels
+    kind, link = labels.get("kind", ""), f"link {labels.get('link', 'unknown')}"
+    times = signs.most(events, settle, signs.trained)
+    if kind == "recovery_failed" and signs.now - events[-1].last <= settle and times:
+        return f"{link} could not recover"
+    if kind in ("replay", "recovery"):
+        return f"{link}: {times:.3g} errors of kind {kind} in {spoken(settle)} (limit 0)" if times >= 1 else ""
+    rate = signs.most(events, MINUTE, signs.trained) / MINUTE
+    limit = CRC_PER_SECOND
+    return f"{link}: {rate:.3g} errors of kind {kind} a second (limit {limit})" if rate >= limit else ""
 
 
 def nvlink_down(signs: Signs) -> Iterator[Finding]:
     """A link that was up is down, or the device left its fabric; also for a while after it came back."""
-    # A divided device has its links off, and one that was reset waits for them.
+    # A device divided by MIG has its links off, and one that was reset waits for them.
     if signs.value("mig_enabled", signs.policy.settle) or any(signs.now - t <= TRAINING for t in signs.trainings):
         return
-    newest = {e.name: e for name in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", start=name)}
-    for key, event in sorted(newest.items()):
-        name, labels = taken_apart(key)
-        down = event.after == "0" and not signs.value(name, **labels)
+    newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", WATCH, reading)}
+    for _, event in sorted(newest.items()):
+        down = event.after == "0" and not signs.value(event.reading, **event.labels)
         fell = (event.after == "0" or event.before == "1") and signs.trained(event, -math.inf, signs.now) > 0
         if down or (fell and signs.now - event.last <= signs.policy.settle):
-            what = f"NVLink {labels.get('link', '?')} went down" if labels else "the device left its NVLink fabric"
-            text = f"{what} {signs.moment(event.last)} and is {'down still' if down else 'back'}. Ours: look at Fabric "
-            text += f"Manager and at the other end. {'Over when it is up again' if down else clears_after(signs)}"
-            yield finding("nvlink-down", State.DEGRADED, Cause.UNDETERMINED, text)
+            what = "The device left its NVLink fabric"
+            if event.reading == "nvlink_up":
+                what = f"NVLink link {event.labels.get('link', 'unknown')} went down"
+            yield finding(
+                *("nvlink-down", State.DEGRADED, Cause.UNDETERMINED),
+                f"{what} and {'is not back' if down else 'came back'}.",
+                "Check Fabric Manager and the other end of the link.",
+                f"Last change at {signs.moment(event.last)}.",
+                "Our rule.",
+                f"Clears {spoken(signs.policy.settle)} after it is back.",
+            )

@@ -6,6 +6,7 @@ The exposition, docs/metrics.md and the tests of every telemetry probe go by thi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -169,6 +170,13 @@ READINGS: Mapping[str, Kind] = {
     "boot_time_seconds": _gauge("When the machine started, since the epoch."),
     "crash_records": _gauge("Records of a kernel crash that wait in pstore."),
 }
+
+
+@functools.lru_cache(maxsize=4096)
+def split_key(key: str) -> tuple[str, Mapping[str, str]]:
+    """Return name and labels of a `Reading.key`: the inverse of `model.reading_key`."""
+    name, _, inside = key.removesuffix("}").partition("{")
+    return name, dict(pair.split("=", 1) for pair in inside.split(",") if "=" in pair)
 
 
 def metric(name: str) -> str:

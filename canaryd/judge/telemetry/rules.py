@@ -1,20 +1,21 @@
-"""The judgement of telemetry: from what a device says about itself to events, and from these to findings.
+"""The rules of telemetry: from events and the newest polls to findings.
 
-Everything is a pure function. `changes` and `happened` turn polls and lines of the kernel log into events, `RULES` turn
-events and the newest polls into findings. docs/telemetry.md has the rules as a table, each with its source and with
-why it raises no false alarm. A finding whose state is healthy is a *note*: shown, never held against the device.
+Everything is a pure function. `events.changes` and `events.log_event` turn polls and lines of the kernel log into
+events; `RULES`, below, has every rule that turns them into findings, and `findings` calls them. docs/telemetry.md has
+the rules as a table, each with its source and why it raises no false alarm. A finding whose state is healthy is a
+*note*: it is shown and never counts against the device.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-from canaryd.formatting import format_duration
-from canaryd.judge.telemetry.events import HARMFUL, has, taken_apart, within
+from canaryd.formatting import spoken
+from canaryd.judge.clock import POLL_AHEAD
+from canaryd.judge.telemetry.events import HARMFUL
 from canaryd.judge.telemetry.host_rules import (
     clock_source,
     dimm_errors_rising,
@@ -22,19 +23,29 @@ from canaryd.judge.telemetry.host_rules import (
     machine_check,
     unclean_reboot,
 )
-from canaryd.judge.telemetry.link_rules import nvlink_down, nvlink_errors, pcie_errors
+from canaryd.judge.telemetry.link_rules import nvlink_down, nvlink_errors, pcie_errors, pcie_uncorrected
+from canaryd.judge.telemetry.memory_rules import (
+    corrected_errors_rising,
+    flags,
+    retired_pages,
+    row_remap_exhausted,
+    uncorrected_error,
+)
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.telemetry.signals import (
-    AHEAD,
     DAY,
+    DRAIN_AND_RESET,
     MINUTE,
     WATCH,
     Signs,
+    clears_after,
     finding,
     lost_because,
+    recovery,
     returns,
+    sentence,
+    source_of,
     stale_after,
-    until,
 )
 from canaryd.judge.telemetry.xid_rules import (
     sxid,
@@ -49,247 +60,188 @@ from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Event, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE
-"""Seconds for which a passing condition must have held, and within how many: two polls at least, so one odd reading is
-none, and neither are blips here and there (ours)."""
-LEAST_STEP, TIMES_MEAN = 100, 10
-"""Corrected errors in a day that are a step, when they are also so many times the mean day before (ours)."""
-MOST_RETIRED, MANY_DOUBLE_BIT = 63, 15
-"""Retired pages: DCGM's limit, and its softer limit for those with double-bit errors (DcgmGPUHardwareLimits.h)."""
-MOST_REMAPPED = 512
-"""Rows remapped for uncorrectable errors: NVIDIA's RMA policy, and DCGM's limit."""
+"""Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
+odd reading nor scattered blips count."""
 CPU_THROTTLES = 10
-"""Times in `telemetry.settle` that processors slow down for heat (ours): less is a fan that catches up."""
-OUTCOMES: Mapping[Outcome, tuple[Cause, str]] = {
-    Outcome.TIMED_OUT: (Cause.UNDETERMINED, "a call into the driver hung"),
-    Outcome.UNKILLABLE: (Cause.UNDETERMINED, "a call into the driver hangs and survives SIGKILL"),
-    Outcome.CRASHED: (Cause.UNDETERMINED, "the vendor's library took its worker down"),
-    Outcome.OUT_OF_MEMORY: (Cause.ENVIRONMENT, "memory ran out"),
-    Outcome.SKIPPED: (Cause.ENVIRONMENT, "it cannot be asked"),
-    Outcome.ERRORED: (Cause.HARNESS, "the probe raised an error"),
-    Outcome.GARBLED: (Cause.HARNESS, "the worker answered what is not the protocol"),
+"""Times in `telemetry.settle` that processors slow down for heat (ours): fewer is a fan that catches up."""
+
+
+class Failure(NamedTuple):
+    """Why polls fail, by their outcome."""
+
+    cause: Cause
+    why: str
+    action: str
+
+
+OUTCOMES: Mapping[Outcome, Failure] = {
+    Outcome.TIMED_OUT: Failure(Cause.UNDETERMINED, "a call into the driver hung", "Check the driver and kernel log."),
+    Outcome.UNKILLABLE: Failure(
+        *(Cause.UNDETERMINED, "a call into the driver hangs and survives SIGKILL"),
+        "Check the driver and kernel log; only a reboot ends such a call.",
+    ),
+    Outcome.CRASHED: Failure(
+        Cause.UNDETERMINED, "the vendor's library crashed its worker", "Check the driver and its library."
+    ),
+    Outcome.OUT_OF_MEMORY: Failure(Cause.ENVIRONMENT, "memory ran out", "Free memory on the host."),
+    Outcome.SKIPPED: Failure(
+        Cause.ENVIRONMENT, "the device cannot be read", "Check driver, library and permissions (see the reason)."
+    ),
+    Outcome.ERRORED: Failure(Cause.HARNESS, "the probe raised an error", "Report the error as a bug of the probe."),
+    Outcome.GARBLED: Failure(Cause.HARNESS, "the worker's answer was garbled", "Report the error as a bug of canaryd."),
 }
-"""What a failed poll is blamed on, and in words."""
+NO_POLL = Failure(Cause.HARNESS, "none was made", "Check whether the daemon is overloaded or stopped.")
 
 
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
-    """No poll has completed for too long; one failed poll alone says nothing."""
+    """No poll has completed for too long; one failed poll alone shows nothing."""
     for probe, poll in sorted(signs.polls.items()):
         times = (poll.since, poll.completed.started if poll.completed else poll.since)
-        seen = max((t for t in times if t <= signs.now + AHEAD), default=None)
-        if lost_because(poll.newest) or (seen is not None and signs.now - seen <= stale_after(poll.period)):
+        seen = max((t for t in times if t <= signs.now + POLL_AHEAD), default=None)
+        limit = stale_after(poll.period)
+        if lost_because(poll.newest) or (seen is not None and signs.now - seen <= limit):
             continue
-        cause, why = Cause.HARNESS, "none was made; is the daemon overloaded or stopped?"
+        failure, reason = NO_POLL, ""
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
-            cause, why = OUTCOMES[poll.newest.outcome]
-            why = ": ".join(filter(None, (why, reason_of(poll.newest))))
-        since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
-        text = f"{probe}: no poll has completed {since} ({poll.failures} failed in a row): {why}"
-        yield finding("telemetry-stale", State.UNKNOWN, cause, text, probe)
+            failure, reason = OUTCOMES[poll.newest.outcome], reason_of(poll.newest)
+        since = "since the clock was set back" if seen is None else f"for {spoken(signs.now - seen)}"
+        yield finding(
+            *("telemetry-stale", State.UNKNOWN, failure.cause),
+            f"{probe}: no poll has completed {since} (limit {spoken(limit)}): {failure.why}.",
+            failure.action,
+            f"Reason: {reason.rstrip('.')}." if reason else "",
+            f"{poll.failures} polls in a row failed.",
+            "Clears when a poll completes.",
+            probe=probe,
+        )
 
 
 def gpu_lost(signs: Signs) -> Iterator[Finding]:
-    """The driver or the kernel says that the device is lost; it stands until a reboot and an exact pass."""
+    """The driver or the kernel lost the device; the finding stands until a reboot and an exact pass."""
     lost = [f"{probe}: {why}" for probe, poll in sorted(signs.polls.items()) if (why := lost_because(poll.newest))]
     events = signs.losses
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
-    what = "; ".join([*lost, *(f"the kernel log, {signs.moment(e.last)}: {e.detail.rstrip('.')}" for e in events[-1:])])
-    if any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values()):
-        what += ". It answers again"
-    if returns(times, signs.boots) >= 1:
-        text = (
-            f"lost again after a reboot, within 30 days: {what}. Inspection-class (NVIDIA's Xid catalogue: contact "
-            "support): look at seating, riser, power and slot, and return the part if the fault goes with it (ours)"
+    answers = any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values())
+    what = [
+        *(f"{text.rstrip('.')}." for text in lost),
+        *(f"Last event at {signs.moment(e.last)}." for e in events[-1:]),
+        *(source_of(e) for e in events[-1:]),
+        "The device answers again." if answers else "",
+    ]
+    if (back := returns(times, signs.boots)) >= 1:
+        yield finding(
+            *("gpu-lost", State.FAULTY, Cause.HARDWARE),
+            f"The device was lost again after {back} {'reboot' if back == 1 else 'reboots'} within {spoken(WATCH)}.",
+            "Check seating, riser, power and slot; return the part if the fault moves with it.",
+            *what,
+            "Class: inspection (NVIDIA's Xid catalogue: contact support; when to return it is ours).",
+            f"Clears after {spoken(WATCH)}.",
         )
-        yield finding("gpu-lost", State.FAULTY, Cause.HARDWARE, text)
     elif lost or not signs.cleared(max(times), signs.boots):
-        text = f"lost: {what}. Reboot-class (NVIDIA's Xid catalogue): restart the machine. "
-        yield finding("gpu-lost", State.SUSPECT, Cause.HARDWARE, text + until(signs, max(times), signs.boots))
-
-
-RETURN = (
-    "RMA-class: NVIDIA's RMA policy asks for a run of the field diagnostic, which decides on the return. "
-    "Take the device out of service"
-)
-STANDING: Mapping[str, tuple[str, float, State, str]] = {
-    "row_remap_failed": (
-        *("row-remap-failed", WATCH, State.FAULTY),
-        f"a memory row could not be replaced by a spare one. {RETURN}",
-    ),
-    "ecc_sram_threshold_exceeded": (
-        *("sram-threshold", WATCH, State.FAULTY),
-        f"the device counts more uncorrectable SRAM errors than its threshold allows. {RETURN}",
-    ),
-    "row_remap_pending": (
-        *("row-remap-pending", 0.0, State.DEGRADED),
-        "a memory row waits to be replaced. Reset-class (NVIDIA's memory error management): drain the device, reset it",
-    ),
-    "retired_pages_pending": (
-        *("retired-pages-pending", 0.0, State.DEGRADED),
-        "a memory page waits to be retired. Reset-class (NVIDIA's page retirement): drain the device, reset it",
-    ),
-    "memory_bad_pages{status=pending}": (
-        *("memory-bad-pages", 0.0, State.DEGRADED),
-        "bad memory pages wait to be taken out of use. Reset-class (AMD): drain the device, load its driver again",
-    ),
-}
-"""Reading that is above 0 → (rule, age in seconds up to which a poll tells it, state, words); 0 is `telemetry.settle`.
-
-Some flags never fall on the same part, so a driver that hangs afterwards must not lift the finding.
-"""
-
-
-def standing(signs: Signs) -> Iterator[Finding]:
-    """The device itself says that its memory needs a reset or a return."""
-    for key, (rule, age, state, text) in STANDING.items():
-        name, labels = taken_apart(key)
-        if signs.value(name, age or signs.policy.settle, **labels):
-            yield finding(rule, state, Cause.HARDWARE, text)
-
-
-def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
-    """Spare rows run out: in a bank, or in all."""
-    rows = signs.value("row_remap_rows", WATCH, cause="uncorrectable") or 0
-    banks = signs.value("row_remap_banks", WATCH, available="none") or 0
-    if rows >= MOST_REMAPPED:
-        text = (
-            f"{rows:g} memory rows were replaced after uncorrectable errors; NVIDIA's RMA policy and DCGM's limit are "
-            f"{MOST_REMAPPED}. RMA-class: run the field diagnostic; it decides on the return"
+        action, clears = recovery(signs, max(times), signs.boots, "Restart the machine.")
+        yield finding(
+            *("gpu-lost", State.SUSPECT, Cause.HARDWARE),
+            f"The driver or the kernel lost the device{'; it answers again' if answers else ''}.",
+            action,
+            *what,
+            "Class: reboot (NVIDIA's Xid catalogue).",
+            clears,
         )
-        yield finding("row-remap-exhausted", State.FAULTY, Cause.HARDWARE, text)
-    elif banks:
-        text = (
-            f"{banks:g} memory banks have no spare row left: a bad row there cannot be replaced. Plan a return (ours)"
-        )
-        yield finding("row-remap-exhausted", State.DEGRADED, Cause.HARDWARE, text)
-
-
-def retired_pages(signs: Signs) -> Iterator[Finding]:
-    """Pages of memory were taken out of use, on devices that cannot replace rows."""
-    pages = {r.labels.get("cause", ""): float(r.value) for r in signs.readings("retired_pages", WATCH)}
-    if sum(pages.values()) >= MOST_RETIRED:
-        text = f"{sum(pages.values()):g} memory pages are retired; DCGM's limit is {MOST_RETIRED}. "
-        text += "RMA-class: run the field diagnostic"
-        yield finding("retired-pages", State.FAULTY, Cause.HARDWARE, text)
-    elif pages.get("double_bit", 0) >= MANY_DOUBLE_BIT:
-        text = (
-            f"{pages['double_bit']:g} memory pages are retired after double-bit errors; DCGM's softer limit is "
-            f"{MANY_DOUBLE_BIT}. Beyond it, more than one a week calls for a return"
-        )
-        yield finding("retired-pages", State.DEGRADED, Cause.HARDWARE, text)
-
-
-ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
-"""The same errors counted twice: since the driver was loaded, and over the device's life."""
-
-
-def uncorrected_error(signs: Signs) -> Iterator[Finding]:
-    """Data was lost and the device said so: suspect until a reset and an exact pass after it."""
-    rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
-    wiped = [e for e in signs.seen("reset") if has(e.before.partition(" ")[0], ECC[0], {"kind": "uncorrected"})]
-    logged = [*signs.contained, *(e for e in signs.seen("amdgpu") if e.name == "ras-uncorrected")]
-    events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]
-    events += [e for e in wiped if not signs.passed(e.last)]
-    standing = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected" and r.value]
-    if not events and not standing:
-        return
-    keys = [*(e.before.partition(" ")[0] if e.kind == "reset" else e.name for e in events), *(r.key for r in standing)]
-    places = sorted({taken_apart(k)[1].get("location", "the device's memory") for k in keys})
-    when = max((e.last for e in events), default=None)
-    before_reset = max((e.last for e in events if e.kind != "reset"), default=0.0 if events else None)
-    text = f"uncorrected memory error in {', '.join(places)}, "
-    text += "counted since the driver was loaded" if when is None else f"last {signs.moment(when)}"
-    text += ". Reset-class (NVIDIA's memory error management): drain the device, reset it. "
-    yield finding("uncorrected-error", State.SUSPECT, Cause.HARDWARE, text + until(signs, before_reset, signs.resets))
-
-
-def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
-    """Corrected errors come at a rate, or in a step: the numbers are still right, the reserve dwindles."""
-    day, before, most = 0.0, 0.0, signs.policy.corrected_per_day
-    rises = [e for name in ECC for e in signs.rises(name, kind="corrected")]
-    first = min((e.first for e in rises), default=signs.now)
-    days = max(1.0, (signs.now - first) / DAY - 1)
-    for place in {taken_apart(e.name)[1].get("location", "") for e in rises}:
-        # Volatile and aggregate count the same errors: the larger of the two, never their sum.
-        both = [[e for e in rises if has(e.name, name, {"location": place})] for name in ECC]
-        day += max(signs.most(each, DAY) for each in both)
-        before += max(sum(within(e, -math.inf, signs.now - DAY) for e in each) for each in both)
-    step = day >= LEAST_STEP and day >= TIMES_MEAN * before / days
-    if day >= most or step:
-        text = f"{day:.0f} corrected memory errors in a day, after {before / days:.3g} a day before; "
-        text += f"our limits are {most} (telemetry.corrected_per_day), or {TIMES_MEAN} times as many. "
-        text += (
-            "NVIDIA's RMA policy leaves corrected errors out. Exact goldens tell whether the numbers hold. "
-            f"Over after a day below it and {format_duration(signs.policy.settle)}"
-        )
-        yield finding("corrected-errors-rising", State.DEGRADED, Cause.HARDWARE, text)
 
 
 def throttled(signs: Signs) -> Iterator[Finding]:
-    """Heat or power held the clocks down for longer than the policy allows: slow, and right."""
+    """Heat or power held the clocks down for longer than the policy allows: slow, but right."""
     settle, seconds = signs.policy.settle, {}
     for reason in HARMFUL:
         rises = signs.rises("throttle_seconds_total", 2 * settle, reason=reason)
-        seconds[reason] = signs.most([*rises, *signs.seen("condition", 2 * settle, f"throttle {reason}")], settle)
+        held = signs.seen("condition", 2 * settle, "throttle_active", reason=reason)
+        seconds[reason] = signs.most([*rises, *held], settle)
     # Not the sum: hw_slowdown counts again what hw_thermal and hw_power_brake count.
     reason, longest = max(seconds.items(), key=lambda item: item[1])
+    clears = f"Clears {spoken(settle)} after it is below the limit."
     if longest >= signs.policy.throttle:
-        text = (
-            f"held down by {reason} for {format_duration(longest)} within {format_duration(settle)}; the limit is "
-            f"{format_duration(signs.policy.throttle)} (telemetry.throttle, ours). Look at cooling and power"
+        limit = spoken(signs.policy.throttle)
+        yield finding(
+            *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
+            f"Clocks held down by {reason} for {spoken(longest)} in {spoken(settle)} (limit {limit}).",
+            "Check cooling and power.",
+            "Limit: telemetry.throttle (ours).",
+            clears,
         )
-        yield finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
-    told = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
+    counts = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
     if not signs.readings("throttle_events_total", WATCH):
-        told.append(signs.seen("thermal", 2 * settle))  # a line for each processor: only where nothing counts
-    times = max(signs.most(events, settle) for events in told)
+        counts.append(signs.seen("thermal", 2 * settle))  # a line for each processor: only where nothing counts
+    times = max(signs.most(events, settle) for events in counts)
     if times >= CPU_THROTTLES:
-        text = f"processors slowed down for heat {times:.3g} times within {format_duration(settle)}; our limit is {CPU_THROTTLES}"  # noqa: E501
-        yield finding("throttled", State.DEGRADED, Cause.ENVIRONMENT, text)
+        yield finding(
+            *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
+            f"Processors slowed down for heat {times:.3g} times in {spoken(settle)} (limit {CPU_THROTTLES}).",
+            "Check cooling.",
+            "The limit is ours.",
+            clears,
+        )
 
 
 CONDITIONS: Mapping[str, tuple[str, str]] = {
-    "hot": ("hot", "The device slows down to save itself (its own threshold); look at cooling"),
-    "pcie-width": (
-        "pcie-width",
-        "The link lost lanes (ours): seat the device again; if it stays, look at riser, slot and board",
-    ),
+    "hot": ("Check cooling.", "The device slows down at this limit, which is its own."),
+    "pcie-width": ("Reseat the device; if it stays, check riser, slot and board.", "The link lost lanes (our rule)."),
     "pcie-generation": (
-        "pcie-generation",
-        "The link is slower than both ends can do under load (ours): look at seating, riser and BIOS",
+        "Check seating, riser and BIOS.",
+        "Under load the link is slower than both ends support (our rule).",
     ),
     "memory-pressure": (
-        "memory-pressure",
-        "The host runs out of memory (ours): probes time out, and processes will be killed",
+        "Free memory on the host.",
+        "The host runs out of memory (our rule): probes time out, and the kernel will kill processes.",
     ),
 }
-"""Passing condition → (rule, advice)."""
+"""Passing condition, also the name of its rule → (action, evidence)."""
 
 
 def conditions(signs: Signs) -> Iterator[Finding]:
-    """A condition that comes and goes has held for a minute of ten, and not been away for long."""
-    for name, (rule, advice) in CONDITIONS.items():
-        events = signs.seen("condition", signs.policy.settle + STRETCH, name)
+    """A condition that comes and goes has held for a minute of ten, not long ago."""
+    for name, (action, why) in CONDITIONS.items():
+        events = signs.named("condition", name, signs.policy.settle + STRETCH)
         if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
-            over = f"Over {format_duration(signs.policy.settle)} after it last held for a minute of ten"
-            text = f"{newest.detail}, last {signs.moment(newest.last)}. {advice}. {over}"
-            yield finding(rule, State.DEGRADED, Cause.ENVIRONMENT, text)
+            yield finding(
+                *(name, State.DEGRADED, Cause.ENVIRONMENT),
+                sentence(newest.detail or name),
+                action,
+                why,
+                f"It held for at least {spoken(LASTING)} of {spoken(STRETCH)}; last at {signs.moment(newest.last)}.",
+                clears_after(signs.policy.settle),
+            )
+
+
+RECOVERY: Mapping[str, tuple[str, str]] = {
+    "reset": ("reset", DRAIN_AND_RESET),
+    "reboot": ("reboot", "Drain the device and restart the machine."),
+    "drain_p2p": ("reset", "Drain the device's peer-to-peer traffic."),
+    "drain_and_reset": ("reset", DRAIN_AND_RESET),
+    "bus_reset": ("reset", "Drain the device and reset it on the bus."),
+    "system_reboot": ("reboot", "Drain the device and restart the machine."),
+}
+"""Recovery action of NVIDIA's driver → (class, what to do); any other one makes the device degraded only."""
 
 
 def recovery_action(signs: Signs) -> Iterator[Finding]:
-    """The driver itself says what must be done to recover."""
-    action = signs.word("recovery_action", signs.policy.settle)
-    if action not in ("", "none"):
-        kind = "Reboot" if "reboot" in action else "Reset"
-        known = re.search("reset|reboot|drain", action) is not None
-        text = f"the NVIDIA driver's own advice is {action}. {kind}-class: drain the device and follow it"
-        yield finding("recovery-action", State.SUSPECT if known else State.DEGRADED, Cause.UNDETERMINED, text)
+    """The driver itself advises an action to recover."""
+    advice = signs.word("recovery_action", signs.policy.settle)
+    if advice not in ("", "none"):
+        grade, action = RECOVERY.get(advice, ("reset", "Drain the device and follow the driver's advice."))
+        yield finding(
+            *("recovery-action", State.SUSPECT if advice in RECOVERY else State.DEGRADED, Cause.UNDETERMINED),
+            f"The NVIDIA driver advises: {advice}.",
+            action,
+            f"Class: {grade} (NVIDIA's driver).",
+            "Clears when the driver advises nothing.",
+        )
 
 
 HEALTH = {"warning": State.DEGRADED, "alarm": State.DEGRADED, "critical": State.SUSPECT}
-"""What Ascend's driver says of a device; anything else says nothing."""
+"""Health that Ascend's driver reports → state; any other word shows nothing."""
 
 
 def device_health(signs: Signs) -> Iterator[Finding]:
@@ -297,64 +249,112 @@ def device_health(signs: Signs) -> Iterator[Finding]:
     word = signs.word("device_health", signs.policy.settle)
     if state := HEALTH.get(word.lower()):
         codes = sorted(c for r in signs.readings("device_fault", signs.policy.settle) for c in r.labels.values())
-        reason = f"fault {', '.join(codes)}" if codes else "ask npu-smi info -t health for the reason"
-        text = f"the driver calls the device's health {word}: {reason} (the vendor's own check)"
-        yield finding("device-health", state, Cause.UNDETERMINED, text)
+        faults = f" (fault {', '.join(codes)})" if codes else ""
+        yield finding(
+            *("device-health", state, Cause.UNDETERMINED),
+            f"The driver reports the device's health as {word}{faults}.",
+            "Look up the fault with the vendor." if codes else "See the reason: npu-smi info -t health",
+            "Source: the vendor's own check.",
+            "Clears when the driver reports ok.",
+        )
 
 
 def device_recovered(signs: Signs) -> Iterator[Finding]:
     """The driver had to restart the device to free it: work was lost, and the application may be the reason."""
     if events := signs.rises("device_recoveries_total", DAY):
         times, last = sum(e.count for e in events), max(e.last for e in events)
-        text = (
-            f"the driver had to restart the device {times:g} times, last {signs.moment(last)} (ours). Over after a day"
+        yield finding(
+            *("device-recovered", State.DEGRADED, Cause.UNDETERMINED),
+            f"The driver restarted the device {times:g} {'time' if times == 1 else 'times'} in a day to free it.",
+            "Check the application, then the device.",
+            f"Last at {signs.moment(last)}.",
+            "Work was lost; the application may be the reason (our rule).",
+            "Clears after a day.",
         )
-        yield finding("device-recovered", State.DEGRADED, Cause.UNDETERMINED, text)
 
 
 def persistence_off(signs: Signs) -> Iterator[Finding]:
-    """Without persistence, letting go of the last handle initialises the device anew and clears what should be read."""
+    """Without persistence, closing the last handle re-initialises the device and clears its error counters."""
     if signs.value("persistence_mode") == 0:
-        text = (
-            "persistence is off: canaryd keeps one handle, or each poll would initialise the device anew and clear "
-            "its error counters. Run nvidia-persistenced, or nvidia-smi -pm 1; canaryd release lets go for an upgrade"
+        yield finding(
+            *("persistence-off", State.HEALTHY, Cause.ENVIRONMENT),
+            "Persistence mode is off, so canaryd keeps a handle of the device open.",
+            "Run nvidia-persistenced, or nvidia-smi -pm 1.",
+            "Without the handle each poll would re-initialise the device and clear its error counters.",
+            "To upgrade the driver, run canaryd release: it closes the handle.",
         )
-        yield finding("persistence-off", State.HEALTHY, Cause.ENVIRONMENT, text)
 
 
 def ecc_off(signs: Signs) -> Iterator[Finding]:
     """Error correction is off where the device has it, or about to change."""
     now, pending = signs.value("ecc_enabled", when="current"), signs.value("ecc_enabled", when="pending")
     if now is not None and pending is not None and now != pending:
-        text = f"error correction is {'on' if now else 'off'}, and {'on' if pending else 'off'} after the next reset"
-        yield finding("ecc-off", State.HEALTHY, Cause.ENVIRONMENT, text)
-    elif now == 0:
-        text = (
-            "error correction is off: a flipped bit in memory goes unnoticed. Turn it on: nvidia-smi -e 1, then a reset"
+        yield finding(
+            *("ecc-off", State.HEALTHY, Cause.ENVIRONMENT),
+            f"Error correction (ECC) is {'on' if now else 'off'}; after a reset it is {'on' if pending else 'off'}.",
+            "Reset the device to turn it on." if pending else "To keep it on, run nvidia-smi -e 1.",
         )
-        yield finding("ecc-off", State.HEALTHY, Cause.ENVIRONMENT, text)
+    elif now == 0:
+        yield finding(
+            *("ecc-off", State.HEALTHY, Cause.ENVIRONMENT),
+            "Error correction (ECC) is off.",
+            "Turn it on: nvidia-smi -e 1, then reset the device.",
+            "Without it a flipped bit in memory goes unnoticed.",
+        )
 
 
-LINES: Mapping[str, tuple[State, Cause, str]] = {
-    "oom": (State.HEALTHY, Cause.ENVIRONMENT, "the kernel killed a process for memory"),
-    "nvme": (State.HEALTHY, Cause.ENVIRONMENT, "a disk did not answer"),
-    "lockup": (State.DEGRADED, Cause.UNDETERMINED, "a processor was stuck in the kernel"),
-    "hang": (State.DEGRADED, Cause.UNDETERMINED, "a call into the driver hung"),
-    "driver": (
-        State.DEGRADED,
-        Cause.UNDETERMINED,
-        "the driver could not start the device, or does not match its library",
+class Line(NamedTuple):
+    """What a line of the kernel log is worth (ours)."""
+
+    state: State
+    cause: Cause
+    message: str
+    action: str
+
+
+CHECK_LINK = "Check seating, riser and slot."
+LINES: Mapping[tuple[str, str], Line] = {
+    ("oom", ""): Line(
+        *(State.HEALTHY, Cause.ENVIRONMENT),
+        *("The kernel killed a process because memory ran out", "Free memory on the host."),
     ),
-    "pcie bandwidth": (State.HEALTHY, Cause.ENVIRONMENT, "the device's link is narrower than it could be"),
-    "pcie": (State.DEGRADED, Cause.UNDETERMINED, "a PCI Express device does not answer"),
-    "amdgpu ring-timeout": (State.DEGRADED, Cause.UNDETERMINED, "the device did not finish its work in time"),
-    "amdgpu reset-failed": (State.DEGRADED, Cause.UNDETERMINED, "the driver could not reset the device"),
-    "amdgpu init-failed": (State.DEGRADED, Cause.UNDETERMINED, "the driver could not start the device"),
-    "amdgpu bad-pages": (State.DEGRADED, Cause.HARDWARE, "bad memory pages have reached the driver's threshold"),
-    "amdgpu fault": (State.HEALTHY, Cause.UNDETERMINED, "the device met a bad address, as an application can cause"),
-    "amdgpu reset": (State.HEALTHY, Cause.UNDETERMINED, "the driver reset the device"),
+    ("nvme", ""): Line(State.HEALTHY, Cause.ENVIRONMENT, "A disk did not answer", "Check the disk."),
+    ("lockup", ""): Line(
+        State.DEGRADED, Cause.UNDETERMINED, "A processor was stuck in the kernel", "Check the kernel log."
+    ),
+    ("hang", ""): Line(
+        State.DEGRADED, Cause.UNDETERMINED, "A call into the driver hung", "Check the driver and kernel log."
+    ),
+    ("driver", ""): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        "The driver could not start the device, or does not match its library",
+        "Check that driver and library have the same version, then the device.",
+    ),
+    ("pcie", "bandwidth"): Line(
+        State.HEALTHY, Cause.ENVIRONMENT, "The device's PCIe link is slower than it could be", CHECK_LINK
+    ),
+    ("pcie", ""): Line(State.DEGRADED, Cause.UNDETERMINED, "A PCIe device does not answer", CHECK_LINK),
+    ("amdgpu", "ring-timeout"): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("The device did not finish its work in time", "Check the application, then the device."),
+    ),
+    ("amdgpu", "reset-failed"): Line(
+        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
+    ),
+    ("amdgpu", "init-failed"): Line(
+        State.DEGRADED, Cause.UNDETERMINED, "The driver could not start the device", "Check driver and device."
+    ),
+    ("amdgpu", "bad-pages"): Line(
+        *(State.DEGRADED, Cause.HARDWARE),
+        *("Bad memory pages have reached the driver's threshold", "Plan to return the device."),
+    ),
+    ("amdgpu", "fault"): Line(
+        *(State.HEALTHY, Cause.UNDETERMINED),
+        *("The device met a bad address; an application can cause that", "Check the application."),
+    ),
+    ("amdgpu", "reset"): Line(State.HEALTHY, Cause.UNDETERMINED, "The driver reset the device", ""),
 }
-"""Kind of a kernel-log line, with its name where that matters → what it is worth. Ours."""
+"""Kind and name of a line ("" for all other names of the kind) → what it is worth."""
 
 
 def kernel_lines(signs: Signs) -> Iterator[Finding]:
@@ -363,42 +363,66 @@ def kernel_lines(signs: Signs) -> Iterator[Finding]:
     for event in (e for events in signs.by_kind.values() for e in events if signs.now - e.last <= DAY):
         lines[event.kind, event.name].append(event)
     for (kind, name), events in lines.items():
-        found = LINES.get(f"{kind} {name}") or LINES.get(kind)
-        if found is not None:
-            state, cause, what = found
+        line = LINES.get((kind, name)) or LINES.get((kind, ""))
+        if line is not None:
             newest, count = max(events, key=lambda e: e.last), sum(e.count for e in events)
-            times = f"{count:g} times, last " if count > 1 else ""
-            text = f"{what}, {times}{signs.moment(newest.last)}: {newest.detail.rstrip('.')}. Over after a day"
-            yield finding(f"kernel-{kind}", state, cause, text)
+            times = f", {count:g} times in a day" if count > 1 else ""
+            yield finding(
+                *(f"kernel-{kind}", line.state, line.cause),
+                f"{line.message}{times}.",
+                line.action,
+                f"Last at {signs.moment(newest.last)}.",
+                source_of(newest),
+                "Our rule. Clears after a day.",
+            )
 
 
 def changed(signs: Signs) -> Iterator[Finding]:
-    """Something of the machine is another than a day ago: no fault, but it explains what comes later."""
+    """Something of the machine differs from a day ago: no fault, but it explains what comes later."""
     for event in signs.seen("change", DAY):
-        what = event.detail if event.name == "device" else f"{event.name} changed {event.before} → {event.after}"
-        text = f"{what}, {signs.moment(event.last)}"
-        yield finding("changed", State.HEALTHY, Cause.NONE, text)
+        is_device = event.name == "device" and event.detail
+        message = event.detail if is_device else f"{event.name} changed: {event.before} → {event.after}"
+        found = f"Found at {signs.moment(event.last)}."
+        yield finding("changed", State.HEALTHY, Cause.NONE, f"{message}.", "", found, "Clears after a day.")
     for event in signs.seen("counter-fell", DAY):
-        kind = READINGS.get(taken_apart(event.name)[0])
-        why = "it counts for life. Was the board replaced or cleared?"
+        kind = READINGS.get(event.reading)
+        why = "It counts over the device's life: the board was replaced, or its record cleared."
+        action = "Check whether the board was replaced or its record cleared."
         if kind is not None and kind.volatile:
             if any(event.first <= boot <= event.last for boot in signs.boots):
                 continue
-            why = "cleared by hand, at its end, or a part of what it counts is gone; no reset"
-        yield finding("changed", State.HEALTHY, Cause.NONE, f"{event.detail}, {signs.moment(event.last)}: {why}")
+            why = "No reset: it was cleared by hand, wrapped, or a part that it counts is gone."
+            action = ""
+        yield finding(
+            *("changed", State.HEALTHY, Cause.NONE),
+            f"{event.detail or f'{event.name} fell'}.",
+            action,
+            f"At {signs.moment(event.last)}.",
+            why,
+            "Clears after a day.",
+        )
 
 
 RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
+    # The device and its driver.
     telemetry_stale,
     gpu_lost,
-    standing,
+    device_health,
+    device_recovered,
+    recovery_action,
+    # Memory of an accelerator.
+    flags,
     row_remap_exhausted,
     retired_pages,
     uncorrected_error,
     corrected_errors_rising,
+    # The host.
     dimm_errors_rising,
     host_uncorrected,
     machine_check,
+    clock_source,
+    unclean_reboot,
+    # Codes of NVIDIA's driver.
     xid_application,
     xid_repeated,
     xid_recovery,
@@ -406,24 +430,23 @@ RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
     xid_unknown,
     xid_noted,
     sxid,
+    # Heat and power; conditions that come and go.
     throttled,
     conditions,
+    # Links.
     pcie_errors,
+    pcie_uncorrected,
     nvlink_errors,
     nvlink_down,
-    recovery_action,
-    device_health,
-    device_recovered,
+    # Settings, other lines, changes.
     persistence_off,
     ecc_off,
-    clock_source,
-    unclean_reboot,
     kernel_lines,
     changed,
 )
-"""Every rule is asked, in any order."""
+"""Every rule of telemetry. Their order has no effect."""
 
 
 def findings(signs: Signs) -> Iterator[Finding]:
-    """Yield what each rule finds."""
+    """Yield the findings of every rule."""
     return itertools.chain.from_iterable(rule(signs) for rule in RULES)

@@ -1,4 +1,4 @@
-"""What a device, its driver and the kernel log reported, as input of the rules."""
+"""What a device, its driver and the kernel log reported: the input of the rules, and the texts that rules share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
-from canaryd.formatting import format_duration
-from canaryd.judge.clock import EPOCH
+from canaryd.formatting import spoken
+from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.events import fields_of, has, numbers, within, xid_code
+from canaryd.judge.telemetry.events import numbers, within
 from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Device, Event, Finding, Reading, Reason, Run, State
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 WATCH = 30 * DAY
 """Seconds for which an event is held against a device: the design's 30 days for `suspect`."""
-AHEAD = MINUTE
-"""Seconds by which a poll may be dated in the future and still tell of the present: clocks are set (ours)."""
 TRAINING = 10 * MINUTE
-"""Seconds after a reset in which links train and the fabric forms: errors there are no faults (ours)."""
+"""Seconds after a reset in which links train and the fabric forms: errors in that time are not faults (ours)."""
+
+
+DRAIN_AND_RESET = "Drain the device and reset it."
+"""What to do where a reset helps."""
+OFF_BUS, CONTAINED, ADVICE = 79, 94, 154
+"""Xids with a meaning of their own: the GPU left the bus, a memory error was contained, the driver gives advice."""
+RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot"}
+"""Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,9 @@ class Poll:
     period: float
     """Seconds between polls."""
     newest: Run | None
-    """The newest poll, whatever became of it."""
+    """The newest poll, whatever its outcome."""
     completed: Run | None
-    """The newest one that completed."""
+    """The newest poll that completed."""
     failures: int = 0
     """Polls in a row that did not complete, the newest included."""
     since: float = 0.0
@@ -45,7 +51,7 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """All the times within the watch that a device reported one Xid of one grade."""
+    """All reports of one Xid of one grade by a device in the last `WATCH` seconds."""
 
     xid: xids.Xid
     grade: str
@@ -54,22 +60,28 @@ class Incident:
 
     @property
     def last(self) -> float:
-        """When it was reported last."""
+        """When it was last reported."""
         return max(e.last for e in self.events)
 
     @property
     def cause(self) -> Cause:
-        """Whose fault it is as far as the catalogue can tell; a link has two ends, and a driver's bug looks broken."""
+        """The cause as far as the catalogue shows it: a link has two ends, and a driver's bug looks like hardware."""
         causes = {"hardware": Cause.HARDWARE, "thermal-power": Cause.ENVIRONMENT}
         return causes.get(self.xid.nature, Cause.UNDETERMINED)
 
+    @property
+    def code(self) -> str:
+        """The Xid's number as text; of an event without a number its name."""
+        newest = self.events[-1]
+        return str(newest.code) if newest.code is not None else newest.name
+
     def __str__(self) -> str:
-        return f"Xid {self.xid.code} ({self.xid.title})"
+        return f"Xid {self.code} ({self.xid.title})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
-    """All that is judged here."""
+    """All that the telemetry rules judge."""
 
     device: Device
     polls: Mapping[str, Poll]
@@ -77,9 +89,9 @@ class Signs:
     events: tuple[Event, ...]
     """Of this device, oldest first, at least the last 30 days. Boots are events of every device."""
     last_pass: float | None
-    """When the newest clean, whole run of an exact golden on this device started; None: there is none."""
+    """When the newest clean, whole exact test on this device started; None without one."""
     last_mismatch: float | None
-    """When the newest wrong run of an exact golden started."""
+    """When the newest exact test with a wrong result started; None without one."""
     now: float
     policy: TelemetryConfig
 
@@ -90,14 +102,14 @@ class Signs:
         for poll in self.polls.values():
             if poll.completed is not None:
                 age, limit = self.now - poll.completed.started, stale_after(poll.period)
-                # Of a poll from the future nobody knows how old it is: what lasts is true still, the rest is stale.
-                age = max(0.0, age) if age >= -AHEAD else math.nextafter(limit, math.inf)
+                # The age of a poll from the future is unknown: it counts as just stale, so only lasting flags hold.
+                age = max(0.0, age) if age >= -POLL_AHEAD else math.nextafter(limit, math.inf)
                 found |= {k: (r, age, limit) for k, r in numbers(poll.completed).items()}
         return found
 
     @cached_property
     def by_kind(self) -> Mapping[str, list[Event]]:
-        """The events of the watch by kind, oldest first. What a wrong clock dated is as of now."""
+        """The events of the last `WATCH` seconds by kind, oldest first. Times of a wrong clock count as now."""
         found: dict[str, list[Event]] = defaultdict(list)
         for event in sorted(map(self._dated, self.events), key=lambda e: e.last):
             if self.now - event.last <= WATCH:
@@ -105,106 +117,140 @@ class Signs:
         return found
 
     def _dated(self, event: Event) -> Event:
-        if EPOCH <= event.first <= event.last <= self.now:
-            return event
-        last = event.last if EPOCH <= event.last <= self.now else self.now
-        return replace(event, first=event.first if EPOCH <= event.first <= last else last, last=last)
+        last = event.last if credible(event.last, self.now) else self.now
+        first = event.first if credible(event.first, last) else last
+        return event if (first, last) == (event.first, event.last) else replace(event, first=first, last=last)
 
     def readings(self, name: str, within: float = 0.0) -> list[Reading]:
-        """Return the readings of a name that are fresh, or not older than `within` seconds."""
+        """Return the readings of a name that are fresh, or at most `within` seconds old."""
         return [r for r, age, limit in self.facts.values() if r.name == name and age <= max(limit, within)]
 
     def value(self, name: str, within: float = 0.0, /, **labels: str) -> float | None:
-        """Return one reading's number if it is fresh, or not older than `within` seconds; None otherwise."""
+        """Return one reading's number if it is fresh, or at most `within` seconds old; None otherwise."""
         found = [r for r in self.readings(name, within) if r.labels == labels]
         return float(found[0].value) if found else None
 
     def word(self, name: str, within: float = 0.0) -> str:
-        """Return what a reading of `WORDS` says; "" for nothing."""
+        """Return the word of a reading of `events.WORDS`; "" without one."""
         return next((w for r in self.readings(name, within) for w in r.labels.values()), "")
 
-    def seen(self, kind: str, within: float = WATCH, start: str = "") -> list[Event]:
-        """Return the events of a kind, not older than `within` seconds, whose names begin with `start`."""
-        return [e for e in self.by_kind.get(kind, ()) if e.name.startswith(start) and self.now - e.last <= within]
+    def seen(self, kind: str, within: float = WATCH, reading: str = "", /, **labels: str) -> list[Event]:
+        """Return the events of a kind, at most `within` seconds old; of a reading with at least these labels."""
+        return [
+            e
+            for e in self.by_kind.get(kind, ())
+            if self.now - e.last <= within
+            and (not reading or e.reading == reading)
+            and labels.items() <= e.labels.items()
+        ]
+
+    def named(self, kind: str, name: str, within: float = WATCH) -> list[Event]:
+        """Return the events of a kind and name, at most `within` seconds old."""
+        return [e for e in self.seen(kind, within) if e.name == name]
 
     def rises(self, name: str, within: float = WATCH, /, **labels: str) -> list[Event]:
         """Return the rises of a counter that has at least these labels."""
-        return [e for e in self.seen("counter", within, name) if has(e.name, name, labels)]
+        return self.seen("counter", within, name, **labels)
 
     def moment(self, at: float) -> str:
-        """Say when something was: a message is read long after it was written, when "a minute ago" is not true."""
-        return f"at {datetime.fromtimestamp(min(max(at, EPOCH), self.now), tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+        """Return a time in words: the date, for a finding is read long after "a minute ago" was true."""
+        return f"{datetime.fromtimestamp(min(max(at, EPOCH), self.now), tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
     @cached_property
     def boots(self) -> list[float]:
-        """When the machine was started again, ascending."""
+        """When the machine was restarted, ascending."""
         return sorted({t for e in self.seen("boot") for t in (e.first, e.last)})
 
     @cached_property
     def resets(self) -> list[float]:
-        """When the device was reset, its driver loaded again, or the machine started again; ascending."""
+        """When the device was reset, its driver reloaded, or the machine restarted; ascending."""
         return sorted({*self.boots, *(t for e in self.seen("reset") for t in (e.first, e.last))})
 
     @cached_property
     def trainings(self) -> list[float]:
-        """When links had to train again: after a reset, and when a device was divided or put together; ascending."""
-        return sorted({*self.resets, *(e.last for e in self.seen("flag", start="mig_enabled"))})
+        """When links had to train: at a reset, and when MIG was switched on or off; ascending."""
+        return sorted({*self.resets, *(e.last for e in self.seen("flag", WATCH, "mig_enabled"))})
 
     def trained(self, event: Event, start: float, end: float) -> float:
-        """Return `within`, without what came before the links of a device had trained."""
+        """Return `within`, without what happened before the device's links had trained."""
         before = bisect.bisect_right(self.trainings, event.last)
         return within(event, max(start, self.trainings[before - 1] + TRAINING) if before else start, end)
 
     def most(
         self, events: Sequence[Event], seconds: float, inside: Callable[[Event, float, float], float] = within
     ) -> float:
-        """Return the largest count in any so many seconds that ended within `telemetry.settle`: it does not flap."""
+        """Return the largest count in any window of so many seconds that ended within `telemetry.settle`.
+
+        So a rate near its limit does not switch its finding on and off.
+        """
         ends = {self.now, *(e.last for e in events if self.now - e.last <= self.policy.settle)}
         return max(sum(inside(e, end - seconds, end) for e in events) for end in ends)
 
     def passed(self, after: float) -> bool:
-        """Whether exact goldens ran after a time, and only clean."""
+        """Whether exact tests ran after a time, and all of them were clean."""
         wrong = self.last_mismatch is not None and self.last_mismatch > after
         return self.last_pass is not None and self.last_pass > after and not wrong
 
     def cleared(self, after: float, resets: Sequence[float]) -> bool:
-        """Way out of what needs a reset: one came, and exact goldens that started later are clean."""
+        """Whether a reset was done after a time, and the exact tests since that reset are clean."""
         return any(r > after and self.passed(r) for r in resets)
 
     @cached_property
     def incidents(self) -> list[Incident]:
-        """The Xids of the watch by code and grade. Of Xid 154, the driver's advice, the newest alone is true."""
+        """The Xids by code and grade. Xid 154 is the driver's advice: only the newest one holds."""
         groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
         events = [e for e in self.seen("xid") if e not in (*self.losses, *self.contained)]
-        advice = [e for e in events if e.name == "154"]
-        for event in (*(e for e in events if e.name != "154"), *advice[-1:]):
-            groups[xid_code(event), _grade(event, self.device, self.policy)].append(event)
+        advice = [e for e in events if e.code == ADVICE]
+        for event in (*(e for e in events if e.code != ADVICE), *advice[-1:]):
+            number = -1 if event.code is None else event.code
+            groups[number, _grade(event, self.device, self.policy)].append(event)
         return [Incident(xid=xids.explain(c), grade=g, events=tuple(es)) for (c, g), es in sorted(groups.items())]
 
     @cached_property
     def losses(self) -> list[Event]:
-        """When the kernel said that the device has fallen off the bus."""
-        found = [*self.seen("off-bus"), *(e for e in self.seen("amdgpu") if e.name == "lost"), *self._own("79")]
+        """The events in which the kernel or the driver lost the device from the bus."""
+        found = [*self.seen("off-bus"), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
         return sorted(found, key=lambda e: e.last)
 
     @cached_property
     def contained(self) -> list[Event]:
-        """When the driver contained an uncorrected memory error to one application."""
-        return self._own("94")
+        """The events in which the driver contained an uncorrected memory error to one application."""
+        return self._with_own_rule(CONTAINED)
 
-    def _own(self, code: str) -> list[Event]:
-        """Return the events of an Xid that has a rule of its own; one that the configuration grades is like others."""
-        return [] if code in self.policy.xids else [e for e in self.seen("xid") if xid_code(e) == int(code)]
+    def _with_own_rule(self, code: int) -> list[Event]:
+        """Return the events of an Xid with a rule of its own; none where the configuration grades that Xid."""
+        return [] if str(code) in self.policy.xids else [e for e in self.seen("xid") if e.code == code]
 
 
 def stale_after(period: float) -> float:
-    """Return the age in seconds beyond which a poll says nothing of the present: ours, so that one missed is none."""
+    """Return the age in seconds beyond which a poll is stale; one missed poll is no gap (ours)."""
     return max(120.0, 5 * period)
 
 
-def finding(rule: str, state: State, cause: Cause, message: str, probe: str = "") -> Finding:
-    """Return a finding that rests on telemetry."""
-    return Finding(rule=rule, state=state, cause=cause, message=message, probe=probe)
+def finding(
+    rule: str, state: State, cause: Cause, message: str, action: str, *evidence: str, probe: str = ""
+) -> Finding:
+    """Return a finding that rests on telemetry; empty sentences of the evidence are dropped."""
+    return Finding(
+        rule=rule,
+        state=state,
+        cause=cause,
+        message=message,
+        action=action,
+        evidence=tuple(filter(None, evidence)),
+        probe=probe,
+    )
+
+
+def sentence(text: str) -> str:
+    """Return a clause of ours as a sentence: with a capital letter and one full stop; "" stays ""."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def source_of(event: Event) -> str:
+    """Return what shows an event as a sentence: a counter's rise, or the newest line of the kernel log; "" for none."""
+    source = "Counter" if event.kind == "counter" else "Kernel log"
+    return f"{source}: {event.detail.rstrip('.')}." if event.detail else ""
 
 
 def lost_because(run: Run | None) -> str:
@@ -212,9 +258,9 @@ def lost_because(run: Run | None) -> str:
     return reason_of(run) if run is not None and run.reason is Reason.DEVICE_LOST else ""
 
 
-def clears_after(signs: Signs) -> str:
-    """Return when the finding ends, as a sentence."""
-    return f"Over {format_duration(signs.policy.settle)} after the last"
+def clears_after(seconds: float) -> str:
+    """Return when a finding ends that stays for some seconds after its reason ended, as a sentence."""
+    return f"Clears {spoken(seconds)} after it stops."
 
 
 def returns(times: Iterable[float], resets: Sequence[float]) -> int:
@@ -222,29 +268,33 @@ def returns(times: Iterable[float], resets: Sequence[float]) -> int:
     return len({bisect.bisect_left(resets, t) for t in times}) - 1
 
 
-def until(signs: Signs, at: float | None, resets: Sequence[float]) -> str:
-    """Say what ends a suspicion that is as old as `at`, or that still stands (None)."""
+def recovery(signs: Signs, at: float | None, resets: Sequence[float], action: str) -> tuple[str, str]:
+    """Return what to do about a suspicion as old as `at` (None: it still holds), and when it clears.
+
+    That is `action` until one of the `resets` came, and an exact test from then on.
+    """
     what = "reboot" if resets is signs.boots else "reset"
     if at is not None and any(r > at for r in resets):
-        return f"There was a {what} since; suspect until exact goldens that start after it run clean"
-    return f"Suspect until a {what}, and a clean run of exact goldens after it"
+        return f"Run an exact test: canaryd check --device {signs.device.name}", (
+            f"There was a {what} since. Clears after a clean exact test that starts after the {what}."
+        )
+    return action, f"Clears after a {what} and then a clean exact test."
 
 
 def _grade(event: Event, device: Device, policy: TelemetryConfig) -> str:
-    """Return what an Xid calls for: by the configuration, by what the line itself says, or by the catalogue."""
-    code = event.name.partition(" ")[0]
-    if code in policy.xids:
-        return policy.xids[code]
-    action = fields_of(event).get("action", "")
-    if event.name == "154" and action:
-        return next((g for g in ("reboot", "none") if g in action), "reset")
-    decoded = decode_xid(event, device)
-    return (decoded or xids.explain(xid_code(event))).grade
+    """Return what an Xid calls for: by the configuration, by its line, or by the catalogue."""
+    if str(event.code) in policy.xids:
+        return policy.xids[str(event.code)]
+    action = event.fields.get("action", "")
+    if event.code == ADVICE and action:
+        return RECOVERY_ACTIONS.get(action, "reset")
+    return (decode_xid(event, device) or xids.explain(event.code)).grade
 
 
 def decode_xid(event: Event, device: Device) -> xids.Decoded | None:
-    """Return what NVIDIA's table says about an NVLink 5 error; None for other Xids, and for a row it does not have."""
-    fields, code = fields_of(event), xid_code(event)
-    unit, info, status = (fields.get(k, "") for k in ("unit", "intr_info", "error_status"))
-    found = xids.decode(code, unit, info, status, device.detail.get("driver", ""))
+    """Return the rows of NVIDIA's table that match an NVLink 5 error; None for other Xids and without a row."""
+    if event.code is None:
+        return None
+    unit, info, status = (event.fields.get(k, "") for k in ("unit", "intr_info", "error_status"))
+    found = xids.decode(event.code, unit, info, status, device.detail.get("driver", ""))
     return found if found.rows else None

@@ -5,137 +5,212 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from canaryd.formatting import format_duration
+from canaryd.formatting import spoken
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.signals import DAY, MINUTE, Incident, Signs, decode_xid, finding, returns, until
+from canaryd.judge.telemetry.signals import (
+    DAY,
+    DRAIN_AND_RESET,
+    MINUTE,
+    WATCH,
+    Incident,
+    Signs,
+    decode_xid,
+    finding,
+    recovery,
+    returns,
+    sentence,
+    source_of,
+)
 from canaryd.model import Cause, Finding, State
 
 APART = MINUTE
 """Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
 REPEATS = 3
-"""Occasions of an application's Xid in a day that are no single crash (ours; NVIDIA's workflows say "repeat")."""
+"""Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
 RECURRENCES = 2
 """Resets or reboots after which the same Xid has come back: gpud's escalation to an inspection of the hardware."""
+ACTIONS = {
+    "reset": DRAIN_AND_RESET,
+    "reboot": "Restart the machine.",
+    "inspect": "Inspect the device.",
+    "rma": "Take the device out of service and open a vendor case.",
+}
+"""Grade → what to do now."""
 
 
 def xid_application(signs: Signs) -> Iterator[Finding]:
-    """An Xid that an application can cause: a note, with what exact goldens said since. Forgotten after a day."""
+    """An Xid that an application can cause: a note for a day, with the result of exact tests since."""
     for incident in signs.incidents:
         if incident.grade == "application" and signs.now - incident.last <= DAY and not _repeated(signs, incident):
-            wrong = signs.last_mismatch is not None and signs.last_mismatch > incident.last
+            failed = signs.last_mismatch is not None and signs.last_mismatch > incident.last
             cause = Cause.SOFTWARE if signs.passed(incident.last) else Cause.UNDETERMINED
-            text = f"{incident} {signs.moment(incident.last)}. Application-class: {_advice(signs, incident)}. "
-            state = State.SUSPECT if wrong else State.HEALTHY
-            yield finding("xid-application", state, cause, text + _since(signs, incident))
+            action, since = _tested_since(signs, incident)
+            yield finding(
+                *("xid-application", State.SUSPECT if failed else State.HEALTHY, cause),
+                f"Xid {incident.code}: {incident.xid.title}.",
+                action,
+                since,
+                *_evidence(signs, incident),
+                "Clears after a day.",
+            )
 
 
 def xid_repeated(signs: Signs) -> Iterator[Finding]:
-    """The same application's Xid again and again on one device, or Xid 13 twice at one place of the chip."""
+    """An application's Xid comes back on one device, or Xid 13 came twice from one place of the chip."""
     for incident in signs.incidents:
         if incident.grade == "application" and (how := _repeated(signs, incident)):
-            text = f"{incident} {how}, last {signs.moment(incident.last)}. Application-class: "
+            action, since = _tested_since(signs, incident)
+            workflow = "Our rule: an application's Xid that repeats counts against the device."
             if incident.xid.code in (13, 31):
-                text += (
-                    f"NVIDIA's workflow for Xid {incident.xid.code}: when it repeats on this device and not on others, "
-                    "run DCGM's end-user diagnostic, and if that passes, the field diagnostic"
+                workflow = (
+                    f"NVIDIA's workflow for Xid {incident.xid.code}: if it repeats on this device and not on others, "
+                    "run DCGM's end-user diagnostic; if that passes, the field diagnostic."
                 )
-            else:
-                text += f"{_advice(signs, incident)}; that it repeats is held against it by us"
-            text = f"{text}. {_since(signs, incident)}. Over a day after the last"
-            yield finding("xid-repeated", State.DEGRADED, Cause.UNDETERMINED, text)
+            yield finding(
+                *("xid-repeated", State.DEGRADED, Cause.UNDETERMINED),
+                f"{incident} {how} within a day.",
+                action,
+                since,
+                workflow,
+                *_evidence(signs, incident),
+                "Clears a day after the last one.",
+            )
 
 
 def xid_recovery(signs: Signs) -> Iterator[Finding]:
-    """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty when it keeps coming."""
+    """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming."""
     for incident in signs.incidents:
         if incident.grade not in ("reset", "reboot"):
             continue
         cuts = signs.boots if incident.grade == "reboot" else signs.resets
         times = [t for e in incident.events for t in (e.first, e.last)]
         back = returns(times, signs.resets)
-        # What a driver's bug can cause comes back on a sound part too, however often it is reset.
+        # What a driver's bug can cause comes back on a sound part too, after any number of resets.
         if back >= RECURRENCES and incident.cause is Cause.HARDWARE:
-            text = (
-                f"{incident} came back after {back} resets or reboots within 30 days. RMA-class (gpud's escalation, "
-                f"ours): inspect the hardware, run the field diagnostic. {_advice(signs, incident)}"
+            yield finding(
+                *("xid-recurring", State.FAULTY, Cause.HARDWARE),
+                f"{incident} came back after {back} resets or reboots (limit {RECURRENCES} in {spoken(WATCH)}).",
+                "Inspect the hardware and run the field diagnostic.",
+                f"Last at {signs.moment(incident.last)}.",
+                "Class: RMA (gpud's escalation, ours).",
+                _advice(signs, incident),
+                f"Clears after {spoken(WATCH)} without another.",
             )
-            yield finding("xid-recurring", State.FAULTY, Cause.HARDWARE, text)
         elif not signs.cleared(incident.last, cuts):
-            again = f", {back} times after a reset" if back else ""
-            text = f"{incident} {signs.moment(incident.last)}{again}. {incident.grade.capitalize()}-class: "
-            text += f"{_advice(signs, incident)}. "
-            yield finding("xid-recovery", State.SUSPECT, incident.cause, text + until(signs, incident.last, cuts))
+            action, clears = recovery(signs, incident.last, cuts, ACTIONS[incident.grade])
+            yield finding(
+                *("xid-recovery", State.SUSPECT, incident.cause),
+                f"Xid {incident.code}: {incident.xid.title}.",
+                action,
+                f"It came back after {back} {'reset' if back == 1 else 'resets'}." if back else "",
+                *_evidence(signs, incident),
+                clears,
+            )
 
 
 def xid_inspect(signs: Signs) -> Iterator[Finding]:
-    """An Xid that calls for somebody to look at the part, or by the configuration for its return."""
+    """An Xid after which somebody has to look at the part, or that the configuration grades for its return."""
     for incident in signs.incidents:
         if incident.grade in ("inspect", "rma"):
-            state = State.FAULTY if incident.grade == "rma" else State.SUSPECT
-            cause = Cause.HARDWARE if incident.grade == "rma" else incident.cause
-            kind = "RMA" if incident.grade == "rma" else "Inspection"
-            text = f"{incident} {signs.moment(incident.last)}. {kind}-class: {_advice(signs, incident)}. "
-            yield finding("xid-inspect", state, cause, f"{text}Over after 30 days without another")
+            is_rma = incident.grade == "rma"
+            # The bucket of the code gives the action only where the grade is the code's own.
+            is_own = incident.xid.grade == incident.grade
+            bucket = xids.BUCKETS.get(incident.xid.immediate, "") if is_own else ""
+            yield finding(
+                "xid-inspect",
+                State.FAULTY if is_rma else State.SUSPECT,
+                Cause.HARDWARE if is_rma else incident.cause,
+                f"Xid {incident.code}: {incident.xid.title}.",
+                sentence(bucket) or ACTIONS[incident.grade],
+                *_evidence(signs, incident),
+                f"Clears after {spoken(WATCH)} without another.",
+            )
 
 
 def xid_unknown(signs: Signs) -> Iterator[Finding]:
-    """An Xid for which NVIDIA names no action that is known here: said for a day."""
+    """An Xid for which no source gives an action: reported for a day."""
     for incident in signs.incidents:
         if incident.grade == xids.UNKNOWN and signs.now - incident.last <= DAY:
-            newest = max(incident.events, key=lambda e: e.last)
-            text = f"Xid {newest.name.partition(' ')[0]} ({incident.xid.title}) {signs.moment(newest.last)}: "
-            text += f"{newest.detail.rstrip('.')}. "
-            text += f"{_advice(signs, incident)}. Grade it under telemetry.xids. Over after a day"
-            yield finding("xid-unknown", State.DEGRADED, Cause.UNDETERMINED, text)
+            yield finding(
+                *("xid-unknown", State.DEGRADED, Cause.UNDETERMINED),
+                f"Xid {incident.code}: {incident.xid.title}.",
+                "Look the code up with NVIDIA and grade it under telemetry.xids.",
+                *_evidence(signs, incident),
+                "Clears after a day.",
+            )
 
 
 def xid_noted(signs: Signs) -> Iterator[Finding]:
-    """Xid 92 asks for nothing, but it tells of many corrected errors."""
+    """Xid 92 asks for no action, but it reports many corrected errors."""
     for incident in signs.incidents:
         if incident.xid.code == 92 and incident.grade == "none" and signs.now - incident.last <= DAY:
-            text = f"{incident} {signs.moment(incident.last)}. {_advice(signs, incident)}. The counters tell the rate"
-            yield finding("xid-noted", State.HEALTHY, Cause.HARDWARE, text)
+            yield finding(
+                *("xid-noted", State.HEALTHY, Cause.HARDWARE),
+                f"Xid {incident.code}: {incident.xid.title}.",
+                "",
+                "The error counters show the rate.",
+                *_evidence(signs, incident),
+                "Clears after a day.",
+            )
 
 
 def sxid(signs: Signs) -> Iterator[Finding]:
-    """An NVSwitch reported an error of its links. Links check what they carry: numbers do not go wrong in silence."""
+    """An NVSwitch reported an error of its links. Links check what they carry, so no wrong number passes unseen."""
     for event in signs.seen("sxid", DAY):
-        fatal = event.name.endswith(" fatal")
-        text = f"NVSwitch error SXid {event.name} {signs.moment(event.last)}: {event.detail.rstrip('.')}. "
-        text += "Reset-class (NVIDIA's Fabric Manager guide): reset switches and GPUs" if fatal else "Nothing to do"
-        state = State.DEGRADED if fatal else State.HEALTHY
-        yield finding("sxid", state, Cause.HARDWARE, f"{text}. Over after a day")
+        severity = event.fields.get("severity", "unknown")
+        is_fatal = severity == "fatal"
+        code = event.code if event.code is not None else event.name
+        yield finding(
+            *("sxid", State.DEGRADED if is_fatal else State.HEALTHY, Cause.HARDWARE),
+            f"NVSwitch error SXid {code} ({severity}): {xids.explain_sxid(event.code).title}.",
+            "Reset the switches and GPUs." if is_fatal else "",
+            f"Last at {signs.moment(event.last)}.",
+            source_of(event),
+            "Class: reset (NVIDIA's Fabric Manager guide)." if is_fatal else "Nothing to do.",
+            "Clears after a day.",
+        )
 
 
-def _since(signs: Signs, incident: Incident) -> str:
-    """Say what exact goldens have shown since an Xid: what tells a broken device from a broken application."""
+def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
+    """Return what to do, and what exact tests showed since an Xid: they tell a broken device from an application."""
     at = incident.last
     if signs.last_mismatch is not None and signs.last_mismatch > at:
-        return (
-            f"An exact golden was missed {format_duration(signs.last_mismatch - at)} after it: look at the device first"
-        )
+        return "Check the device first.", f"An exact test failed {spoken(signs.last_mismatch - at)} after it."
     if signs.last_pass is not None and signs.last_pass > at:
-        return (
-            f"Exact goldens ran clean {format_duration(signs.last_pass - at)} after it: look at the application first"
-        )
+        return "Check the application first.", f"Exact tests passed {spoken(signs.last_pass - at)} after it."
     if signs.device.torch_index is None and signs.device.backend != "cpu":
-        return (
-            "No exact golden can tell a broken device from a broken application here: torch does not reach the device"
+        return "Check the application and the device.", (
+            "No exact test can tell a broken device from a broken application here: torch does not reach the device."
         )
-    return "Exact goldens have been asked for; they tell a broken device from a broken application"
+    return "Wait for the exact test that canaryd has scheduled.", (
+        "The exact test tells a broken device from a broken application."
+    )
+
+
+def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
+    """Return when an Xid came last, its line, its class and whose advice that is."""
+    newest = max(incident.events, key=lambda e: e.last)
+    grades = {"inspect": "inspection", "rma": "RMA", "none": "", xids.UNKNOWN: ""}
+    grade = grades.get(incident.grade, incident.grade)
+    source = "telemetry.xids" if str(incident.xid.code) in signs.policy.xids else "NVIDIA's Xid catalogue"
+    return (
+        f"Last at {signs.moment(incident.last)}.",
+        source_of(newest),
+        f"Class: {grade} ({source})." if grade else "",
+        _advice(signs, incident),
+    )
 
 
 def _advice(signs: Signs, incident: Incident) -> str:
-    text = f"NVIDIA's Xid catalogue: {incident.xid.advice}"
     if decoded := decode_xid(incident.events[-1], signs.device):
-        text = f"NVIDIA's table for Xid 144 to 150: {decoded}"
-    return f"Graded so by telemetry.xids; {text}" if str(incident.xid.code) in signs.policy.xids else text
+        return f"NVIDIA's table for Xid 144 to 150: {decoded}."
+    return f"NVIDIA's Xid catalogue: {incident.xid.advice}."
 
 
 def _repeated(signs: Signs, incident: Incident) -> str:
-    """Say how an Xid repeats within a day, by occasions and not by lines; "" where it does not, or tells nothing.
+    """Return in words how an Xid repeated within a day, by occasions and not by lines; "" where it did not.
 
-    What is an application's own fault repeats on any device, and Xid 45 comes with every killed process.
+    An application's own fault repeats on any device, and Xid 45 comes with every killed process: neither counts.
     """
     if incident.xid.nature not in ("either", "hardware") or incident.xid.code == 45:
         return ""
@@ -147,6 +222,6 @@ def _repeated(signs: Signs, incident: Incident) -> str:
         if not occasions or at - occasions[-1][0] >= APART:
             occasions.append((at, place))
     if len(occasions) >= REPEATS:
-        return f"on {len(occasions)} occasions or more within a day"
+        return f"on at least {len(occasions)} occasions (limit {REPEATS})"
     places = Counter(place for _, place in occasions if place)
-    return next((f"{n} times on {place} within a day" for place, n in places.most_common(1) if n > 1), "")
+    return next((f"{n} times on {place} (limit 2)" for place, n in places.most_common(1) if n > 1), "")

@@ -1,8 +1,8 @@
 """What the codes in NVIDIA's kernel messages mean: Xids, NVLink 5 errors (Xid 144 to 150) and SXids of NVSwitches.
 
-Codes, mnemonics, action buckets and bit patterns are those of NVIDIA's Xid catalogue ("Analyzing Xid Errors with the
-Xid Catalog", codes 1 to 172), SXids those of NVIDIA's Fabric Manager User Guide, appendix D. Titles and sentences are
-our words. `nature` is our reading, not NVIDIA's. The data lies in `xids.json` and is loaded when it is first asked for.
+Codes, mnemonics, action buckets and bit patterns come from NVIDIA's Xid catalogue ("Analyzing Xid Errors with the Xid
+Catalog", codes 1 to 172), SXids from NVIDIA's Fabric Manager User Guide, appendix D. Titles and sentences are our
+words. `nature` is our reading, not NVIDIA's. The data is in `xids.json` and is loaded on first use.
 """
 
 from __future__ import annotations
@@ -16,64 +16,65 @@ from pathlib import Path
 from typing import Any
 
 NATURES = ("application", "either", "hardware", "driver", "link", "thermal-power", "informational", "unused")
-"""Whose fault an Xid speaks of, in our reading. "either": an application or the hardware, which exact goldens can
-settle; "driver": software or firmware of NVIDIA's; "unused": the catalogue does not use the code."""
+"""What an Xid points to, in our reading. "either": an application or the hardware, which exact tests can tell apart;
+"driver": NVIDIA's software or firmware; "unused": the catalogue does not use the code."""
 GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What has to be done, from least to most. Beside them stands "unknown", which is no grade: nobody has told us."""
+"""What has to be done, from least to most."""
 UNKNOWN = "unknown"
+"""Stands for a grade where no source gives one."""
 
 BUCKETS: Mapping[str, str] = {
-    "IGNORE": "nothing has to be done",
-    "IGNORE_SYMPATHETIC": "it comes with another error: resolve that one, and report this one only if it comes alone",
-    "SYMPATHETIC_REPORT_SOLO": "it comes with another error: resolve that one, and report this one if it comes alone",
-    "INFORMATIONAL": "it only goes with another Xid, whose action counts",
-    "RESTART_APP": "restart the application; neither a reset nor a reboot is needed",
-    "CHECK_APP/CUDA": "look for the fault in the application, by the process that the message names",
-    "RESET_GPU": "reset the GPU; a reboot is not needed",
+    "IGNORE": "nothing to do",
+    "IGNORE_SYMPATHETIC": "another error causes this one: fix that one; report this one only if it occurs alone",
+    "SYMPATHETIC_REPORT_SOLO": "another error causes this one: fix that one; report this one if it occurs alone",
+    "INFORMATIONAL": "it only accompanies another Xid; follow the action of that Xid",
+    "RESTART_APP": "restart the application; no reset or reboot needed",
+    "CHECK_APP/CUDA": "look for the fault in the application; the message names its process",
+    "RESET_GPU": "reset the GPU; no reboot needed",
     "RESTART_BM": "restart the machine",
     "RESTART_VM": "restart the virtual machine that owns the GPU",
-    "CONTACT_SUPPORT": "ask the vendor's support",
-    "REPORT_ISSUE": "report it to NVIDIA when it comes more than once a day",
-    "CHECK_MECHANICALS": "check that the board is seated well and every cable is plugged in",
-    "CHECK_UVM": "reset the GPU where unified memory or virtual GPUs are in use, else do nothing",
-    "UPDATE_SWFW": "bring driver, guest driver and firmware to matching, current versions",
-    "INVESTIGATE_SW": "look for the fault in software, the user's or NVIDIA's",
-    "INVESTIGATE_SW_USER": "find out which software or person did it, if nobody meant to",
-    "INVESTIGATE_SW_USER_LINK_SI": "find out which software or person did it; if nobody, examine the link's signal",
-    "INVESTIGATE_LINK_SI": "examine the link's signal and telemetry",
-    "INVESTIGATE_LINK_SI_AND_CABLES": "examine the link: cable, transceiver, temperature, seating",
-    "INVESTIGATE_PEER_DEVICE": "look at the device at the other end of the link",
-    "INVESTIGATE_HOST": "look through the host's other logs: this is likely the consequence of something else",
-    "CHECK_NVLINK_FAILURE_FLOW": "ignore it if a link went down in the 30 seconds before, else report it",
-    "WORKFLOW_XID_13": "run the end-user diagnostic, then the field diagnostic, when it repeats on one GPC and TPC; "
+    "CONTACT_SUPPORT": "contact the vendor's support",
+    "REPORT_ISSUE": "report it to NVIDIA if it occurs more than once a day",
+    "CHECK_MECHANICALS": "check that the board is well seated and every cable is plugged in",
+    "CHECK_UVM": "reset the GPU if unified memory or virtual GPUs are in use; otherwise nothing to do",
+    "UPDATE_SWFW": "update driver, guest driver and firmware to matching, current versions",
+    "INVESTIGATE_SW": "look for the fault in software: the user's or NVIDIA's",
+    "INVESTIGATE_SW_USER": "find out which software or person caused it, unless it was intended",
+    "INVESTIGATE_SW_USER_LINK_SI": "find out which software or person caused it; if none, check the link's signal",
+    "INVESTIGATE_LINK_SI": "check the link's signal and telemetry",
+    "INVESTIGATE_LINK_SI_AND_CABLES": "check the link: cable, transceiver, temperature, seating",
+    "INVESTIGATE_PEER_DEVICE": "check the device at the other end of the link",
+    "INVESTIGATE_HOST": "check the host's other logs: another fault probably caused this one",
+    "CHECK_NVLINK_FAILURE_FLOW": "ignore it if a link went down in the 30 seconds before; otherwise report it",
+    "WORKFLOW_XID_13": "if it repeats on one GPC and TPC, run the end-user diagnostic, then the field diagnostic; "
     "otherwise look for the fault in the application",
-    "WORKFLOW_XID_31": "run the end-user diagnostic, then the field diagnostic, when it repeats on one GPU; "
+    "WORKFLOW_XID_31": "if it repeats on one GPU, run the end-user diagnostic, then the field diagnostic; "
     "otherwise look for the fault in the application",
-    "WORKFLOW_XID_45": "follow the other Xid beside it; if there is none, restart the fabric manager",
-    "WORKFLOW_XID_48": "reset the GPU, drained first if Xid 63 or 64 is beside it, and run the field diagnostic if the "
-    "error came alone or the SRAM threshold is exceeded",
-    "WORKFLOW_XID_137": "look for an illegal access to a peer GPU in the application, and report it if there is none",
-    "WORKFLOW_NVLINK_ERR": "reset the GPU, and read the registers in the message: repeated parity or ECC bits call for "
-    "a report, signal bits for reseating the link and for diagnostics",
-    "WORKFLOW_NVLINK5_ERR": "decode the two words of the message, which decide",
-    "XID_154": "follow the action that the message itself names",
-    "XID_154_EVAL": "follow the Xid 154 beside it; if there is none, restart the application",
+    "WORKFLOW_XID_45": "follow the other Xid reported with it; if there is none, restart the fabric manager",
+    "WORKFLOW_XID_48": "reset the GPU (drain it first if Xid 63 or 64 came too); run the field diagnostic if the "
+    "error occurred alone or the SRAM threshold is exceeded",
+    "WORKFLOW_XID_137": "look for an illegal access to a peer GPU in the application; if there is none, report it",
+    "WORKFLOW_NVLINK_ERR": "reset the GPU and read the registers in the message: report repeated parity or ECC bits; "
+    "for signal bits reseat the link and run diagnostics",
+    "WORKFLOW_NVLINK5_ERR": "decode the two words of the message: they decide",
+    "XID_154": "follow the action that the message names",
+    "XID_154_EVAL": "follow the Xid 154 reported with it; if there is none, restart the application",
 }
 """NVIDIA's action buckets in one clause each. A few labels are shortened: "IGNORE (sympathetic)" is
 IGNORE_SYMPATHETIC, "REPORT_ISSUE (if seen >1 per day)" REPORT_ISSUE, "Solo: RESTART_FM …" WORKFLOW_XID_45."""
 
 _GRADE_OF: Mapping[str, str] = {
     "IGNORE": "none",
-    "XID_154": "none",  # the line names the action: `LogRecord.fields["action"]` has it
+    "XID_154": "none",  # the line itself names the action: `Event.fields["action"]`
     "RESTART_APP": "application",
-    "WORKFLOW_XID_45": "application",  # channels were torn down; the other Xid beside it carries the weight
+    "WORKFLOW_XID_45": "application",  # channels were torn down; the Xid that caused it decides
     "XID_154_EVAL": "application",  # what is left to do where no Xid 154 follows
-    "UPDATE_SWFW": "application",  # versions do not match: nothing is wrong with the part
+    "UPDATE_SWFW": "application",  # versions do not match: the part is not at fault
     "RESET_GPU": "reset",
     "WORKFLOW_XID_48": "reset",
     "WORKFLOW_NVLINK_ERR": "reset",
-    "WORKFLOW_NVLINK5_ERR": "reset",  # the worst that its table can say; `decode` says what this line asks for
-    "CHECK_UVM": "reset",  # the stricter of its two branches: a log line does not tell whether UVM is in use
+    "WORKFLOW_NVLINK5_ERR": "reset",  # the worst in its table; `decode` grades one line
+    "CHECK_UVM": "reset",  # the stricter branch: lines do not show if UVM is used
     "RESTART_BM": "reboot",
     "RESTART_VM": "reboot",
     "CHECK_MECHANICALS": "inspect",
@@ -85,16 +86,16 @@ _OURS: Mapping[int, str] = {
     163: "none",  # "No GPU reset required"
     164: "inspect",  # replacing is advised only "if power smoothing is desired"
     165: "inspect",  # likewise
-    167: "inspect",  # a fatal timeout on PCI Express: as a lost device, but it answers again
+    167: "inspect",  # a fatal timeout on PCIe: like a lost device, but it answers again
     168: "reboot",  # "boot re-attempted", or ECC switched on, which takes effect at boot
-    169: "reset",  # a controller's firmware halted, as with Xid 62
-    171: "reset",  # goes with Xid 48
+    169: "reset",  # a controller's firmware halted, like Xid 62
+    171: "reset",  # comes with Xid 48
     172: "reset",
 }
-"""Codes to which the catalogue gives no bucket: our grade, after its note where it has one. Missing: unknown."""
+"""Codes without a bucket in the catalogue: our grade, after its note where it has one. All others are unknown."""
 
 _V2_FROM = 575
-"""Driver branch from which on IntrInfo is encoded anew (header of NVIDIA's table)."""
+"""First driver branch with the new encoding of IntrInfo (header of NVIDIA's table)."""
 _COMBINED = (144, 145, 146, 147, 148)
 """Xids whose error status is a set of bits. In 149 and 150 it is one value."""
 
@@ -105,7 +106,7 @@ class Xid:
 
     code: int
     mnemonic: str
-    """NVIDIA's name of it; "" for a code that is not in the catalogue."""
+    """NVIDIA's name for it; "" for a code that is not in the catalogue."""
     title: str
     """What happened, in our words."""
     immediate: str
@@ -119,13 +120,13 @@ class Xid:
 
     @property
     def advice(self) -> str:
-        """NVIDIA's two buckets in one sentence of ours, to stand after "NVIDIA's catalogue: "; no full stop."""
+        """NVIDIA's two buckets in one clause, to follow "NVIDIA's catalogue: "; without a full stop."""
         if self.code not in XIDS:
-            return f"has no such code; the copy that canaryd has ends at {len(XIDS)}"
+            return f"this code is not in canaryd's copy, which ends at {len(XIDS)}"
         if self.nature == "unused":
-            return "unused on Ampere and later; an older GPU may mean something by it"
+            return "not used on Ampere and newer GPUs; an older GPU may use it"
         if not self.immediate:
-            return "names no action for this code"
+            return "no action given for this code"
         if self.investigatory in ("", "INFORMATIONAL", self.immediate):
             return BUCKETS[self.immediate]
         return f"{BUCKETS[self.immediate]}; to find the cause: {BUCKETS[self.investigatory]}"
@@ -137,7 +138,7 @@ class NvlinkRow:
 
     code: int
     unit: str
-    """The unit's names, divided by "/" where old and new drivers call it differently."""
+    """The unit's names, separated by "/" where old and new drivers use different ones."""
     encoding: str
     """"V1" (drivers before R575) or "V2": how IntrInfo was read."""
     bucket: str
@@ -145,7 +146,7 @@ class NvlinkRow:
     severity: str
     """"Non-fatal", "Fatal" or "Link Fatal"."""
     origin: str
-    """"HW", "SW", "HW/SW" or "FW"; "NA" where NVIDIA says that it does not apply."""
+    """"HW", "SW", "HW/SW" or "FW"; "NA" where NVIDIA marks it as not applicable."""
 
     @property
     def grade(self) -> str:
@@ -155,12 +156,12 @@ class NvlinkRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What NVIDIA's table says about one message of Xid 144 to 150."""
+    """The rows of NVIDIA's table that match one message of Xid 144 to 150."""
 
     rows: tuple[NvlinkRow, ...]
     """One for each bit of the error status that the table knows; empty where it knows none."""
     assumed: bool
-    """True where the driver's version was unknown, so that the encoding was found by trying V2 and then V1."""
+    """True where the driver's version was unknown and V2, then V1, was tried."""
 
     @property
     def grade(self) -> str:
@@ -170,14 +171,14 @@ class Decoded:
     def __str__(self) -> str:
         if not self.rows:
             return "not in NVIDIA's table for Xid 144 to 150"
-        told = dict.fromkeys(f"{r.unit}, {r.severity.lower()}, {r.origin}: {BUCKETS[r.bucket]}" for r in self.rows)
+        rows = dict.fromkeys(f"{r.unit}, {r.severity.lower()}, {r.origin}: {BUCKETS[r.bucket]}" for r in self.rows)
         assumed = f" (read as {self.rows[0].encoding}, driver unknown)" if self.assumed else ""
-        return "; ".join(told) + assumed
+        return "; ".join(rows) + assumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class SXid:
-    """One code of an NVSwitch. Whether it was fatal the message itself tells."""
+    """One code of an NVSwitch. The message itself, not the code, shows whether the error was fatal."""
 
     code: int
     listed: str
@@ -186,7 +187,7 @@ class SXid:
 
 
 def _grade(code: int, immediate: str, nature: str) -> str:
-    """Return what an Xid asks for by itself: its bucket's grade, ours where it has none; unused codes are unknown."""
+    """Return the grade of an Xid: its bucket's, ours where it has no bucket, unknown for unused codes."""
     if nature == "unused":
         return UNKNOWN
     return _GRADE_OF[immediate] if immediate else _OURS.get(code, UNKNOWN)
@@ -215,7 +216,7 @@ def _xids() -> dict[int, Xid]:
 
 
 class _Catalogue(Mapping[int, Xid]):
-    """The codes; the file is read when the first one is asked for."""
+    """The codes by number; the file is read on first use."""
 
     def __getitem__(self, code: int) -> Xid:
         return _xids()[code]
@@ -231,14 +232,15 @@ XIDS: Mapping[int, Xid] = _Catalogue()
 """Code → what the catalogue says, for 1 to 172."""
 
 
-def explain(code: int) -> Xid:
-    """Return what is known of an Xid. A code that is not in the catalogue has the grade "unknown"; never raises."""
-    known = XIDS.get(code)
+def explain(code: int | None) -> Xid:
+    """Return the entry of an Xid; of a code that is not in the catalogue (None: no number) one of grade "unknown"."""
+    number = -1 if code is None else code
+    known = XIDS.get(number)
     if known is not None:
         return known
-    title = "newer than the catalogue that canaryd has" if code > len(XIDS) else "no code of NVIDIA's"
+    title = "newer than canaryd's copy of NVIDIA's catalogue" if number > len(XIDS) else "not a code of NVIDIA's"
     return Xid(
-        code=code, mnemonic="", title=title, immediate="", investigatory="", nature="informational", grade=UNKNOWN
+        code=number, mnemonic="", title=title, immediate="", investigatory="", nature="informational", grade=UNKNOWN
     )
 
 
@@ -247,17 +249,18 @@ def _sxids() -> dict[int, SXid]:
     return {code: SXid(code=code, listed=listed, title=title) for code, listed, title in _data()["sxids"]}
 
 
-def explain_sxid(code: int) -> SXid:
-    """Return what is known of an SXid; never raises."""
-    return _sxids().get(code) or SXid(code=code, listed=UNKNOWN, title="not in NVIDIA's public lists")
+def explain_sxid(code: int | None) -> SXid:
+    """Return the entry of an SXid; one that is listed as "unknown" for a code that is in no list (None: no number)."""
+    number = -1 if code is None else code
+    return _sxids().get(number) or SXid(code=number, listed=UNKNOWN, title="not in NVIDIA's public lists")
 
 
 def decode(code: int, unit: str, intr_info: str, error_status: str, driver: str = "") -> Decoded:
     """Return the rows of NVIDIA's table that an NVLink 5 message (Xid 144 to 150) matches.
 
-    `intr_info` and `error_status` are the words as the message has them ("0x004505c6"); `unit` is the unit that it
-    names ("" for any); `driver` is the driver's version ("575.57.08"), which decides how IntrInfo is encoded. Without
-    it V2 is tried first, then V1. Words that are no numbers, as of a message cut short, match nothing; never raises.
+    `intr_info` and `error_status` are words of the message ("0x004505c6"); `unit` is the unit in it ("" for any);
+    `driver` is the driver's version ("575.57.08"), which decides how IntrInfo is encoded. Without it V2 is tried first,
+    then V1. Words that are not numbers, as in a message that was cut, match nothing; never raises.
     """
     info, status = _word(intr_info), _word(error_status)
     if info is None or status is None:

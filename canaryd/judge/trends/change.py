@@ -9,24 +9,25 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Course
 
 FALSE_ALARMS = 0.01
-"""Chance of a false alarm per device, rule and year of daily looks, from the rank test alone and however the days are
-distributed, as long as they are exchangeable (ours). `LOOKS` and the series examined share it out (Bonferroni)."""
+"""Chance of a false alarm per device, rule and year of daily looks, by the rank test alone, for any distribution of
+exchangeable days (ours). It is shared among `LOOKS`, `SPLITS` and the series of a rule (Bonferroni)."""
 LOOKS = 365
-"""Looks in a year: only days that are over count, so a second look on a day sees the same."""
+"""Looks in a year: only days that are over count, so further looks on a day see the same."""
 SPLITS = (6, 7, 8, 10, 14, 20, 28)
-"""Days after the change that are tried: about a week at least, so that no weekend decides (ours)."""
+"""Numbers of days after the change that are tried: about a week at least, so that no weekend decides (ours)."""
 BEFORE, LEAST_BEFORE, WEEK = 56, 14, 7
-"""Days before the change that are looked at, and the least of them (ours). With few days before it takes more after: 6
+"""Days before the change that are compared, and the least of them (ours). Fewer days before need more days after: 6
 against 14 are that far apart by chance once in 38,760 looks, which is too often; 8 against 14 once in 319,770."""
 APART = 4.0
 """Times the scatter of the days before (normal days: 1.4826 times the median absolute deviation) that a change must
-measure (ours). Days do depend on each other, and there the rank test alone is often wrong: where one day's level takes
-over 0.8 of the day before, in 99 of 100 years. With this and `SLOWER` in none (docs/judgement.md has the table)."""
+measure (ours). Days depend on each other, and then the rank test alone is often wrong: if each day's level takes over
+0.8 of the day before, in 99 of 100 years. With this limit and `SLOWER` in none (docs/trend.md has the table)."""
 MARKED = 1.05
-"""Least ratio of a change that `marks` shows (ours): smaller ones are of no use to anybody."""
+"""Least ratio of a change that `marks` shows (ours): smaller ones help nobody."""
 MARK_WARMTH = 3.0
 """The same for temperatures, in degrees Celsius (ours)."""
 NORMAL = 1.4826
@@ -37,8 +38,8 @@ def chance(after: Sequence[float], before: Sequence[float]) -> float:
     """Return the exact chance that exchangeable values lie as far above `before` as `after` do.
 
     One-sided Mann-Whitney test: of all ways to choose which values are the later ones, the share that puts them at
-    least so high. Of equal values the earlier is taken for the higher, so ties make no alarm. 1.0 where more than a
-    quarter of the pairs stand the wrong way round: nothing is claimed of those.
+    least as high. Of equal values the earlier counts as the higher, so ties raise no alarm. 1.0 where more than a
+    quarter of the pairs are the wrong way round: those are not computed.
     """
     ordered = sorted(before)
     higher = sum(len(ordered) - bisect.bisect_left(ordered, value) for value in after)
@@ -50,7 +51,7 @@ def chance(after: Sequence[float], before: Sequence[float]) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _ways(m: int, n: int, most: int) -> tuple[int, ...]:
-    """Return, for 0 … `most`, in how many ways m values stand among n so that so many pairs are the wrong way round.
+    """Return, for 0 … `most`, in how many orders of m among n values so many pairs are the wrong way round.
 
     The coefficients of the Gaussian binomial: the product over i = 1 … m of (1 - q^(n+i)) / (1 - q^i).
     """
@@ -72,22 +73,23 @@ class Change:
     before: float
     """Median of the days before."""
     worst: float
-    """Median of the worst week of these: what a change is measured against."""
+    """Median of the worst week before: a change is measured against it."""
     after: float
     early: tuple[int, ...]
-    """The days before it that were looked at."""
+    """The days before it that were compared, in days since the epoch."""
     late: tuple[int, ...]
+    """The days after it."""
     chance: float
-    """Of the rank test for this one split."""
+    """The chance by the rank test for this one split."""
 
 
 def change(
     course: Course, worse: int, threshold: float, until: float = math.inf, since: float = -math.inf
 ) -> Change | None:
-    """Return the most certain change for the worse that still holds on the last day, if there is one.
+    """Return the most certain change for the worse that still holds on the last day; None without one.
 
     `worse` is 1 where more is worse, -1 where less is. `threshold` is the chance allowed for each split. Only the days
-    from `since` to `until` are looked at.
+    from `since` to `until` (since the epoch) are compared.
     """
     days = sorted(d for d in course.days if since <= d <= until)
     best: Change | None = None
@@ -115,19 +117,20 @@ def change(
 
 
 def _weeks(values: Sequence[float]) -> list[float]:
-    """Return the medians of whole weeks, counted from the end, of two weeks or more."""
+    """Return the medians of the whole weeks of two weeks or more, counted from the end."""
     return [statistics.median(values[end - WEEK : end]) for end in range(len(values), WEEK - 1, -WEEK)]
 
 
 def marks(course: Course, reading: str) -> list[Change]:
-    """Return the changes of a series in either direction, oldest first, for those who look at its course.
+    """Return the changes of a series in either direction, oldest first, to be marked in its history.
 
-    Each is held to `FALSE_ALARMS` per series and year, shared between the directions; it is shown when it was clearest.
+    The false alarms of a series are `FALSE_ALARMS` per year, shared between the directions. A change that several days
+    show is marked where it was clearest.
     """
     threshold = FALSE_ALARMS / LOOKS / len(SPLITS) / 2
     found: list[Change] = []
     for until in sorted(course.days):
-        begun = [c.since for c in found if until - c.since >= LEAST_BEFORE]  # what was before has been told
+        begun = [c.since for c in found if until - c.since >= LEAST_BEFORE]  # what was before is marked already
         for worse in (1, -1):
             seen = change(course, worse, threshold, until, max(begun, default=-math.inf))
             if seen is None or not _notable(seen, reading):
@@ -141,7 +144,7 @@ def marks(course: Course, reading: str) -> list[Change]:
 
 
 def _notable(seen: Change, reading: str) -> bool:
-    if reading.startswith("temperature_celsius"):
+    if split_key(reading)[0] == "temperature_celsius":
         return abs(seen.after - seen.before) >= MARK_WARMTH
     low, high = sorted((abs(seen.before), abs(seen.after)))
     return seen.before * seen.after < 0 or high >= MARKED * low

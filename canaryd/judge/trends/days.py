@@ -1,4 +1,4 @@
-"""Days: what the runs and polls of one day add up to."""
+"""One value per day of each followed reading, from the day's runs and polls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from canaryd.formatting import DAY, HOUR, MINUTE
+from canaryd.judge.telemetry.readings import split_key
 from canaryd.model import Outcome, Reading, Run, reading_key
 
 BAND = 1.05
 """Ratio of the bounds of a band of power (ours): within it heat differs by 5 % of the rise over the air, 2 °C of 40."""
 LOADED = 0.5
-"""Share of the power limit above which a device is under load (ours): below, heat tells of what went before."""
+"""Share of the power limit above which a device is under load (ours): below it heat depends on what ran before."""
 STEADY, STEADY_BANDS = 15 * MINUTE, 2
-"""Seconds and bands within which three polls in a row must lie for heat to have settled (ours): a heat sink follows
-within minutes."""
+"""Seconds and bands of power within which three polls in a row must lie for heat to have settled (ours): a heat sink
+follows within minutes."""
 LEAST_POLLS = 3
-"""Settled polls that make a day's temperature: below, it is not known (ours)."""
+"""Settled polls that make a day's temperature; with fewer it is unknown (ours)."""
 
 
 class Key(NamedTuple):
@@ -30,7 +31,17 @@ class Key(NamedTuple):
     reading: str
     """`Reading.key`, or one derived here, e.g. "temperature_celsius{power=600-630,sensor=core}"."""
     basis: str
-    """Version and level of the probe, and the stack: another one begins a series of its own."""
+    """Version and level of the probe, and the stack: each begins a series of its own."""
+
+    @property
+    def name(self) -> str:
+        """Name of the reading."""
+        return split_key(self.reading)[0]
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Labels of the reading."""
+        return split_key(self.reading)[1]
 
 
 class Point(NamedTuple):
@@ -59,9 +70,9 @@ class Level:
     basis: str
     unit: str
     value: float
-    """By the reading's kind: the median, the edge of the best quarter, or the mean."""
+    """The median, the edge of the best quarter, or the mean: see `Followed.level`."""
     count: int
-    """Values that it was made of."""
+    """How many values it was made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +82,13 @@ class Stack:
     id: str
     """`Run.stack_id`."""
     at: float
-    """When the first run on it started, as far as looked, in seconds since the epoch."""
+    """When the first of the runs on it started, in seconds since the epoch."""
     parts: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """One device on one day of UTC, for good: what outlives the runs and polls it was made of."""
+    """One device on one day of UTC; it outlives the runs and polls that it was made of."""
 
     device: str
     """`Device.uuid`."""
@@ -85,7 +96,7 @@ class Day:
     """Days since the epoch."""
     levels: tuple[Level, ...]
     stacks: tuple[Stack, ...] = ()
-    """What runs were computed with on this day, the first seen first."""
+    """The stacks of the day's runs, in order of their first run."""
 
 
 @dataclass(kw_only=True)
@@ -107,9 +118,9 @@ class Followed:
     worse: int = 0
     """1 where more is worse, -1 where less is, 0 where neither."""
     level: str = "median"
-    """"median"; "best", the edge of the best quarter, for what other work on the device can only make worse; "mean"."""
+    """"median"; "mean"; "best", the edge of the best quarter, for what other work on the device only makes worse."""
     rule: str = ""
-    """The rule that looks at it; "" for what is only shown."""
+    """The kind of rule that judges it: "slower", "error" or "hotter"; "" for what is only shown."""
 
 
 SHOWN = Followed()
@@ -119,7 +130,7 @@ FOLLOWED: Mapping[str, Followed] = {
     "canary_logit_distance": Followed(worse=1, rule="error"),
     "canary_margin_min": Followed(worse=-1),
     "canary_sensitive_margin": SHOWN,
-    # Latencies of endpoints depend on their load; canaryd.recorded judges them where that is known.
+    # Latencies of endpoints depend on their load; `judge.recordings` judges them where the load is known.
     "endpoint_first_token_seconds": Followed(worse=1),
     "endpoint_token_seconds": Followed(worse=1),
     "temperature_celsius": Followed(worse=1),
@@ -129,7 +140,7 @@ FOLLOWED: Mapping[str, Followed] = {
     "utilization_ratio": SHOWN,
     "load_average": SHOWN,
     "fan_ratio": SHOWN,
-    # Counters as rates; canaryd.telemetry judges them.
+    # Counters as rates; `judge.telemetry` judges them.
     "ecc_errors_total": Followed(worse=1, level="mean"),
     "edac_errors_total": Followed(worse=1, level="mean"),
     "pcie_replays_total": Followed(worse=1, level="mean"),
@@ -145,18 +156,19 @@ PER_HOUR = " per hour"
 
 def followed(reading: str) -> Followed | None:
     """Return how a reading (name or key) is followed; None where it is not."""
-    if reading.startswith("temperature_celsius{power="):
+    name, labels = split_key(reading)
+    if name == "temperature_celsius" and "power" in labels:
         return HEAT
-    if reading.startswith("speed_"):
+    if name.startswith("speed_"):
         return SPEED
-    return FOLLOWED.get(reading.partition("{")[0])
+    return FOLLOWED.get(name)
 
 
 def tracks(runs: Iterable[Run] = (), polls: Iterable[Run] = ()) -> dict[Key, Track]:
-    """Return all followed values of one device. `polls` are the telemetry of it, in any order.
+    """Return all followed values of one device. `polls` is its telemetry, in any order.
 
-    Only whole runs as usual count: no drill, no confirmation, no retest at another intensity, no baselining. Counters
-    become what they rose by per hour; throttled time becomes a share.
+    Only usual, whole runs count: no drill, confirmation, retest at another intensity or baselining. Counters become
+    rises per hour; throttled time becomes a share of time.
     """
     found: dict[Key, Track] = {}
 
@@ -172,30 +184,38 @@ def tracks(runs: Iterable[Run] = (), polls: Iterable[Run] = ()) -> dict[Key, Tra
     for poll in sorted(filter(_counts, polls), key=lambda r: r.started):
         by_probe[poll.probe].append(poll)
     for of_probe in by_probe.values():
-        before: list[tuple[Run, dict[str, Reading]]] = []
+        recent: list[tuple[Run, dict[str, Reading]]] = []
         for poll in of_probe:
             now = {r.key: r for r in poll.readings if followed(r.name) is not None and _number(r) is not None}
-            for key, reading in now.items():
-                if reading.name == "load_average":
-                    continue  # below, per core: alone it says nothing
-                if (followed(reading.name) or SHOWN).level != "mean":
-                    add(poll, key, reading.unit, poll.started, float(reading.value))
-                elif before and (old := before[-1][1].get(key)) and poll.started > before[-1][0].started:
-                    rise = max(0.0, float(reading.value) - float(old.value))
-                    per = HOUR if reading.name != "throttle_seconds_total" else 1.0
-                    unit = f"1{PER_HOUR}" if per == HOUR else "1"
-                    add(poll, key, unit, poll.started, rise * per / (poll.started - before[-1][0].started))
-            cores = next((r.value for r in poll.readings if r.key == "cpu_cores{state=online}"), 0)
-            if (load := now.get("load_average")) and isinstance(cores, (int, float)) and cores > 0:
-                add(poll, "load_average{per=core}", "1", poll.started, float(load.value) / cores)
-            before = [*before[-2:], (poll, now)]
-            for key, reading in _settled(before):
-                add(poll, key, reading.unit, poll.started, float(reading.value))
+            for key, unit, value in _values(poll, now, recent[-1] if recent else None):
+                add(poll, key, unit, poll.started, value)
+            recent = [*recent[-2:], (poll, now)]
+            for key, settled in _settled(recent):
+                add(poll, key, settled.unit, poll.started, float(settled.value))
     return found
 
 
+def _values(
+    poll: Run, now: Mapping[str, Reading], before: tuple[Run, Mapping[str, Reading]] | None
+) -> Iterator[tuple[str, str, float]]:
+    """Yield (reading, unit, value) of a poll's followed readings `now`; counters as rates since the poll `before`."""
+    for key, reading in now.items():
+        if reading.name == "load_average":
+            continue  # yielded per core below: by itself it shows nothing
+        if (followed(reading.name) or SHOWN).level != "mean":
+            yield key, reading.unit, float(reading.value)
+        elif before and (old := before[1].get(key)) and poll.started > before[0].started:
+            rise = max(0.0, float(reading.value) - float(old.value))
+            per = HOUR if reading.name != "throttle_seconds_total" else 1.0
+            unit = f"1{PER_HOUR}" if per == HOUR else "1"
+            yield key, unit, rise * per / (poll.started - before[0].started)
+    cores = next((r.value for r in poll.readings if r.key == "cpu_cores{state=online}"), 0)
+    if (load := now.get("load_average")) and isinstance(cores, (int, float)) and cores > 0:
+        yield "load_average{per=core}", "1", float(load.value) / cores
+
+
 def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) -> Day:
-    """Return what a day (since the epoch, UTC) was, from all runs and polls that began on it."""
+    """Return the summary of a day (since the epoch, UTC), from all runs and polls that began on it."""
     here = [[r for r in of if int(r.started // DAY) == day] for of in (runs, polls)]
     levels = tuple(
         Level(probe=k.probe, reading=k.reading, basis=k.basis, unit=track.unit, value=value, count=count)
@@ -206,7 +226,7 @@ def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) ->
 
 
 def stacks(runs: Iterable[Run]) -> list[Stack]:
-    """Return each stack under these runs once, the first seen first; drills count like all others."""
+    """Return each stack of these runs once, in order of their first run; drills count too."""
     first: dict[str, Stack] = {}
     for run in sorted(runs, key=lambda r: r.started):
         if run.stack:
@@ -215,7 +235,7 @@ def stacks(runs: Iterable[Run]) -> list[Stack]:
 
 
 def courses(days: Iterable[Day] = (), runs: Iterable[Run] = (), polls: Iterable[Run] = ()) -> dict[Key, Course]:
-    """Return each series day by day: from the summaries, and from runs and polls for the days that have none."""
+    """Return each series day by day: from summaries, and from runs and polls for days without a summary."""
     found: dict[Key, Course] = {}
     summed = set()
     for day in days:
@@ -243,7 +263,7 @@ def _number(reading: Reading) -> float | None:
 
 
 def _levels(key: Key, points: Sequence[Point]) -> dict[int, tuple[float, int]]:
-    """Return day → (level, values it is made of)."""
+    """Return day → (level, number of values that it was made of)."""
     how = followed(key.reading) or SHOWN
     by_day: dict[int, list[float]] = defaultdict(list)
     for point in points:
@@ -253,7 +273,7 @@ def _levels(key: Key, points: Sequence[Point]) -> dict[int, tuple[float, int]]:
 
 
 def level(values: Sequence[float], how: Followed) -> float:
-    """Return the one value that stands for several of a time."""
+    """Return the one value that stands for several."""
     if how.level == "mean":
         return statistics.fmean(values)
     if how.level == "best":
@@ -262,7 +282,7 @@ def level(values: Sequence[float], how: Followed) -> float:
 
 
 def _settled(polls: Sequence[tuple[Run, Mapping[str, Reading]]]) -> Iterator[tuple[str, Reading]]:
-    """Yield temperatures and clocks of the newest of three polls, by power, where it was under steady load."""
+    """Yield temperatures and clocks of the newest of three polls, by band of power, if the load was steady."""
     if len(polls) < 3 or polls[-1][0].started - polls[0][0].started > STEADY:
         return
     bands = []

@@ -66,7 +66,7 @@ def _checked(record: LogRecord) -> None:
     for text in (record.kind, record.name, *record.fields, *record.fields.values()):
         assert text.isprintable()
         assert len(text) <= kernel_log.LONGEST_TEXT
-    happened = events.happened(record, DEVICE.uuid)
+    happened = events.log_event(record, DEVICE.uuid)
     plain(happened)
     assert happened.device == DEVICE.uuid
     assert happened.kind == record.kind

@@ -72,7 +72,7 @@ VERDICT = Verdict(
 )  # fmt: skip
 ACK = Ack(device=DEVICE.uuid, kind="acknowledged", at=NOW - 50, reason="known", until=NOW + 1000, rules=("r",))
 DAY = Day(device=DEVICE.uuid, day=int(NOW // 86400) - 1, levels=())
-EVENT = Event(device=DEVICE.uuid, kind="xid", name="31", first=NOW - 9, last=NOW - 9)
+EVENT = Event(device=DEVICE.uuid, kind="xid", name="31", code=31, first=NOW - 9, last=NOW - 9)
 LINE = LogRecord(boot="b", sequence=1, at=NOW, kind="xid", name="31")
 SOUND = (DEVICE, RUN, BASELINE, VERDICT, ACK, EVENT, LINE)
 

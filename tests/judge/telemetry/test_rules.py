@@ -10,22 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canaryd.config.settings import TelemetryConfig
+from canaryd.judge.telemetry import memory_rules, xids
 from canaryd.judge.telemetry import rules as telemetry_rules
-from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import (
     FLAGS,
     WORDS,
     changes,
-    fields_of,
-    happened,
-    taken_apart,
+    judged_values,
+    log_event,
     triggers,
-    watched,
     within,
-    xid_code,
 )
 from canaryd.judge.telemetry.link_rules import replay_limit
-from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.telemetry.readings import READINGS, split_key
 from canaryd.judge.telemetry.rules import findings
 from canaryd.judge.telemetry.signals import Poll, Signs, stale_after
 from canaryd.model import Cause, Device, Event, LogRecord, Outcome, Reading, Reason, Run, Skipped, State
@@ -98,7 +95,7 @@ def poll(ago=5.0, only=None, **changes):
     facts = {k: v for k, v in {**QUIET, **(only or {})}.items() if v is not None}
     readings = []
     for key, value in facts.items():
-        name, labels = taken_apart(key)
+        name, labels = split_key(key)
         readings.append(Reading(name=name, value=value, labels=labels))
     fields = {"probe": "nvidia_telemetry", "probe_version": 1, "seconds": 0.1, "outcome": Outcome.COMPLETED}
     fields |= {"id": f"poll-{next(NUMBERS):06d}", "device": "GPU-a", "readings": tuple(readings)}
@@ -111,6 +108,10 @@ def failed(outcome, detail="", ago=5.0, **changes):
 
 def event(kind, name="", ago=HOUR, *, lasted=0.0, **changes):
     """Return something that happened `ago` seconds before now for the last time."""
+    if kind in ("counter", "counter-fell", "flag"):
+        changes = dict(zip(("reading", "labels"), split_key(name), strict=True)) | changes
+    if kind in ("xid", "sxid") and name.isdecimal():
+        changes = {"code": int(name)} | changes
     return Event(device="GPU-a", kind=kind, name=name, first=NOW - ago - lasted, last=NOW - ago, **changes)
 
 
@@ -123,11 +124,31 @@ def xid(code, ago=HOUR, fields=None, **changes):
     record = LogRecord(
         boot="b", sequence=1, at=NOW - ago, kind="xid", name=str(code), text=f"NVRM: Xid: {code}", fields=fields or {}
     )
-    return dataclasses.replace(happened(record, "GPU-a"), **changes)
+    return dataclasses.replace(log_event(record, "GPU-a"), **changes)
 
 
 def reset(ago):
     return event("reset", "driver or device", ago, before="energy_joules_total 9", after="energy_joules_total 0")
+
+
+def wiped():
+    """Return a reset that cleared an uncorrected error."""
+    name, labels = split_key(UE)
+    return event("reset", "driver or device", before=f"{UE} 2", after=f"{UE} 0", reading=name, labels=labels)
+
+
+def sxid(code, severity, ago=HOUR, detail="Link 30 LTSSM Fault Up"):
+    """Return an SXid as the kernel log gives it."""
+    fields = {"severity": severity}
+    record = LogRecord(boot="b", sequence=1, at=NOW - ago, kind="sxid", name=str(code), text=detail, fields=fields)
+    return log_event(record, "GPU-a")
+
+
+def held_down(reason, ago=HOUR, **changes):
+    """Return the condition that a reason holds the clocks down."""
+    return event(
+        "condition", f"throttle {reason}", ago, reading="throttle_active", labels={"reason": reason}, **changes
+    )
 
 
 def boot(ago, name="clean"):
@@ -273,11 +294,11 @@ SCENARIOS = {
         sign(rise(UE, ago=2 * HOUR), reset(HOUR), wrong=120, passed=60), [("uncorrected-error", SUSPECT, H)],
     ),
     "a reset that wiped out an uncorrected error": lambda: (
-        sign(event("reset", "driver or device", before=f"{UE} 2", after=f"{UE} 0")),
+        sign(wiped()),
         [("uncorrected-error", SUSPECT, H)],
     ),
     "a reset that wiped out an uncorrected error, and a pass": lambda: (
-        sign(event("reset", "driver or device", before=f"{UE} 2", after=f"{UE} 0"), passed=60), [],
+        sign(wiped(), passed=60), [],
     ),
     "Xid 94": lambda: (sign(xid(94)), [("uncorrected-error", SUSPECT, H)]),
     "Xid 94, reset and passed": lambda: (sign(xid(94), reset(120), passed=60), []),
@@ -404,10 +425,10 @@ SCENARIOS = {
     "Xid 999 a day ago": lambda: (sign(xid(999, DAY + 1)), []),
     "Xid 92": lambda: (sign(xid(92)), [("xid-noted", HEALTHY, H)]),
     "Xid 92 a day ago": lambda: (sign(xid(92, DAY + 1)), []),
-    "fatal SXid": lambda: (sign(event("sxid", "20034 fatal")), [("sxid", DEGRADED, H)]),
-    "SXid": lambda: (sign(event("sxid", "12028 non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
-    "SXid of unknown severity": lambda: (sign(event("sxid", "12028")), [("sxid", HEALTHY, H)]),
-    "SXid a day ago": lambda: (sign(event("sxid", "20034 fatal", DAY + 1)), []),
+    "fatal SXid": lambda: (sign(sxid(20034, "fatal")), [("sxid", DEGRADED, H)]),
+    "SXid": lambda: (sign(sxid(12028, "non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
+    "SXid of unknown severity": lambda: (sign(sxid(12028, "unknown")), [("sxid", HEALTHY, H)]),
+    "SXid a day ago": lambda: (sign(sxid(20034, "fatal", DAY + 1)), []),
     # heat, power, links
     "held down for 59 s": lambda: (sign(rise(THERMAL, 59.0, ago=60)), []),
     "held down for 60 s": lambda: (sign(rise(THERMAL, 60.0, ago=60)), [("throttled", DEGRADED, E)]),
@@ -417,7 +438,7 @@ SCENARIOS = {
         sign(rise("throttle_seconds_total{reason=sw_power_cap}", 3000.0, ago=60)), [],
     ),
     "held down, seen poll by poll": lambda: (
-        sign(event("condition", "throttle hw_power_brake", 60, count=60.0)), [("throttled", DEGRADED, E)],
+        sign(held_down("hw_power_brake", 60, count=60.0)), [("throttled", DEGRADED, E)],
     ),
     "processors slow down 9 times": lambda: (sign(rise("throttle_events_total{scope=package}", 9.0, ago=60)), []),
     "processors slow down 10 times": lambda: (
@@ -621,9 +642,9 @@ SCENARIOS = {
     "unclean reboot two days ago, clean one now": lambda: (sign(boot(2 * DAY, "unclean"), boot(HOUR)), []),
     "crash records": lambda: (sign(only={"crash_records": 2}), [("unclean-reboot", HEALTHY, U)]),
     **{
-        f"line {line}, {ago:g} s ago": lambda i=line, a=ago: (
-            sign(event(i.partition(" ")[0], i.partition(" ")[2] or "whatever", a)),
-            [(f"kernel-{i.partition(' ')[0]}", *telemetry_rules.LINES[i][:2])] if a <= DAY else [],
+        f"line {' '.join(line)}, {ago:g} s ago": lambda i=line, a=ago: (
+            sign(event(i[0], i[1] or "whatever", a)),
+            [(f"kernel-{i[0]}", *telemetry_rules.LINES[i][:2])] if a <= DAY else [],
         )
         for line in telemetry_rules.LINES
         for ago in (HOUR, DAY + 1)
@@ -663,27 +684,37 @@ def test_no_rule_is_idle(monkeypatch, rule):
     assert failing()
 
 
-@pytest.mark.parametrize(
-    ("table", "key"), [(t, k) for t in ("STANDING", "HEALTH") for k in getattr(telemetry_rules, t)]
-)
+@pytest.mark.parametrize(("table", "key"), [(t, k) for t in (memory_rules.FLAGS, telemetry_rules.HEALTH) for k in t])
 def test_no_entry_is_idle(monkeypatch, table, key):
     """Nor is any entry of a table that a rule goes by."""
-    monkeypatch.delitem(getattr(telemetry_rules, table), key)
+    monkeypatch.delitem(table, key)
     assert failing()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_finding_says_something_and_no_more_than_it_must(name):
-    """Messages are one line, have no empty places, and name whose advice a class of action is."""
+    """Texts are single short sentences without empty places; the evidence names whose advice a class of action is."""
     for finding in findings(SCENARIOS[name]()[0]):
-        assert "\n" not in finding.message
-        assert ".." not in finding.message
-        assert "None" not in finding.message
-        assert finding.message.strip() == finding.message
-        assert len(finding.message) < 600
-        if "-class" in finding.message:
+        for text in filter(None, (finding.message, finding.action, *finding.evidence)):
+            assert "\n" not in text
+            assert ".." not in text
+            assert "None" not in text
+            assert text.strip() == text
+            assert text.endswith(".") or ": " in text[-80:], text
+        assert finding.message
+        assert len(finding.message) <= 120, finding.message
+        assert len(finding.action) <= 90, finding.action
+        assert all(0 < len(text) < 400 for text in finding.evidence)
+        for text in (t for t in finding.evidence if t.startswith("Class: ")):
             advisers = ("NVIDIA", "DCGM", "AMD", "ours", "gpud", "telemetry.xids")
-            assert any(a in finding.message for a in advisers), finding.message
+            assert any(a in text for a in advisers), text
+        if finding.state is not HEALTHY:
+            assert finding.action
+            assert (
+                any("lear" in text for text in finding.evidence)
+                or "exhausted" in finding.rule
+                or (finding.rule == "retired-pages")
+            ), finding
 
 
 def test_every_rule_is_in_the_table_of_the_documentation():
@@ -694,31 +725,37 @@ def test_every_rule_is_in_the_table_of_the_documentation():
 
 
 def message(signs, rule):
-    return next(f.message for f in findings(signs) if f.rule == rule)
+    """Return all that a finding says."""
+    found = next(f for f in findings(signs) if f.rule == rule)
+    return "\n".join((found.message, found.action, *found.evidence))
 
 
 def test_an_xid_of_an_application_tells_what_exact_goldens_said():
     """That is what tells a broken device from a broken application."""
-    assert "have been asked for" in message(sign(xid(31)), "xid-application")
-    assert "ran clean 59 minutes after it: look at the application" in message(
-        sign(xid(31), passed=60), "xid-application"
-    )
+    assert "Wait for the exact test" in message(sign(xid(31)), "xid-application")
+    passed = message(sign(xid(31), passed=60), "xid-application")
+    assert "Exact tests passed 59 minutes after it." in passed
+    assert "Check the application first." in passed
     unreached = dataclasses.replace(sign(xid(31)), device=dataclasses.replace(GPU, torch_index=None))
     assert "torch does not reach the device" in message(unreached, "xid-application")
-    assert "missed 59 minutes after it: look at the device" in message(sign(xid(31), wrong=60), "xid-application")
+    failed_after = message(sign(xid(31), wrong=60), "xid-application")
+    assert "An exact test failed 59 minutes after it." in failed_after
+    assert "Check the device first." in failed_after
     repeated = message(sign(xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31), passed=60), "xid-repeated")
     assert "NVIDIA's workflow for Xid 31" in repeated
-    assert "look at the application" in repeated
+    assert "Check the application first." in repeated
 
 
 def test_a_suspicion_tells_how_far_its_way_out_is():
     """Before the reset it asks for one, after it for a pass alone."""
-    assert "until a reset, and a clean run" in message(sign(xid(95)), "xid-recovery")
-    assert "There was a reset since" in message(sign(xid(95), reset(60)), "xid-recovery")
-    assert "until a reboot, and a clean run" in message(sign(xid(168), reset(60)), "xid-recovery")
-    assert "There was a reset since" in message(
-        sign(event("reset", "driver or device", before=f"{UE} 2", after=f"{UE} 0")), "uncorrected-error"
-    )
+    before = message(sign(xid(95)), "xid-recovery")
+    assert "Drain the device and reset it." in before
+    assert "Clears after a reset and then a clean exact test." in before
+    after = message(sign(xid(95), reset(60)), "xid-recovery")
+    assert "Run an exact test: canaryd check --device cuda:0" in after
+    assert "There was a reset since." in after
+    assert "Clears after a reboot and then a clean exact test." in message(sign(xid(168), reset(60)), "xid-recovery")
+    assert "There was a reset since." in message(sign(wiped()), "uncorrected-error")
 
 
 def test_an_uncorrected_error_is_named_once():
@@ -732,7 +769,7 @@ def test_stale_telemetry_names_the_reason():
         (failed(Outcome.TIMED_OUT), "a call into the driver hung"),
         (
             failed(Outcome.SKIPPED, "permission denied: run as root\nmore"),
-            "it cannot be asked: permission denied: run as root",
+            "Reason: permission denied: run as root.",
         ),
         (failed(Outcome.SKIPPED, skipped=(Skipped(case="", reason="no driver"),)), "no driver"),
         (failed(Outcome.ERRORED, "Traceback\n  File\nKeyError: 'x'"), "KeyError: 'x'"),
@@ -754,11 +791,11 @@ def test_the_limit_of_replays_is_dcgms():
 
 def test_every_name_that_a_rule_reads_is_a_reading():
     """A rule that asks for a reading which no probe may yield would never speak."""
-    names = {*FLAGS, *WORDS, *telemetry_rules.ECC, *(k.partition("{")[0] for k in QUIET)}
+    names = {*FLAGS, *WORDS, *memory_rules.ECC, *(split_key(k)[0] for k in QUIET)}
     assert names <= READINGS.keys()
-    for key in (*QUIET, *telemetry_rules.STANDING):
-        name, labels = taken_apart(key)
-        assert set(labels) == set(READINGS[name].labels), key
+    flags = ((flag.reading, flag.labels) for flag in memory_rules.FLAGS.values())
+    for name, labels in (*map(split_key, QUIET), *flags):
+        assert set(labels) == set(READINGS[name].labels), name
 
 
 # --- Events -----------------------------------------------------------------------------------------------------------
@@ -797,6 +834,7 @@ def test_counters_that_fall_show_a_reset():
     assert set(found) == {("reset", "driver or device"), ("counter", CE)}
     assert found["counter", CE].count == 4
     assert found["reset", "driver or device"].before == f"{UE} 2"
+    assert (found["reset", "driver or device"].reading, found["reset", "driver or device"].labels) == split_key(UE)
     assert f"{UE} fell from 2 to 0" in found["reset", "driver or device"].detail
 
 
@@ -946,15 +984,17 @@ def test_a_condition_that_does_not_hold_is_no_event(facts):
 
 def test_what_is_watched_changes_with_flags_and_judged_counters_alone():
     """Temperatures, energy and idle time move at every poll and are no reason to store one."""
-    quiet = watched(poll())
-    assert hash(quiet) == hash(watched(poll(only={"temperature_celsius{sensor=core}": 61, "energy_joules_total": 9})))
-    assert quiet == watched(poll(only={"throttle_seconds_total{reason=sw_power_cap}": 9999}))
+    quiet = judged_values(poll())
+    assert hash(quiet) == hash(
+        judged_values(poll(only={"temperature_celsius{sensor=core}": 61, "energy_joules_total": 9}))
+    )
+    assert quiet == judged_values(poll(only={"throttle_seconds_total{reason=sw_power_cap}": 9999}))
     for facts in (
         {CE: 4},
         {"row_remap_pending": 1},
         {"clock_source{source=tsc}": None, "clock_source{source=hpet}": 1},
     ):
-        assert quiet != watched(poll(only=facts))
+        assert quiet != judged_values(poll(only=facts))
 
 
 def test_a_condition_lasts_through_polls_until_it_has_been_away_for_settle(tmp_path):
@@ -990,7 +1030,7 @@ def test_the_place_of_an_xid_outlives_merging(tmp_path):
 def line(text, ago):
     """Return the event of a line as the driver prints it."""
     fields = kernel_log.classify(text)._asdict()
-    return happened(LogRecord(boot="b", sequence=1, at=NOW - ago, **fields), "GPU-a")
+    return log_event(LogRecord(boot="b", sequence=1, at=NOW - ago, **fields), "GPU-a")
 
 
 def test_what_is_graded_apart_is_kept_apart(tmp_path):
@@ -1021,27 +1061,30 @@ def test_what_is_graded_apart_is_kept_apart(tmp_path):
 
 
 def test_a_line_of_the_kernel_log_keeps_its_fields():
-    """From the text of the log through the event to the grade; what would not come back is left out."""
+    """From the text of the log through the event to the grade, whatever the values hold."""
     text = "NVRM: Xid (PCI:0008:06:00): 145, RLW_SRC_TRACK Fatal XC0 i0 Link 00 (0x00000007 0x00000001 0x0 0x0 0x0)"
     record = kernel_log.classify(text)
-    made = happened(LogRecord(boot="b", sequence=1, at=5.0, **record._asdict()), "GPU-a")
+    made = log_event(LogRecord(boot="b", sequence=1, at=5.0, **record._asdict()), "GPU-a")
     assert (made.device, made.kind, made.first, made.last, made.count) == ("GPU-a", "xid", 5, 5, 1)
-    assert (made.name, xid_code(made)) == ("145 RLW_SRC_TRACK fatal reset", 145)
+    assert (made.name, made.code) == ("145 RLW_SRC_TRACK fatal reset", 145)
     assert made.detail.startswith("NVRM: Xid (PCI:0008:06:00): 145")
-    fields = fields_of(made)
+    fields = made.fields
     assert (fields["unit"], fields["intr_info"], fields["error_status"]) == (
         "RLW_SRC_TRACK",
         "0x00000007",
         "0x00000001",
     )
-    odd = happened(LogRecord(boot="b", sequence=1, at=5.0, kind="aer", text="{a=b}", fields={"x": "1, {y=2}"}), "GPU-a")
-    assert odd.detail == "{a=b}"
+    odd = log_event(
+        LogRecord(boot="b", sequence=1, at=5.0, kind="aer", text="{a=b}", fields={"x": "1, {y=2}"}), "GPU-a"
+    )
+    assert (odd.detail, odd.fields) == ("{a=b}", {"x": "1, {y=2}"})
     action = (
         "NVRM: Xid (PCI:0000:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
     )
     record = kernel_log.classify(action)
-    made = happened(LogRecord(boot="b", sequence=1, at=NOW - 60, **record._asdict()), "GPU-a")
-    assert "Reboot-class" in message(sign(made), "xid-recovery")
+    made = log_event(LogRecord(boot="b", sequence=1, at=NOW - 60, **record._asdict()), "GPU-a")
+    assert "Restart the machine.\n" in message(sign(made), "xid-recovery")
+    assert "Class: reboot (NVIDIA's Xid catalogue)." in message(sign(made), "xid-recovery")
 
 
 @pytest.mark.parametrize(
@@ -1070,7 +1113,7 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
         (rise(THERMAL), "throttled"),
         (rise("throttle_events_total{scope=core}"), "throttled"),
         (rise("device_recoveries_total"), "reset"),
-        (event("condition", "throttle hw_thermal"), "throttled"),
+        (held_down("hw_thermal"), "throttled"),
         (event("condition", "hot"), "throttled"),
         (event("thermal", "core"), "throttled"),
         (event("condition", "pcie-width"), ""),
@@ -1103,7 +1146,7 @@ def test_a_poll_is_fresh_for_five_periods_and_two_minutes():
 
 NAMES = [
     *QUIET,
-    *telemetry_rules.LINES,
+    *(name for _, name in telemetry_rules.LINES),
     *telemetry_rules.CONDITIONS,
     "throttle hw_thermal",
     "79",
@@ -1119,19 +1162,32 @@ KINDS = [
 ]
 AGES = st.floats(-DAY, 40 * DAY)
 EVENTS = st.builds(
-    lambda kind, name, ago, lasted, count, words: event(
-        kind, name, ago, lasted=lasted, count=count, before=words[0], after=words[1], detail=words[2]
+    lambda kind, name, ago, lasted, count, words, facts: event(
+        kind, name, ago, lasted=lasted, count=count, before=words[0], after=words[1], detail=words[2], **facts
     ),
     st.sampled_from(KINDS),
     st.sampled_from(NAMES) | st.integers(0, 200).map(str) | st.text(max_size=9),
     AGES,
     st.floats(0, HOUR),
     st.floats(0, 1e6),
-    st.tuples(*[st.sampled_from(["", "0", "1", "tsc", f"{UE} 2", "a {action=reset,gpc=1}"]) | st.text(max_size=9)] * 3),
+    st.tuples(*[st.sampled_from(["", "0", "1", "tsc", f"{UE} 2"]) | st.text(max_size=9)] * 3),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "code": st.none() | st.integers(-1, 10**6) | st.sampled_from([13, 79, 94, 154]),
+            "reading": st.sampled_from(["", *READINGS]) | st.text(max_size=9),
+            "labels": st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=3),
+            "fields": st.dictionaries(
+                st.sampled_from(["action", "severity", "unit", "intr_info", "gpc"]),
+                st.sampled_from(["reset", "fatal", "0x1"]) | st.text(max_size=9),
+                max_size=3,
+            ),
+        },
+    ),
 )
 VALUES = st.integers() | st.floats() | st.text(max_size=3) | st.booleans()
 READING = st.builds(
-    lambda key, value: Reading(name=taken_apart(key)[0], value=value, labels=taken_apart(key)[1]),
+    lambda key, value: Reading(name=split_key(key)[0], value=value, labels=split_key(key)[1]),
     st.sampled_from([*QUIET, *READINGS]) | st.text(max_size=9),
     VALUES,
 )
@@ -1170,7 +1226,7 @@ def test_no_soup_of_readings_raises(before, after):
     """Two polls of anything give events whose count is a number above 0, and something hashable to watch."""
     for made in changes(before, after):
         assert 0 < made.count < math.inf
-    hash(watched(after))
+    hash(judged_values(after))
     assert changes(before, dataclasses.replace(before, started=before.started)) == []
 
 
@@ -1194,7 +1250,7 @@ def test_an_all_quiet_machine_yields_nothing_worse_than_healthy(moved, missing, 
 @given(st.integers(-1, 400), AGES)
 def test_every_xid_is_forgotten_in_the_end(code, ago):
     """No code holds a device for longer than the watch, whatever the catalogue says of it."""
-    made = dataclasses.replace(xid(31, ago), name=str(code))
+    made = dataclasses.replace(xid(31, ago), name=str(code), code=code)
     later = sign(made, now=made.last + 30 * DAY + 1, polls={})
     assert told(later) == []
     worst = max((f.state.severity for f in findings(sign(made, polls={}))), default=0)
@@ -1205,5 +1261,5 @@ def test_every_xid_is_forgotten_in_the_end(code, ago):
 def test_a_message_says_when_and_not_how_long_ago():
     """It is stored, and read long after it was written."""
     text = message(sign(event("off-bus", "driver", HOUR, detail="GPU is lost")), "gpu-lost")
-    assert f"at {datetime.fromtimestamp(NOW - HOUR, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC" in text
+    assert f"{datetime.fromtimestamp(NOW - HOUR, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC" in text
     assert " ago" not in text

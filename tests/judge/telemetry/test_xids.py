@@ -104,14 +104,14 @@ def test_a_code_that_is_not_in_the_catalogue(code):
     """It is unknown, never harmless, and never an error."""
     xid = explain(code)
     assert (xid.code, xid.grade, xid.immediate, xid.mnemonic) == (code, "unknown", "", "")
-    assert xid.advice == "has no such code; the copy that canaryd has ends at 172"
+    assert xid.advice == "this code is not in canaryd's copy, which ends at 172"
 
 
 def test_the_advice_names_both_actions():
     """What to do at once, and how to find the cause."""
-    assert explain(79).advice == "restart the machine; to find the cause: ask the vendor's support"
-    assert explain(63).advice == "nothing has to be done"
-    assert explain(154).advice == "follow the action that the message itself names"
+    assert explain(79).advice == "restart the machine; to find the cause: contact the vendor's support"
+    assert explain(63).advice == "nothing to do"
+    assert explain(154).advice == "follow the action that the message names"
 
 
 # --- NVLink 5 --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""Rules for the memory of an accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from canaryd.formatting import spoken
+from canaryd.judge.telemetry.events import within
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, WATCH, Signs, finding, recovery
+from canaryd.model import Cause, Finding, State
+
+LEAST_STEP, TIMES_MEAN = 100, 10
+"""Corrected errors in a day that are a step, when they are also so many times the mean day before (ours)."""
+MOST_RETIRED, MANY_DOUBLE_BIT = 63, 15
+"""Retired pages: DCGM's limit, and its softer limit for those with double-bit errors (DcgmGPUHardwareLimits.h)."""
+MOST_REMAPPED = 512
+"""Rows remapped for uncorrectable errors: NVIDIA's RMA policy, and DCGM's limit."""
+
+
+class Flag(NamedTuple):
+    """A reading above 0 by which the device itself asks for a reset or a return."""
+
+    reading: str
+    labels: Mapping[str, str]
+    age: float
+    """Age in seconds up to which a poll still shows it; 0 stands for `telemetry.settle`."""
+    state: State
+    message: str
+    action: str
+    grade: str
+
+
+RETURN = "Take the device out of service and run the field diagnostic."
+RMA_POLICY = "Class: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
+# Some flags never fall on the same part: those hold for `WATCH`, so that a driver that hangs later does not lift the
+# finding.
+FLAGS: Mapping[str, Flag] = {
+    "row-remap-failed": Flag(
+        *("row_remap_failed", {}, WATCH, State.FAULTY),
+        "A memory row could not be replaced by a spare one.",
+        *(RETURN, RMA_POLICY),
+    ),
+    "sram-threshold": Flag(
+        *("ecc_sram_threshold_exceeded", {}, WATCH, State.FAULTY),
+        "The device counts more uncorrectable SRAM errors than its threshold allows.",
+        *(RETURN, RMA_POLICY),
+    ),
+    "row-remap-pending": Flag(
+        *("row_remap_pending", {}, 0.0, State.DEGRADED),
+        "A memory row waits for a reset to be replaced.",
+        *(DRAIN_AND_RESET, "Class: reset (NVIDIA's memory error management)."),
+    ),
+    "retired-pages-pending": Flag(
+        *("retired_pages_pending", {}, 0.0, State.DEGRADED),
+        "A memory page waits for a reset to be retired.",
+        *(DRAIN_AND_RESET, "Class: reset (NVIDIA's page retirement)."),
+    ),
+    "memory-bad-pages": Flag(
+        *("memory_bad_pages", {"status": "pending"}, 0.0, State.DEGRADED),
+        "Bad memory pages wait to be taken out of use.",
+        *("Drain the device and reload its driver.", "Class: reset (AMD)."),
+    ),
+}
+"""Rule → the flag that it reads."""
+
+
+def flags(signs: Signs) -> Iterator[Finding]:
+    """The device itself reports that its memory needs a reset or a return."""
+    for rule, flag in FLAGS.items():
+        if signs.value(flag.reading, flag.age or signs.policy.settle, **flag.labels):
+            clears = "Clears when the device no longer reports it."
+            yield finding(rule, flag.state, Cause.HARDWARE, flag.message, flag.action, flag.grade, clears)
+
+
+def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
+    """Spare rows run out: in a bank, or in all."""
+    rows = signs.value("row_remap_rows", WATCH, cause="uncorrectable") or 0
+    banks = signs.value("row_remap_banks", WATCH, available="none") or 0
+    if rows >= MOST_REMAPPED:
+        yield finding(
+            *("row-remap-exhausted", State.FAULTY, Cause.HARDWARE),
+            f"{rows:g} memory rows were replaced after uncorrectable errors (limit {MOST_REMAPPED}).",
+            "Run the field diagnostic.",
+            "Class: RMA (NVIDIA's RMA policy and DCGM's limit: the field diagnostic decides on the return).",
+        )
+    elif banks:
+        yield finding(
+            *("row-remap-exhausted", State.DEGRADED, Cause.HARDWARE),
+            f"{banks:g} memory {'bank has' if banks == 1 else 'banks have'} no spare row left.",
+            "Plan to return the device.",
+            "A bad row there cannot be replaced (our rule).",
+        )
+
+
+def retired_pages(signs: Signs) -> Iterator[Finding]:
+    """Pages of memory were taken out of use, on devices that cannot replace rows."""
+    pages = {r.labels.get("cause", ""): float(r.value) for r in signs.readings("retired_pages", WATCH)}
+    if sum(pages.values()) >= MOST_RETIRED:
+        yield finding(
+            *("retired-pages", State.FAULTY, Cause.HARDWARE),
+            f"{sum(pages.values()):g} memory pages are retired (limit {MOST_RETIRED}).",
+            "Run the field diagnostic.",
+            "Class: RMA (DCGM's limit).",
+        )
+    elif pages.get("double_bit", 0) >= MANY_DOUBLE_BIT:
+        yield finding(
+            *("retired-pages", State.DEGRADED, Cause.HARDWARE),
+            f"{pages['double_bit']:g} memory pages are retired after double-bit errors (limit {MANY_DOUBLE_BIT}).",
+            "Return the device if more than one page a week follows.",
+            "Limit: DCGM's softer one.",
+        )
+
+
+ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
+"""The same errors counted twice: since the driver was loaded, and over the device's life."""
+
+
+def uncorrected_error(signs: Signs) -> Iterator[Finding]:
+    """The device reported that it lost data: suspect until a reset and an exact pass after it."""
+    rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
+    wiped = signs.seen("reset", WATCH, ECC[0], kind="uncorrected")
+    logged = [*signs.contained, *signs.named("amdgpu", "ras-uncorrected")]
+    events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]
+    events += [e for e in wiped if not signs.passed(e.last)]
+    standing = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected" and r.value]
+    if not events and not standing:
+        return
+    labels = [*(e.labels for e in events), *(r.labels for r in standing)]
+    where = sorted({of.get("location", "the device's memory") for of in labels})
+    when = max((e.last for e in events), default=None)
+    before_reset = max((e.last for e in events if e.kind != "reset"), default=0.0 if events else None)
+    action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)
+    yield finding(
+        *("uncorrected-error", State.SUSPECT, Cause.HARDWARE),
+        f"Uncorrected memory error in {', '.join(where)}.",
+        action,
+        "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
+        "Class: reset (NVIDIA's memory error management).",
+        clears,
+    )
+
+
+def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
+    """Corrected errors come at a rate, or in a step: results are still right, but the reserve shrinks."""
+    day, before, most = 0.0, 0.0, signs.policy.corrected_per_day
+    rises = [e for name in ECC for e in signs.rises(name, kind="corrected")]
+    first = min((e.first for e in rises), default=signs.now)
+    days = max(1.0, (signs.now - first) / DAY - 1)
+    for place in {e.labels.get("location", "") for e in rises}:
+        # Volatile and aggregate count the same errors: the larger of the two, never their sum.
+        both = [[e for e in rises if e.reading == name and e.labels.get("location", "") == place] for name in ECC]
+        day += max(signs.most(each, DAY) for each in both)
+        before += max(sum(within(e, -math.inf, signs.now - DAY) for e in each) for each in both)
+    step = day >= LEAST_STEP and day >= TIMES_MEAN * before / days
+    if day >= most or step:
+        yield finding(
+            *("corrected-errors-rising", State.DEGRADED, Cause.HARDWARE),
+            f"{day:.0f} corrected memory errors in a day; normal here is {before / days:.3g} a day.",
+            f"Run an exact test: canaryd check --device {signs.device.name}",
+            f"Limit: {most} a day (telemetry.corrected_per_day), or {LEAST_STEP} and {TIMES_MEAN} times normal.",
+            "These limits are ours.",
+            "NVIDIA's RMA policy does not cover corrected errors; an exact test shows whether results are right.",
+            f"Clears after {spoken(DAY + signs.policy.settle)} below the limit.",
+        )
