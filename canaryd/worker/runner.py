@@ -180,58 +180,34 @@ class Runner:
         run = request["id"]
         device = from_json(Device, request["device"])
         seconds, numeric, detail = 0.0, False, ""
-        budget, capped, bursts = request["beside"], False, None
+        limited, capped, bursts = request["beside"], False, None
         readings: list[list[Any]] = []
-        facts: Callable[[], list[Any]] = list
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
             retest = bool(numeric and request["intensity"])
-            pace = (
-                importlib.import_module("canaryd.worker.numeric.stress") if retest else None
-            )  # before the budget starts
-            if budget and numeric:
-                limits.make_room(device, budget)
+            # Imported before the budget starts, because it loads torch.
+            stress = importlib.import_module("canaryd.worker.numeric.stress") if retest else None
+            if limited and numeric:
+                limits.make_room(device, limited)
                 capped = device.backend != "cpu"
-            context = Context(
-                device=device,
-                level=request["level"],
-                seed=request["seed"],
-                budget=request["budget"],
-                settings=request["settings"],
-                cases=tuple(request["cases"]),
-                drill=request["drill"],
-                baselining=request["baselining"],
-                memory=request["memory"],
-                intensity=request["intensity"],
-                progress=self._progress(run),
-            )
-            if pace is not None:
-                facts = pace.install(context)
-            if budget and numeric:
-                bursts = limits.install(context, budget)
+            context = self._context(request, device)
+            sensors: Callable[[], list[Any]] = stress.install(context) if stress is not None else list
+            if limited and numeric:
+                bursts = limits.install(context, limited)
             begun = time.monotonic()
             try:
-                for fact in probe.run(context):
-                    if isinstance(fact, (Reading, Absent)):
-                        readings.append(_compact(fact))
-                        if probe.SPEC.telemetry and len(readings) < BATCH:
-                            continue
-                    self._send_readings(run, readings)
-                    if not isinstance(fact, (Reading, Absent)):
-                        self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
-                    if bursts is not None:
-                        bursts.pause()  # a probe that knows nothing of bursts pauses where it yields
+                self._send_facts(run, probe, context, readings, bursts)
             finally:
                 seconds = time.monotonic() - begun
-                self._send_readings(run, [*readings, *map(_compact, facts())])
+                self._send_readings(run, [*readings, *map(_compact, sensors())])
             outcome = Outcome.COMPLETED
         except Skip as skip:
             outcome, detail = Outcome.SKIPPED, str(skip)
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
             outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
-            traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
+            traceback.clear_frames(error.__traceback__)  # frees what filled the memory before anything is written
             detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
             if excuse := limits.excuse(error, capped=capped) if numeric else "":
                 outcome, detail = Outcome.SKIPPED, excuse
@@ -241,6 +217,42 @@ class Runner:
         self._send(
             kind="result", id=run, outcome=outcome.value, seconds=seconds, paused=paused, detail=detail, **surroundings
         )
+
+    def _context(self, request: dict[str, Any], device: Device) -> Context:
+        """Return what the probe is given; its budget starts now."""
+        return Context(
+            device=device,
+            level=request["level"],
+            seed=request["seed"],
+            budget=request["budget"],
+            settings=request["settings"],
+            cases=tuple(request["cases"]),
+            drill=request["drill"],
+            baselining=request["baselining"],
+            memory=request["memory"],
+            intensity=request["intensity"],
+            progress=self._progress(request["id"]),
+        )
+
+    def _send_facts(
+        self,
+        run: str,
+        probe: ModuleType,
+        context: Context,
+        readings: list[list[Any]],
+        bursts: limits.Bursts | None,
+    ) -> None:
+        """Send each fact as the probe yields it; readings that still wait for their batch are left in `readings`."""
+        for fact in probe.run(context):
+            if isinstance(fact, (Reading, Absent)):
+                readings.append(_compact(fact))
+                if probe.SPEC.telemetry and len(readings) < BATCH:
+                    continue
+            self._send_readings(run, readings)
+            if not isinstance(fact, (Reading, Absent)):
+                self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
+            if bursts is not None:
+                bursts.pause()  # for probes that never call ctx.pace
 
     def answer(self, request: dict[str, Any]) -> None:
         """Let one of the worker's own modules answer a question that is no probe; send progress, then the answer."""
