@@ -39,7 +39,7 @@ def load(path):
 @pytest.fixture(scope="module")
 def make():
     """The script that trained the model."""
-    return load(PROBES / "canary" / "make.py")
+    return load(PROBES.parent / "tools" / "make_canary.py")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_the_goldens_are_recomputed_from_the_weights(make):
 def test_the_recomputation_notices_what_was_changed(make, tmp_path, monkeypatch):
     """A weight, a token or a margin that was changed is not confirmed, digests made to fit or not."""
     shutil.copytree(PROBES / "canary", tmp_path / "canary")
-    monkeypatch.setattr(make, "HERE", tmp_path / "canary")
+    monkeypatch.setattr(make, "MODEL", tmp_path / "canary")
     file = tmp_path / "canary" / "weights.safetensors"
     model = canary_model.load(file.read_bytes())
     model.weights["1.up"][3, 4] += 0.5
