@@ -17,8 +17,9 @@ from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
 from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, build
-from canaryd.worker.numeric.tensors import FORMATS, need_torch, torch
-from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
+from canaryd.worker.numeric.tensors import FORMATS
+from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_attention",

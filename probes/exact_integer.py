@@ -15,8 +15,7 @@ from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec
 from canaryd.worker.numeric.indexing import OPERATIONS, build
-from canaryd.worker.numeric.tensors import need_torch
-from canaryd.worker.numeric.verify import Case, verify_all
+from canaryd.worker.toolkit import Case, need_torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_integer",

@@ -19,8 +19,9 @@ from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
 from canaryd.worker.numeric.sizes import choose, measure_speed
 from canaryd.worker.numeric.stack import int8_pairs_saturate
-from canaryd.worker.numeric.tensors import FORMATS, need_torch, tf32_allowed, torch
-from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
+from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed
+from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_matmul",

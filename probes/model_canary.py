@@ -27,8 +27,8 @@ from canaryd.worker.canary.hugging_face import (
 )
 from canaryd.worker.endpoint.prompts import load
 from canaryd.worker.numeric.faults import FAULTS
-from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch
-from canaryd.worker.numeric.verify import chosen
+from canaryd.worker.numeric.tensors import as_text
+from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
     name="model_canary",
