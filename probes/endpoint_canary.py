@@ -14,8 +14,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from canaryd.probe import Absent, Context, Fact, ProbeSpec, Reading, Skip, Skipped
-from canaryd.worker.endpoint.canary import Endpoint, Item, Progress, Recorder, Settings, names
+from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.prompts import Prompt, load
+from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
+from canaryd.worker.endpoint.settings import Settings
 
 SPEC = ProbeSpec(
     name="endpoint_canary",

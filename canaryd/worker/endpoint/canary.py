@@ -6,100 +6,29 @@ link "settings", so that a server that begins to refuse shows as a change of sof
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import secrets
-import struct
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from canaryd.model import Recording, printable, reading_key
-from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
+from canaryd.model import Recording, printable
+from canaryd.probe import Skip
+from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.client import SAID, Client, Refused, first_choice
-from canaryd.worker.endpoint.dialects import DIALECTS, Answer, Dialect, Position, digest, listed, parse, recognise
+from canaryd.worker.endpoint.dialects import DIALECTS, Dialect, digest, listed, recognise
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import APIS, Settings
 
 CLIENT = 1
 """Version of what this file asks and of how it digests answers; raised when either changes the recordings."""
-APIS = ("completions", "chat")
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
 """Names of models that a message repeats."""
 MAX_TEXT = 4096
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """An endpoint's section of the configuration."""
-
-    url: str
-    model: str = ""
-    dialect: str = ""
-    apis: tuple[str, ...] = APIS
-    directory: Path | None = None
-    prompts: Path | None = None
-    key: str = field(default="", repr=False)
-    ca_file: str = ""
-    timeout: float = 60.0
-    """Seconds per request."""
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings out of plain data, None and "" meaning not set; raise `Skip` with every mistake at once."""
-        problems = []
-        texts = {name: given.get(name) or "" for name in ("url", "model", "dialect", *_FILES)}
-        for name, value in texts.items():
-            if not isinstance(value, str):
-                problems.append(f"{name}: got {type(value).__name__}, wanted a text")
-            elif name in _FILES and value and not value.startswith("/"):
-                problems.append(f"{name}: got {value!r:.200}, wanted an absolute path")
-        if not texts["url"]:
-            problems.append('url: not given, wanted e.g. "http://127.0.0.1:8000/v1"')
-        if isinstance(texts["dialect"], str) and texts["dialect"] and texts["dialect"] not in DIALECTS:
-            problems.append(f"dialect: got {texts['dialect']!r:.200}, wanted one of {', '.join(DIALECTS)}")
-        apis = given.get("apis") or APIS
-        if not isinstance(apis, (list, tuple)) or not set(map(str, apis)) <= set(APIS):
-            problems.append(f"apis: got {apis!r:.200}, wanted a list out of {', '.join(APIS)}")
-        timeout = given.get("timeout") or 60.0
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 86400:
-            problems.append(f"timeout: got {timeout!r:.200}, wanted seconds from above 0 to 86400")
-        if problems:
-            raise Skip("; ".join(problems))
-        return cls(
-            url=texts["url"].rstrip("/"),
-            model=texts["model"],
-            dialect=texts["dialect"],
-            apis=tuple(apis),
-            directory=Path(texts["directory"]) if texts["directory"] else None,
-            prompts=Path(texts["prompts"]) if texts["prompts"] else None,
-            key=_key(Path(texts["key_file"])) if texts["key_file"] else "",
-            ca_file=texts["ca_file"],
-            timeout=float(timeout),
-        )
-
-
-_FILES = ("directory", "prompts", "key_file", "ca_file")
-
-
-def _key(path: Path) -> str:
-    """Return the API key that a file holds; raise `Skip`, never with the key, where it cannot be used."""
-    try:
-        mode, data = path.stat().st_mode, path.read_bytes()
-    except OSError as error:
-        raise Skip(f"key_file: {path}: cannot be read: {error.strerror}") from None
-    if mode & 0o004:
-        raise Skip(f"key_file: {path}: everybody may read it: chmod o-r {path}")
-    text = data.decode("ascii", errors="replace").strip()
-    if not re.fullmatch(r"[\x21-\x7e]{1,4096}", text):
-        raise Skip(f"key_file: {path}: {len(data)} bytes, wanted one key in one line of printable ASCII")
-    return text
 
 
 class Endpoint:
@@ -338,188 +267,6 @@ def _spoken(body: Mapping[str, Any]) -> str:
 def new_salt() -> str:
     """Return a cache salt that no request has had: from the seed it would repeat with the run, and not be cold."""
     return secrets.token_hex(8)
-
-
-# --- Recording -------------------------------------------------------------------------------------------------------
-
-Item = tuple[str, Prompt]
-"""What is asked: an API, or "forced" for the prompt's own tokens, and a prompt."""
-
-
-def names(item: Item) -> tuple[str, ...]:
-    """Return the cases of an item."""
-    api, prompt = item
-    if api == "forced":
-        return (f"forced/{prompt.name}",)
-    return tuple(f"{api}/{prompt.name}/{mode}" for mode in ("fresh", "warm"))
-
-
-class Recorder:
-    """Asks items and yields what came as facts; keeps what the readings are made of."""
-
-    def __init__(self, ctx: Context, endpoint: Endpoint) -> None:
-        self.ctx, self.endpoint = ctx, endpoint
-        self.recorded = 0
-        self.nonfinite = 0
-        self.answers: dict[Item, Answer] = {}
-        """The latest of each item."""
-        self.refused: dict[Item, str] = {}
-        """Items that the server declines, with its words; they are not asked again."""
-        self.strained = ""
-        """What went wrong under our own load; "" where nothing did."""
-
-    def wanted(self, case: str) -> bool:
-        """Return whether a case was asked for, by its name or by the part of it before a slash."""
-        return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
-
-    def alone(self, item: Item) -> Iterator[Fact]:
-        """Ask one item with no other request of ours beside it."""
-        if item in self.refused:
-            return
-        before = self.endpoint.running()
-        try:
-            answers = self._exchange(item)
-        except Refused as refused:
-            self.refused[item] = str(refused)
-            yield from (Skipped(case=name, reason=str(refused)) for name in names(item) if self.wanted(name))
-            return
-        after = self.endpoint.running()
-        known = before is not None and after is not None
-        yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
-
-    def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
-        """Ask several items at the same time; return those that failed, with the reason in `strained`.
-
-        Every failure is one of the load, whatever it looks like: the items were answered when they were asked alone.
-        """
-        with ThreadPoolExecutor(len(items)) as pool:
-            asked = [(item, pool.submit(self._exchange, item)) for item in items]
-        failed = []
-        for item, future in asked:
-            try:
-                answers = future.result()
-            except Skip as error:
-                failed.append(item)
-                self.strained = f"the server did not take {len(items)} requests of ours at once: {error}"
-            else:
-                yield from self._facts(item, answers, "loaded")
-        return failed
-
-    def latencies(self, api: str) -> Iterator[Fact]:
-        """Yield the seconds to the first token and between tokens, or why there are none."""
-        labels = {"api": api}
-        why = self.strained  # what the server suffers from may last, and would be measured
-        if not why:
-            try:
-                first, between = self.endpoint.latency(api)
-            except Refused as refused:
-                why = f"it does not stream: {refused}"
-        if why:
-            for name in ("endpoint_first_token_seconds", "endpoint_token_seconds"):
-                yield Absent(name=reading_key(name, labels), reason=why)
-            return
-        yield Reading(name="endpoint_first_token_seconds", value=first, unit="seconds", labels=labels)
-        if between is None:
-            reason = "fewer than two tokens came"
-            yield Absent(name=reading_key("endpoint_token_seconds", labels), reason=reason)
-        else:
-            yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
-
-    def _exchange(self, item: Item) -> list[Answer]:
-        """Return the answers for the cases of an item: a warm one follows a fresh one to the same request."""
-        api, prompt = item
-        if api == "forced":
-            return [self.endpoint.score(prompt)]
-        salt = new_salt()
-        return [self.endpoint.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False)]
-
-    def _facts(self, item: Item, answers: list[Answer], condition: str) -> Iterator[Fact]:
-        self.answers[item] = answers[0]
-        for name, given in zip(names(item), answers, strict=True):
-            if self.wanted(name):
-                answer = injected(given, self.ctx.drill) if self.ctx.drill else given
-                self.recorded += 1
-                self.nonfinite += answer.nonfinite
-                yield self.endpoint.recording(name, *item, answer, condition)
-
-
-class Progress:
-    """How many rounds of requests alone a baselining has had, in a file of `Context.memory` that outlives the worker.
-
-    A later run goes on from there, as long as the endpoint says the same of itself. What cannot be read or written
-    makes a run begin anew, which costs time and spoils nothing.
-    """
-
-    def __init__(self, memory: str, endpoint: Endpoint) -> None:
-        settings = endpoint.settings
-        name = f"baselining-{digest([settings.url, endpoint.model])}.json"
-        self._file = Path(memory) / name if memory else None
-        self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
-
-    def rounds(self) -> int:
-        """Return how many rounds an earlier run has had, 0 where none was cut short."""
-        if self._file is None:
-            return 0
-        try:
-            about, rounds = json.loads(self._file.read_text())
-        except (OSError, ValueError, TypeError):
-            return 0
-        return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
-
-    def keep(self, rounds: int) -> None:
-        """Remember the rounds of a run that is cut short; 0 to forget."""
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            if rounds:
-                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fresh = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-                fresh.write_text(json.dumps([self._about, rounds]))
-                fresh.replace(self._file)
-            else:
-                self._file.unlink()
-
-
-# --- Drills ----------------------------------------------------------------------------------------------------------
-
-
-def injected(answer: Answer, fault: str) -> Answer:
-    """Return an answer with a fault of `canaryd drill` in the probability of one token, or in the text without any.
-
-    Always at the same position: a run that confirms must meet the same fault again. The text says what was done.
-    """
-    at = [i for i, position in enumerate(answer.positions) if position.value is not None]
-    if not at:
-        place = len(answer.text) // 2
-        return replace(answer, text=f"{answer.text[:place]}[drill: {fault}]{answer.text[place:]}")
-    middle = len(at) // 2
-    positions = list(answer.positions)
-    for i in at[middle % 16 :: 16] if fault == "stuck" else at[middle : middle + 1]:
-        positions[i] = _CHANGES[fault](positions[i])
-    return replace(answer, positions=tuple(positions), text=f"[drill: {fault} at position {at[middle]}] {answer.text}")
-
-
-def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a change of the float32 that the probability was computed in."""
-
-    def changed(position: Position) -> Position:
-        (raw,) = struct.unpack("<I", struct.pack("<f", position.value))
-        return replace(position, value=struct.unpack("<f", struct.pack("<I", change(raw)))[0])
-
-    return changed
-
-
-_CHANGES: Mapping[str, Callable[[Position], Position]] = {
-    "flip": _bits(lambda raw: raw ^ 1),
-    "zero": lambda position: replace(position, value=0.0),
-    "swap": lambda position: replace(position, token=f"{position.token}?"),
-    "nan": lambda position: replace(position, value=float("nan")),
-    "stuck": _bits(lambda raw: raw | 1),
-    "consistent": _bits(lambda raw: raw ^ (1 << 23)),
-}
-
-
-# --- Description -----------------------------------------------------------------------------------------------------
 
 
 def describe(given: Mapping[str, Any]) -> dict[str, Any]:

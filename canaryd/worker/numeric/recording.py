@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from canaryd.model import Comparison, Device, Evidence, Exactness, Reading, Recording, Skipped, Subject, reading_key
@@ -25,13 +25,21 @@ STEP = {"cpu": 64, "other": 512}
 """Bytes that whatever torch allocates is aligned to, on the CPU and elsewhere: what a fresh upload may be moved by."""
 OFFSETS = 16
 """Places that an upload may begin at, in steps."""
-LATE = "the budget"
-"""How the reason begins for which a case was not reached."""
 SHOWN = 200
 """Characters of kernel names that stand in a chain behind their digest."""
 
 _launched: dict[tuple[str, str], str] = {}
 """(device, case) → the kernels that one call of it ran: looked up once per process, a profiler takes long to start."""
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A case that was not run, and why."""
+
+    kernel: Kernel
+    reason: str
+    is_late: bool = False
+    """Whether only the budget kept it from running; the device can run it."""
 
 
 class Made:
@@ -60,17 +68,18 @@ class Recorder:
         self.settings = settings
         """Fingerprint of the switches."""
         self._made: dict[str, Made] = {}
-        self._why: dict[str, tuple[Kernel, str]] = {}
-        """Case → why it was not run."""
+        self._not_run: dict[str, NotRun] = {}
+        """By case."""
         self._unnamed = ""
 
     def missed(self, kernel: Kernel) -> None:
         """Note that a case's turn did not come."""
-        self._why[kernel.name] = kernel, f"{LATE} of {self.session.ctx.budget:g} s was spent before its turn"
+        reason = f"the budget of {self.session.ctx.budget:g} s was spent before its turn"
+        self._not_run[kernel.name] = NotRun(kernel, reason, is_late=True)
 
     def refused(self, kernel: Kernel) -> bool:
         """Return whether a case was not run, by refusal or for want of time."""
-        return kernel.name in self._why
+        return kernel.name in self._not_run
 
     def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
         """Compute a case once from a fresh upload; yield new bits, and a comparison where a bound is broken."""
@@ -85,7 +94,8 @@ class Recorder:
                 if not is_refusal(error):
                     raise
                 said = (str(error).splitlines() or ["no reason given"])[0][: verify.SAID]
-                self._why[kernel.name] = kernel, f"this torch on {self.session.ctx.device.backend} refuses it: {said}"
+                reason = f"this torch on {self.session.ctx.device.backend} refuses it: {said}"
+                self._not_run[kernel.name] = NotRun(kernel, reason)
                 return
             self._made[kernel.name] = made
         else:
@@ -115,7 +125,10 @@ class Recorder:
             yield Absent(name="kernels", reason=self._unnamed)
         yield self._fingerprint()
         yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
-        kinds = {k.kind: None for k in [*(m.kernel for m in self._made.values()), *(k for k, _ in self._why.values())]}
+        kinds = {
+            k.kind: None
+            for k in [*(m.kernel for m in self._made.values()), *(n.kernel for n in self._not_run.values())]
+        }
         for kind in kinds:
             yield from self._readings(kind)
 
@@ -221,7 +234,7 @@ class Recorder:
         Equal devices on equal chains are voted on by it. A case whose bits vary within one run is no witness, and left
         out of some runs alone it would make them differ: so there is no fingerprint then.
         """
-        late = [k.name for k, reason in self._why.values() if reason.startswith(LATE)]
+        late = any(case.is_late for case in self._not_run.values())
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
         why = ""
         if self.session.ctx.cases or late or not self._made:
@@ -236,23 +249,23 @@ class Recorder:
     def _skipped(self) -> Iterator[Skipped]:
         """Yield what was not run; a format or an attention kernel of which nothing was, as one."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for kernel, reason in self._why.values():
-            groups.setdefault((_group(kernel.name), reason), []).append(kernel.name)
+        for case in self._not_run.values():
+            groups.setdefault((_group(case.kernel.name), case.reason), []).append(case.kernel.name)
         ran = {_group(name) for name in self._made}
         for (group, reason), names in groups.items():
             whole = group not in ran and len([1 for other, _ in groups if other == group]) == 1
-            yield from (Skipped(case=case, reason=reason) for case in ([group] if whole else names))
+            yield from (Skipped(case=name, reason=reason) for name in ([group] if whole else names))
 
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
-        labels = {"kind": kind}
         """Yield the largest error over its bound, and the mean over the cases of the median time of one call.
 
-        The error is of float32 results alone: one rounding to 16 bits takes all of a bound, in every healthy run.
+        The error is of float32 results only: one rounding to 16 bits uses the whole bound in every healthy run.
         """
+        labels = {"kind": kind}
         mine = [m for m in self._made.values() if m.kernel.kind == kind]
         ratios = [ratio for m in mine for ratio in m.ratios]
         finite = [ratio for ratio in ratios if ratio is not None]
-        late = [k.name for k, reason in self._why.values() if k.kind == kind and reason.startswith(LATE)]
+        late = any(case.is_late for case in self._not_run.values() if case.kernel.kind == kind)
         partly = late or not mine or self.session.ctx.cases
         if finite and len(finite) == len(ratios) and not partly:
             yield Reading(name="recorded_error_ratio", value=max(finite), unit="1", labels=labels)

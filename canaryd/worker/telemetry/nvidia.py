@@ -128,7 +128,7 @@ def _gpu(nvml: ModuleType, handle: Any, index: int) -> Device:
 
 SHARED = (
     *("serial", "board_part_number", "bus_id", "driver", "cuda", "vbios", "inforom", "gsp_firmware", "architecture"),
-    "capability",
+    *("capability",),
 )
 """What a MIG instance takes from its GPU."""
 
@@ -180,6 +180,15 @@ def _once(ask: Ask) -> Ask:
     return again
 
 
+def _missing_code(ask: Ask) -> int | None:
+    """Return NVML's code for why a value is missing; None where there is a value."""
+    try:
+        ask()
+    except Missing as error:
+        return error.code
+    return None
+
+
 def _part(ask: Ask, check: Check, which: int | str) -> Any:
     """Return one item or member of a call's answer, checked and in base units."""
     given = ask()
@@ -202,7 +211,7 @@ def _worded(name: str, label: str, words: tuple[str, ...], ask: Ask) -> Fact:
         return Absent(name=name, reason=str(error))
 
 
-def _any(facts: list[Fact]) -> bool:
+def _any(facts: Iterable[Fact]) -> bool:
     return any(isinstance(f, Reading) for f in facts)
 
 
@@ -235,23 +244,23 @@ def _ecc(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
 
 def _errors(nvml: ModuleType, handle: Any, name: str, counter: int) -> list[Fact]:
     """Return errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
+    call = partial(field_value, nvml, parse_count, "nvmlDeviceGetMemoryErrorCounter", handle)
 
-    def at(locations: Mapping[str, int]) -> list[Fact]:
-        call = partial(field_value, nvml, parse_count, "nvmlDeviceGetMemoryErrorCounter", handle)
-        return [
-            _fact(name, partial(call, number, counter, code), kind=kind, location=location)
-            for location, code in locations.items()
-            for number, kind in enumerate(values.KINDS)
-        ]
+    def at(location: str, code: int) -> tuple[list[Fact], bool]:
+        """Return the facts of one location, and whether this device does not support it."""
+        asks = [_once(partial(call, number, counter, code)) for number in range(len(values.KINDS))]
+        facts = [_fact(name, ask, kind=kind, location=location) for ask, kind in zip(asks, values.KINDS, strict=True)]
+        return facts, all(_missing_code(ask) == NOT_SUPPORTED for ask in asks)
 
-    inside = at({"sram": values.SRAM})
-    if all(isinstance(f, Absent) and f.reason == REASONS[NOT_SUPPORTED] for f in inside):
-        inside = [f for f in at(values.CACHES) if isinstance(f, Reading)] or inside
-    facts = at({"dram": values.DRAM}) + inside
+    inside, is_unsupported = at("sram", values.SRAM)
+    if is_unsupported:
+        caches = [fact for location, code in values.CACHES.items() for fact in at(location, code)[0]]
+        inside = [f for f in caches if isinstance(f, Reading)] or inside
+    facts = at("dram", values.DRAM)[0] + inside
     if _any(facts):
         return facts
-    call = partial(field_value, nvml, parse_count, "nvmlDeviceGetTotalEccErrors", handle)
-    total = [_fact(name, partial(call, n, counter), kind=kind, location="all") for n, kind in enumerate(values.KINDS)]
+    sums = partial(field_value, nvml, parse_count, "nvmlDeviceGetTotalEccErrors", handle)
+    total = [_fact(name, partial(sums, n, counter), kind=kind, location="all") for n, kind in enumerate(values.KINDS)]
     return total if _any(total) else facts
 
 
@@ -348,10 +357,8 @@ def _clocks(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
     for name, call in (("clock_hertz", "nvmlDeviceGetClockInfo"), ("clock_max_hertz", "nvmlDeviceGetMaxClockInfo")):
         for number, domain in enumerate(values.CLOCKS):
             yield _fact(name, partial(field_value, nvml, values.hertz, call, handle, number), "hertz", domain=domain)
-    yield _fact(
-        "performance_state",
-        partial(field_value, nvml, values.performance_state, "nvmlDeviceGetPerformanceState", handle),
-    )
+    state = partial(field_value, nvml, values.performance_state, "nvmlDeviceGetPerformanceState", handle)
+    yield _fact("performance_state", state)
 
 
 def _pcie(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
@@ -367,9 +374,8 @@ def _pcie(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
 
 def _state(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
     yield _fact("persistence_mode", partial(field_value, nvml, values.flag, "nvmlDeviceGetPersistenceMode", handle))
-    yield _worded(
-        "compute_mode", "mode", values.COMPUTE_MODES, partial(ask_nvml, nvml, "nvmlDeviceGetComputeMode", handle)
-    )
+    mode = partial(ask_nvml, nvml, "nvmlDeviceGetComputeMode", handle)
+    yield _worded("compute_mode", "mode", values.COMPUTE_MODES, mode)
     mig = partial(ask_nvml, nvml, "nvmlDeviceGetMigMode", handle)
     yield _fact("mig_enabled", partial(_part, mig, values.flag, 0))
     used = _once(partial(ask_nvml, nvml, "nvmlDeviceGetUtilizationRates", handle))
@@ -470,12 +476,9 @@ def _links(nvml: ModuleType, handle: Any, how_many: Ask) -> Iterator[Fact]:
     if not links:
         yield Absent(name="nvlink_up", reason=reason)
         yield Absent(name="nvlink_errors_total", reason=reason)
+    state = partial(field_value, nvml, values.is_up, "nvmlDeviceGetNvLinkState", handle)
     for link in links:
-        yield _fact(
-            "nvlink_up",
-            partial(field_value, nvml, values.is_up, "nvmlDeviceGetNvLinkState", handle, link),
-            link=str(link),
-        )
+        yield _fact("nvlink_up", partial(state, link), link=str(link))
     call = partial(field_value, nvml, parse_count, "nvmlDeviceGetNvLinkErrorCounter", handle)
     facts: list[Fact] = []
     for number, kind in enumerate(values.LINK_ERRORS):

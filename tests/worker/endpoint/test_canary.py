@@ -19,9 +19,11 @@ from canaryd.probe import Absent, Skip, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import client as endpoint_client
-from canaryd.worker.endpoint.canary import Endpoint, Settings, describe, injected
+from canaryd.worker.endpoint.canary import Endpoint, describe
 from canaryd.worker.endpoint.client import Client, Refused
+from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import Settings
 from tests import checkpoints
 from tests.worker.endpoint.served import PROBE, context, models, probe, recorded, recordings, served
 

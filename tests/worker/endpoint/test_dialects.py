@@ -10,9 +10,11 @@ import pytest
 
 from canaryd.config import values
 from canaryd.probe import Skip
-from canaryd.worker.endpoint.canary import Endpoint, Settings
-from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM, Answer, Position, parse
+from canaryd.worker.endpoint.answers import Answer, Position, parse
+from canaryd.worker.endpoint.canary import Endpoint
+from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import Settings
 from tests.worker.endpoint import served as bodies
 from tests.worker.endpoint.served import PORTABLE, PROMPT_LOGPROBS, chat, completion, recorded, served
 
