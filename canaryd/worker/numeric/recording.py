@@ -94,7 +94,7 @@ class Recorder:
                 if not is_refusal(error):
                     raise
                 said = (str(error).splitlines() or ["no reason given"])[0][: verify.SAID]
-                reason = f"this torch on {self.session.ctx.device.backend} refuses it: {said}"
+                reason = f"this torch on {self.session.ctx.device.backend} does not support it: {said}"
                 self._not_run[kernel.name] = NotRun(kernel, reason)
                 return
             self._made[kernel.name] = made

@@ -115,7 +115,7 @@ def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...]
         if not is_refusal(error):
             raise
         said = (str(error).splitlines() or ["no reason given"])[0]
-        return f"this torch on {device.backend} refuses it: {said if len(said) <= SAID else said[:SAID] + '…'}"
+        return f"this torch on {device.backend} does not support it: {said if len(said) <= SAID else said[:SAID] + '…'}"
     return ""
 
 
@@ -143,7 +143,7 @@ class Session:
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
         if self.ctx.drill and self.ctx.drill not in faults.FAULTS:
-            raise Skip(f"no fault is called {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
+            raise Skip(f"unknown fault {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
         fault = faults.FAULTS[self.ctx.drill] if self.ctx.drill else None
         self.injector = faults.Injector(fault, self.ctx.seed)
 
@@ -220,7 +220,7 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
                     raise
                 yield Skipped(case=case.name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if ctx.drill and not session.injector.spent:
-        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+        raise Skip(f"the fault {ctx.drill!r} was not injected: no result was computed for its case")
     yield Reading(name="trials", value=session.trials, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")

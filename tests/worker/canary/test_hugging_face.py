@@ -338,7 +338,7 @@ REFUSED = {
     "no language model": ("weights", lambda d: edit(d / "config.json", model_type="t5", architectures=[])),
     "code of its own": ("it needs code from the checkpoint, which canaryd never runs", foreign_code),
     "no tokenizer": ("has no tokenizer; wanted one of", no_tokenizer),
-    "few positions": ("takes none of the prompts: ", lambda d: edit(d / "config.json", max_position_embeddings=40)),
+    "few positions": ("none of the prompts fits: ", lambda d: edit(d / "config.json", max_position_embeddings=40)),
     "no format": ("set dtype", lambda d: edit(d / "config.json", dtype="float8_e4m3fn")),
 }
 
@@ -361,7 +361,7 @@ def test_no_model_no_prompts_no_fault(go, tmp_path):
         go(directory="")
     with pytest.raises(Skip, match=r"none\.json: no such file"):
         go(prompts=tmp_path / "none.json")
-    with pytest.raises(Skip, match="no fault is called 'bang'; there are flip"):
+    with pytest.raises(Skip, match="unknown fault 'bang'; there are flip"):
         go(drill="bang")
 
 

@@ -333,9 +333,9 @@ def test_cases_and_faults_that_are_not_there_are_reasons_to_skip(probe):
     """What was asked for stands in the text; a fault that met nothing is no clean drill."""
     with pytest.raises(Skip, match="no case matches float32/decode/b2; one of them is float32/decode/b1/pier"):
         list(probe.run(context("float32/decode/b2")))
-    with pytest.raises(Skip, match="no fault is called 'melt'"):
+    with pytest.raises(Skip, match="unknown fault 'melt'"):
         list(probe.run(context(drill="melt")))
-    with pytest.raises(Skip, match="'flip' met no result"):
+    with pytest.raises(Skip, match="'flip' was not injected"):
         list(probe.run(context("float32/weights", drill="flip")))
 
 

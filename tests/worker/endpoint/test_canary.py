@@ -796,7 +796,7 @@ def test_a_server_that_does_not_stream_has_no_latencies():
     with served(recorded("llama-server")) as server:
         facts = run(server.url)
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
-    assert "(llama-server) does not say when it started" in absent.pop("endpoint_start_time_seconds")
+    assert "(llama-server) does not report when it started" in absent.pop("endpoint_start_time_seconds")
     assert set(absent) == {
         f"endpoint_{name}_seconds{{api={api}}}" for name in ("first_token", "token") for api in ("completions", "chat")
     }
