@@ -17,7 +17,7 @@ from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary.golden import FIXED, PATHS, Bench, Golden, Task, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile
 from canaryd.worker.numeric.tensors import as_text, is_refusal
-from canaryd.worker.numeric.verify import SAID, Session
+from canaryd.worker.numeric.verify import QUOTED, Session
 from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
@@ -84,7 +84,7 @@ def _prepare(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Skipped]
         except Exception as error:
             if not is_refusal(error):
                 raise
-            reason = (str(error).splitlines() or ["no reason given"])[0][:SAID]
+            reason = (str(error).splitlines() or ["no reason given"])[0][:QUOTED]
             yield Skipped(case=dtype, reason=f"this torch on {ctx.device.backend} does not support it: {reason}")
 
 

@@ -3,9 +3,8 @@
 Stresses: what users get: the engine's own kernels at prefill and decode, its cache cold and warm, every device of its
 parallel group, template and tokenizer.
 
-Cannot see: faults that change no log probability that the server returns (or no text, where it returns only text),
-faults that only other prompts, lengths or batches meet, and which of several devices behind the endpoint is at fault.
-See docs/endpoint.md.
+Cannot see: faults that change nothing in the answers (which may be text without log probabilities), faults that only
+other prompts, lengths or batches meet, and which of several devices is at fault. See docs/endpoint.md.
 """
 
 from __future__ import annotations

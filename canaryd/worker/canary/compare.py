@@ -1,11 +1,11 @@
-"""Say where two captures part, and whether that is rounding or a fault: `canaryd compare A B`.
+"""Find where two captures first differ, and whether that is rounding or a fault: `canaryd compare A B`.
 
-Three rules, each as strong as what is known allows (docs/capture.md derives them and says what they measured):
+Three rules, each as strict as the captures allow (docs/capture.md derives them and lists measurements):
 
-same stack   Stack, device model and format are equal: every bit must be. The first operator that differs is the place.
-replay       The built-in model on any stacks: float64 repeats every operator from the inputs that the capture
-             itself holds. What is then left is one operator's own rounding, which is bounded; no difference that came
-             in from before counts. It needs no second capture, and so tells which of the two departs.
+same stack   Stack, device model and format are equal, so every bit must be. The first different operator is the place.
+replay       The built-in model on any stacks: float64 repeats every operator from the inputs in the capture. The rest
+             is that operator's own rounding, which is bounded; earlier differences do not count. This rule needs no
+             second capture, so it finds which of the two is wrong.
 difference   Other models on different stacks: rounding gives differences of one size all over a tensor, growing slowly
              from operator to operator. An element far outside, or a size that jumps, is a fault.
 """
@@ -26,19 +26,19 @@ SCHEMA = "canaryd.compare/1"
 OPERATOR = 4.0
 """Replay: roundings that one operator may show. At most two lie inside one, up to 1.63 were seen in 16-bit formats."""
 LAYER = 64.0
-"""Replay of a whole layer at once, where a capture holds hidden states alone: up to 15.8 were seen."""
+"""Replay of a whole layer at once, where a capture has only hidden states: up to 15.8 were seen."""
 COLUMN = 0.3
-"""Share of these that the root mean square of one column may reach; up to 0.14 was seen. Finds single wrong weights."""
+"""Share of them that the root mean square of one column may reach; up to 0.14 was seen. Finds single wrong weights."""
 ROWS = 8
-"""Rows from which on a column has a mean."""
+"""Least rows for a column's mean."""
 PEAK = 16.0
 """Difference: largest element over the noise of its tensor; up to 8.4 was seen between healthy stacks."""
 GROWTH = 4.0
 """Difference: noise of a tensor over the largest before it; up to 2.0 was seen between healthy stacks."""
 SMALLEST = 32
-"""Elements from which on a tensor's median says what its noise is."""
+"""Least elements for the noise of a tensor by its median."""
 NO_MATTER = ("python", "kernel", "visible_cores")
-"""Facts of a stack that cannot enter a result's bits."""
+"""Facts of a stack that cannot change a result's bits."""
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
 def compare(a: Capture, b: Capture) -> dict[str, Any]:
     """Compare two captures tensor by tensor; return rows in computing order, notes and a verdict, as JSON data.
 
-    A row: prompt, step, layer, operator, equal, departs ("", "A", "B", "both", "A or B"), excess (over what rounding
-    explains: above 1 is a fault; None where not asked) and, unless equal, what `_difference` gives.
+    A row: prompt, step, layer, operator, equal, departs (which is wrong: "", "A", "B", "both", "A or B"), excess (in
+    units of what rounding explains: above 1 is a fault; None where not computed) and, unless equal, `_difference`.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -68,7 +68,7 @@ def compare(a: Capture, b: Capture) -> dict[str, Any]:
         "tokens": [],
     }
     if a.about["digest"] != b.about["digest"]:
-        why = f"A has model {_model(a)}, B has {_model(b)}: nothing of them is comparable"
+        why = f"A has model {_model(a)}, B has {_model(b)}: they cannot be compared"
         return {**result, "verdict": _verdict("different model", why)}
     if a.about["path"] != b.about["path"]:
         why = f"A is {a.about['path']}, B is {b.about['path']}: one pass and decoding round differently by design"
@@ -124,9 +124,9 @@ def _same_stack(a: Capture, b: Capture) -> bool:
 
 
 def _notes(a: Capture, b: Capture) -> list[str]:
-    """Say in what the captures differ besides their numbers, and what is therefore not compared."""
+    """Return what differs besides the numbers, and what is not compared for that reason."""
     notes = [
-        f"{which} is a drill: one element was spoilt at {c.about['drill']}"
+        f"{which} is a drill: one element was changed at {c.about['drill']}"
         for which, c in _both(a, b)
         if c.about["drill"]
     ]
@@ -141,10 +141,10 @@ def _notes(a: Capture, b: Capture) -> list[str]:
     for which, c in _both(a, b):
         alone = [prompt for prompt in c.prompts if prompt not in shared]
         if alone:
-            notes.append(f"not compared, in {which} alone: prompts {', '.join(alone)}")
+            notes.append(f"not compared, only in {which}: prompts {', '.join(alone)}")
     if a.about["operators"] != b.about["operators"]:
         which = "A" if a.about["operators"] == "yes" else "B"
-        notes.append(f"operators are in {which} alone: hidden states and logits are compared")
+        notes.append(f"only {which} has operators: hidden states and logits are compared")
     return notes
 
 
@@ -157,17 +157,17 @@ def _shared_prompts(a: Capture, b: Capture) -> list[str]:
 
 
 def _common(a: Capture, b: Capture, result: dict[str, Any]) -> list[str]:
-    """Return the tensors that can be compared, in computing order; add to the notes what cannot, and why."""
+    """Return the tensors that can be compared, in computing order; note those that cannot, and why."""
     names = []
     for prompt in _shared_prompts(a, b):
         one, two = a.tensors[f"{prompt}/input"], b.tensors[f"{prompt}/input"]
         if one.shape != two.shape or not torch.equal(one, two):
-            result["notes"].append(f"not compared: prompt {prompt} has other tokens in A than in B")
+            result["notes"].append(f"not compared: prompt {prompt} has different tokens in A and B")
             continue
         first = _first_token(prompt, a, b)
         end = first["position"] if first and a.about["path"] == "decode" else None
         if end is not None:
-            text = f"prompt {prompt}: token {end} differs, so what follows step {end} answers other inputs"
+            text = f"prompt {prompt}: token {end} differs, so the steps after {end} have different inputs"
             result["notes"].append(f"not compared: {text}")
         for name, tensor in a.tensors.items():
             parts = name.split("/")
@@ -211,7 +211,7 @@ def _agree(a: Any, b: Any) -> Any:
 
 
 def _difference(a: Any, b: Any) -> dict[str, Any]:
-    """Return in numbers how two tensors of one shape differ; None with a reason in "absent" where one does not exist.
+    """Return in numbers how two tensors of one shape differ; a missing number is None, with a reason in "absent".
 
     relative_l2: ‖a - b‖₂ / ‖a‖₂; cosine: of the angle between them; max_abs: largest |a - b|; all in float64.
     ulp: largest number of steps from one value to the other through the numbers of the narrower format (both are first
@@ -244,7 +244,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
     found["ulp"] = ulp_distance(a, b)
     largest = float(max(x.abs().max(), y.abs().max()))
     if largest == 0.0:
-        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with other signs"
+        found["max_abs"], found["absent"] = 0.0, "both are zero everywhere, with different signs"
         return found
     x, y = x / largest, y / largest  # squares of what a flipped exponent bit gives would overflow
     size, other = float(x.norm()), float(y.norm())
@@ -253,7 +253,9 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
         found["max_abs"], found["absent"] = None, "the difference exceeds float64"
     if size == 0.0 or other == 0.0:
         zero = bool((x == 0).all() or (y == 0).all())
-        found["absent"] = "one of the two is zero everywhere" if zero else "one of the two is nothing beside the other"
+        found["absent"] = (
+            "one of the two is zero everywhere" if zero else "one of the two vanishes compared with the other"
+        )
     else:
         ratio = float((x - y).norm()) / size
         if math.isfinite(ratio):
@@ -292,7 +294,7 @@ def _hex(element: Any) -> str:
 
 
 def _judge_same(rows: list[dict[str, Any]]) -> None:
-    """Mark the first row that differs, unless the replay has told who departs; what follows may be its consequence."""
+    """Mark the first row that differs, unless the replay found which is wrong; later rows may follow from it."""
     first = next((row for row in rows if not row["equal"]), None)
     if first:
         first["departs"] = first["departs"] or "A or B"
@@ -333,7 +335,7 @@ def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
     excesses: dict[str, float] = {}
 
     def watch(point: str, given: Any) -> Any:
-        """Take note of what float64 makes of the captured inputs, and go on with what was captured."""
+        """Compare float64's result from captured inputs with the captured one, and go on with the latter."""
         nonlocal step
         step += point == "embedding" and not forced
         name = name_of(prompt, "forced" if forced else str(step), *place_of(point))
@@ -361,8 +363,8 @@ def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
     """Return how far a captured tensor is from its exact value, over what rounding explains; infinite where it is NaN.
 
     One rounding errs by up to u |y|, a sum of n products by about √n u (N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41,
-    2019, section 3) of its terms, whose size the root mean square of the row stands for. Sums are kept in float32 at
-    least, so that √n counts little in 16-bit formats.
+    2019, section 3) of its terms, whose size is estimated by the root mean square of the row. Sums are kept in float32
+    at least, so that √n matters little in 16-bit formats.
     """
     kind = _format(held.dtype)
     off = (held.to(torch.float64) - exact).abs()
@@ -378,12 +380,12 @@ def _excess(held: Any, exact: Any, allowed: float, longest: int) -> float:
 
 
 def _roundoff(kind: Any, longest: int) -> float:
-    """Return what one operator may err by, relatively: its own rounding and that of sums of `longest` terms."""
+    """Return the relative error of one operator: its own rounding and that of sums of `longest` terms."""
     return math.ldexp(1.0, -kind.bits) + math.ldexp(math.sqrt(longest), -max(kind.bits, FORMATS["float32"].bits))
 
 
 def _finite(value: float) -> float:
-    return min(1e300, value)  # JSON has no infinity and no NaN: either exceeds everything, as min keeps its first here
+    return min(1e300, value)  # JSON has no infinity and no NaN; min returns its first argument for NaN
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -391,7 +393,7 @@ def _finite(value: float) -> float:
 
 
 def _judge_difference(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Mark the rows whose differences rounding does not explain; which capture departs stays open."""
+    """Mark the rows whose differences rounding does not explain; which capture is wrong stays open."""
     longest = max(t.shape[-1] for name, t in a.tensors.items() if name.count("/") == 3)
     before: dict[str, float] = {}
     for row in rows:
@@ -416,7 +418,7 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
     if bool((~torch.isfinite(off)).any()):
         return math.inf, u
     row = a.square().mean(-1, keepdim=True).sqrt() + 1e-300
-    live = (a != 0) | (b != 0)  # a masked element is zero in both and says nothing
+    live = (a != 0) | (b != 0)  # a masked element is zero in both and does not count
     if int(live.sum()) < SMALLEST:
         return 0.0, 0.0
     size = _finite(1.4826 * float((off / row)[live].median()))
@@ -430,12 +432,12 @@ def _peak(a: Any, b: Any, u: float) -> tuple[float, float]:
 
 
 def _judge_tokens(a: Capture, b: Capture, rows: list[dict[str, Any]]) -> None:
-    """Add a row where a chosen token is not the best of the logits beside it: then choosing went wrong."""
+    """Add a row where a chosen token does not have the best of its logits: the choice itself was wrong."""
     for prompt in dict.fromkeys(row["prompt"] for row in rows):
         slips = [_slip(c, prompt) for c in (a, b)]
         step = next((s for s in slips if s is not None), None)
         at = [i for i, row in enumerate(rows) if row["prompt"] == prompt and row["step"] == step]
-        if at:  # behind the first other token nothing is compared
+        if at:  # after the first different token nothing is compared
             who = _who(*(math.inf if s is not None else 0.0 for s in slips))
             row = {"prompt": prompt, "step": step, "layer": "head", "operator": "tokens", "equal": False}
             rows.insert(at[-1] + 1, {**row, "departs": who, "excess": None})
@@ -458,7 +460,7 @@ def _slip(capture: Capture, prompt: str) -> str | None:
 def _verdict(kind: str, why: str, row: Mapping[str, Any] | None = None, *, operators: bool = True) -> dict[str, Any]:
     place = {"first_layer": row["layer"], "first_operator": row["operator"]} if row else {}
     if row and not operators and row["operator"] in ("out", "logits"):
-        place["first_operator"] = None  # anything of the layer may be it
+        place["first_operator"] = None  # any operator of the layer may be the place
     where = {"prompt": row["prompt"], "step": row["step"], "departs": row["departs"]} if row else {}
     empty = {"prompt": None, "step": None, "departs": "", "first_layer": None, "first_operator": None}
     return {**empty, "kind": kind, "why": why, **place, **where}
@@ -473,24 +475,24 @@ def _conclude(result: Mapping[str, Any]) -> dict[str, Any]:
         if at is None and not result["tokens"]:
             return _verdict("equal", f"all {len(rows)} tensors are equal in every value")
         if at is None:
-            return _verdict("rounding", "all tensors are equal, and the tokens differ between equally good ones")
+            return _verdict("rounding", "all tensors are equal; the tokens differ between equally good ones")
         worst = max((row["excess"] for row in rows if row["excess"] is not None), default=0.0)
-        why = f"no tensor goes beyond {worst:.2g} times what rounding explains; they part at {_place(at)}"
+        why = f"every tensor is within {worst:.2g} times what rounding explains; they first differ at {_place(at)}"
         return _verdict("rounding", why, at, operators=operators)
     if at["operator"] == "tokens":
-        why = "the token is not the best of its own logits"
+        why = "the token does not have the best of its own logits"
     elif rule == "same stack" and not at["equal"]:
-        why = "device model, stack and format are the same, so every bit must be"
+        why = "device model, stack and format are equal, so every bit must be"
     else:
         why = f"{at['excess']:.3g} times what rounding explains"
         why += " from its own inputs" if rule != "difference" else " of the differences around and before it"
     whose = {
-        "A": "A departs: B follows from its own inputs",
-        "B": "B departs: A follows from its own inputs",
-        "both": "both depart, so it may be the software that they share",
-        "A or B": "these two cannot tell which of them departs; a third capture can",
+        "A": "A is wrong; B is consistent with its inputs",
+        "B": "B is wrong; A is consistent with its inputs",
+        "both": "both are wrong, so it may be the software that they share",
+        "A or B": "two captures cannot show which is wrong; make a third one",
     }[at["departs"]]
-    hint = "" if operators else "; capture with operators to see which operator of it"
+    hint = "" if operators else "; capture with operators to see which operator"
     return _verdict("fault", f"{_place(at)}: {why}; {whose}{hint}", at, operators=operators)
 
 

@@ -12,13 +12,13 @@ from canaryd.probe import Skip
 from canaryd.worker.endpoint.client import first_choice
 from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 
-UNTHINKABLE = -9999.0
-"""What servers write for a log probability of minus infinity; llama-server writes the lowest float32."""
+MINUS_INFINITY = -9999.0
+"""Servers write this for a log probability of minus infinity; llama-server writes the lowest float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """One token of an answer, as it was delivered."""
+    """One token of an answer, as the server sent it."""
 
     token: str
     """Its id as text where the server gives ids, else its text."""
@@ -30,13 +30,13 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a server made of one request, whatever its dialect."""
+    """The answer to one request, in the same form for every dialect."""
 
     text: str
     finish: str = ""
     positions: tuple[Position, ...] = ()
     scored: bool = False
-    """Whether it gave log probabilities at all."""
+    """Whether the server gave log probabilities."""
     forced: bool = False
     """True: these are the tokens of the prompt, of which the first has no probability."""
     prompt_ids: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Answer:
     cached_tokens: int | None = None
     fingerprint: str = ""
     sent: str = ""
-    """The fields of the request that it answers, as text; of a salt that it had one."""
+    """The fields of the request, as text."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -60,8 +60,8 @@ class Answer:
     def margins(self) -> tuple[float | None, ...]:
         """Return the best log probability minus the second best, per position; empty where nothing was scored.
 
-        None with fewer alternatives than were asked for: tokens of equal text collide in some dialects, and one of the
-        two best may be missing.
+        None with fewer alternatives than requested: in some dialects tokens of equal text collide, so one of the two
+        best may be missing.
         """
         return tuple(_margin(position.top) for position in self.positions) if self.scored else ()
 
@@ -83,7 +83,7 @@ class Answer:
 
 
 def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
-    """Return a server's answer, taken apart; raise `Skip` for a shape that is not known.
+    """Parse a server's answer; raise `Skip` for an unknown shape.
 
     Three shapes of log probabilities (docs/endpoint.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
@@ -103,7 +103,7 @@ def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
         message = choice.get("message") or {}
         usage = data.get("usage") or {}
         return Answer(
-            text=_said(choice, message),
+            text=_text(choice, message),
             finish=str(choice.get("finish_reason") or ""),
             positions=positions,
             scored=scores is not None,
@@ -116,11 +116,11 @@ def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
         keys = printable(keys)[:200]
-        raise Skip(f"the answer of this {dialect.name} server has a shape that is not known; it holds {keys}") from None
+        raise Skip(f"the answer of this {dialect.name} server has an unknown shape, with the keys {keys}") from None
 
 
-def _said(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """Return the text; a model that reasons aloud is recorded with its reasoning, which the tokens are part of."""
+def _text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    """Return the text, with the reasoning of a model that gives it, because the tokens cover both."""
     if "text" in choice:
         return str(choice["text"] or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -172,7 +172,7 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
 
 
 def _best(position: Position) -> Position:
-    """Return the position with the token that greedy decoding takes: the best, of equals the one with the lowest id."""
+    """Return the position with the token of greedy decoding: the best, among equals the one with the lowest id."""
     known = [
         (-value, int(token), token) for token, value in position.top if value is not None and _finite(value) is not None
     ]
@@ -191,7 +191,7 @@ def _number(value: Any) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and value > UNTHINKABLE else None
+    return value if value is not None and math.isfinite(value) and value > MINUS_INFINITY else None
 
 
 def _margin(top: tuple[tuple[str, float | None], ...]) -> float | None:

@@ -1,7 +1,7 @@
-"""A serving endpoint as a canary sees it: settings, negotiation, requests cold and warm, the chain of what it says.
+"""A serving endpoint: which server it is, which fields it accepts, requests cold and warm, the chain of its answers.
 
-What a server refuses is dropped and not sent again, so that the rest can still be recorded; what was sent stands in the
-link "settings", so that a server that begins to refuse shows as a change of software.
+A field that the server refuses is not sent again, so that the rest can still be recorded. The link "settings" contains
+what was sent, so that a server that begins to refuse fields shows as a change of software.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 from canaryd.model import Recording, printable
 from canaryd.probe import Skip
 from canaryd.worker.endpoint.answers import Answer, parse
-from canaryd.worker.endpoint.client import SAID, Client, Refused, first_choice
+from canaryd.worker.endpoint.client import QUOTED, Client, Refused, first_choice
 from canaryd.worker.endpoint.dialects import DIALECTS, Dialect, digest, listed, recognise
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
 
 CLIENT = 1
-"""Version of what this file asks and of how it digests answers; raised when either changes the recordings."""
+"""Version of the requests and of the digests of answers; raise it when either changes the recordings."""
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
-"""Names of models that a message repeats."""
+"""Names of models that a message lists."""
 MAX_TEXT = 4096
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 
 
 class Endpoint:
-    """One server, asked: which it is, what it takes, and what it answers."""
+    """One server: which it is, what it accepts, and what it answers."""
 
     def __init__(self, settings: Settings, *, memory: str = "", thorough: bool = False) -> None:
-        """Reach the server, find out its dialect, version and model; raise `Skip` where that is not possible.
+        """Connect to the server and find its dialect, version and model; raise `Skip` where that fails.
 
         `memory` and `thorough` are for the digests of its checkpoint (`checkpoint.links`).
         """
@@ -44,9 +44,9 @@ class Endpoint:
         models = self._client.api("/models")
         below = "" if settings.url.endswith("/v1") else f"{settings.url}/v1"
         if below and listed(self._client.get("/v1/models").data):
-            raise Skip(f'url: {settings.url} is not the whole address of its API; write "{below}", which answers')
+            raise Skip(f'url: {settings.url} is not the full address of its API; write "{below}"')
         if models.status == 404:
-            raise Skip(f"GET {settings.url}/models: 404: there is no OpenAI-compatible API; mend url")
+            raise Skip(f"GET {settings.url}/models: 404: no OpenAI-compatible API there; correct url")
         if models.status < 400:
             models.json()  # a web page is not the API
         self.models = [str(entry["id"]) for entry in listed(models.data)]
@@ -57,13 +57,13 @@ class Endpoint:
         self.version = printable(self.dialect.version(self._client.get))[:80]
         self.configuration = self.dialect.configuration(self._client.get)
         self.started = self.dialect.start(self._client.get)
-        """When the server started, in seconds since the epoch; None where it does not say."""
+        """When the server started, in seconds since the epoch; None if unknown."""
         self.dropped: dict[str, set[str]] = {api: set() for api in APIS}
         self._prompts: dict[tuple[str, str], Any] = {}
         self.links = self._links(memory, thorough=thorough)
 
     def cold(self, api: str) -> str:
-        """Return the field that keeps a request to this API off the prefix cache, "" where there is none."""
+        """Return the field that makes a request to this API bypass the prefix cache, "" where there is none."""
         field_name = self.dialect.cold if api in self.dialect.cold_apis else ""
         return "" if field_name in self.dropped[api] else field_name
 
@@ -75,8 +75,8 @@ class Endpoint:
     def ask(self, api: str, prompt: Prompt, *, fresh: bool, salt: str = "") -> Answer:
         """Return the greedy continuation of a prompt, or the answer to it in a chat.
 
-        `fresh`: off the prefix cache where the server can do that. A request that is not fresh finds what a fresh one
-        with the same `salt` left. Raises `Refused` for a request that the server declines, `Skip` for all else.
+        `fresh`: bypass the prefix cache where the server can do that. A request that is not fresh finds the cache of a
+        fresh one with the same `salt`. Raises `Refused` for a request that the server declines, `Skip` for all else.
         """
         extra = dict(self.dialect.fields(api))
         if cold := self.cold(api):
@@ -86,20 +86,20 @@ class Endpoint:
         return replace(parse(self.dialect, data), sent=sent)
 
     def score(self, prompt: Prompt) -> Answer:
-        """Return the log probabilities of a prompt's own tokens, off the prefix cache; raises as `ask` does."""
+        """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""
         base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}
         extra = {self.dialect.cold: new_salt()} if self.cold("completions") == "cache_salt" else {}
         data, sent = self._send("completions", base, extra)
         return replace(parse(self.dialect, data, forced=True), sent=sent)
 
     def running(self) -> int | None:
-        """Return how many requests the server serves or keeps waiting now; None where it does not say."""
+        """Return how many requests the server serves or queues now; None if unknown."""
         return self.dialect.running(self._client.get)
 
     def latency(self, api: str) -> tuple[float, float | None]:
-        """Return the seconds to the first token and between two, of a small streamed request of its own.
+        """Return the seconds to the first token and between two tokens of a small streamed request.
 
-        The second is None where fewer than two tokens came. Raises as `ask` does.
+        The second is None where fewer than two tokens came. Raises like `ask`.
         """
         body = {**self._base(api, TIMED_TEXT, TIMED_TOKENS), "stream": True}
         times = []
@@ -113,7 +113,7 @@ class Endpoint:
         return times[0], (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def recording(self, case: str, api: str, prompt: Prompt, answer: Answer, condition: str) -> Recording:
-        """Return the fact that an answer is, with the chain that led to it; `api` is "forced" for a scored prompt."""
+        """Return an answer as a recording with its chain; `api` is "forced" for a scored prompt."""
         return Recording(
             case=case,
             digest=answer.digest,
@@ -127,26 +127,26 @@ class Endpoint:
         )
 
     def switches(self) -> str:
-        """Return what is sent beside the portable fields, per API, as text."""
-        said = [f"dialect={self.dialect.name}"]
+        """Return the fields sent in addition to the portable ones, per API, as text."""
+        parts = [f"dialect={self.dialect.name}"]
         for api in self.settings.apis:
             fields = {k: v for k, v in self.dialect.fields(api).items() if k not in self.dropped[api]}
-            said += [f"{api}.{name}={json.dumps(value)}" for name, value in fields.items()]
-            said.append(f"{api}.cold={self.cold(api) or 'not offered'}")
-        return " ".join([*said, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
+            parts += [f"{api}.{name}={json.dumps(value)}" for name, value in fields.items()]
+            parts.append(f"{api}.cold={self.cold(api) or 'not offered'}")
+        return " ".join([*parts, f"forced={' '.join(self.dialect.forced) if self.scores_prompts else 'not offered'}"])
 
     def _chain(self, api: str, prompt: Prompt, answer: Answer) -> dict[str, str]:
-        said = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
+        server = [self.dialect.name, self.version, printable(answer.fingerprint)[:120], self.configuration]
         return {
             **self.links,
             "prompt": digest([prompt.text, self._rendered("chat" if api == "chat" else "completions", prompt, answer)]),
             "settings": answer.sent,
-            "server": " ".join(part for part in dict.fromkeys(said) if part),
+            "server": " ".join(part for part in dict.fromkeys(server) if part),
             "client": f"canaryd {CLIENT} {self.dialect.name}",
         }
 
     def _rendered(self, api: str, prompt: Prompt, answer: Answer) -> Any:
-        """Return what the server made of the prompt's text: its token ids, or else their number."""
+        """Return the prompt's token ids on the server, or else their number."""
         if answer.prompt_ids:
             return list(answer.prompt_ids)
         if (api, prompt.name) not in self._prompts:
@@ -158,14 +158,14 @@ class Endpoint:
         if path and api == "chat":
             rendered = None
             if self.dialect.render:
-                said = {"messages": [{"role": "user", "content": text}]}
-                rendered = self._client.post(self.dialect.render, said).data
+                messages = {"messages": [{"role": "user", "content": text}]}
+                rendered = self._client.post(self.dialect.render, messages).data
             text = rendered.get("prompt", "") if isinstance(rendered, dict) else ""
         if not path or not text:
             return None
         body: dict[str, Any] = {name: text, "model": self.model}
         if name == "content":
-            body["add_special"] = True  # llama-server leaves them out by default, and puts them before a completion
+            body["add_special"] = True  # llama-server omits them by default, but puts them before a completion
         data = self._client.post(path, body).data
         items = data.get("tokens") if isinstance(data, dict) else data
         given = [item.get("id") if isinstance(item, dict) else item for item in items or ()]
@@ -173,9 +173,9 @@ class Endpoint:
         return ids if ids and len(ids) == len(given) else None
 
     def _links(self, memory: str, *, thorough: bool) -> dict[str, str]:
-        """Return the links that do not depend on the request: of the checkpoint's directory, and as the server says.
+        """Return the links that do not depend on the request: of the checkpoint's directory, and from the server.
 
-        The server's own word goes first: it tells what is loaded, the directory what the next start will load.
+        The server's take precedence: they say what is loaded, the directory what the next start will load.
         """
         links: dict[str, str] = {}
         if self.settings.directory is not None:
@@ -198,7 +198,7 @@ class Endpoint:
         return links
 
     def _choose(self) -> str:
-        """Return the model's name; raise `Skip` where it is not known which one is meant."""
+        """Return the model's name; raise `Skip` where it is ambiguous or not served."""
         wanted, there = self.settings.model, self.models
         names = ", ".join(map(printable, there[:LISTED])) + (", …" if len(there) > LISTED else "")
         if wanted:
@@ -208,11 +208,11 @@ class Endpoint:
         if len(there) == 1:
             return there[0]
         if there:
-            raise Skip(f"model: not given, and the server lists {len(there)}: {names}; choose one")
-        raise Skip("model: not given, and the server lists none; give the name that its clients use")
+            raise Skip(f"model: not set, and the server lists {len(there)}: {names}; choose one")
+        raise Skip("model: not set, and the server lists none; set the name that its clients use")
 
     def _smallest(self) -> Any:
-        """Return the answer to a request for one token, {} where both APIs decline it."""
+        """Return the answer to a request for one token, {} where all APIs decline it."""
         name = self.settings.model or (self.models[0] if len(self.models) == 1 else "")
         for api in self.settings.apis:
             body = {k: v for k, v in self._base(api, "a", 1, name).items() if v != ""}
@@ -223,12 +223,12 @@ class Endpoint:
         return {}
 
     def _base(self, api: str, text: str, tokens: int, model: str | None = None) -> dict[str, Any]:
-        said = {"messages": [{"role": "user", "content": text}]} if api == "chat" else {"prompt": text}
+        content = {"messages": [{"role": "user", "content": text}]} if api == "chat" else {"prompt": text}
         model = self.model if model is None else model
-        return {"model": model, **said, "max_tokens": tokens, "temperature": 0, "stream": False}
+        return {"model": model, **content, "max_tokens": tokens, "temperature": 0, "stream": False}
 
     def _send(self, api: str, base: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the JSON of an answer and what was sent; drop what is refused of `extra`, remembering what helped."""
+        """Return the JSON of an answer and what was sent; drop refused fields of `extra`, and remember them."""
         dropped, first = set(self.dropped[api]), None
         while True:
             sent = {name: value for name, value in extra.items() if name not in dropped}
@@ -236,41 +236,41 @@ class Endpoint:
                 data = self._client.api(PATHS[api], {**base, **sent}).json()
             except Refused as refused:
                 first = first or refused
-                named = [name for name in sent if re.search(rf"\b{name}\b", refused.said)]
+                named = [name for name in sent if re.search(rf"\b{name}\b", refused.words)]
                 if not named and (refused.status not in (400, 422) or not sent):
                     raise self._explained(first) from None
                 dropped.add((named or list(sent))[-1])
             else:
                 self.dropped[api] |= dropped
-                return data, _spoken({**base, **sent})
+                return data, _fields_sent({**base, **sent})
 
     def _explained(self, refused: Refused) -> Skip:
-        """Return a refusal as it is to be told: of the model, of this request, or of every request."""
-        about_model = re.search(r"\bmodels?\b.*\b(not|unknown|invalid)\b|\bno such model", refused.said, re.IGNORECASE)
+        """Return the exception for a refusal: of the model, of this request, or of every request."""
+        about_model = re.search(r"\bmodels?\b.*\b(not|unknown|invalid)\b|\bno such model", refused.words, re.IGNORECASE)
         if refused.status == 404 and (about_model or (self.models and self.model not in self.models)):
             names = ", ".join(map(printable, self.models[:LISTED])) or "none"
-            return Skip(f"model: {self.model!r} is not served ({refused.said[:SAID]}); the server lists {names}")
+            return Skip(f"model: {self.model!r} is not served ({refused.words[:QUOTED]}); the server lists {names}")
         return Skip(str(refused)) if refused.status >= 500 and refused.status != 501 else refused
 
 
 def _same(listed_name: str, wanted: str) -> bool:
-    """Return whether two names mean one model; Ollama's "qwen" is "qwen:latest"."""
+    """Return whether two names mean the same model; Ollama's "qwen" is "qwen:latest"."""
     return listed_name in (wanted, f"{wanted}:latest")
 
 
-def _spoken(body: Mapping[str, Any]) -> str:
-    """Return the fields of a request as text: all but the prompt, and of a salt only that there is one."""
+def _fields_sent(body: Mapping[str, Any]) -> str:
+    """Return the fields of a request as text, without the prompt and with "(new)" for a salt."""
     fields = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
     return " ".join(f"{k}={'(new)' if k == 'cache_salt' else json.dumps(v)}" for k, v in fields.items())
 
 
 def new_salt() -> str:
-    """Return a cache salt that no request has had: from the seed it would repeat with the run, and not be cold."""
+    """Return a cache salt never used before; one made from the seed would repeat with the run and not be cold."""
     return secrets.token_hex(8)
 
 
 def describe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a server is and what it honours, from a few small requests; raise `Skip` where it cannot be asked."""
+    """Describe a server and the fields it accepts, by a few small requests; raise `Skip` where it does not answer."""
     endpoint = Endpoint(Settings.read(given))
     prompt = Prompt(name="describe", text=TIMED_TEXT, tokens=TIMED_TOKENS)
     apis: dict[str, Any] = {}

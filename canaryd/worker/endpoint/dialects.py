@@ -1,7 +1,7 @@
-"""What OpenAI-compatible servers make of the same request: one small adapter each, and how to tell which one answers.
+"""How OpenAI-compatible servers differ: one small adapter each, and how to recognise the server.
 
-An adapter is data: which fields it may be sent beside the portable ones, where it keeps its version, whether it can be
-told to leave its prefix cache alone. Sources: docs/endpoint.md, which also says which were run and which only recorded.
+An adapter is data: which fields it accepts besides the portable ones, where it gives its version, whether requests can
+bypass its prefix cache. Sources: docs/endpoint.md, which also says which servers were run and which only recorded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 from canaryd.worker.endpoint.client import Reply
 
 Get = Callable[[str], Reply]
-"""Asks for a path below the server's root; any status comes back as a reply."""
+"""Requests a path below the server's root; returns a reply with any status."""
 
 TOP = 5
-"""Alternatives asked for at each position: the most that every server gives (TGI and MindIE stop at 5)."""
+"""Alternatives requested at each position: the most that every server gives (TGI and MindIE give 5)."""
 SEED = 1
 """Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
 
 MOST_REQUESTS = 10**9
-"""Requests being served at once: what is beyond is no number of them."""
+"""Largest plausible number of requests being served."""
 READS = 4
-"""Times that a configuration is read until two reads in a row agree."""
+"""Most reads of a configuration until two in a row agree."""
 VOLATILE = frozenset(
     {
-        # llama-server's state of a slot, which older versions mix with its settings; a seed that is drawn at the start
+        # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
         *("id", "id_task", "is_processing", "next_token", "prompt", "seed"),
-        # vLLM's sizes that follow from the memory that was free at the start
+        # vLLM's sizes, which follow from the memory that was free at the start
         *(
             "num_gpu_blocks",
             "num_cpu_blocks",
@@ -43,7 +43,7 @@ VOLATILE = frozenset(
         ),
     }
 )
-"""Names that are left out of a server's configuration at any depth: they change by themselves."""
+"""Names left out of a server's configuration at any depth, because they change without anybody changing them."""
 
 _LEGACY: Mapping[str, Any] = MappingProxyType({"logprobs": TOP, "seed": SEED})
 _CHAT: Mapping[str, Any] = MappingProxyType({"logprobs": True, "top_logprobs": TOP, "seed": SEED})
@@ -53,22 +53,22 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One server's ways. Fields are sent in addition to model, prompt or messages, max_tokens, temperature, stream."""
+    """One kind of server. Fields are sent in addition to model, prompt or messages, max_tokens, temperature, stream."""
 
     name: str
     completions: Mapping[str, Any] = field(default_factory=lambda: _LEGACY)
     chat: Mapping[str, Any] = field(default_factory=lambda: _CHAT)
     cold: str = ""
-    """Field that keeps a request off the prefix cache: "cache_prompt" (false) or "cache_salt" (a fresh one); or ""."""
+    """Field that bypasses the prefix cache: "cache_prompt" (false) or "cache_salt" (a fresh one); or ""."""
     cold_apis: tuple[str, ...] = ("completions", "chat")
     forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Fields with which completions score the prompt itself, beside max_tokens 1; empty where that is not offered."""
+    """Fields with which completions score the prompt itself, besides max_tokens 1; empty where not offered."""
     greedy_is_best: bool = False
-    """True: the reported token is not the generated one; that is the best of the alternatives."""
+    """True: the server reports another token than it generates; the generated one is the best alternative."""
     versions: tuple[tuple[str, str], ...] = ()
-    """(path, key) where the version may be."""
+    """(path, key) that may contain the version."""
     template: tuple[str, str] | None = None
-    """(path, key) where the chat template is."""
+    """(path, key) of the chat template."""
     render: str = ""
     """Path that applies the chat template to messages, and answers {"prompt": …}."""
     tokenize: tuple[str, str] | None = None
@@ -80,37 +80,37 @@ class Dialect:
     info: str = ""
     """Name on /metrics whose labels are the server's own configuration."""
     configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """(paths, keys): the first path that answers says under these keys what the server was told at its start."""
+    """(paths, keys): the first path that answers contains the server's start options under these keys."""
     started: str = ""
     """Name on /metrics of the time when the server started, in seconds since the epoch."""
     digests: str = ""
     """Path that lists models with "digest"."""
     lists_all: bool = True
-    """Whether a model that the list lacks is not served either."""
+    """Whether the server lists every model that it serves."""
 
     def fields(self, api: str) -> Mapping[str, Any]:
-        """Return what an API of this server may be sent beside the portable fields, most dispensable last."""
+        """Return the fields that this server accepts besides the portable ones, least important last."""
         return self.completions if api == "completions" else self.chat
 
     def version(self, get: Get) -> str:
-        """Return the version that the server gives itself, "" where it gives none."""
+        """Return the version that the server reports, "" for none."""
         return next((text for path, key in self.versions if (text := text_of(get(path).data, key))), "")
 
     def running(self, get: Get) -> int | None:
-        """Return how many requests the server serves or keeps waiting now; None where it does not say."""
+        """Return how many requests the server serves or queues now; None if unknown."""
         if self.slots and isinstance(slots := get(self.slots).data, list):
             return sum(bool(slot.get("is_processing")) for slot in slots if isinstance(slot, dict))
         return _sum(get("/metrics").text, self.metrics) if self.metrics else None
 
     def start(self, get: Get) -> float | None:
-        """Return when the server started, in seconds since the epoch; None where it does not say."""
+        """Return when the server started, in seconds since the epoch; None if unknown."""
         samples = _samples(get("/metrics").text, (self.started,)) if self.started else []
         return samples[0] if samples else None
 
     def configuration(self, get: Get) -> str:
-        """Return 8 hex digits over what the server says of its own configuration.
+        """Return 8 hex digits over the configuration that the server reports.
 
-        "" where it says nothing, and where no two of `READS` reads in a row agree: what changes by itself is none.
+        "" where it reports none, and where no two of `READS` reads in a row agree.
         """
         before = self._configuration(get)
         for _ in range(READS - 1):
@@ -165,7 +165,7 @@ SGLANG = Dialect(
         ),
     ),
 )
-TRTLLM = Dialect(  # extra=forbid: one field that it does not know, and the request is refused
+TRTLLM = Dialect(  # extra=forbid: it refuses a request with an unknown field
     name="trtllm",
     cold="cache_salt",
     cold_apis=("chat",),
@@ -190,13 +190,13 @@ LLAMA_CPP_PYTHON = Dialect(
 )
 MLX_LM = Dialect(
     name="mlx-lm",
-    completions=_CHAT,  # a number for logprobs is refused
+    completions=_CHAT,  # it refuses a number for logprobs
     greedy_is_best=True,
     lists_all=False,  # it lists what is in the Hugging Face cache
 )
 OLLAMA = Dialect(
     name="ollama",
-    completions=_SEED,  # logprobs are taken and then left out of the answer
+    completions=_SEED,  # it accepts logprobs and omits them from the answer
     versions=(("/api/version", "version"),),
     digests="/api/tags",
 )
@@ -208,7 +208,7 @@ TGI = Dialect(
 )
 TRANSFORMERS = Dialect(
     name="transformers",
-    completions=_NONE,  # it drops logprobs; a seed would reset the sampling of everybody else's requests
+    completions=_NONE,  # it ignores logprobs; a seed would reset the sampling of all other requests
     chat=_NONE,
     lists_all=False,  # a local directory is not in the list
 )
@@ -255,10 +255,10 @@ _FINGERPRINTS = (
 
 
 def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
-    """Return which server answers; `GENERIC` where nothing tells.
+    """Return which server answers; `GENERIC` where it cannot be recognised.
 
-    From what is certain to what is weak: the list of models and its headers, paths that one server alone has, the
-    fingerprint in the answer to one small request, which `ask` sends.
+    Strong signs first: the list of models and its headers, paths that only one server has, the fingerprint in the
+    answer to one small request, which `ask` sends.
     """
     if models.server.startswith("llama.cpp"):
         return LLAMA_SERVER
@@ -287,7 +287,7 @@ def digest(value: Any) -> str:
 
 
 def listed(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of /v1/models; none where the server gives no such list."""
+    """Return the entries of /v1/models; empty where the server gives no such list."""
     entries = data.get("data") if isinstance(data, dict) else None
     known = entries if isinstance(entries, list) else []
     return [entry for entry in known if isinstance(entry, dict) and isinstance(entry.get("id"), str)]

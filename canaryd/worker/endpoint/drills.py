@@ -10,9 +10,9 @@ from canaryd.worker.endpoint.answers import Answer, Position
 
 
 def injected(answer: Answer, fault: str) -> Answer:
-    """Return an answer with a fault of `canaryd drill` in the probability of one token, or in the text without any.
+    """Return an answer with a fault of `canaryd drill` in the probability of one token, or else in the text.
 
-    Always at the same position: a run that confirms must meet the same fault again. The text says what was done.
+    Always at the same position, because a confirmation must meet the same fault again. The text names the fault.
     """
     at = [i for i, position in enumerate(answer.positions) if position.value is not None]
     if not at:
@@ -26,7 +26,7 @@ def injected(answer: Answer, fault: str) -> Answer:
 
 
 def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:
-    """Return a change of the float32 that the probability was computed in."""
+    """Return a change of the float32 in which the probability was computed."""
 
     def changed(position: Position) -> Position:
         (raw,) = struct.unpack("<I", struct.pack("<f", position.value))

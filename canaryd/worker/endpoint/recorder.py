@@ -19,7 +19,7 @@ from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
 
 Item = tuple[str, Prompt]
-"""What is asked: an API, or "forced" for the prompt's own tokens, and a prompt."""
+"""An API, or "forced" for the prompt's own tokens, and a prompt."""
 
 
 def names(item: Item) -> tuple[str, ...]:
@@ -31,25 +31,25 @@ def names(item: Item) -> tuple[str, ...]:
 
 
 class Recorder:
-    """Asks items and yields what came as facts; keeps what the readings are made of."""
+    """Ask items, yield the answers as facts, and keep them for the readings."""
 
     def __init__(self, ctx: Context, endpoint: Endpoint) -> None:
         self.ctx, self.endpoint = ctx, endpoint
         self.recorded = 0
         self.nonfinite = 0
         self.answers: dict[Item, Answer] = {}
-        """The latest of each item."""
+        """Newest answer of each item."""
         self.refused: dict[Item, str] = {}
-        """Items that the server declines, with its words; they are not asked again."""
+        """Items that the server declines, with the reason; they are not asked again."""
         self.strained = ""
-        """What went wrong under our own load; "" where nothing did."""
+        """What went wrong under our own load; "" for nothing."""
 
     def wanted(self, case: str) -> bool:
-        """Return whether a case was asked for, by its name or by the part of it before a slash."""
+        """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
         return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
 
     def alone(self, item: Item) -> Iterator[Fact]:
-        """Ask one item with no other request of ours beside it."""
+        """Ask one item while no other request of ours runs."""
         if item in self.refused:
             return
         before = self.endpoint.running()
@@ -66,7 +66,7 @@ class Recorder:
     def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
         """Ask several items at the same time; return those that failed, with the reason in `strained`.
 
-        Every failure is one of the load, whatever it looks like: the items were answered when they were asked alone.
+        Every failure comes from the load: the items were answered when they were asked alone.
         """
         with ThreadPoolExecutor(len(items)) as pool:
             asked = [(item, pool.submit(self._exchange, item)) for item in items]
@@ -76,20 +76,20 @@ class Recorder:
                 answers = future.result()
             except Skip as error:
                 failed.append(item)
-                self.strained = f"the server did not take {len(items)} requests of ours at once: {error}"
+                self.strained = f"the server did not answer {len(items)} requests at once: {error}"
             else:
                 yield from self._facts(item, answers, "loaded")
         return failed
 
     def latencies(self, api: str) -> Iterator[Fact]:
-        """Yield the seconds to the first token and between tokens, or why there are none."""
+        """Yield the seconds to the first token and between tokens, or why they are absent."""
         labels = {"api": api}
-        why = self.strained  # what the server suffers from may last, and would be measured
+        why = self.strained  # a failure under load may last and would distort the measurement
         if not why:
             try:
                 first, between = self.endpoint.latency(api)
             except Refused as refused:
-                why = f"it does not stream: {refused}"
+                why = f"the server does not stream: {refused}"
         if why:
             for name in ("endpoint_first_token_seconds", "endpoint_token_seconds"):
                 yield Absent(name=reading_key(name, labels), reason=why)
@@ -102,7 +102,7 @@ class Recorder:
             yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
 
     def _exchange(self, item: Item) -> list[Answer]:
-        """Return the answers for the cases of an item: a warm one follows a fresh one to the same request."""
+        """Return the answers for the cases of an item: a fresh one, then a warm one to the same request."""
         api, prompt = item
         if api == "forced":
             return [self.endpoint.score(prompt)]
@@ -120,10 +120,10 @@ class Recorder:
 
 
 class Progress:
-    """How many rounds of requests alone a baselining has had, in a file of `Context.memory` that outlives the worker.
+    """Rounds of single requests that a baselining has done, in a file of `Context.memory` that outlives the worker.
 
-    A later run goes on from there, as long as the endpoint says the same of itself. What cannot be read or written
-    makes a run begin anew, which costs time and spoils nothing.
+    A later run continues while the endpoint reports the same version and configuration. Where the file cannot be read
+    or written, a run starts again, which only costs time.
     """
 
     def __init__(self, memory: str, endpoint: Endpoint) -> None:
@@ -133,7 +133,7 @@ class Progress:
         self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
 
     def rounds(self) -> int:
-        """Return how many rounds an earlier run has had, 0 where none was cut short."""
+        """Return how many rounds an interrupted run has done, 0 where none was interrupted."""
         if self._file is None:
             return 0
         try:
@@ -143,7 +143,7 @@ class Progress:
         return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
 
     def keep(self, rounds: int) -> None:
-        """Remember the rounds of a run that is cut short; 0 to forget."""
+        """Store the rounds of a run that ends early; 0 deletes the file."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):

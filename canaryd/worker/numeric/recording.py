@@ -93,7 +93,7 @@ class Recorder:
             except Exception as error:
                 if not is_refusal(error):
                     raise
-                said = (str(error).splitlines() or ["no reason given"])[0][: verify.SAID]
+                said = (str(error).splitlines() or ["no reason given"])[0][: verify.QUOTED]
                 reason = f"this torch on {self.session.ctx.device.backend} does not support it: {said}"
                 self._not_run[kernel.name] = NotRun(kernel, reason)
                 return
@@ -345,7 +345,7 @@ def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
         RuntimeError,
         AssertionError,
     ) as error:  # no device activity, counters that another holds or that are barred
-        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.SAID]}"
+        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.QUOTED]}"
     if not names:
         return "", "torch's profiler shows no kernel of a call that ran one"
     text = " + ".join(names)

@@ -39,8 +39,8 @@ FRESH_UPLOADS = 3
 """Fresh uploads tried at once after a mismatch, in the same process."""
 WRONG_ENOUGH = 3
 """Wrong results after which an upload is not repeated further."""
-SAID = 90
-"""Characters kept of what a backend says when it refuses a problem."""
+QUOTED = 90
+"""Characters kept of a backend's error where it does not support a problem."""
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
 BURST_BYTES = 64 << 20
@@ -114,8 +114,9 @@ def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...]
     except Exception as error:
         if not is_refusal(error):
             raise
-        said = (str(error).splitlines() or ["no reason given"])[0]
-        return f"this torch on {device.backend} does not support it: {said if len(said) <= SAID else said[:SAID] + '…'}"
+        text = (str(error).splitlines() or ["no reason given"])[0]
+        text = text if len(text) <= QUOTED else text[:QUOTED] + "…"
+        return f"this torch on {device.backend} does not support it: {text}"
     return ""
 
 

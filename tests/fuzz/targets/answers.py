@@ -126,7 +126,7 @@ def _metrics(data: bytes) -> None:
 def _questions(given: Mapping[str, Any], metrics: str, choices: Choices) -> None:
     def get(path: str) -> Reply:
         text = metrics if path == "/metrics" else ""
-        return Reply(where=path, status=200, server=choices.text(), data=given.get(path), text=text, said="")
+        return Reply(where=path, status=200, server=choices.text(), data=given.get(path), text=text, words="")
 
     try:
         found = recognise(get("/v1/models"), get, lambda: given.get("/props"))

@@ -225,7 +225,7 @@ def test_a_written_file_has_the_rights_that_the_user_wants(tmp_path):
         (lambda data: b"<html>not found</html>", "not a complete safetensors file"),
         (lambda data: data[: len(data) // 2], "not a complete safetensors file: .*bytes"),
         (lambda data: data[:100], "not a complete safetensors file"),
-        (lambda data: data + b"\0", "1 bytes behind the last tensor"),
+        (lambda data: data + b"\0", "1 bytes after the last tensor"),
         (lambda data: write_safetensors({"x": torch.ones(2)}, {}), "not a capture of canaryd: it has no schema"),
         (lambda data: changed(data, schema="canaryd.capture/9"), "its schema is 'canaryd.capture/9'"),
         (lambda data: changed(data, order=None), "it lacks order"),

@@ -164,7 +164,7 @@ def test_zeros_of_other_signs_differ_by_nothing(take):
     (row,) = (r for r in result["rows"] if not r["equal"])
     assert (row["differing"], row["max_abs"], row["ulp"]) == (zeros.numel(), 0.0, 0)
     assert (row["relative_l2"], row["cosine"]) == (None, None)
-    assert row["absent"] == "both are zero everywhere, with other signs"
+    assert row["absent"] == "both are zero everywhere, with different signs"
 
 
 @pytest.mark.parametrize("a", [0.0, -0.0, 5e-324, 1e-200, 1.0, 1e200, 1.7e308])
@@ -239,11 +239,11 @@ def test_other_paths_and_prompts_are_not_comparable(take):
     assert "A is forced, B is decode" in result["verdict"]["why"]
     result = compare.compare(clean, take(prompts=["code"]))
     assert result["verdict"]["kind"] == "incomparable"
-    assert result["notes"] == [f"not compared, in {w} alone: prompts {p}" for w, p in (("A", PROMPT), ("B", "code"))]
+    assert result["notes"] == [f"not compared, only in {w}: prompts {p}" for w, p in (("A", PROMPT), ("B", "code"))]
     other = clean.tensors["pier/input"] + 1
     result = compare.compare(clean, holding(clean, pier__input=other))
     assert result["verdict"]["kind"] == "incomparable"
-    assert "prompt pier has other tokens in A than in B" in result["notes"][0]
+    assert "prompt pier has different tokens in A and B" in result["notes"][0]
 
 
 def test_what_differs_besides_is_noted(take):
@@ -256,8 +256,8 @@ def test_what_differs_besides_is_noted(take):
     assert "dtype differs: float32 in A, bfloat16 in B" in notes
     assert f"stack: torch differs: {torch.__version__} in A, 9.9 in B" in notes
     assert f"two devices: {cpu().uuid} in A, CPU-other in B" in notes
-    assert "operators are in A alone: hidden states and logits are compared" in notes
-    assert "B is a drill: one element was spoilt at 2.up" in compare.compare(clean, take(drill="2.up"))["notes"]
+    assert "only A has operators: hidden states and logits are compared" in notes
+    assert "B is a drill: one element was changed at 2.up" in compare.compare(clean, take(drill="2.up"))["notes"]
     cut = holding(clean, pier__forced__3__down=clean.tensors["pier/forced/3/down"][:, :50].clone())
     result = compare.compare(clean, cut)
     assert "not compared: pier/forced/3/down has shape [1, 55, 128] in A, [1, 50, 128] in B" in result["notes"]
@@ -281,7 +281,7 @@ def test_decoding_is_compared_up_to_the_first_other_token(take):
     result = compare.compare(clean, holding(clean, pier__tokens=tokens))
     assert result["tokens"] == [{"prompt": "pier", "position": 5, "a": int(tokens[0, 5]) - 1, "b": int(tokens[0, 5])}]
     assert {int(row["step"]) for row in result["rows"]} == set(range(6))
-    assert "token 5 differs, so what follows step 5 answers other inputs" in result["notes"][0]
+    assert "token 5 differs, so the steps after 5 have different inputs" in result["notes"][0]
     # All logits are equal, so the token was chosen wrongly.
     assert (result["verdict"]["kind"], result["verdict"]["step"], result["verdict"]["departs"]) == ("fault", "5", "B")
     assert place(result["verdict"]) == ("head", "tokens")
@@ -298,7 +298,7 @@ def test_a_tie_may_be_broken_either_way(take):
     other = about(holding(clean, **tied), digest="1" * 16)
     result = compare.compare(other, about(holding(clean, **tied, pier__tokens=tokens), digest="1" * 16))
     assert result["verdict"]["kind"] == "rounding"
-    assert result["verdict"]["why"] == "all tensors are equal, and the tokens differ between equally good ones"
+    assert result["verdict"]["why"] == "all tensors are equal; the tokens differ between equally good ones"
 
 
 def test_both_may_depart(take):
@@ -310,7 +310,7 @@ def test_both_may_depart(take):
         *("2", "up"),
     )
     assert all(row["equal"] for row in result["rows"])
-    assert "both depart" in result["verdict"]["why"]
+    assert "both are wrong" in result["verdict"]["why"]
 
 
 # --------------------------------------------------------------------------------------------------------------------

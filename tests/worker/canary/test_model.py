@@ -111,7 +111,7 @@ def entry(**changes):
         (file(b"{"), "not JSON"),
         (file(b"\xff{}"), "not JSON"),
         (file(b"[1]"), "not an object"),
-        (file(b'{"a": 1, "a": 2}'), "a name stands twice"),
+        (file(b'{"a": 1, "a": 2}'), "a name occurs twice"),
         (file({"a": 1}), "wanted dtype, shape and data_offsets"),
         (file({"a": {**entry(), "more": 1}}), "wanted dtype, shape and data_offsets"),
         (file({"a": entry(dtype="F8")}), "known dtype"),
@@ -124,7 +124,7 @@ def entry(**changes):
         (file({"a": entry(data_offsets=[0, -8])}), "two numbers"),
         (file({"a": entry(data_offsets=[8, 16])}, b"\0" * 16), "wanted 8 from 0"),
         (file({"a": entry(), "b": entry()}), "wanted 8 from 8"),
-        (file({"a": entry(data_offsets=[0, 8])}, b"\0" * 9), "1 bytes behind"),
+        (file({"a": entry(data_offsets=[0, 8])}, b"\0" * 9), "1 bytes after"),
         (file({"__metadata__": {"a": 1}}, b""), "wanted texts"),
     ],
 )

@@ -229,7 +229,7 @@ def test_the_digest_sees_every_value_and_no_order():
 )
 def test_an_unknown_shape_is_one_clear_line(data):
     """It names the dialect; it is never taken for an answer."""
-    with pytest.raises(Skip, match="this generic server has a shape that is not known"):
+    with pytest.raises(Skip, match="this generic server has an unknown shape"):
         parse(GENERIC, data)
 
 

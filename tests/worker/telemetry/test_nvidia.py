@@ -765,7 +765,7 @@ def test_an_instance_that_was_dissolved_is_gone(machine, agent):
     machine.divide(1, 2)
     found, _ = agent.inventory()
     machine.set(1, "mig_instances", 1)
-    assert agent.refused(found[3]).endswith("is no longer there: its GPU was divided anew")
+    assert agent.refused(found[3]).endswith("is no longer there: its GPU was partitioned again")
     machine.lose(1)
     assert agent.refused(found[2]).startswith("GPU is lost: ")
 
