@@ -133,7 +133,7 @@ BROKEN = {
     "no weights": ("has no weights; wanted model.safetensors", lambda d: (d / WEIGHTS).unlink()),
     "an empty file": ("not a safetensors file", lambda d: (d / WEIGHTS).write_bytes(b"")),
     "HTML": ("not a safetensors file", lambda d: (d / WEIGHTS).write_text("<!DOCTYPE html><html></html>")),
-    "half a header": ("is truncated or damaged within its header", lambda d: os.truncate(d / WEIGHTS, 500)),
+    "half a header": ("truncated within its header", lambda d: os.truncate(d / WEIGHTS, 500)),
     "half a body": ("is truncated", lambda d: os.truncate(d / WEIGHTS, 1_000_000)),
     "more behind it": (
         "has data after its last tensor",
