@@ -1,11 +1,11 @@
-"""What AMD accelerators say about themselves: memory errors, heat, power, clocks, link. docs/readings.md has more.
+"""What AMD accelerators report: memory errors, temperature, power, clocks, link. docs/readings.md has more.
 
 Reads: the kernel's files of each card, and ROCm's own library where it is installed.
 
-Cannot see: displays of processors, stored error records (CPER), which outlive what they report.
+Cannot see: graphics inside processors; stored error records (CPER), because they outlast the errors.
 
-Settings: sysfs (default "/sys"), the tree that is read; amdsmi (default true), whether ROCm's library is asked where it
-is installed.
+Settings: sysfs (default "/sys"), what is read; amdsmi (default true), whether to use ROCm's library where it is
+installed.
 """
 
 from collections.abc import Iterator

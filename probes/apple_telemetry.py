@@ -1,4 +1,4 @@
-"""What macOS tells without root about the GPU of Apple silicon: use, memory, restarts, and what heat holds down.
+"""What macOS reports without root about the GPU of Apple silicon: use, memory, restarts, thermal throttling.
 
 Reads: ioreg, pmset, sysctl and system_profiler.
 
@@ -14,11 +14,11 @@ from canaryd.worker.telemetry.apple import read
 
 SPEC = ProbeSpec(
     name="apple_telemetry",
-    summary="use, memory, restarts and throttling of Apple GPUs, as macOS tells them without root",
+    summary="use, memory, restarts and throttling of Apple GPUs, as macOS reports them without root",
     backends=("mps",),
     period=15.0,
     budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
-    timeout=10.0,  # three commands, each given two seconds
+    timeout=10.0,  # three commands of at most two seconds each
     numeric=False,
     telemetry=True,
     order=10,

@@ -1,8 +1,8 @@
-"""What Ascend NPUs say about themselves through npu-smi: health, memory errors, heat, power, clocks, link.
+"""What Ascend NPUs report through npu-smi: health, memory errors, temperature, power, clocks, link.
 
 Reads: what npu-smi prints, and the kernel's files of the link.
 
-Cannot see: links between NPUs, and all that this version of npu-smi does not print. docs/readings.md has more.
+Cannot see: links between NPUs, and whatever this version of npu-smi does not print. docs/readings.md has more.
 
 Settings: npu_smi (default "npu-smi"), the command's name or path; sysfs (default "/sys"), where the link is read.
 """
@@ -18,7 +18,7 @@ SPEC = ProbeSpec(
     backends=("npu",),
     period=15.0,
     budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},
-    timeout=20.0,  # up to five answers of npu-smi, each given four seconds
+    timeout=20.0,  # up to five calls of npu-smi of at most four seconds each
     numeric=False,
     telemetry=True,
     order=10,

@@ -3,8 +3,8 @@
 Stresses: a whole inference in every floating-point format: embedding, norms, rotations, attention over a KV cache,
 products at prefill and decode shapes, one row and four; eager, compiled, and replayed from a CUDA graph.
 
-Cannot see: kernels that serving uses and plain torch does not, faults that move no logit beyond its tolerance (in
-16-bit formats that is a wide one), and what needs large matrices or full load to show. See docs/canaries.md.
+Cannot see: kernels that only serving uses, faults that move no logit beyond its tolerance (which is wide in 16-bit
+formats), and faults that show only with large matrices or at full load. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary.golden import FIXED, PATHS, Bench, Golden, Task, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile
-from canaryd.worker.numeric.tensors import as_text, is_refusal, need_torch, strict_switches, torch
-from canaryd.worker.numeric.verify import SAID, Session, chosen
+from canaryd.worker.numeric.tensors import as_text, is_refusal
+from canaryd.worker.numeric.verify import QUOTED, Session
+from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
     name="canary_prompts",
-    summary="a small language model that must answer as it learnt to",
+    summary="a small language model that must continue its prompts as trained",
     every_instruction_set=True,
     timeout=120.0,  # torch.compile may take 90 of them
     order=20,
@@ -30,7 +31,7 @@ FILES = Path(__file__).parent / "canary"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Compare every task's tokens and logits with the goldens; say per mode how far from them they were."""
+    """Compare every task's tokens and logits with the goldens; yield the distance per mode."""
     need_torch()
     try:
         golden = load_golden(FILES)
@@ -41,24 +42,24 @@ def run(ctx: Context) -> Iterator[Fact]:
     if not tasks:
         raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is float32/decode/b1/{golden.names[0]}")
     session.injector.arm([t.name for t in tasks if t.path in PATHS] or [t.name for t in tasks if t.rows])
-    # A drill must not miss its turn; what a compiler takes must be known when the rest of the budget is shared out.
+    # A drill's case goes first. Compiled cases go early, so that the rest of the budget is shared by what is left.
     tasks.sort(key=lambda t: (not t.rows, t.name != session.injector.target, t.path != "compiled"))
     bench = Bench(session, golden)
     with strict_switches() as switches, torch.inference_mode(), bench.exits:
-        said = as_text(switches)
-        bench.settings = hashlib.sha256(said.encode()).hexdigest()[:16]
-        yield Reading(name="switches", value=said)
+        text = as_text(switches)
+        bench.settings = hashlib.sha256(text.encode()).hexdigest()[:16]
+        yield Reading(name="switches", value=text)
         yield from _prepare(ctx, bench, tasks)
         yield from _verify(ctx, bench, [task for task in tasks if task.dtype in bench.models])
     if ctx.drill and not session.injector.spent:
-        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+        raise Skip(f"the fault {ctx.drill!r} was not injected: no result was computed for its case")
     yield from bench.readings()
 
 
 def every_task(ctx: Context, golden: Golden) -> list[Task]:
-    """Return one prompt per format at quick, in rotation; above that, and where cases are named, everything.
+    """Return one prompt per format at quick, in rotation; at other levels, and where cases are named, every prompt.
 
-    Compilers take long: at deep one format and batch is compiled, in rotation, below that none.
+    Compiling takes long: deep compiles one format and batch, in rotation, other levels none.
     """
     count, named, wide = len(golden.names), bool(ctx.cases), bool(ctx.level != "quick" or ctx.cases)
     modes = [(dtype, batch) for batch in (1, 4) for dtype in DTYPES]
@@ -83,8 +84,8 @@ def _prepare(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Skipped]
         except Exception as error:
             if not is_refusal(error):
                 raise
-            said = (str(error).splitlines() or ["no reason given"])[0][:SAID]
-            yield Skipped(case=dtype, reason=f"this torch on {ctx.device.backend} refuses it: {said}")
+            reason = (str(error).splitlines() or ["no reason given"])[0][:QUOTED]
+            yield Skipped(case=dtype, reason=f"this torch on {ctx.device.backend} does not support it: {reason}")
 
 
 def _verify(ctx: Context, bench: Bench, tasks: list[Task]) -> Iterator[Fact]:

@@ -1,11 +1,10 @@
-"""Prompts to a serving endpoint, greedy and with log probabilities: the same bits as before, or something changed.
+"""Prompts to a serving endpoint, greedy and with log probabilities, whose answers must have the same bits as before.
 
 Stresses: what users get: the engine's own kernels at prefill and decode, its cache cold and warm, every device of its
-parallel group, template and tokenizer included.
+parallel group, template and tokenizer.
 
-Cannot see: faults that move no log probability that the server gives (none at all, where it gives text alone), what
-only other prompts, lengths or batches meet, and which of several devices behind the endpoint it was. See
-docs/canaries.md.
+Cannot see: faults that change nothing in the answers (which may be text without log probabilities), faults that only
+other prompts, lengths or batches meet, and which of several devices is at fault. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from canaryd.probe import Absent, Context, Fact, ProbeSpec, Reading, Skip, Skipped
-from canaryd.worker.endpoint.canary import Endpoint, Item, Progress, Recorder, Settings, names
+from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.prompts import Prompt, load
+from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
+from canaryd.worker.endpoint.settings import Settings
 
 SPEC = ProbeSpec(
     name="endpoint_canary",
@@ -29,20 +30,20 @@ SPEC = ProbeSpec(
 )
 FILE = Path(__file__).parent / "endpoint" / "prompts.json"
 ALONE = 16
-"""Requests per case of a baselining with no other of ours beside them. The judge calls a case bit-stable after 12 known
-ones in a row under one condition, so that a server may show four modes first."""
+"""Requests per case that a baselining sends one at a time. The judge calls a case bit-stable after 12 known answers in
+a row under one condition, so a server may show four modes first."""
 LOADS = (2, 4, 8)
-"""Requests of our own of one kind at the same time: 14 per case, and with 2 beside another case 16 under load."""
+"""Equal requests sent at the same time: 14 per case; with 2 sent together with another case, 16 under load."""
 DEEP_ROUNDS = 5
-BLIND = "no logprobs: judged by text alone; cannot see faults that leave the text as it is"
+BLIND = "the server gives no logprobs: only the text is compared; other faults stay unseen"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Record every case, once or as often as a baseline takes; then say what the server is and how fast it answers."""
+    """Record every case, once or as often as a baseline needs; then yield readings of the server and its speed."""
     settings = Settings.read(ctx.settings)
     prompts = load(settings.prompts or FILE)
     ctx.progress(0.0, "asking which server it is")
-    # Bits that differ may be a disk's that decays without anybody having written: then the weights are read again.
+    # Different bits may come from a decaying disk: with cases to confirm, the weights are read again.
     endpoint = Endpoint(settings, memory=ctx.memory, thorough=bool(ctx.cases))
     recorder = Recorder(ctx, endpoint)
     items = [item for item in every_item(ctx, endpoint, prompts) if any(map(recorder.wanted, names(item)))]
@@ -58,7 +59,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_item(ctx: Context, endpoint: Endpoint, prompts: tuple[Prompt, ...]) -> list[Item]:
-    """Return what can be asked, in an order that the seed turns: at quick one prompt in rotation, else every prompt."""
+    """Return what to ask, beginning at a place that the seed chooses: one prompt at quick, otherwise every prompt."""
     turn = ctx.seed % len(prompts)
     rotated = prompts[turn:] + prompts[:turn]
     if ctx.level == "quick" and not (ctx.baselining or ctx.cases):
@@ -79,11 +80,11 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
 
 
 def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fact]:
-    """Ask every item some 32 times: all of them alone first, then among their like and others."""
+    """Ask every item about 32 times: first alone, then together with equal and with other items."""
     progress = Progress("" if ctx.drill else ctx.memory, recorder.endpoint)
     before = progress.rounds()
     alone = [item for _ in range(before, ALONE) for item in items]
-    if before >= ALONE:  # what is refused and how prompts are rendered is learnt alone
+    if before >= ALONE:  # find out alone what is refused and how prompts are rendered
         alone = items
     for number, item in enumerate(alone):
         if number and ctx.left <= 0:
@@ -102,9 +103,9 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
 
 
 def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fact, None, list[str]]:
-    """Ask every item among its like and beside one other; return what was left out and why.
+    """Ask every item together with equal items and with one other; return what was left out and why.
 
-    Where the server does not take so many at once, go on with half of them.
+    Where the server does not take so many at once, continue with half of them.
     """
     groups = [[item, items[(index + 1) % len(items)]] for index, item in enumerate(items)]
     groups += [[item] * many for many in LOADS for item in items]
@@ -113,7 +114,7 @@ def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fa
     for number, group in enumerate(groups):
         ctx.progress((1 + number / len(groups)) / 2, f"learning {names(group[0])[0]}, {len(group)} at once")
         rest = group
-        while len(rest) > 1:  # a single one would not be under load
+        while len(rest) > 1:  # a single request is not load
             if ctx.left <= 0:
                 return [*reasons, f"{number} of {len(groups)} loads in {ctx.budget:g} s; more to come"]
             now, rest = rest[:most], rest[most:]
@@ -131,7 +132,7 @@ def _readings(recorder: Recorder) -> Iterator[Fact]:
     endpoint = recorder.endpoint
     yield Reading(name="switches", value=endpoint.switches())
     if endpoint.started is None:
-        reason = f"the server ({endpoint.dialect.name}) does not say when it started"
+        reason = f"the server ({endpoint.dialect.name}) does not report when it started"
         yield Absent(name="endpoint_start_time_seconds", reason=reason)
     else:
         yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")

@@ -4,7 +4,7 @@ Stresses: both products of attention, the maximum, the exponential at 0 and far 
 grouped queries, and the reads of a long key/value cache. Rows are one-hot (the answer is one value) or uniform over
 eight keys (the answer is their mean).
 
-Cannot see: errors of the exponential between 0 and the gap (recorded goldens do), kernels outside torch.
+Cannot see: errors of the exponential between 0 and the gap (recorded_kernels does), kernels outside torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
 from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, build
-from canaryd.worker.numeric.tensors import FORMATS, need_torch, torch
-from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
+from canaryd.worker.numeric.tensors import FORMATS
+from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_attention",
@@ -71,7 +72,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case, kernels that `device` does not have included; their digests are shipped."""
+    """Return every fixed case, with kernels that `device` lacks; their digests ship with canaryd."""
     return [_fixed(device, *choice) for choice in product(KERNELS, FORMAT_NAMES, CONTENTS)]
 
 
@@ -113,7 +114,7 @@ def _compute(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any
 
 
 def refuses(device: Device, kernel: str, form: str, mask: str, *, grouped: bool) -> str:
-    """Return why this kernel does not take this kind of problem here, or "" after it has solved a tiny one."""
+    """Return why this kernel does not support this kind of problem here, or "" after it has solved a tiny one."""
     heads = (4, 2) if grouped else (2, 2)
     problem = build(Attention("onehot", FORMATS[form], mask, 1, *heads, 16, 32, 64), 1)
     return refusal(device, problem, partial(_compute, kernel, mask))

@@ -1,9 +1,9 @@
 """Integer and index operations: gather, embedding, scatter, sort, cumulative sum, modulo, routing to experts.
 
 Stresses: integer units, address arithmetic, atomics, and the memory paths of indexed reads and writes. In real
-incidents a wrong scatter or a wrong modulo was the first symptom, long before any product was off.
+incidents a wrong scatter or a wrong modulo was the first symptom, long before any product was wrong.
 
-Cannot see: floating-point units (exact_matmul does), addresses beyond the memory that these sizes touch.
+Cannot see: floating-point units (exact_matmul does), memory that these sizes do not touch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec
 from canaryd.worker.numeric.indexing import OPERATIONS, build
-from canaryd.worker.numeric.tensors import need_torch
-from canaryd.worker.numeric.verify import Case, verify_all
+from canaryd.worker.toolkit import Case, need_torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_integer",
@@ -39,7 +38,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case; their digests are shipped."""
+    """Return every fixed case; their digests ship with canaryd."""
     return [_case(name, 1024, device.backend == "cpu", is_fixed=True) for name in OPERATIONS]
 
 

@@ -1,11 +1,10 @@
 """Matrix products with one right answer, in every format the device multiplies.
 
 Stresses: the matrix units (tensor cores, AMX, AVX-512/AVX2 FMA), the vector units behind float32 and float64, the
-operands' way through memory and caches. Each case runs verified: result and golden are compared bit for bit where they
-lie, every time.
+operands' path through memory and caches. Every result is compared with its golden bit for bit, on the device.
 
-Cannot see: faults that need full load or a temperature this run did not reach; kernels that serving uses and torch's
-matmul does not choose; errors rarer than the rate that the run's report rules out.
+Cannot see: faults that need full load or a temperature that this run did not reach; kernels that serving uses and
+torch's matmul does not choose; errors rarer than the rate that the run's report rules out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
 from canaryd.worker.numeric.sizes import choose, measure_speed
 from canaryd.worker.numeric.stack import int8_pairs_saturate
-from canaryd.worker.numeric.tensors import FORMATS, need_torch, tf32_allowed, torch
-from canaryd.worker.numeric.verify import Case, accumulator, refusal, verify_all
+from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed
+from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_matmul",
@@ -66,7 +66,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def fixed_cases(device: Device) -> list[Case]:
-    """Return every fixed case of `device`, formats that it cannot run included; their digests are shipped."""
+    """Return every fixed case of `device`, with formats that it cannot run; their digests ship with canaryd."""
     products = [_fixed(device, source, target, content) for source, target in FORMAT_PAIRS for content in CONTENTS]
     return products + [_int8_case(device, content, "fixed", (96, 80, 256)) for content in INT8_CONTENTS]
 

@@ -1,9 +1,9 @@
 """The machine around the accelerators: memory errors, machine checks, heat, clocks, load and pressure.
 
 Reads: EDAC, /proc/interrupts, hwmon and thermal zones, cpufreq, /proc and pressure files, pstore, rasdaemon's database.
-docs/readings.md says which file gives what, and what it means when one does not.
+docs/readings.md says which file gives what, and what a missing one means.
 
-Cannot see: memory errors where no EDAC driver is loaded, which is most virtual machines.
+Cannot see: memory errors where no EDAC driver is loaded, as in most virtual machines.
 
 Settings: sysfs (default "/sys"), proc (default "/proc"), rasdaemon (default "/var/lib/rasdaemon/ras-mc_event.db").
 """
@@ -29,5 +29,5 @@ SPEC = ProbeSpec(
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Yield what the machine says about itself."""
+    """Yield one reading, or one absence with its reason, per field."""
     yield from read(ctx.device, ctx.settings)

@@ -1,4 +1,4 @@
-"""What Intel GPUs say about themselves: heat, power, clocks, throttling, link. docs/readings.md has the sources.
+"""What Intel GPUs report: temperature, power, clocks, throttling, link. docs/readings.md has the sources.
 
 Reads: the kernel's files of each card.
 

@@ -1,10 +1,10 @@
-"""The user's own Hugging Face model, run in this process: what it answers, to the bit, held against its own past.
+"""The user's own Hugging Face model, run in this process: its answers are compared bit for bit with earlier ones.
 
-Stresses: a whole inference of the model that is served: its own weights and shapes, prefill and decode from a KV cache,
-the kernels that torch chooses for them.
+Stresses: a whole inference of the served model: its own weights and shapes, prefill and decode from a KV cache, the
+kernels that torch chooses for them.
 
 Cannot see: the serving engine's own kernels, batching and parallel groups (an endpoint canary does), a fault that was
-there when the baseline was learnt, and a weight that no prompt reaches. See docs/canaries.md.
+present when the baseline was learnt, and a weight that no prompt reaches. See docs/canaries.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from canaryd.worker.canary.hugging_face import (
 )
 from canaryd.worker.endpoint.prompts import load
 from canaryd.worker.numeric.faults import FAULTS
-from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch
-from canaryd.worker.numeric.verify import chosen
+from canaryd.worker.numeric.tensors import as_text
+from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
     name="model_canary",
@@ -42,14 +42,14 @@ PROMPTS = Path(__file__).parent / "endpoint" / "prompts.json"
 REPEATS = 30
 """Recordings per case while a baseline is learnt."""
 LEARNING = 300.0
-"""Seconds after which a run that learns begins no further round; the timeout leaves room for the one it is in."""
+"""Seconds after which a learning run starts no further round; the timeout leaves room for the current one."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Decode and score every prompt; yield recordings, and the first prompt's layer digests."""
     need_torch()
     if ctx.drill and ctx.drill not in FAULTS:
-        raise Skip(f"no fault is called {ctx.drill!r}; there are {', '.join(FAULTS)}")
+        raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(FAULTS)}")
     settings = read_settings(ctx.settings)
     source = Checkpoint(settings)
     every = [source.tokens(p.name, p.text, p.tokens) for p in load(settings.prompts or PROMPTS)]
@@ -63,11 +63,11 @@ def run(ctx: Context) -> Iterator[Fact]:
     fitting = [p for p in every if not source.room(p)]
     asked = [p for p in asked if p in fitting]
     if not asked:
-        raise Skip(f"{settings.directory}: takes none of the prompts: {source.room(every[0])}")
+        raise Skip(f"{settings.directory}: none of the prompts fits: {source.room(every[0])}")
     need = source.need(fitting)
     check_memory(source, ctx.device, need)
     yield Reading(name="model_memory", value=need, unit="bytes", labels={"dtype": source.dtype})
-    start = ctx.seed % len(asked)  # where loading eats the budget, another run begins with another prompt
+    start = ctx.seed % len(asked)  # where loading uses up the budget, another run begins with another prompt
     asked = [*asked[start:], *asked[:start]]
     if ctx.level == "quick" and not ctx.cases and not ctx.baselining:
         asked = asked[:1]
@@ -86,7 +86,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     yield Reading(name="model_load", value=ctx.clock() - started, unit="seconds", labels={"dtype": source.dtype})
     try:
         with strict_switches() as switches, torch.inference_mode():
-            # An operator of somebody's model may have no deterministic kernel: its modes are then part of the baseline.
+            # An operator of the model may have no deterministic kernel; then its modes are part of the baseline.
             torch.set_deterministic_debug_mode("default")
             yield Reading(name="switches", value=as_text({**switches, "deterministic_algorithms": "False"}))
             if ctx.drill:

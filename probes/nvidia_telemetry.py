@@ -1,10 +1,10 @@
-"""What NVIDIA GPUs and their MIG instances say about themselves, through NVML. docs/readings.md has every call.
+"""What NVIDIA GPUs and their MIG instances report through NVML. docs/readings.md lists every call.
 
 Reads: NVML through NVIDIA's own binding, and the kernel's counts of PCI Express errors.
 
-Cannot see: what goes wrong without being counted, and Xid messages, which the kernel log has.
+Cannot see: faults that no counter counts, and Xid messages, which are in the kernel log.
 
-Settings: sysfs (default "/sys"), the tree in which PCI Express errors are read.
+Settings: sysfs (default "/sys"), where PCI Express errors are read.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from canaryd.worker.telemetry.nvidia import read
 
 SPEC = ProbeSpec(
     name="nvidia_telemetry",
-    summary="memory errors, row remapping, heat, power, throttling, clocks, PCI Express and NVLink of NVIDIA GPUs",
+    summary="memory errors, remapped rows, temperature, power, throttling, clocks, PCI Express, NVLink of NVIDIA GPUs",
     backends=("cuda",),
     period=15.0,
     budget={"quick": 1.0, "standard": 1.0, "deep": 1.0},

@@ -1,11 +1,11 @@
-"""Full-mantissa operands through the kernels that serving uses: results are recorded, and held within their bounds.
+"""Full-mantissa operands through the kernels that serving uses: results are recorded and compared with error bounds.
 
 Stresses: products at prefill and decode shapes, attention, norms, activations, rotations, softmax, elementary
 functions, quantised and FP8 products, each in the kernel that torch chooses here; rounding and all mantissa bits, which
-exact goldens leave out.
+exact goldens do not test.
 
-Cannot see: what was wrong from the first recording on and stays within the bound (a sibling's record can); faults that
-need full load, many threads or sizes that were not met. See docs/goldens.md.
+Cannot see: results that were wrong from the first recording on and stay within the bound (comparing with identical
+devices can); faults that need full load, many threads or other sizes. See docs/goldens.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip
 from canaryd.worker.numeric.recording import Recorder, one_thread
 from canaryd.worker.numeric.serving_kernels import Kernel, every_kernel
-from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch
-from canaryd.worker.numeric.verify import Session, chosen
+from canaryd.worker.numeric.tensors import as_text
+from canaryd.worker.numeric.verify import Session
+from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(
     name="recorded_kernels",
-    summary="serving's kernels on full mantissas, recorded and bounded",
+    summary="kernels that serving uses, compared with error bounds and with earlier results",
     budget={"quick": 3.0, "standard": 10.0, "deep": 60.0},
     every_instruction_set=True,
     order=30,
@@ -29,13 +30,13 @@ SPEC = ProbeSpec(
 ROUNDS = {"quick": 1, "standard": 5, "deep": 30}
 """How often each case is computed, per level, from a fresh upload each time."""
 LEARNING = 30
-"""The same while a baseline is learnt, as many as make one, and in a retest that looks harder."""
+"""Rounds while a baseline is learnt, as many as complete one, and in a retest under load."""
 LEAST = 3
-"""Rounds of a learning run that no budget cuts short."""
+"""Rounds of a learning run that run even when the budget is spent."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
-    """Go round all cases, beginning elsewhere with every seed; hold each result against its bound, and record it."""
+    """Run all cases in turn, beginning at a place that the seed chooses; check each result's bound and record it."""
     need_torch()
     session = Session(ctx)
     cases = every_kernel(ctx.device)
@@ -45,25 +46,25 @@ def run(ctx: Context) -> Iterator[Fact]:
     start = ctx.seed % len(kernels)
     kernels = [*kernels[start:], *kernels[:start]]
     session.injector.arm([k.name for k in kernels])
-    kernels.sort(key=lambda k: k.name != session.injector.target)  # a drill must not miss its turn
+    kernels.sort(key=lambda k: k.name != session.injector.target)  # a drill's case goes first
     with strict_switches() as switches, torch.inference_mode(), one_thread():
-        said = as_text(switches)
-        yield Reading(name="switches", value=said)
-        recorder = Recorder(session, hashlib.sha256(said.encode()).hexdigest()[:16])
+        text = as_text(switches)
+        yield Reading(name="switches", value=text)
+        recorder = Recorder(session, hashlib.sha256(text.encode()).hexdigest()[:16])
         yield from _rounds(ctx, recorder, kernels)
         yield from recorder.summary()
     if ctx.drill and not session.injector.spent:
-        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+        raise Skip(f"the fault {ctx.drill!r} was not injected: no result was computed for its case")
 
 
 def _rounds(ctx: Context, recorder: Recorder, kernels: list[Kernel]) -> Iterator[Fact]:
     rounds = LEARNING if ctx.baselining or ctx.intensity else ROUNDS[ctx.level]
     for turn in range(rounds):
-        # Round by round, so that another kernel ran before and other memory is free each time.
+        # Round by round, so that each time another kernel ran before and other memory is free.
         for number, kernel in enumerate(kernels):
             ctx.progress((turn + number / len(kernels)) / rounds, kernel.name)
-            owed = turn < LEAST if ctx.baselining else turn == 0 and (number == 0 or ctx.cases)
-            if owed or ctx.left > 0.0:
+            needed = turn < LEAST if ctx.baselining else turn == 0 and (number == 0 or ctx.cases)
+            if needed or ctx.left > 0.0:
                 ctx.pace()
                 yield from recorder.record(kernel, turn)
             elif turn == 0:
@@ -71,4 +72,4 @@ def _rounds(ctx: Context, recorder: Recorder, kernels: list[Kernel]) -> Iterator
         kernels = [k for k in kernels if not recorder.refused(k)]
         session = recorder.session
         if session.injector.fault and not session.injector.spent and kernels:
-            session.injector.arm([k.name for k in kernels])  # the one that the seed chose is refused here
+            session.injector.arm([k.name for k in kernels])  # the case that the seed chose is not supported here

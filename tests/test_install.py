@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,19 @@ def test_an_installation_has_every_part_in_its_place(tmp_path, wheels):
     assert told.stdout == f"canaryd {__version__}\n"
     yaml = tmp_path / "etc/canaryd/canaryd.yaml"
     subprocess.run([program, "config", "check", "--config", yaml], check=True, capture_output=True)
+
+
+def test_the_wheel_has_the_probes_and_none_of_the_tools(wheels):
+    """Probes and their data ship; the scripts that make goldens, the canary model and previews do not."""
+    (wheel,) = wheels.glob("canaryd-*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        names = {name for name in content.namelist() if ".dist-info/" not in name}
+    assert {name for name in names if not name.startswith("canaryd/")} == set()
+    shipped = {name.removeprefix("canaryd/probes.d/") for name in names if name.startswith("canaryd/probes.d/")}
+    here = {path.relative_to(ROOT / "probes") for path in (ROOT / "probes").rglob("*") if path.is_file()}
+    assert shipped == {str(path) for path in here if "__pycache__" not in path.parts}
+    assert {name for name in shipped if name.endswith(".py") and "/" in name} == set()
+    assert {name for name in names if "make_goldens" in name or "make_canary" in name or "preview" in name} == set()
 
 
 @pytest.mark.slow

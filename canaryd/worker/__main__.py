@@ -1,10 +1,9 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-It makes `canaryd.codec`, `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable from the files beside it,
-and nothing else of ours: what lies under a probe is the serving stack's own environment. Then it hands over to
-`canaryd.worker.runner`.
-The descriptor is the one that the protocol is written to, the word the one that starts each of its lines. Arguments
-are read by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
+It makes only `canaryd.codec`, `canaryd.model`, `canaryd.probe` and `canaryd.worker.*` importable, from its own
+directory: a probe runs in the serving stack's own environment. Then it starts `canaryd.worker.runner`.
+`--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines. Arguments
+are parsed by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from pathlib import Path
 from types import ModuleType
 
 OPEN = ("canaryd.codec", "canaryd.model", "canaryd.probe", "canaryd.worker")
-"""What a probe may import of canaryd; of the last one, everything below it too."""
+"""What a worker may import of canaryd, and everything below `canaryd.worker`."""
 OOM_SCORE = 500
-"""What a worker adds to its share of memory, in thousandths, when the kernel looks for a process to kill (proc(5)): it
-goes before the server that it shares the machine with. Ours."""
+"""`oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before the server beside it. Our
+choice."""
 
 
 class Fence:
-    """Refuses the daemon's modules, so that no probe grows roots in them."""
+    """Refuse imports of the daemon's modules, so that no probe depends on them."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Raise `ModuleNotFoundError` for a module of the daemon; leave every other name to the usual finders."""
+        """Raise `ModuleNotFoundError` for a module of the daemon; the usual finders handle every other name."""
         del path, target
         if name.startswith("canaryd.") and name not in OPEN and not name.startswith("canaryd.worker."):
             raise ModuleNotFoundError(
-                f"{name} belongs to the daemon; a probe imports canaryd.probe and canaryd.worker.* only", name=name
+                f"{name} belongs to the daemon; a probe may import canaryd.probe and canaryd.worker.toolkit", name=name
             )
 
 
 def go_first() -> None:
-    """Give up the daemon's protection from the kernel's out-of-memory killer, before anything large is loaded."""
+    """Give up the daemon's protection from the out-of-memory killer before anything large is loaded."""
     score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError, ValueError):  # another system, or one that does not let us
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or not permitted
         if int(score.read_text(encoding="ascii")) < OOM_SCORE:
             score.write_text(str(OOM_SCORE), encoding="ascii")
 
@@ -47,13 +46,13 @@ def go_first() -> None:
 def main() -> None:
     """Prepare the interpreter and serve requests until standard input ends."""
     go_first()
-    if sys.version_info < (3, 10):  # noqa: UP036 - somebody else's interpreter decides, not our own metadata
+    if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter of `worker.python` may be older
         sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
     if len(sys.argv) != 5 or sys.argv[1:4:2] != ["--fd", "--nonce"] or not sys.argv[2].isdigit():
-        sys.exit("canaryd: a worker is started by canaryd, with --fd DESCRIPTOR --nonce WORD")
+        sys.exit("canaryd: only canaryd starts a worker, with --fd DESCRIPTOR --nonce WORD")
     here = Path(__file__).resolve().parent
-    sys.path = [p for p in sys.path if p and Path(p).resolve() != here]  # our file names must not shadow anybody's
-    sys.dont_write_bytecode = True  # a health check leaves nothing behind in a probe's directory
+    sys.path = [p for p in sys.path if p and Path(p).resolve() != here]  # our file names must not shadow other modules
+    sys.dont_write_bytecode = True  # leave no files in a probe's directory
     sys.meta_path.insert(0, Fence())
     spec = importlib.util.spec_from_file_location("canaryd", here.parent / "__init__.py")
     if spec is None or spec.loader is None:

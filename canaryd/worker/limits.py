@@ -1,7 +1,6 @@
-"""A run beside a server: last in line for the cores, in small bursts, within its share of memory.
+"""Limits of a run beside a server: lowest priority on the cores, small bursts, a share of the memory.
 
-What it may take comes with the request; `docs/budget.md` says why so. A check that nobody shares the device with asks
-for none of it.
+The limits come with the request; `docs/budget.md` explains them. A check on a device of its own sets none.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from canaryd.model import Device
 from canaryd.probe import Context, Skip
 
 NICE = "CANARYD_NICE"
-"""Environment variable that asks a worker to step back; its value is the nice level."""
+"""Environment variable with the nice level that a worker sets."""
 IDLE = "CANARYD_IDLE"
-"""One that is set where the worker's group has none but workers in it, so that it may have the lowest claim there."""
+"""Set where the worker's scheduling group contains only workers, so that SCHED_IDLE is safe."""
 FIRST_TO_GO = 1000
-"""`oom_score_adj` of such a worker, the highest there is (proc(5)): when memory runs out it goes before any server."""
+"""`oom_score_adj` of such a worker, the highest (proc(5)): when memory runs out it is killed before any server."""
 LONGEST_REST = 0.5
-"""Seconds that one pause lasts at most: a server's queue is empty by then, or has another reason to be long (ours)."""
+"""Longest pause in seconds: by then a server's queue is empty, or long for another reason (our choice)."""
 TAKEN = "busy or unavailable"
-"""What CUDA says where the device's compute mode, or its holder, lets no further process in: CUDA Runtime API,
-cudaErrorDevicesUnavailable."""
+"""CUDA's message where the device's compute mode or its holder admits no further process (CUDA Runtime API,
+cudaErrorDevicesUnavailable)."""
 SKIPPED = "budget: "
-"""How the detail of a run begins that the budget kept from running: no fault of anybody's, and no evidence."""
+"""Beginning of the detail of a run that the budget prevented: it is neither a fault nor evidence."""
 
 
 def step_back() -> None:
-    """Take the lowest claim on cores and memory that a worker can live with, where its environment asks for it.
+    """Lower the worker's priority on cores and memory as far as useful, where its environment asks for it.
 
-    A session of its own is a group of its own for the scheduler, and nice counts only within one: the group's nice is
-    set as well (sched(7), "The autogroup feature"). With SCHED_IDLE within a group of its own it gets what the group
-    gets, and yet does not take a core from whoever runs when it wakes up; a core that it has counts as free when a
-    server looks for one. Where the system allows or has none of it, the work is done anyway.
+    A session is its own scheduling group, and nice counts only within a group, so the group's nice is set as well
+    (sched(7), "The autogroup feature"). With SCHED_IDLE in its own group the worker gets the group's share, but when it
+    wakes up it takes no core from a running task, and its core counts as free for a server that looks for one. Where
+    the system does not support or permit this, the worker runs without it.
     """
     wanted = os.environ.get(NICE, "")
     if not wanted.isdigit():
@@ -54,10 +53,10 @@ def step_back() -> None:
 
 
 class Bursts:
-    """The clock of a run that works in bursts: it stands while the run pauses, so that pauses cost no budget."""
+    """The clock of a run that works in bursts: it stops during pauses, so that they cost no budget."""
 
     def __init__(self, burst: float, rest: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Pause for `rest` times as long as was worked, whenever that is `burst` seconds or more."""
+        """After every `burst` seconds of work or more, pause for `rest` times that long."""
         self.paused = 0.0
         self.pauses = 0
         self._burst, self._rest = burst, rest
@@ -69,7 +68,7 @@ class Bursts:
         return self._wall() - self.paused
 
     def pause(self) -> None:
-        """Let the server have the device, if a burst has been worked since the last time."""
+        """Pause, so that the server has the device, if a burst of work has passed since the last pause."""
         worked = self.clock() - self._since
         if worked < self._burst:
             return
@@ -81,9 +80,9 @@ class Bursts:
 
 
 def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
-    """Make a run work in bursts, and start its own budget anew; None for a retest, whose load has a rhythm of its own.
+    """Make a run work in bursts, and restart its budget; return None for a retest, which controls its load itself.
 
-    `budget` says "burst" (seconds) and "rest" (how many times as long the pause is).
+    `budget` contains "burst" (seconds) and "rest" (length of a pause in bursts).
     """
     if ctx.intensity:
         return None
@@ -94,10 +93,10 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
 
 
 def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `Skip` where taking "memory" bytes would leave fewer than "free" to the server; cap what torch may take.
+    """Raise `Skip` where taking "memory" bytes would leave the server fewer than "free"; limit what torch may take.
 
-    On an accelerator both count what the driver says is free now, the context of this process already taken. A CPU has
-    no such cap; its memory is what the kernel thinks can be had without swapping.
+    An accelerator's free memory is what the driver reports, with the context of this process already allocated. A CPU
+    has no such limit; its free memory is what the kernel can give without swapping.
     """
     if device.backend == "cpu":
         check_room(_available(meminfo), None, budget)
@@ -105,35 +104,35 @@ def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/
     tensors = importlib.import_module("canaryd.worker.numeric.tensors")
     module: Any = getattr(tensors.torch, "cuda" if device.backend == "rocm" else device.backend, None)
     if not hasattr(module, "mem_get_info"):
-        return  # without torch the probe says so itself; and not every kind of device can be asked
+        return  # without torch the probe itself skips; some backends do not report free memory
     target = tensors.torch_device(device)
     free, total = module.mem_get_info(target)
-    # What torch already holds, from an earlier probe of the series, is in use and will be used again.
+    # Memory that torch kept from an earlier probe of the series will be used again.
     held = module.memory_reserved(target)
     check_room(free + held, total, budget)
     module.set_per_process_memory_fraction(min(1.0, budget["memory"] / total), target)
 
 
 def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
-    """Raise `Skip` where `free` bytes are too few; None is not known, and holds nothing back."""
+    """Raise `Skip` where `free` bytes are too few; None means unknown and passes."""
     wanted = budget["memory"] + budget["free"]
     if free is not None and free < wanted:
         of = f" of {_mib(total)}" if total else ""
         raise Skip(
-            f"{SKIPPED}{_mib(free)}{of} MiB of memory are free; budget.memory and budget.free want {_mib(wanted)} MiB"
+            f"{SKIPPED}{_mib(free)}{of} MiB of memory are free; budget.memory and budget.free need {_mib(wanted)} MiB"
         )
 
 
 def excuse(error: BaseException, *, capped: bool) -> str:
-    """Return why an error is the budget's or the device's owner's doing and no fault; "" where it is none of that.
+    """Return why an error comes from the budget or from another user of the device; "" for any other error.
 
     `capped`: whether torch's memory was capped for this run.
     """
-    said = (str(error).splitlines() or [""])[0][:200]
+    text = (str(error).splitlines() or [""])[0][:200]
     if isinstance(error, RuntimeError) and TAKEN in str(error):
-        return f"{SKIPPED}the device lets no further process compute (compute mode, or its holder): {said}"
+        return f"{SKIPPED}the device admits no further process (compute mode, or its holder): {text}"
     if capped and any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
-        return f"{SKIPPED}more than budget.memory was asked for, or the server has taken the rest: {said}"
+        return f"{SKIPPED}the run needs more than budget.memory, or the server has taken the rest: {text}"
     return ""
 
 

@@ -1,8 +1,8 @@
-"""Runs probes on request: JSON lines in on standard input, JSON lines out on the protocol's file descriptor.
+"""Run probes on request: JSON lines on standard input, JSON lines on the protocol's file descriptor.
 
-Requests and answers are described in docs/architecture.md. Facts travel as they are yielded, so that what a probe has
-measured survives its crash; those of telemetry travel together, for each poll is followed by the next. The end of
-standard input ends the process at once, so that neither a killed daemon nor a killed `docker exec` leaves an orphan.
+docs/architecture.md describes requests and answers. Facts are sent as they are yielded, so that they survive a crash of
+the probe; telemetry is sent in batches, because the next poll repeats it. The end of standard input ends the process at
+once, so that neither a killed daemon nor a killed `docker exec` leaves an orphan.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from canaryd.probe import Absent, Context, ProbeSpec, Skip
 from canaryd.worker import limits
 
 GRACE = 5.0
-"""Seconds past the supervisor's own deadline after which a worker ends itself, whatever holds the interpreter lock."""
+"""Seconds past the supervisor's deadline after which a worker ends itself, even with the interpreter lock held."""
 PROGRESS_PERIOD = 0.1
-"""Seconds between two progress lines; a probe may report as often as it likes."""
+"""Least seconds between two progress lines; more frequent reports are dropped."""
 DETAIL = 16_384
 """Characters kept of a traceback, from its end."""
 BATCH = 256
-"""Readings of telemetry that travel in one message; others go at once, so that they outlive a crash."""
+"""Readings of telemetry sent in one message; all other facts are sent at once, to survive a crash."""
 ANSWERS = {
     "capture": "canaryd.worker.canary.capture",
     "compare": "canaryd.worker.canary.compare",
     "reproducer": "canaryd.worker.numeric.reproducer",
 }
-"""Questions that are no probes → the module that answers them."""
+"""Requests that are not probes → the module that answers them."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
 MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""What backends say in a plain `RuntimeError` when memory ran out."""
+"""Texts of a plain `RuntimeError` by which backends report that memory ran out."""
 
 
 def serve(protocol: int, nonce: str) -> None:
     """Answer requests on standard input, one after the other, until it ends."""
-    # Only this file talks to the supervisor: a probe's input() and its children get neither of the pipes.
+    # Only this file uses the pipes to the supervisor: a probe's input() and its children get neither.
     limits.step_back()
     requests = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path to compute with
@@ -66,7 +66,7 @@ def serve(protocol: int, nonce: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # SIGTERM prints where the probe hangs, even inside a C call that holds the interpreter lock, and then ends it.
     faulthandler.register(signal.SIGTERM, chain=True)
-    # No core dumps, they fill disks: 1 byte stops files and, unlike 0, the pipe to a dump collector too (see core(5)).
+    # No core dumps, they fill disks. A limit of 1 byte stops files and the pipe to a collector, 0 only files (core(5)).
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ def _listen(requests: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 
 class Runner:
-    """Loads probes and turns what they do into answers."""
+    """Load probes, run them and send what they yield."""
 
     def __init__(self, protocol: int, nonce: str) -> None:
         self._protocol = protocol
@@ -94,7 +94,7 @@ class Runner:
         self._root = Path(__file__).resolve().parents[2]
 
     def serve(self, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-        """Handle requests for ever; `_listen` ends the process."""
+        """Handle requests forever; `_listen` ends the process."""
         operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "ping": self.ping,
             "describe": self.describe,
@@ -110,37 +110,37 @@ class Runner:
             operations[request["op"]](request)
 
     def ping(self, _: dict[str, Any]) -> None:
-        """Say that requests are heard."""
+        """Answer that the worker is ready."""
         self._send(kind="ready", python=platform.python_version())
 
     def unpack(self, request: dict[str, Any]) -> None:
-        """Write files that another machine's supervisor sent below this tree."""
+        """Write files that a supervisor on another machine sent."""
         for name, content in request["files"].items():
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(content))
 
     def describe(self, request: dict[str, Any]) -> None:
-        """Answer with each probe's spec or what is wrong with it, then with the devices and the software found."""
+        """Send each probe's spec or its error, then the devices and the software found."""
         for path in request["probes"]:
             try:
                 spec, error = to_json(self._load(path).SPEC), None
-            except BaseException as caught:  # noqa: BLE001 - whatever a probe's file does is its own problem
+            except BaseException as caught:  # noqa: BLE001 - a broken probe must not stop the others
                 spec, error = None, _last_line(caught)
             self._send(kind="probe", path=path, spec=spec, error=error)
         try:
             devices, stack, torch, reason = importlib.import_module("canaryd.worker.numeric.stack").discover()
-        except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
-            devices, stack, torch, reason = [], {}, None, f"the devices could not be listed: {_last_line(caught)}"
+        except BaseException as caught:  # noqa: BLE001 - vendor libraries raise anything
+            devices, stack, torch, reason = [], {}, None, f"cannot list the devices: {_last_line(caught)}"
         self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
 
     def inventory(self, request: dict[str, Any]) -> None:
-        """Answer with what each vendor's module finds, or why it finds nothing."""
+        """Send what each vendor's module finds, or why it finds nothing."""
         vendors = importlib.import_module("canaryd.worker.telemetry.interface")
         for name, settings in request["settings"].items():
             try:
                 devices, facts, problems = vendors.inventory(name, settings)
-            except BaseException as caught:  # noqa: BLE001 - vendor libraries fail in ways of their own
+            except BaseException as caught:  # noqa: BLE001 - vendor libraries raise anything
                 reason = str(caught) if isinstance(caught, vendors.Unavailable) else _last_line(caught)
                 here = not isinstance(caught, vendors.NotHere)
                 self._send(
@@ -159,7 +159,7 @@ class Runner:
                 )
 
     def follow(self, request: dict[str, Any]) -> None:
-        """Send what the kernel log says, record by record, each batch followed by the position reached."""
+        """Send the records of the kernel log, each batch followed by the position reached."""
         log = importlib.import_module("canaryd.worker.telemetry.kernel_log")
         try:
             for item in log.follow(
@@ -169,7 +169,7 @@ class Runner:
                     self._send(kind="position", value=to_json(item))
                 else:
                     self._send(kind="record", value=to_json(item))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader of the answer must hear of it
+        except Exception as error:  # noqa: BLE001 - every error must reach the supervisor
             reason = str(error) if isinstance(error, (OSError, ValueError)) else _last_line(error)
             self._send(kind="followed", reason=reason)
         else:
@@ -180,58 +180,34 @@ class Runner:
         run = request["id"]
         device = from_json(Device, request["device"])
         seconds, numeric, detail, reason = 0.0, False, "", Reason.NONE
-        budget, capped, bursts = request["beside"], False, None
+        limited, capped, bursts = request["beside"], False, None
         readings: list[list[Any]] = []
-        facts: Callable[[], list[Any]] = list
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
             retest = bool(numeric and request["intensity"])
-            pace = (
-                importlib.import_module("canaryd.worker.numeric.stress") if retest else None
-            )  # before the budget starts
-            if budget and numeric:
-                limits.make_room(device, budget)
+            # Imported before the budget starts, because it loads torch.
+            stress = importlib.import_module("canaryd.worker.numeric.stress") if retest else None
+            if limited and numeric:
+                limits.make_room(device, limited)
                 capped = device.backend != "cpu"
-            context = Context(
-                device=device,
-                level=request["level"],
-                seed=request["seed"],
-                budget=request["budget"],
-                settings=request["settings"],
-                cases=tuple(request["cases"]),
-                drill=request["drill"],
-                baselining=request["baselining"],
-                memory=request["memory"],
-                intensity=request["intensity"],
-                progress=self._progress(run),
-            )
-            if pace is not None:
-                facts = pace.install(context)
-            if budget and numeric:
-                bursts = limits.install(context, budget)
+            context = self._context(request, device)
+            sensors: Callable[[], list[Any]] = stress.install(context) if stress is not None else list
+            if limited and numeric:
+                bursts = limits.install(context, limited)
             begun = time.monotonic()
             try:
-                for fact in probe.run(context):
-                    if isinstance(fact, (Reading, Absent)):
-                        readings.append(_compact(fact))
-                        if probe.SPEC.telemetry and len(readings) < BATCH:
-                            continue
-                    self._send_readings(run, readings)
-                    if not isinstance(fact, (Reading, Absent)):
-                        self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
-                    if bursts is not None:
-                        bursts.pause()  # a probe that knows nothing of bursts pauses where it yields
+                self._send_facts(run, probe, context, readings, bursts)
             finally:
                 seconds = time.monotonic() - begun
-                self._send_readings(run, [*readings, *map(_compact, facts())])
+                self._send_readings(run, [*readings, *map(_compact, sensors())])
             outcome = Outcome.COMPLETED
         except Skip as skip:
             outcome, detail, reason = Outcome.SKIPPED, str(skip), skip.reason
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
             outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
-            traceback.clear_frames(error.__traceback__)  # lets go of what filled the memory before anything is written
+            traceback.clear_frames(error.__traceback__)  # frees what filled the memory before anything is written
             detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
             if excuse := limits.excuse(error, capped=capped) if numeric else "":
                 outcome, detail = Outcome.SKIPPED, excuse
@@ -249,8 +225,44 @@ class Runner:
             **surroundings,
         )
 
+    def _context(self, request: dict[str, Any], device: Device) -> Context:
+        """Return what the probe is given; its budget starts now."""
+        return Context(
+            device=device,
+            level=request["level"],
+            seed=request["seed"],
+            budget=request["budget"],
+            settings=request["settings"],
+            cases=tuple(request["cases"]),
+            drill=request["drill"],
+            baselining=request["baselining"],
+            memory=request["memory"],
+            intensity=request["intensity"],
+            progress=self._progress(request["id"]),
+        )
+
+    def _send_facts(
+        self,
+        run: str,
+        probe: ModuleType,
+        context: Context,
+        readings: list[list[Any]],
+        bursts: limits.Bursts | None,
+    ) -> None:
+        """Send each fact as the probe yields it; readings that still wait for their batch are left in `readings`."""
+        for fact in probe.run(context):
+            if isinstance(fact, (Reading, Absent)):
+                readings.append(_compact(fact))
+                if probe.SPEC.telemetry and len(readings) < BATCH:
+                    continue
+            self._send_readings(run, readings)
+            if not isinstance(fact, (Reading, Absent)):
+                self._send(kind="fact", id=run, type=type(fact).__name__, value=_plain(fact))
+            if bursts is not None:
+                bursts.pause()  # for probes that never call ctx.pace
+
     def answer(self, request: dict[str, Any]) -> None:
-        """Let one of the worker's own modules answer a question that is no probe; send progress, then the answer."""
+        """Let a module of the worker answer a request that is not a probe; send progress, then the answer."""
         run = request["id"]
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
@@ -258,7 +270,7 @@ class Runner:
             value, outcome, detail = module.answer(request["arguments"], self._progress(run)), Outcome.COMPLETED, ""
         except Skip as skip:
             value, outcome, detail = {}, Outcome.SKIPPED, str(skip)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the asker must hear of it
+        except BaseException as error:  # noqa: BLE001 - every error must reach the supervisor
             value, outcome = {}, Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
             traceback.clear_frames(error.__traceback__)
             bad_input = isinstance(error, (ValueError, OSError))
@@ -268,7 +280,7 @@ class Runner:
         self._send(kind="answered", id=run, outcome=outcome.value, value=value, detail=detail)
 
     def _send_readings(self, run: str, readings: list[list[Any]]) -> None:
-        """Send what has gathered: a message for each would be most of what telemetry costs."""
+        """Send the batch: one message per reading would be most of the cost of telemetry."""
         if readings:
             self._send(kind="readings", id=run, values=readings)
             readings.clear()
@@ -278,9 +290,9 @@ class Runner:
         if path not in self._modules:
             spec = importlib.util.spec_from_file_location(f"canaryd_probe_{path.stem}", path)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{path}: a probe is a file that ends in .py")
+                raise ImportError(f"{path}: not a probe; the file must end in .py")
             module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+            sys.modules[spec.name] = module  # dataclasses and pickle look the module up
             spec.loader.exec_module(module)
             if not isinstance(getattr(module, "SPEC", None), ProbeSpec):
                 found = type(module.SPEC).__name__ if hasattr(module, "SPEC") else "missing"
@@ -304,7 +316,7 @@ class Runner:
 
     def _send(self, **message: Any) -> None:
         body = json.dumps(message, allow_nan=False).encode()
-        # The newline in front ends whatever a probe may have left unfinished on the same descriptor.
+        # The leading newline ends an unfinished line that a probe may have left on the same descriptor.
         data = memoryview(b"\n" + self._nonce + b" " + body + b"\n")
         with self._lock:
             try:
@@ -317,7 +329,7 @@ class Runner:
 
 
 def _compact(fact: Reading | Absent) -> list[Any]:
-    """Return a reading as [name, value, unit, labels], an absence as [name, reason]; raise where it is not plain."""
+    """Return a reading as [name, value, unit, labels], an absence as [name, reason]; raise for other data."""
     if isinstance(fact, Absent):
         if not all(isinstance(text, str) for text in (fact.name, fact.reason)):
             raise ValueError(f"the probe yielded an Absent that is not plain data: {fact!r:.200}; {INSTEAD}")
@@ -331,7 +343,7 @@ def _compact(fact: Reading | Absent) -> list[Any]:
 
 
 def _plain(fact: Any) -> Any:
-    """Return a fact as JSON data; raise `TypeError` or `ValueError` naming the type where it is not one."""
+    """Return a fact as JSON data; raise `TypeError` or `ValueError` naming the type of anything else."""
     if type(fact) not in FACTS:
         wanted = ", ".join(kind.__name__ for kind in FACTS)
         raise TypeError(f"the probe yielded {type(fact).__name__}; it may yield {wanted}")
@@ -346,11 +358,11 @@ def _plain(fact: Any) -> Any:
 
 
 def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
-    """Return "stack" and "environment", or why there are none in "absent"."""
+    """Return "stack" and "environment", or the reason for their absence in "absent"."""
     try:
         devices = importlib.import_module("canaryd.worker.numeric.stack")
         return {"stack": devices.stack(device, instruction_set), "environment": devices.environment()}
-    except BaseException as error:  # noqa: BLE001 - a run is delivered whatever else fails
+    except BaseException as error:  # noqa: BLE001 - the run is sent in any case
         return {"absent": {"stack": _last_line(error)}}
 
 

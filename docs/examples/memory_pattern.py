@@ -1,7 +1,7 @@
 # ruff: noqa: INP001  a catalogue, not a package
-"""Seeded bytes written over a stretch of host memory and read back.
+"""Write seeded bytes over a stretch of host memory and read them back.
 
-Stresses: memory cells, caches, and the way between them.
+Stresses: memory cells, caches, and the path between them.
 
 Cannot see: memory that the kernel did not hand out, cells that lose a bit only later, which module is at fault.
 """
@@ -20,7 +20,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     """Compare every chunk of a freshly written stretch of memory with what was written."""
     golden = random.Random(ctx.seed).randbytes(CHUNK)
     memory = bytearray(golden) * CHUNKS[ctx.level]
-    if ctx.drill:  # one flipped bit, so that the alarm can be watched as it arrives
+    if ctx.drill:  # flip one bit, to test that the alarm arrives
         memory[ctx.seed % len(memory)] ^= 1
     wrong = [at for at in range(0, len(memory), CHUNK) if not memory.startswith(golden, at)]
     yield Comparison(
@@ -44,6 +44,6 @@ def _evidence(golden: bytes, seen: bytes) -> Evidence:
         bits={str(k): n for k in range(8) if (n := sum((a ^ b) >> k & 1 for _, a, b in bad))},
         zeroed=sum(b == 0 for _, _, b in bad),
         nonfinite=0,
-        lines={},  # an index into virtual memory is no place that two faults could share
+        lines={},  # an index into virtual memory names no physical place
         pattern=f"{len(bad)} bytes of the first wrong chunk, byte {bad[0][0]} first" if bad else "not seen again",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, TelemetryConfig, WorkerConfig
-from canaryd.engine import events
+from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee

@@ -480,9 +480,9 @@ def test_changes_and_xids_are_marked_when_they_happened(seen):
 
 
 def test_the_preview_draws_every_panel(seen, tmp_path):
-    """grafana/preview.py makes a page of each dashboard; panels without data are those that have a reason."""
+    """tools/grafana_preview.py makes a page of each dashboard; panels without data are those that have a reason."""
     api, nodes, _ = seen
-    argv = [sys.executable, "-m", "grafana.preview", "--prometheus", api.url, "--out", tmp_path]
+    argv = [sys.executable, "-m", "tools.grafana_preview", "--prometheus", api.url, "--out", tmp_path]
     argv += [
         "--since",
         "0.03",

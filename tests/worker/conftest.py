@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-PROBES = Path(__file__).resolve().parents[2] / "probes"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def maker():
-    """The module `probes/golden/make.py`: plain-integer arithmetic that shares nothing with the builders."""
-    spec = importlib.util.spec_from_file_location("canaryd_golden_make", PROBES / "golden" / "make.py")
+    """The module `tools/make_goldens.py`: plain-integer arithmetic that shares nothing with the builders."""
+    spec = importlib.util.spec_from_file_location("canaryd_make_goldens", ROOT / "tools" / "make_goldens.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

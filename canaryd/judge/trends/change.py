@@ -25,7 +25,7 @@ against 14 are that far apart by chance once in 38,760 looks, which is too often
 APART = 4.0
 """Times the scatter of the days before (normal days: 1.4826 times the median absolute deviation) that a change must
 measure (ours). Days depend on each other, and then the rank test alone is often wrong: if each day's level takes over
-0.8 of the day before, in 99 of 100 years. With this limit and `SLOWER` in none (docs/trend.md has the table)."""
+0.8 of the day before, in 99 of 100 years. With this limit and `SLOWER` in none (docs/judgement.md has the table)."""
 MARKED = 1.05
 """Least ratio of a change that `marks` shows (ours): smaller ones help nobody."""
 MARK_WARMTH = 3.0

@@ -2,7 +2,7 @@
 
 All pure functions. Neighbouring readings depend on each other, so a day counts as one value. A change is accepted when
 it is large and an exact rank test (Mann and Whitney 1947) separates the days after it from the days before it.
-docs/trend.md has the rules, their false alarms and the simulations. Slow is not wrong: no rule here makes a device
+docs/judgement.md has the rules, their false alarms and the simulations. Slow is not wrong: no rule here makes a device
 worse than degraded.
 """
 

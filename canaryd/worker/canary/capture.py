@@ -42,16 +42,16 @@ SCHEMA = "canaryd.capture/1"
 HEADER_LIMIT = 100_000_000
 """Bytes that a header may have: the format's own limit, since decoding gives thousands of tensors."""
 BUILT_IN = "canary"
-"""What `model` says of the built-in model."""
+"""Value of `model` for the built-in model."""
 HIDDEN = ("embedding", "out", "logits")
-"""Operators that a capture without operators keeps: the hidden state before the first layer, and behind each."""
+"""Operators that a capture without operators keeps: the hidden states before the first layer and after each."""
 ABOUT = (
     *("schema", "canaryd", "date", "device", "environment", "dtype", "model", "digest"),
     *("prompts", "path", "operators", "drill", "order"),
 )
-"""Texts that every capture has."""
+"""Names of the texts that every capture has."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-"""Environment that chooses a CPU's kernels: part of the stack of a capture."""
+"""Environment variables that select a CPU's kernels: part of the stack of a capture."""
 
 Progress = Callable[[float, str], None]
 
@@ -84,11 +84,11 @@ def name_of(prompt: str, step: str, layer: str, operator: str) -> str:
 
 @dataclass
 class Recorder:
-    """Keeps the tensors that pass it, and spoils one element of one of them, once, where a drill asks for it."""
+    """Keep the tensors that pass by; for a drill, change one element of one of them, once."""
 
     operators: bool
     drill: str = ""
-    """Place to spoil, as "2.query"."""
+    """Place to change, such as "2.query"."""
     kept: dict[str, Any] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
     """All places met."""
@@ -101,7 +101,7 @@ class Recorder:
         self.kept[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
     def see(self, layer: str, operator: str, tensor: Any) -> Any:
-        """Take note of a tensor; return what the computation goes on with."""
+        """Note a tensor; return the tensor to go on with."""
         place = f"{layer}.{operator}"
         if place not in self.places:
             self.places.append(place)
@@ -178,7 +178,7 @@ def record(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A model of the user's own.
+# The user's own model.
 
 
 def record_directory(
@@ -217,10 +217,10 @@ def record_directory(
 
 
 def _hook(model: Any, recorder: Recorder) -> None:
-    """Let every leaf module and every layer of a model pass its output by the recorder."""
+    """Pass the output of every leaf module and every layer of a model to the recorder."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     if not lists:
-        raise Skip(f"{type(model).__name__} has no list of layers to look into")
+        raise Skip(f"{type(model).__name__} has no list of layers to record")
     prefix = next(iter(lists)) + "."
     known = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "logits"}
     part = "input"
@@ -258,76 +258,113 @@ def _hook(model: Any, recorder: Recorder) -> None:
 # The file.
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What a capture was asked for, checked."""
+
+    device: Device
+    out: Path
+    directory: Path | None
+    """A Hugging Face checkpoint; None for the built-in model."""
+    dtype: str
+    names: tuple[str, ...]
+    """Prompts of the built-in model."""
+    forced: bool
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> _Request:
+        """Return a request out of plain data; raise `ValueError` for the first argument that is wrong."""
+        dtype, out = arguments["dtype"], Path(arguments["out"])
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
+        golden, _ = built_in()
+        names = tuple(arguments["prompts"]) or tuple(golden.names)
+        unknown = [name for name in names if name not in golden.names]
+        if unknown:
+            raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(golden.names)}")
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is not a directory"
+            raise ValueError(f"{out}: {what}; wanted the path of a file to write")
+        return cls(
+            device=from_json(Device, arguments["device"]),
+            out=out,
+            directory=Path(arguments["model"]) if arguments["model"] else None,
+            dtype=dtype,
+            names=names,
+            forced=bool(arguments["forced"]),
+        )
+
+
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Capture as asked and write the file; return its "file", "bytes", number of "tensors", and "seconds".
+    """Capture as requested and write the file; return its "file", "bytes", number of "tensors", and "seconds".
 
     Arguments: device (a `Device` as JSON), out (path), model ("" for the built-in one, or a Hugging Face directory),
-    dtype, prompts (names; none for all), operators (all operators, or hidden states, logits and tokens alone), forced
-    (one pass over a known continuation, or decoding), drill ("" or a place such as "2.query" to spoil one element of).
-    Raises `ValueError` for what cannot be meant, `Skip` for what cannot be done here.
+    dtype, prompts (names; none for all), operators (true: all operators; false: hidden states, logits and tokens only),
+    forced (true: one pass over a known continuation; false: decoding), drill ("" or a place such as "2.query", where
+    one element is changed). Raises `ValueError` for a wrong argument, `Skip` for what cannot run here.
     """
     need_torch()
     started = time.monotonic()
-    device, dtype, out = from_json(Device, arguments["device"]), arguments["dtype"], Path(arguments["out"])
-    directory = Path(arguments["model"]) if arguments["model"] else None
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
-    golden, digest = built_in()
-    names = list(arguments["prompts"]) or list(golden.names)
-    unknown = [name for name in names if name not in golden.names]
-    if unknown:
-        raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(golden.names)}")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is no directory"
-        raise ValueError(f"{out}: {what}; wanted the path of a file to write")
-    checkpoint = None
-    if directory:
-        checkpoint = hugging_face.Checkpoint(hugging_face.read_settings({"directory": str(directory), "dtype": dtype}))
-        digest = links(directory)["checkpoint"]
+    request = _Request.read(arguments)
+    checkpoint, digest = None, built_in()[1]
+    if request.directory:
+        settings = {"directory": str(request.directory), "dtype": request.dtype}
+        checkpoint = hugging_face.Checkpoint(hugging_face.read_settings(settings))
+        digest = links(request.directory)["checkpoint"]
     recorder = Recorder(operators=bool(arguments["operators"]), drill=arguments["drill"])
-    forced = bool(arguments["forced"])
-    with strict_switches() as switches, torch.inference_mode():
-        try:
-            if checkpoint:
-                record_directory(checkpoint, device, names, recorder, forced=forced, progress=progress)
-            else:
-                model = golden.model.to(torch_device(device), dtype)
-                record(model, golden, names, recorder, forced=forced, progress=progress)
-        except RuntimeError as error:
-            if is_refusal(error):
-                raise Skip(f"{device.model} does not run {dtype}: {' '.join(str(error).split())[:300]}") from error
-            raise
-    if recorder.drill and not recorder.struck:
-        raise ValueError(f"drill {recorder.drill!r}: no such place; there are {', '.join(recorder.places)}")
+    switches = _compute(request, checkpoint, recorder, progress)
     about = {
         "schema": SCHEMA,
         "canaryd": __version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": json.dumps(to_json(device)),
-        "environment": json.dumps(_environment(device, switches, checkpoint)),
-        "dtype": dtype,
-        "model": str(directory) if directory else BUILT_IN,
+        "device": json.dumps(to_json(request.device)),
+        "environment": json.dumps(_environment(request.device, switches, checkpoint)),
+        "dtype": request.dtype,
+        "model": str(request.directory) if request.directory else BUILT_IN,
         "digest": digest,
-        "prompts": json.dumps(names),
-        "path": "forced" if forced else "decode",
+        "prompts": json.dumps(request.names),
+        "path": "forced" if request.forced else "decode",
         "operators": "yes" if recorder.operators else "no",
         "drill": recorder.drill,
         "order": json.dumps(list(recorder.kept)),
     }
     data = write_safetensors(recorder.kept, about)
-    write_file(out, data)
+    write_file(request.out, data)
     return {
-        "file": str(out),
+        "file": str(request.out),
         "bytes": len(data),
         "tensors": len(recorder.kept),
         "seconds": round(time.monotonic() - started, 3),
     }
 
 
+def _compute(
+    request: _Request, checkpoint: hugging_face.Checkpoint | None, recorder: Recorder, progress: Progress
+) -> dict[str, str]:
+    """Run the model past the recorder; return the switches that were set."""
+    device, names, forced = request.device, list(request.names), request.forced
+    with strict_switches() as switches, torch.inference_mode():
+        try:
+            if checkpoint:
+                record_directory(checkpoint, device, names, recorder, forced=forced, progress=progress)
+            else:
+                golden, _ = built_in()
+                model = golden.model.to(torch_device(device), request.dtype)
+                record(model, golden, names, recorder, forced=forced, progress=progress)
+        except RuntimeError as error:
+            if is_refusal(error):
+                reason = " ".join(str(error).split())[:300]
+                raise Skip(f"{device.model} does not run {request.dtype}: {reason}") from error
+            raise
+    if recorder.drill and not recorder.struck:
+        raise ValueError(f"drill {recorder.drill!r}: no such place; there are {', '.join(recorder.places)}")
+    return switches
+
+
 def _environment(
     device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None
 ) -> dict[str, str]:
-    """Return all that the bits may depend on beside device, dtype and model."""
+    """Return what the bits may depend on, apart from device, dtype and model."""
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
     facts = stack.stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
     if checkpoint:
@@ -336,7 +373,7 @@ def _environment(
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; raise `ValueError` where it cannot be, with nothing left behind."""
+    """Write a file completely or not at all; raise `ValueError` where that fails, and leave nothing behind."""
     parent = path.absolute().parent
     part = None
     try:
@@ -374,7 +411,7 @@ def _umask() -> int:
 
 
 def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bool) -> bool:
-    """Whether all logits of a prompt are [batch, position, vocabulary] over one vocabulary that has the tokens."""
+    """Return whether all logits of a prompt are [batch, position, vocabulary] of one vocabulary with its tokens."""
     tokens = held[f"{prompt}/tokens"]
     logits = [t for name, t in held.items() if name.startswith(f"{prompt}/") and name.endswith("/head/logits")]
     if not all(t.dim() == 3 and t.is_floating_point() and t.numel() for t in logits):
@@ -387,10 +424,10 @@ def _rows_of_logits(held: Mapping[str, torch.Tensor], prompt: str, *, forced: bo
 
 
 def read(path: Path) -> Capture:
-    """Return a capture from its file; raise `ValueError` with one clear line for anything else."""
+    """Return a capture from its file; raise `ValueError` with one line for anything else."""
     try:
         return _read(path)
-    except ValueError as error:  # what stands in a stranger's file stands in the message
+    except ValueError as error:  # the message may quote an untrusted file
         raise ValueError(printable(str(error))[:1000]) from error
 
 
@@ -402,28 +439,32 @@ def _read(path: Path) -> Capture:
     try:
         tensors, about = read_safetensors(data, header_limit=HEADER_LIMIT)
     except BadFile as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     schema = about.get("schema", "")
     missing = [name for name in ABOUT if name not in about]
     if schema != SCHEMA or missing:
-        said = f"its schema is {schema!r}" if schema else "it has no schema"
-        raise ValueError(f"{path} is no capture of canaryd: {said if schema != SCHEMA else f'without {missing[0]}'}")
+        reason = f"its schema is {schema!r}" if schema else "it has no schema"
+        raise ValueError(
+            f"{path} is not a capture of canaryd: {reason if schema != SCHEMA else f'it lacks {missing[0]}'}"
+        )
     try:
-        told = {name: json.loads(about[name]) for name in ("device", "environment", "order", "prompts")}
-        json.dumps([told, about, [*tensors]], ensure_ascii=False).encode()  # half a surrogate pair: written nowhere
-        from_json(Device, told["device"])
-        from_json(dict[str, str], told["environment"])
-        order, prompts = (from_json(tuple[str, ...], told[name]) for name in ("order", "prompts"))
+        texts = {name: json.loads(about[name]) for name in ("device", "environment", "order", "prompts")}
+        json.dumps([texts, about, [*tensors]], ensure_ascii=False).encode()  # raises for half a surrogate pair
+        from_json(Device, texts["device"])
+        from_json(dict[str, str], texts["environment"])
+        order, prompts = (from_json(tuple[str, ...], texts[name]) for name in ("order", "prompts"))
         held = {name: tensors[name] for name in order}
         named = {name: held[name] for prompt in prompts for name in (f"{prompt}/input", f"{prompt}/tokens")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no capture of canaryd: its texts and tensors disagree: {error}") from error
+        raise ValueError(f"{path} is not a capture of canaryd: its texts and tensors disagree: {error}") from error
     if any(tensor.dtype != torch.int64 or tensor.dim() != 2 for tensor in named.values()):
-        raise ValueError(f"{path} is no capture of canaryd: its tokens are no rows of integers")
+        raise ValueError(f"{path} is not a capture of canaryd: its tokens are not rows of integers")
     if about["model"] == BUILT_IN:
         most = built_in()[0].model.shape.vocabulary
         if any(bool(((tensor < 0) | (tensor >= most)).any()) for tensor in named.values()):
-            raise ValueError(f"{path} is no capture of canaryd: its tokens are none of the built-in model's")
+            raise ValueError(f"{path} is not a capture of canaryd: its tokens are not those of the built-in model")
     if not all(_rows_of_logits(held, prompt, forced=about["path"] == "forced") for prompt in prompts):
-        raise ValueError(f"{path} is no capture of canaryd: its logits are no rows over a vocabulary with its tokens")
+        raise ValueError(
+            f"{path} is not a capture of canaryd: its logits are not rows over a vocabulary with its tokens"
+        )
     return Capture(held, about)

@@ -1,8 +1,8 @@
 """Fingerprints of a model on disk, a Hugging Face directory or a GGUF file: the first links of a canary's chain.
 
-Each link moves for a reason of its own (docs/canaries.md). Tensors are digested one by one and put together in the
-order of their names, so that neither another split into shards nor another header changes them. There is no shortcut by
-samples: it would miss the one flipped bit that this is for.
+Each link changes for its own reason (docs/canaries.md). Tensors are digested one by one and combined in the order
+of their names, so that neither another split into shards nor another header changes the result. Every byte is read: a
+sample would miss the single flipped bit that this should find.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from canaryd.model import printable
 
 Progress = Callable[[float, str], None]
-"""Told how far the reading is (0…1), and of which file."""
+"""Called with the progress of the reading (0…1) and the file's name."""
 
 BLOCK = 1 << 20
 """Bytes read at once."""
@@ -42,10 +42,10 @@ VOCABULARIES = (
 _TOKENIZER = ("added_tokens.json", "merges.txt", "special_tokens_map.json", *VOCABULARIES)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""What transformers loads first when it is there; otherwise the shards that NAME.index.json lists."""
+"""What transformers loads first where it exists; otherwise the shards that NAME.index.json lists."""
 _DTYPES = ("dtype", "torch_dtype")
 _BOOKKEEPING = ("_name_or_path", "transformers_version")
-"""What config files say of their own making; no bit of a result depends on it."""
+"""Keys of config files that no bit of a result depends on."""
 
 _GGUF_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """`gguf_metadata_value_type` → bytes."""
@@ -55,15 +55,15 @@ _GGUF_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class BadCheckpoint(ValueError):
-    """A path that holds no whole checkpoint; one line that says where, what is there and what was wanted."""
+    """A path without a complete checkpoint; the text is one line: where, what is there, what was wanted."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(printable(said)[:1000])
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text)[:1000])
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as its file's header has it."""
+    """One tensor, as in its file's header."""
 
     name: str
     dtype: str
@@ -72,7 +72,7 @@ class Tensor:
     file: Path
     begin: int
     end: int
-    """Its bytes in the file, from and to."""
+    """End of its bytes in the file."""
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ def links(
 def tensors(path: Path) -> list[Tensor]:
     """Return all tensors of a checkpoint, from the headers of its files alone; raises `BadCheckpoint` and `OSError`.
 
-    A pickled file (.bin) counts as one tensor with its name: what it holds cannot be told without running it.
+    A pickled file (.bin) counts as one tensor with its name, because reading its content would run its code.
     """
     if path.is_dir():
         read: Callable[[Path], list[Tensor]] = _safetensors
@@ -119,7 +119,7 @@ def tensors(path: Path) -> list[Tensor]:
     elif path.is_file():
         read, files, wanted = (lambda file: _Gguf(file).tensors), _gguf_shards(path), {}
     else:
-        raise BadCheckpoint(f"{path}: is not there; wanted a Hugging Face directory or a GGUF file")
+        raise BadCheckpoint(f"{path}: does not exist; wanted a Hugging Face directory or a GGUF file")
     for file in files:
         if not file.is_file():
             raise BadCheckpoint(f"{file}: a shard of this checkpoint is missing; fetch the checkpoint again")
@@ -127,13 +127,13 @@ def tensors(path: Path) -> list[Tensor]:
     for file in files:
         for tensor in read(file):
             if tensor.name in found:
-                raise BadCheckpoint(f"{file}: tensor {tensor.name} is in {found[tensor.name].file.name} as well")
+                raise BadCheckpoint(f"{file}: tensor {tensor.name} is also in {found[tensor.name].file.name}")
             found[tensor.name] = tensor
     for name, shard in wanted.items():
         if read is _safetensors and (name not in found or found[name].file.name != shard):
-            raise BadCheckpoint(f"{path / shard}: tensor {name} is not in it, though the index says so")
+            raise BadCheckpoint(f"{path / shard}: lacks tensor {name}, which the index lists there")
     if not found:
-        raise BadCheckpoint(f"{path}: holds no tensor; wanted the weights of a model")
+        raise BadCheckpoint(f"{path}: has no tensor; wanted the weights of a model")
     return list(found.values())
 
 
@@ -145,13 +145,13 @@ def _hash(value: Any) -> str:
 # The weights' bytes.
 
 _READ: dict[str, dict[str, str]] = {}
-"""A file as it was when it was read (`_stamp`) → its tensors' digests."""
+"""`_stamp` of a file → digests of its tensors."""
 REMEMBERED = 1000
 """Files that are remembered; the oldest are forgotten first."""
 
 
 def _recall(file: Path) -> None:
-    """Take up what an earlier process has read; what is not such a memory is none, and is written anew."""
+    """Load the digests of an earlier process; ignore a file that is something else, it will be overwritten."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text())
         if isinstance(found, dict) and all(isinstance(v, dict) for v in found.values()):
@@ -159,7 +159,7 @@ def _recall(file: Path) -> None:
 
 
 def _remember(file: Path) -> None:
-    """Write it down for later processes; where that fails, they only take longer."""
+    """Store the digests for later processes; if that fails, they only take longer."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = file.with_name(f"{file.name}.{os.getpid()}")
@@ -186,13 +186,13 @@ def _contents(found: Iterable[Tensor], *, thorough: bool, progress: Progress) ->
                         done += len(block)
                     digests[tensor.name] = digest.hexdigest()
                 if _stamp(file, stream) != known:
-                    raise BadCheckpoint(f"{file}: was written to while it was read; ask again when it rests")
+                    raise BadCheckpoint(f"{file}: changed while it was read; try again when nothing writes to it")
                 _READ[known] = digests
             yield from ((t.name, t.shape, _READ[known][t.name]) for t in group)
 
 
 def _stamp(file: Path, stream: BinaryIO) -> str:
-    """Return what changes whenever somebody writes a file: no program can set the time of change (ctime)."""
+    """Return a text that changes whenever the file is written: programs cannot set ctime."""
     now = os.fstat(stream.fileno())
     return f"{file.resolve()} {now.st_dev} {now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
 
@@ -216,12 +216,12 @@ def _of_directory(path: Path, found: Iterable[Tensor]) -> dict[str, str]:
     dtypes: list[tuple[str, Any]] = []
     config = _stripped(_json(path / "config.json"), dtypes)
     generation = _stripped(_json(path / "generation_config.json", missing={}), [])
-    words = _json(path / "tokenizer_config.json", missing={})
-    said = words.pop("chat_template", None)
-    template: dict[str, Any] = {"chat_template": said} if said else {}
+    settings = _json(path / "tokenizer_config.json", missing={})
+    inline = settings.pop("chat_template", None)
+    template: dict[str, Any] = {"chat_template": inline} if inline else {}
     template |= {str(f.relative_to(path)): _file(f) for pattern in _TEMPLATES for f in sorted(path.glob(pattern))}
     tokenizer: dict[str, Any] = {name: _file(path / name) for name in _TOKENIZER if (path / name).is_file()}
-    tokenizer |= {"tokenizer_config.json": words} if words else {}
+    tokenizer |= {"tokenizer_config.json": settings} if settings else {}
     return {
         "config": _hash([config, generation]),
         "dtype": _hash([dtypes, {t.name: t.dtype for t in found}]),
@@ -244,7 +244,7 @@ def _stripped(config: Any, dtypes: list[tuple[str, Any]], place: str = "") -> An
 
 
 def _shards(path: Path) -> tuple[list[Path], Mapping[str, str]]:
-    """Return the files that transformers would load, in the order of their names, and which tensor is to be in which.
+    """Return the files that transformers would load, in the order of their names, and the file of each tensor.
 
     Some of the files may be missing.
     """
@@ -292,7 +292,7 @@ def _safetensors(file: Path) -> list[Tensor]:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise BadCheckpoint(f"{file}: {size} bytes, no safetensors file, or cut short within its header")
+            raise BadCheckpoint(f"{file}: {size} bytes: not a safetensors file, or truncated within its header")
         text = stream.read(length)
     try:
         header = json.loads(text)
@@ -309,11 +309,13 @@ def _safetensors(file: Path) -> list[Tensor]:
     at = body
     for tensor in sorted(found, key=lambda t: (t.begin, t.end)):
         if tensor.begin != at or tensor.size < 0:
-            raise BadCheckpoint(f"{file}: tensor {tensor.name} is at {tensor.begin}…{tensor.end}, wanted from {at} on")
+            raise BadCheckpoint(
+                f"{file}: tensor {tensor.name} is at {tensor.begin}…{tensor.end}, wanted a start at {at}"
+            )
         at = tensor.end
     if at != size:
-        wrong = "was cut short" if at > size else "has more behind its last tensor"
-        raise BadCheckpoint(f"{file}: {wrong}: {size} bytes, and its header makes {at}; fetch the checkpoint again")
+        wrong = "is truncated" if at > size else "has data after its last tensor"
+        raise BadCheckpoint(f"{file}: {wrong}: {size} bytes, its header needs {at}; fetch the checkpoint again")
     return found
 
 
@@ -322,7 +324,7 @@ def _safetensors(file: Path) -> list[Tensor]:
 
 
 def _of_gguf(first: Path, found: Iterable[Tensor]) -> dict[str, str]:
-    """Take the keys of the first shard: it alone has all of them, and may have no tensor."""
+    """Return the links of the keys in the first shard: only it has all keys, and it may have no tensor."""
     groups: dict[str, dict[str, str]] = {"config": {}, "dtype": {t.name: t.dtype for t in found}}
     for key, value in _Gguf(first).keys.items():
         if key.startswith("split."):
@@ -364,18 +366,18 @@ class _Gguf:
             if alignment < 1:
                 raise BadCheckpoint(f"{file}: general.alignment is 0; wanted a multiple of 8")
             body = math.ceil(self._stream.tell() / alignment) * alignment
-        # Where a tensor ends follows from its type; up to the next one's beginning only padding is added to that.
+        # A tensor's type gives its end; between it and the next tensor there is only padding.
         begins = sorted({body + offset for *_, offset in infos})
-        ends = dict(zip(begins, [*begins[1:], self.size], strict=False))  # a first shard may have keys alone
+        ends = dict(zip(begins, [*begins[1:], self.size], strict=False))  # a first shard may have only keys
         self.tensors = [
             Tensor(name, kind, shape, file, body + offset, ends[body + offset]) for name, shape, kind, offset in infos
         ]
         if begins and begins[-1] >= self.size:
-            raise BadCheckpoint(f"{file}: was cut short: {self.size} bytes, and a tensor begins at {begins[-1]}")
+            raise BadCheckpoint(f"{file}: is truncated: {self.size} bytes, but a tensor begins at {begins[-1]}")
 
     def _take(self, count: int) -> bytes:
         if count > self.size or len(data := self._stream.read(count)) < count:
-            raise BadCheckpoint(f"{self.file}: was cut short within its header, or is damaged there")
+            raise BadCheckpoint(f"{self.file}: is truncated or damaged within its header")
         return data
 
     def _unpack(self, layout: str) -> tuple[int, ...]:
@@ -398,7 +400,7 @@ class _Gguf:
             raise BadCheckpoint(f"{self.file}: a value of type {kind}; wanted one of 0…12")
         inner, count = self._unpack("IQ")
         if inner == _GGUF_ARRAY:
-            raise BadCheckpoint(f"{self.file}: an array of arrays; no key of a model is one")
+            raise BadCheckpoint(f"{self.file}: an array of arrays, which models do not have")
         head = struct.pack("<IQ", inner, count)
         if inner in _GGUF_SCALARS:
             return head + self._take(_GGUF_SCALARS[inner] * count)

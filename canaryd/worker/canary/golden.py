@@ -41,7 +41,7 @@ ENOUGH = 3
 
 @dataclass(frozen=True)
 class Golden:
-    """The model as shipped, and what it must answer. Host tensors."""
+    """The shipped model and its expected answers. Host tensors."""
 
     model: Canary
     """In bfloat16, as the file has it."""
@@ -72,29 +72,29 @@ def golden_digest(golden: Mapping[str, Any]) -> str:
 def load_golden(directory: Path) -> Golden:
     """Return model and goldens; raise `canary.BadFile` unless every digest holds and the logits choose the tokens."""
     try:
-        said = json.loads((directory / "golden.json").read_bytes())
-        if not isinstance(said, dict) or golden_digest(said) != said.get("sha256"):
-            raise BadFile("golden.json does not have the digest that stands in it")
+        stored = json.loads((directory / "golden.json").read_bytes())
+        if not isinstance(stored, dict) or golden_digest(stored) != stored.get("sha256"):
+            raise BadFile("golden.json does not have the digest that it contains")
         files = {name: (directory / f"{name}.safetensors").read_bytes() for name in ("weights", "reference")}
     except OSError as error:
         raise BadFile(f"{error.filename} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BadFile(f"golden.json: {error}") from error
     for name, data in files.items():
-        found, wanted = hashlib.sha256(data).hexdigest(), said[f"{name}_sha256"]
+        found, wanted = hashlib.sha256(data).hexdigest(), stored[f"{name}_sha256"]
         if found != wanted:
             raise BadFile(f"{name}.safetensors has SHA-256 {found[:16]}…, golden.json says {wanted[:16]}…")
-    prompts = said["prompts"]
+    prompts = stored["prompts"]
     golden = Golden(
         model=load(files["weights"]),
-        checkpoint=said["weights_sha256"][:16],
+        checkpoint=stored["weights_sha256"][:16],
         names=tuple(prompts),
         prompts=_tokens([p["text"] for p in prompts.values()]),
         tokens=_tokens([p["continuation"] for p in prompts.values()]),
         logits=read_safetensors(files["reference"])[0]["logits"],
-        tolerance=said["tolerance"],
-        sensitive=_tokens([s["text"] for s in said["sensitive"]]),
-        rivals=tuple((first, second) for first, second in (s["rivals"] for s in said["sensitive"])),
+        tolerance=stored["tolerance"],
+        sensitive=_tokens([s["text"] for s in stored["sensitive"]]),
+        rivals=tuple((first, second) for first, second in (s["rivals"] for s in stored["sensitive"])),
     )
     if not torch.equal(golden.logits.argmax(-1), golden.tokens):
         raise BadFile("reference.safetensors and golden.json do not have the same tokens")
@@ -111,7 +111,7 @@ def _tokens(texts: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one inference gave, beside its golden."""
+    """The result of one inference, with its golden."""
 
     tokens: Evidence | None
     """Present where a token is wrong."""
@@ -281,8 +281,8 @@ class Bench:
             if not _cannot(error):
                 raise
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            said = (lines or ["no reason given"])[0][: numeric_verify.SAID]
-            return f"this torch on {self.session.ctx.device.backend} cannot: {type(error).__name__}: {said}"
+            text = (lines or ["no reason given"])[0][: numeric_verify.QUOTED]
+            return f"this torch on {self.session.ctx.device.backend} cannot: {type(error).__name__}: {text}"
         return ""
 
     def _compiled(self, task: Task) -> Decoder:

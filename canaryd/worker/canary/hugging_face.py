@@ -1,4 +1,4 @@
-"""A user's own Hugging Face model in this process: whether it fits, loading it, and what it answers.
+"""The user's own Hugging Face model in this process: check that it fits, load it, run it.
 
 transformers is needed for this alone and is imported when a model is loaded, always offline. What a device computed
 leaves it as raw logits; digests and probabilities are taken on the host.
@@ -30,17 +30,17 @@ from canaryd.worker.telemetry.sysfs import path_setting
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "eager")
 PATHS = ("decode", "forced")
-"""How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
+"""Continuations are decoded token by token from the KV cache, or given and scored in one pass."""
 MEMORY = 0.9
-"""Share of the free memory that a model may take where the configuration names none (ours)."""
+"""Share of the free memory that a model may take by default (our choice)."""
 HEADROOM = 512 << 20
-"""Bytes for kernels, workspaces and fragments beside weights and cache (ours)."""
+"""Bytes for kernels, workspaces and fragmentation, on top of weights and cache (our choice)."""
 TRIES = 64
-"""Weights in which a drill looks for one that shows (ours)."""
+"""Weights that a drill tries before it gives up (our choice)."""
 TEXT = 4096
 """Characters of a recording's text."""
-SAID = 200
-"""Characters kept of what transformers says when it refuses a model."""
+QUOTED = 200
+"""Characters kept of an error of transformers."""
 
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,7 +48,7 @@ _ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Settings:
-    """What the configuration says under probes.model_canary.settings."""
+    """The section probes.model_canary.settings of the configuration."""
 
     directory: Path
     dtype: str
@@ -61,10 +61,10 @@ class Settings:
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
-    """Return the settings; raise `ValueError` naming the one that cannot be meant, `Skip` where no model is named."""
+    """Return the settings; raise `ValueError` for a wrong one, `Skip` where no model is named."""
     known = {"directory", "dtype", "prompts", "memory", "attention"}
     if unknown := sorted(set(given) - known):
-        raise ValueError(f"{unknown[0]}: is no setting of model_canary; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{unknown[0]}: model_canary has no such setting; it has {', '.join(sorted(known))}")
     if not given.get("directory"):
         raise Skip("no model is named: set probes.model_canary.settings.directory to a Hugging Face directory")
     dtype, attention = given.get("dtype", ""), given.get("attention", ATTENTION[0])
@@ -75,7 +75,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     if memory == "":
         memory = MEMORY
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory <= 1:
-        raise ValueError(f"memory: got {memory!r}, wanted a share of the free memory such as 0.5, or nothing")
+        raise ValueError(f"memory: got {memory!r}, wanted a share of the free memory such as 0.5")
     prompts = path_setting(given, "prompts", "/etc/canaryd/prompts.json") if given.get("prompts") else None
     return Settings(path_setting(given, "directory", "/models/mine"), dtype, prompts, float(memory), attention)
 
@@ -92,18 +92,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one inference gave. Host tensors."""
+    """The result of one inference. Host tensors."""
 
     tokens: tuple[int, ...]
     """The continuation: chosen when decoding, given when scoring."""
     logits: Any
     """Raw, in the model's format: (tokens, vocabulary) when decoding, (all positions, vocabulary) when scoring."""
     hidden: tuple[Any, ...] = ()
-    """Per layer the state at the last position, the embedding's first; empty where it was not asked for."""
+    """Per layer the state at the last position, the embedding's first; empty where not requested."""
 
 
 class Checkpoint:
-    """A directory that transformers knows, with its tokenizer; nothing of its weights is loaded yet."""
+    """A directory that transformers can load, with its tokenizer; the weights are not loaded yet."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -117,7 +117,7 @@ class Checkpoint:
         with self._refusing("configuration"):
             self.config = self._load(self.transformers.AutoConfig)
         self.quantised = getattr(self.config, "quantization_config", None) is not None
-        # Without its files transformers makes an empty tokenizer, to which every text is the same.
+        # Without these files transformers makes an empty tokenizer, for which all texts are the same.
         if not any((settings.directory / name).is_file() for name in checkpoint.VOCABULARIES):
             names = ", ".join(checkpoint.VOCABULARIES)
             raise Skip(f"{settings.directory}: has no tokenizer; wanted one of {names}")
@@ -134,14 +134,14 @@ class Checkpoint:
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         length = len(prompt.ids) + prompt.count
         if not prompt.ids:
-            return "its tokenizer makes no token of it"
-        return f"{length} tokens, and the model takes {longest}" if longest and length > longest else ""
+            return "its tokenizer gives no token for this prompt"
+        return f"{length} tokens, but the model takes at most {longest}" if longest and length > longest else ""
 
     def need(self, prompts: Sequence[Prompt]) -> int:
         """Return the bytes that the model takes on its device: weights, KV cache, logits and states of one prompt.
 
-        Weights by the headers of their files, every floating tensor in `dtype`; cache and states by the sizes in
-        config.json. An estimate: `HEADROOM` covers what kernels take besides.
+        An estimate: weights from the headers of their files, every floating tensor in `dtype`; cache and states from
+        the sizes in config.json; `HEADROOM` for the kernels.
         """
         item, text = _ITEMS[self.dtype], self.config.get_text_config()
         length = max(len(p.ids) + p.count for p in prompts)
@@ -161,7 +161,7 @@ class Checkpoint:
         )
 
     def load(self, device: Device) -> Model:
-        """Return the model on its device; raise `Skip` where transformers refuses it or would make weights up."""
+        """Return the model on its device; raise `Skip` where transformers cannot load it or would invent weights."""
         directory, wanted = self.settings.directory, getattr(torch, self.dtype)
         with self._refusing("weights"):
             model, report = self._load(
@@ -170,18 +170,18 @@ class Checkpoint:
                 attn_implementation=self.settings.attention,
                 output_loading_info=True,
             )
-        # transformers fills what a checkpoint lacks with random numbers, other ones each time.
+        # transformers fills missing weights with random numbers, different ones each time.
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         if missing:
-            raise Skip(f"{directory}: lacks {len(missing)} of the model's weights, {missing[0]} for one")
+            raise Skip(f"{directory}: lacks {len(missing)} of the model's weights, for example {missing[0]}")
         kinds = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
         if not self.quantised and kinds.most_common(1)[0][0] != self.dtype:
-            raise Skip(f"{directory}: was to be loaded in {self.dtype}, and transformers gave {dict(kinds)}")
+            raise Skip(f"{directory}: transformers loaded {dict(kinds)} instead of {self.dtype}")
         return Model(model.to(torch_device(device)).eval(), self.tokenizer)
 
     @property
     def server(self) -> str:
-        """What computes, as a link of the chain."""
+        """The software that computes, as a link of the chain."""
         return f"transformers {self.transformers.__version__}"
 
     def _load(self, loader: Any, **more: Any) -> Any:
@@ -195,22 +195,22 @@ class Checkpoint:
         stored = Counter(_SAFETENSORS[t.dtype] for t in self.tensors if t.dtype in _SAFETENSORS)
         dtype = named or (stored.most_common(1)[0][0] if stored else "")
         if dtype not in DTYPES:
-            raise Skip(f"{self.settings.directory}: says no floating-point format that runs here; set dtype")
+            raise Skip(f"{self.settings.directory}: names no floating-point format that runs here; set dtype")
         return dtype
 
     @contextlib.contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Turn what transformers raises for a model that it does not take into `Skip`; nothing is on the device yet."""
+        """Turn errors of transformers into `Skip`; nothing is on the device yet."""
         try:
             yield
         except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
             if "memory" in str(error):
                 raise
-            said = " ".join(str(error).split())
-            said = said if len(said) <= SAID else said[:SAID] + "…"
+            text = " ".join(str(error).split())
+            text = text if len(text) <= QUOTED else text[:QUOTED] + "…"
             if getattr(getattr(self, "config", None), "auto_map", None) or "trust_remote_code" in str(error):
-                said = "it needs code from the checkpoint, which canaryd never runs"
-            raise Skip(f"{self.settings.directory}: {self.server} does not take its {part}: {said}") from error
+                text = "it needs code from the checkpoint, which canaryd never runs"
+            raise Skip(f"{self.settings.directory}: {self.server} cannot load its {part}: {text}") from error
 
 
 class Model:
@@ -232,31 +232,31 @@ class Model:
         return Seen(tuple(torch.cat(tokens, 1)[0].tolist()), torch.cat(logits).cpu())
 
     def score(self, prompt: Prompt, continuation: Sequence[int], *, hidden: bool = False) -> Seen:
-        """Score prompt and continuation in one pass; with the layers' states at its end where `hidden`."""
+        """Score prompt and continuation in one pass; `hidden` adds the layers' states at the last position."""
         ids = self._ids([*prompt.ids, *continuation[:-1]])
         answer = self.model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
         states = tuple(state[0, -1].cpu() for state in answer.hidden_states) if hidden else ()
         return Seen(tuple(continuation), answer.logits[0].cpu(), states)
 
     def strike(self, fault: faults.Fault, seed: int, prompts: Sequence[Prompt]) -> str:
-        """Put a drill's fault into one weight that shows in every prompt's last logits; return the weight's name.
+        """Put a drill's fault into one weight such that every prompt's last logits change; return the weight's name.
 
-        The same seed strikes the same weight. Raises `Skip` where none of `TRIES` weights shows it.
+        The same seed changes the same weight. Raises `Skip` where none of `TRIES` weights changes the logits.
         """
         named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.is_contiguous()]
         before = [self._last(prompt) for prompt in prompts]
         for attempt in range(TRIES):
             name, parameter = named[mix64(seed + attempt) % len(named)]
             kept = parameter.data
-            parameter.data = kept.clone()  # the weights as loaded may be the file itself, mapped
+            parameter.data = kept.clone()  # loaded weights may be the mapped file itself
             fault.change(bits(parameter.data).view(-1), mix64(seed - attempt) >> 1)
             if all(self._last(prompt) != was for prompt, was in zip(prompts, before, strict=True)):
                 return str(name)
             parameter.data = kept
-        raise Skip(f"the fault {fault.name!r} shows in none of {TRIES} weights: nothing was injected, nothing is shown")
+        raise Skip(f"the fault {fault.name!r} was not injected: it changed no result in any of {TRIES} weights")
 
     def close(self) -> None:
-        """Give the memory back: other probes share this process, and a server may share the device."""
+        """Free the memory: other probes share this process, and a server may share the device."""
         kind = self.model.device.type
         del self.model
         gc.collect()
@@ -299,7 +299,7 @@ def layers(seen: Seen, dtype: str, prompt: str) -> Iterator[Reading]:
 
 
 def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Prompt) -> dict[str, str]:
-    """Return the chain of one prompt. The template is left out: prompts are plain text, so that it changes nothing."""
+    """Return the chain of one prompt, without the template: prompts are plain text, so it has no effect."""
     settings = {"dtype": model.dtype, "attention": model.settings.attention, "tokens": prompt.count}
     return {
         **{link: value for link, value in links.items() if link != "template"},
@@ -310,21 +310,21 @@ def chain_of(links: Mapping[str, str], model: Checkpoint, prompt: Prompt) -> dic
 
 
 def check_memory(model: Checkpoint, device: Device, need: int) -> None:
-    """Raise `Skip` unless the model fits: on the device, and on the host that it passes through."""
+    """Raise `Skip` unless the model fits on the device, and on the host where it is loaded first."""
     share = model.settings.memory
-    places = [(f"on {device.name} beside what runs there", need, device_memory(device))]
+    places = [(f"on {device.name}", need, device_memory(device))]
     if device.backend != "cpu":
-        places.append(("on the host, through which it is loaded", model.weights(), host_memory()))
+        places.append(("on the host, where it is loaded first", model.weights(), host_memory()))
     for place, wanted, free in places:
         if wanted > free * share:
             raise Skip(
-                f"{model.settings.directory} in {model.dtype} needs {_gib(wanted)} {place}, where {_gib(free)} are free"
-                f" and {share:g} of that may be taken (memory): leave more room there, or name a smaller model"
+                f"{model.settings.directory} in {model.dtype} needs {_gib(wanted)} {place}; {_gib(free)} are free,"
+                f" and the model may take {share:g} of that (memory): free some memory, or choose a smaller model"
             )
 
 
 def device_memory(device: Device) -> int:
-    """Return the bytes of memory that are free on a device; raise `Skip` where nobody tells."""
+    """Return the bytes of memory that are free on a device; raise `Skip` where that is unknown."""
     target = torch_device(device)
     if target.type == "cpu":
         return host_memory()
@@ -332,25 +332,23 @@ def device_memory(device: Device) -> int:
         return min(host_memory(), int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()))
     ask = getattr(getattr(torch, target.type), "mem_get_info", None)
     if ask is None:
-        raise Skip(
-            f"this torch does not tell how much memory of {device.name} is free: nothing is loaded beside a server"
-        )
+        raise Skip(f"this torch does not report the free memory of {device.name}: no model is loaded beside a server")
     return int(ask(target)[0])
 
 
 def host_memory() -> int:
-    """Return the bytes that new programs can have without swapping: MemAvailable, or what psutil says elsewhere."""
+    """Return the bytes that new programs can have without swapping: MemAvailable, or psutil's number elsewhere."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
     try:
         return int(importlib.import_module("psutil").virtual_memory().available)
     except ImportError as error:
-        raise Skip("how much memory is free cannot be told here without psutil: install it beside torch") from error
+        raise Skip("free memory is unknown here without psutil: install psutil beside torch") from error
 
 
 def _transformers() -> Any:
-    # Read when the library is imported; what was imported before by another probe of ours was offline as well.
+    # Read when the library is imported; another probe that imported it before was offline as well.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     try:
         found = importlib.import_module("transformers")

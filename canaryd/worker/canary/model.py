@@ -2,7 +2,7 @@
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, KV cache, tied head. The same code prefills, decodes and
 scores, in every floating-point format; 16-bit formats take norms, rotations and softmax in float32, as serving does.
-All of the model's arithmetic is here; docs/canaries.md says what it is good for.
+All of the model's arithmetic is here; docs/canaries.md explains its purpose.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 POSITIONS = 128
 """Longest sequence."""
 Watch = Callable[[str, Any], Any]
-"""Sees every tensor at the point where its format rounds it ("2.query", "logits"), and returns what goes on."""
+"""Called with every tensor where its format rounds it ("2.query", "logits"); returns the tensor to go on with."""
 
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"}
 _HEADER_LIMIT = 1 << 20
-"""Bytes that a header of ours may have; the format itself allows 100 MB."""
+"""Bytes that a header of our files may have; the format itself allows 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Cache:
         self.used = 0
 
     def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
-        """Store new positions of one layer behind those in use; return all of that layer."""
+        """Append new positions of one layer; return all of that layer."""
         end = self.used + key.shape[2]
         self.keys[layer][:, :, self.used : end] = key
         self.values[layer][:, :, self.used : end] = value
@@ -102,7 +102,7 @@ class Cache:
 
 
 class Slots(Cache):
-    """A cache of one shape at every step, its place a tensor: what compilers and captured graphs can repeat."""
+    """A cache whose shape never changes and whose length is a tensor, for compilers and captured graphs."""
 
     def __init__(self, model: Canary, rows: int, length: int) -> None:
         super().__init__(model, rows, length)
@@ -112,7 +112,7 @@ class Slots(Cache):
         self.slots = torch.arange(length, device=device)[:, None]
 
     def clear(self) -> None:
-        """Empty it: what an earlier inference left would reach a masked sum if it were not finite."""
+        """Empty the cache: a non-finite value of an earlier inference would reach a masked sum."""
         for tensor in (self.at, *self.keys, *self.values):
             tensor.zero_()
 
@@ -150,7 +150,7 @@ class Canary:
         return Canary(self.shape, copies, self.watch)
 
     def forward(self, tokens: Any, cache: Cache | None = None) -> Any:
-        """Return the logits (rows, T, vocabulary) of tokens (rows, T), which stand behind those in `cache`."""
+        """Return the logits (rows, T, vocabulary) of tokens (rows, T) that follow those in `cache`."""
         weights, count = self.weights, tokens.shape[1]
         at = cache.positions(count) if cache else torch.arange(count, device=tokens.device)
         x = self._see("embedding", torch.nn.functional.embedding(tokens, weights["embedding"]))
@@ -206,7 +206,7 @@ class Canary:
 
 
 def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
-    """Return cosines and sines (positions, half a head), made in float64 on the host: no device's own enter here."""
+    """Return cosines and sines (positions, half a head), made in float64 on the host for all devices."""
     half = shape.head // 2
     angles = [[position * shape.theta ** (-k / half) for k in range(half)] for position in range(POSITIONS)]
     cosines, sines = (
@@ -218,21 +218,21 @@ def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def compiler() -> Iterator[str]:
-    """Let torch.compile work in this process alone and write below a temporary directory only, removed at the end.
+    """Make torch.compile work only in this process and write only below a temporary directory, removed at the end.
 
     Gives the names and versions of the compilers that torch itself calls, which the stack does not have. Raises what
     torch raises where it cannot compile for this Python.
     """
     name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     with tempfile.TemporaryDirectory(prefix="canaryd-compile-") as directory:
-        os.environ[name] = directory  # before the imports: one of them makes the directory that it finds there
+        os.environ[name] = directory  # before the imports, one of which creates this directory
         try:
             dynamo, inductor, utils = (
                 importlib.import_module(f"torch.{part}") for part in ("_dynamo", "_inductor", "_inductor.utils")
             )
             with (
                 utils.fresh_inductor_cache(dir=directory),
-                inductor.config.patch(compile_threads=1),  # more would be processes that stay
+                inductor.config.patch(compile_threads=1),  # more threads would be processes that stay
                 dynamo.config.patch(cache_size_limit=64),  # every format and batch goes through the same two functions
             ):
                 _headers_below(directory, inductor.config)
@@ -245,11 +245,11 @@ def compiler() -> Iterator[str]:
 
 
 def _headers_below(directory: str, config: Any) -> None:
-    """Keep precompiled headers, which halve the time, in `directory`; have none where that cannot be."""
+    """Keep precompiled headers, which halve the time, in `directory`; use none where that fails."""
     cache = vars(importlib.import_module("torch._inductor.codecache"))
     places = {"_HEADER_DIR": "headers", "_HEADER_LOCK_DIR": "locks"}
     made: Any = cache.get("_precompile_header")
-    # torch has no setting for their place, and asks openssl for a checksum of them.
+    # torch has no setting for their place, and runs openssl for their checksum.
     if places.keys() <= cache.keys() and hasattr(made, "cache_clear") and shutil.which("openssl"):
         cache.update({name: f"{directory}/{place}" for name, place in places.items()})
         made.cache_clear()
@@ -269,15 +269,15 @@ def _backends(cxx: list[str]) -> str:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in the main thread once `what` has taken too long: compilers may wait for a disk."""
+    """Raise `TimeoutError` in the main thread when `what` takes too long: compilers may wait for a disk."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"{what} took longer than {seconds:.3g} s")
 
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("time_limit works in the main thread alone, where a worker runs its probes")
+        raise RuntimeError("time_limit works only in the main thread, where a worker runs its probes")
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # again: an exception in a callback may go unheard
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # repeatedly: an exception in a callback may be lost
     try:
         yield
     finally:
@@ -311,7 +311,7 @@ def score(model: Canary, prompts: Any, continuation: Any) -> tuple[Any, Any]:
 
 
 class Decoder:
-    """Decodes as `decode` does, by two calls whose shapes never change: a prefill, and one step for every token.
+    """Decode as `decode` does, by two calls whose shapes never change: a prefill, and one step for every token.
 
     `compile` and `capture` put a compiled or a captured call in their place.
     """
@@ -335,7 +335,7 @@ class Decoder:
         return torch.cat(tokens, 1), torch.stack(logits, 1)
 
     def compile(self) -> None:
-        """Let torch.compile make both calls; it works at the first inference, inside `compiler`."""
+        """Compile both calls with torch.compile, which happens at the first inference, inside `compiler`."""
         self.prefill, self.step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (self._prefill, self._step))
 
     def capture(self) -> None:
@@ -344,7 +344,7 @@ class Decoder:
         with torch.cuda.device(self.token.device):
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # libraries make their workspaces at the first call: not while capturing
+            with torch.cuda.stream(aside):  # libraries create workspaces at the first call, which must not be captured
                 self._step()
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
@@ -374,10 +374,10 @@ class Decoder:
 
 
 class BadFile(ValueError):
-    """A file that is not what it should be; the text says where and how."""
+    """A damaged file; the text says what is wrong where."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(printable(said)[:1000])
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text)[:1000])
 
 
 def write_safetensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
@@ -428,13 +428,13 @@ def read_safetensors(data: bytes, *, header_limit: int = _HEADER_LIMIT) -> tuple
         tensors[name] = tensors[name].view(kind).view(shape)
         at = end
     if at != len(body):
-        raise BadFile(f"{len(body) - at} bytes behind the last tensor")
+        raise BadFile(f"{len(body) - at} bytes after the last tensor")
     return tensors, metadata
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return dict(pairs)
 
 
@@ -454,7 +454,7 @@ def save(model: Canary) -> bytes:
 
 
 def load(data: bytes) -> Canary:
-    """Return the model that `save` wrote; raise `BadFile` where sizes and tensors do not fit together."""
+    """Return the model that `save` wrote; raise `BadFile` where sizes and tensors do not match."""
     weights, metadata = read_safetensors(data)
     try:
         shape = Shape(**{name: int(text) for name, text in metadata.items()})

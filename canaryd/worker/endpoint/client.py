@@ -1,7 +1,7 @@
-"""One HTTP request at a time, with every failure a reason in words: what endpoint canaries speak through.
+"""HTTP for endpoint canaries: one request at a time; every failure becomes a readable reason.
 
-The standard library alone. Each request has a connection of its own, one deadline for the whole of it, and a bound on
-what is read. The API key never stands in a message, and what a server says is shortened before it is repeated.
+Only the standard library. Each request has its own connection, one deadline, and a limit on what is read. No message
+contains the API key, and a server's texts are shortened before they are quoted.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from canaryd.model import printable, whole
 from canaryd.probe import Skip
 
 CONNECT = 10.0
-"""Seconds to wait for a connection; a server on this host takes none."""
+"""Seconds to wait for a connection; a server on this host needs almost none."""
 ATTEMPTS = 4
 """One request and three more: only after a refused connection, 429 or 503 (`GATEWAY` too on an optional path)."""
 PATIENCE = 10.0
-"""Longest wait in seconds between two attempts; a server that asks for more is left alone."""
+"""Longest wait in seconds between two attempts; a server that wants more gets no further request."""
 MAX_BYTES = 32 << 20
-"""Bytes of an answer beyond which it is not read on: 1,024 tokens with their alternatives take about 1 MB."""
-SAID = 200
-"""Characters of a server's own words that are repeated."""
+"""Largest answer in bytes; 1,024 tokens with their alternatives take about 1 MB."""
+QUOTED = 200
+"""Characters of a server's own text that a message quotes."""
 BUSY = (429, 503)
 GATEWAY = (502, 504)
-"""What a proxy says of a server that it does not reach: of an optional path no word about whether that exists."""
+"""Status of a proxy that does not reach its server; it does not show whether an optional path exists."""
 
 
 class Refused(Skip):
-    """The server took the request and declined it (4xx, 5xx, or no stream): `status`, its own words in `said`."""
+    """The server took the request and declined it (4xx, 5xx, or no stream): `words` is the server's own text."""
 
-    def __init__(self, where: str, status: int, said: str) -> None:
-        super().__init__(f"{where}: refused with {status}: {said[:SAID] or 'no words'}")
+    def __init__(self, where: str, status: int, words: str) -> None:
+        super().__init__(f"{where}: refused with {status}: {words[:QUOTED] or 'without a message'}")
         self.status = status
-        self.said = said
+        self.words = words
 
 
 class _NotListening(Skip):
-    """The connection was refused: nobody has seen the request."""
+    """The connection was refused, so no server received the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What came back, whatever the status."""
+    """An answer with any status."""
 
     where: str
     """Method and address, for messages."""
@@ -58,28 +58,26 @@ class Reply:
     server: str
     """The Server header."""
     data: Any
-    """The body as JSON, None where it is none."""
+    """The body as JSON, None where it is not JSON."""
     text: str
     """The body as text."""
-    said: str
+    words: str
     """The body's own words about a failure, short and without the key."""
 
     def json(self) -> Any:
         """Return the JSON of a success; raise `Refused` for another status, `Skip` where the body is no JSON."""
         if self.status >= 400:
-            raise Refused(self.where, self.status, self.said)
+            raise Refused(self.where, self.status, self.words)
         if self.data is None:
             if self.text.lstrip()[:1] == "<":
-                raise Skip(
-                    f"{self.where}: answered a web page, wanted JSON: url must be that of the API, e.g. ending in /v1"
-                )
-            raise Skip(f"{self.where}: the answer of {len(self.text)} characters is no JSON, or breaks off")
+                raise Skip(f"{self.where}: got a web page, wanted JSON: set url to the API, e.g. ending in /v1")
+            raise Skip(f"{self.where}: the answer of {len(self.text)} characters is not JSON, or incomplete")
         return self.data
 
 
 @dataclass(kw_only=True)
 class Client:
-    """A server's address and what every request to it needs."""
+    """A server's address, and what every request to it needs."""
 
     url: str
     """Base of the OpenAI-compatible API, without a slash at the end, e.g. "http://127.0.0.1:8000/v1"."""
@@ -90,14 +88,14 @@ class Client:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        """Take the address apart; raise `Skip` for one that cannot be meant, or certificates that cannot be read."""
+        """Parse the address; raise `Skip` for a wrong one, or for certificates that cannot be read."""
         try:
             parts = urlsplit(self.url)
             self.host, port = parts.hostname or "", parts.port
         except ValueError:
             raise Skip('url: not an address, wanted e.g. "http://127.0.0.1:8000/v1"') from None
         if parts.username is not None or parts.query or parts.fragment:  # not repeated: it may be a password
-            raise Skip("url: holds a user, a query or a fragment; a key belongs into key_file")
+            raise Skip("url: remove the user, query or fragment; put a key into key_file")
         if parts.scheme not in ("http", "https") or not self.host or not self.url.isascii() or " " in self.url:
             raise Skip(f'url: got {self.url!r}, wanted e.g. "http://127.0.0.1:8000/v1"')
         self.port = port or (443 if parts.scheme == "https" else 80)
@@ -105,41 +103,41 @@ class Client:
         if parts.scheme == "https":
             try:
                 self.tls = ssl.create_default_context(cafile=self.ca_file or None)
-            except (OSError, ValueError) as error:  # an unreadable file, or one that holds no certificate
+            except (OSError, ValueError) as error:  # an unreadable file, or one without a certificate
                 reason = getattr(error, "strerror", None) or error
-                raise Skip(f"ca_file: {self.ca_file}: no certificates to be read there: {reason}") from None
+                raise Skip(f"ca_file: {self.ca_file}: cannot read certificates: {reason}") from None
         self._prefix = parts.path.rstrip("/")
         self._root = self._prefix.removesuffix("/v1")
         self.origin = f"{parts.scheme}://{parts.netloc}"
 
     def get(self, path: str) -> Reply:
-        """Ask for a path below the server's root, e.g. "/version", which it may lack or keep to itself.
+        """Request a path below the server's root, e.g. "/version", which may be missing or forbidden.
 
-        Any status is a reply but those of a hiccup (429, 502, 503, 504), which must not be taken for a path that is
-        missing: they are tried again, and where they stay, or no whole answer comes, it raises `Skip`.
+        Returns a reply for every status except temporary failures (429, 502, 503, 504), which do not mean that the path
+        is missing: they are tried again. Raises `Skip` where they persist, or where no complete answer comes.
         """
         return self._exchange("GET", self._root + path, None, optional=True)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Send JSON to a path below the server's root, e.g. "/tokenize"; otherwise as `get`."""
+        """Send JSON to a path below the server's root, e.g. "/tokenize"; otherwise like `get`."""
         return self._exchange("POST", self._root + path, body, optional=True)
 
     def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send JSON to a path of the API, or ask for one; raise `Skip` where no whole answer comes."""
+        """Send JSON to a path of the API, or request it without a body; raise `Skip` where no complete answer comes."""
         return self._exchange("GET" if body is None else "POST", self._prefix + path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
         """Send JSON to a path of the API; yield (seconds since the request, event) until the stream's end.
 
-        Raises `Refused` where the server does not stream, `Skip` where the stream breaks off or holds no JSON.
+        Raises `Refused` where the server does not stream, `Skip` where the stream is cut off or is not JSON.
         """
         where = f"POST {self.origin}{self._prefix}{path}"
         begun = time.monotonic()
         with closing(_Answer(self, "POST", self._prefix + path, body)) as answer:
             if answer.status >= 400 or "text/event-stream" not in answer.header("Content-Type"):
                 text = b"".join(answer.parts()).decode(errors="replace")
-                said = self._words(_parsed(text), text, body) if answer.status >= 400 else "no stream of events"
-                raise Refused(where, answer.status, said)
+                words = self._words(_parsed(text), text, body) if answer.status >= 400 else "no stream of events"
+                raise Refused(where, answer.status, words)
             count, finished, rest = 0, False, b""
             for part in answer.parts():
                 *lines, rest = (rest + part).split(b"\n")
@@ -151,14 +149,14 @@ class Client:
                         return
                     event = _parsed(value)
                     if not isinstance(event, dict) or "error" in event:
-                        said = self._words(event, value, body)
-                        instead = said[:SAID] or "what is no JSON"
-                        raise Skip(f"{where}: after {count} events the stream holds no event but: {instead}")
+                        words = self._words(event, value, body)
+                        instead = words[:QUOTED] or "data that is not JSON"
+                        raise Skip(f"{where}: after {count} events the stream contains: {instead}")
                     count += 1
                     finished = finished or bool(first_choice(event).get("finish_reason"))
                     yield time.monotonic() - begun, event
         if not finished:
-            raise Skip(f"{where}: the stream broke off after {count} events, before the server said that it ends")
+            raise Skip(f"{where}: the stream broke off after {count} events, before the server words that it ends")
 
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
         where = f"{method} {self.origin}{path}"
@@ -178,38 +176,38 @@ class Client:
                 break
             wait = float(after) if after.isdecimal() else wait
             if wait > PATIENCE:
-                raise Skip(f"{where}: refused with {status}: it wants to be left alone for {wait:g} s")
+                raise Skip(f"{where}: refused with {status}: it asks to wait for {wait:g} s")
             if attempt < ATTEMPTS:
                 self.sleep(wait)
         data = _parsed(text)
-        said = self._words(data, text, body)
+        words = self._words(data, text, body)
         if status in BUSY or (optional and status in GATEWAY):
-            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {said[:SAID] or 'no words'}")
+            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {words[:QUOTED] or 'without a message'}")
         if optional:
             good = data if status < 300 else None
-            return Reply(where=where, status=status, server=server, data=good, text=text, said=said)
+            return Reply(where=where, status=status, server=server, data=good, text=text, words=words)
         if status in (401, 403):
             key = "the key of key_file" if self.key else "a request without a key; set key_file"
             raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
         if 300 <= status < 400:
-            target = self._hidden(printable(_bare(location)))[:SAID]
+            target = self._hidden(printable(_bare(location)))[:QUOTED]
             raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
-        return Reply(where=where, status=status, server=server, data=data, text=text, said=said)
+        return Reply(where=where, status=status, server=server, data=data, text=text, words=words)
 
     def _words(self, data: Any, text: str, body: Mapping[str, Any] | None) -> str:
-        """Return what an answer says about a failure, in one line, without the key and without what was sent."""
-        said = _message(data)
-        if not said and data is None and text.lstrip()[:1] != "<":
-            said = text
-        said = self._hidden(printable(" ".join(said.split())))[:1000]
-        return _without(said, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
+        """Return an answer's text about a failure, in one line, without the key and without what was sent."""
+        words = _message(data)
+        if not words and data is None and text.lstrip()[:1] != "<":
+            words = text
+        words = self._hidden(printable(" ".join(words.split())))[:1000]
+        return _without(words, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
 
-    def _hidden(self, said: str) -> str:
-        return said.replace(self.key, "…") if self.key else said
+    def _hidden(self, words: str) -> str:
+        return words.replace(self.key, "…") if self.key else words
 
 
 class _Answer:
-    """One exchange: connected and sent at once, to be closed by who asked."""
+    """One exchange: connects and sends at once; the caller closes it."""
 
     def __init__(self, client: Client, method: str, path: str, body: Mapping[str, Any] | None) -> None:
         self._where = f"{method} {client.origin}{path}"
@@ -247,22 +245,22 @@ class _Answer:
         return self._response.getheader(name) or ""
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the body as it comes; raise `Skip` where it is late, cut short or too long."""
+        """Yield the body as it comes; raise `Skip` where it is late, incomplete or too long."""
         while part := self._guarded(lambda: self._response.read1(1 << 16)):
             self._size += len(part)
             if self._size > MAX_BYTES:
-                raise Skip(f"{self._where}: the answer is longer than {MAX_BYTES >> 20} MiB; this cannot be meant")
+                raise Skip(f"{self._where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB")
             yield part
         wanted = self.header("Content-Length")
         if wanted.isdecimal() and self._size < int(wanted[:20]):
-            raise Skip(f"{self._where}: the answer broke off after {self._size} of {wanted[:20]} bytes")
+            raise Skip(f"{self._where}: the answer was cut off after {self._size} of {wanted[:20]} bytes")
 
     def _connect(self, wait: float) -> None:
         try:
             self._connection.connect()
         except ConnectionRefusedError:
             raise _NotListening(
-                f"{self._where}: connection refused: nothing listens there; start the server, or mend url"
+                f"{self._where}: connection refused: nothing listens there; start the server, or correct url"
             ) from None
         except TimeoutError:
             secure = (
@@ -279,29 +277,29 @@ class _Answer:
         left = self._end - time.monotonic()
         try:
             if left <= 0:
-                raise TimeoutError  # noqa: TRY301 - the same words as for a socket that times out
+                raise TimeoutError  # noqa: TRY301 - the same message as for a socket that times out
             self._socket.settimeout(left)
             return action()
         except TimeoutError:
             raise Skip(
-                f"{self._where}: connected, but no whole answer within {self._timeout:g} s ({self._size} bytes "
+                f"{self._where}: connected, but no complete answer within {self._timeout:g} s ({self._size} bytes "
                 "came): slow, overloaded or hung"
             ) from None
         except http.client.IncompleteRead:
-            raise Skip(f"{self._where}: the answer broke off after {self._size} bytes") from None
+            raise Skip(f"{self._where}: the answer was cut off after {self._size} bytes") from None
         except (http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
-            # RemoteDisconnected is both: a server that died over the request, or one that speaks no HTTP there.
+            # RemoteDisconnected: a server that crashed on the request, or one that does not speak HTTP.
             raise Skip(f"{self._where}: {_broken(error, self._size)}") from None
 
 
 def _broken(error: Exception, size: int) -> str:
     if isinstance(error, http.client.RemoteDisconnected):
-        return "the server closed the connection without an answer: it died over it, or expects https"
+        return "the server closed the connection without an answer: it crashed on the request, or expects https"
     if isinstance(error, ConnectionError):
         return f"the connection was lost after {size} bytes of the answer: {error.strerror or error}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed after {size} bytes of the answer: {error.reason or error}"
-    return f"what answers there does not speak HTTP ({type(error).__name__})"
+    return f"the server does not speak HTTP ({type(error).__name__})"
 
 
 def _parsed(text: str) -> Any:
@@ -312,7 +310,7 @@ def _parsed(text: str) -> Any:
 
 
 def _bare(location: str) -> str:
-    """Return an address without what may be a password; "" for what is none."""
+    """Return an address without parts that may contain a password; "" for anything else."""
     try:
         parts = urlsplit(location)
     except ValueError:
@@ -324,9 +322,9 @@ def _unreachable(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}; name its authority with ca_file"
     if isinstance(error, ssl.SSLError):
-        return f"no TLS is spoken there ({error.reason or error}): write http://, or mend the server"
+        return f"the server does not speak TLS ({error.reason or error}): write http://, or configure the server"
     if isinstance(error, socket.gaierror):
-        return f"the name of the host is not known: {error.strerror}"
+        return f"unknown host name: {error.strerror}"
     return f"cannot be reached: {error.strerror or error}"
 
 
@@ -337,7 +335,7 @@ def first_choice(data: Any) -> dict[str, Any]:
 
 
 def _message(data: Any) -> str:
-    """Return the words of an error as servers shape it: {"error": {"message": …}}, {"detail": …}, {"error": "…"}.
+    """Return the text of an error: {"error": {"message": …}}, {"detail": …}, or {"error": "…"}.
 
     A list is FastAPI's: [{"loc": ["body", "seed"], "msg": "Extra inputs …", "input": …}]; the input is left out.
     """
@@ -351,17 +349,17 @@ def _message(data: Any) -> str:
     return data if isinstance(data, str) else ""
 
 
-def _without(said: str, sent: str, width: int = 24) -> str:
-    """Return words with every run of at least `width` characters that also stand in what was sent replaced by "…"."""
+def _without(words: str, sent: str, width: int = 24) -> str:
+    """Replace every run of at least `width` characters that also occurs in `sent` by "…"."""
     kept, at = [], 0
-    while at < len(said):
+    while at < len(words):
         end = at + width
-        if end <= len(said) and said[at:end] in sent:
-            while end < len(said) and said[at : end + 1] in sent:
+        if end <= len(words) and words[at:end] in sent:
+            while end < len(words) and words[at : end + 1] in sent:
                 end += 1
             kept.append("…")
             at = end
         else:
-            kept.append(said[at])
+            kept.append(words[at])
             at += 1
     return "".join(kept)

@@ -1,7 +1,7 @@
-"""What OpenAI-compatible servers make of the same request: one small adapter each, and how to tell which one answers.
+"""How OpenAI-compatible servers differ: one small adapter each, and how to recognise the server.
 
-An adapter is data: which fields it may be sent beside the portable ones, where it keeps its version, whether it can be
-told to leave its prefix cache alone. Sources: docs/canaries.md, which also says which were run and which only recorded.
+An adapter is data: which fields it accepts besides the portable ones, where it gives its version, whether requests can
+bypass its prefix cache. Sources: docs/canaries.md, which also says which servers were run and which only recorded.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from canaryd.model import printable
-from canaryd.probe import Skip
-from canaryd.worker.endpoint.client import Reply, first_choice
+from canaryd.worker.endpoint.client import Reply
 
 Get = Callable[[str], Reply]
-"""Asks for a path below the server's root; any status comes back as a reply."""
+"""Requests a path below the server's root; returns a reply with any status."""
 
 TOP = 5
-"""Alternatives asked for at each position: the most that every server gives (TGI and MindIE stop at 5)."""
+"""Alternatives requested at each position: the most that every server gives (TGI and MindIE give 5)."""
 SEED = 1
 """Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
 
 MOST_REQUESTS = 10**9
-"""Requests being served at once: what is beyond is no number of them."""
+"""Largest plausible number of requests being served."""
 READS = 4
-"""Times that a configuration is read until two reads in a row agree."""
+"""Most reads of a configuration until two in a row agree."""
 VOLATILE = frozenset(
     {
-        # llama-server's state of a slot, which older versions mix with its settings; a seed that is drawn at the start
+        # llama-server's state of a slot, which older versions mix with its settings; a seed drawn at the start
         *("id", "id_task", "is_processing", "next_token", "prompt", "seed"),
-        # vLLM's sizes that follow from the memory that was free at the start
+        # vLLM's sizes, which follow from the memory that was free at the start
         *(
             "num_gpu_blocks",
             "num_cpu_blocks",
@@ -45,7 +43,7 @@ VOLATILE = frozenset(
         ),
     }
 )
-"""Names that are left out of a server's configuration at any depth: they change by themselves."""
+"""Names left out of a server's configuration at any depth, because they change without anybody changing them."""
 
 _LEGACY: Mapping[str, Any] = MappingProxyType({"logprobs": TOP, "seed": SEED})
 _CHAT: Mapping[str, Any] = MappingProxyType({"logprobs": True, "top_logprobs": TOP, "seed": SEED})
@@ -55,22 +53,22 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One server's ways. Fields are sent in addition to model, prompt or messages, max_tokens, temperature, stream."""
+    """One kind of server. Fields are sent in addition to model, prompt or messages, max_tokens, temperature, stream."""
 
     name: str
     completions: Mapping[str, Any] = field(default_factory=lambda: _LEGACY)
     chat: Mapping[str, Any] = field(default_factory=lambda: _CHAT)
     cold: str = ""
-    """Field that keeps a request off the prefix cache: "cache_prompt" (false) or "cache_salt" (a fresh one); or ""."""
+    """Field that bypasses the prefix cache: "cache_prompt" (false) or "cache_salt" (a fresh one); or ""."""
     cold_apis: tuple[str, ...] = ("completions", "chat")
     forced: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Fields with which completions score the prompt itself, beside max_tokens 1; empty where that is not offered."""
+    """Fields with which completions score the prompt itself, besides max_tokens 1; empty where not offered."""
     greedy_is_best: bool = False
-    """True: the reported token is not the generated one; that is the best of the alternatives."""
+    """True: the server reports another token than it generates; the generated one is the best alternative."""
     versions: tuple[tuple[str, str], ...] = ()
-    """(path, key) where the version may be."""
+    """(path, key) that may contain the version."""
     template: tuple[str, str] | None = None
-    """(path, key) where the chat template is."""
+    """(path, key) of the chat template."""
     render: str = ""
     """Path that applies the chat template to messages, and answers {"prompt": …}."""
     tokenize: tuple[str, str] | None = None
@@ -82,37 +80,37 @@ class Dialect:
     info: str = ""
     """Name on /metrics whose labels are the server's own configuration."""
     configured: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """(paths, keys): the first path that answers says under these keys what the server was told at its start."""
+    """(paths, keys): the first path that answers contains the server's start options under these keys."""
     started: str = ""
     """Name on /metrics of the time when the server started, in seconds since the epoch."""
     digests: str = ""
     """Path that lists models with "digest"."""
     lists_all: bool = True
-    """Whether a model that the list lacks is not served either."""
+    """Whether the server lists every model that it serves."""
 
     def fields(self, api: str) -> Mapping[str, Any]:
-        """Return what an API of this server may be sent beside the portable fields, most dispensable last."""
+        """Return the fields that this server accepts besides the portable ones, least important last."""
         return self.completions if api == "completions" else self.chat
 
     def version(self, get: Get) -> str:
-        """Return the version that the server gives itself, "" where it gives none."""
-        return next((text for path, key in self.versions if (text := _text(get(path).data, key))), "")
+        """Return the version that the server reports, "" for none."""
+        return next((text for path, key in self.versions if (text := text_of(get(path).data, key))), "")
 
     def running(self, get: Get) -> int | None:
-        """Return how many requests the server serves or keeps waiting now; None where it does not say."""
+        """Return how many requests the server serves or queues now; None if unknown."""
         if self.slots and isinstance(slots := get(self.slots).data, list):
             return sum(bool(slot.get("is_processing")) for slot in slots if isinstance(slot, dict))
         return _sum(get("/metrics").text, self.metrics) if self.metrics else None
 
     def start(self, get: Get) -> float | None:
-        """Return when the server started, in seconds since the epoch; None where it does not say."""
+        """Return when the server started, in seconds since the epoch; None if unknown."""
         samples = _samples(get("/metrics").text, (self.started,)) if self.started else []
         return samples[0] if samples else None
 
     def configuration(self, get: Get) -> str:
-        """Return 8 hex digits over what the server says of its own configuration.
+        """Return 8 hex digits over the configuration that the server reports.
 
-        "" where it says nothing, and where no two of `READS` reads in a row agree: what changes by itself is none.
+        "" where it reports none, and where no two of `READS` reads in a row agree.
         """
         before = self._configuration(get)
         for _ in range(READS - 1):
@@ -167,7 +165,7 @@ SGLANG = Dialect(
         ),
     ),
 )
-TRTLLM = Dialect(  # extra=forbid: one field that it does not know, and the request is refused
+TRTLLM = Dialect(  # extra=forbid: it refuses a request with an unknown field
     name="trtllm",
     cold="cache_salt",
     cold_apis=("chat",),
@@ -192,13 +190,13 @@ LLAMA_CPP_PYTHON = Dialect(
 )
 MLX_LM = Dialect(
     name="mlx-lm",
-    completions=_CHAT,  # a number for logprobs is refused
+    completions=_CHAT,  # it refuses a number for logprobs
     greedy_is_best=True,
     lists_all=False,  # it lists what is in the Hugging Face cache
 )
 OLLAMA = Dialect(
     name="ollama",
-    completions=_SEED,  # logprobs are taken and then left out of the answer
+    completions=_SEED,  # it accepts logprobs and omits them from the answer
     versions=(("/api/version", "version"),),
     digests="/api/tags",
 )
@@ -210,7 +208,7 @@ TGI = Dialect(
 )
 TRANSFORMERS = Dialect(
     name="transformers",
-    completions=_NONE,  # it drops logprobs; a seed would reset the sampling of everybody else's requests
+    completions=_NONE,  # it ignores logprobs; a seed would reset the sampling of all other requests
     chat=_NONE,
     lists_all=False,  # a local directory is not in the list
 )
@@ -257,10 +255,10 @@ _FINGERPRINTS = (
 
 
 def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
-    """Return which server answers; `GENERIC` where nothing tells.
+    """Return which server answers; `GENERIC` where it cannot be recognised.
 
-    From what is certain to what is weak: the list of models and its headers, paths that one server alone has, the
-    fingerprint in the answer to one small request, which `ask` sends.
+    Strong signs first: the list of models and its headers, paths that only one server has, the fingerprint in the
+    answer to one small request, which `ask` sends.
     """
     if models.server.startswith("llama.cpp"):
         return LLAMA_SERVER
@@ -276,21 +274,27 @@ def recognise(models: Reply, get: Get, ask: Callable[[], Any]) -> Dialect:
         if isinstance(paths, dict) and path in paths:
             return dialect
     answer = ask()
-    fingerprint = _text(answer, "system_fingerprint")
+    fingerprint = text_of(answer, "system_fingerprint")
     for pattern, dialect in _FINGERPRINTS:
         if pattern.match(fingerprint):
             return dialect
-    return TRANSFORMERS if _text(answer, "model").endswith("@main") else GENERIC
+    return TRANSFORMERS if text_of(answer, "model").endswith("@main") else GENERIC
+
+
+def digest(value: Any) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def listed(data: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of /v1/models; none where the server gives no such list."""
+    """Return the entries of /v1/models; empty where the server gives no such list."""
     entries = data.get("data") if isinstance(data, dict) else None
     known = entries if isinstance(entries, list) else []
     return [entry for entry in known if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
-def _text(data: Any, key: str) -> str:
+def text_of(data: Any, key: str) -> str:
+    """Return the text under a key, "" where there is none."""
     value = data.get(key) if isinstance(data, dict) else None
     return value if isinstance(value, str) else ""
 
@@ -319,197 +323,3 @@ def _lasting(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lasting(value[key]) for key in sorted(value) if key not in VOLATILE}
     return [_lasting(item) for item in value] if isinstance(value, list) else value
-
-
-# --- Answers ---------------------------------------------------------------------------------------------------------
-
-UNTHINKABLE = -9999.0
-"""What servers write for a log probability of minus infinity; llama-server writes the lowest float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """One token of an answer, as it was delivered."""
-
-    token: str
-    """Its id as text where the server gives ids, else its text."""
-    value: float | None = None
-    """Natural logarithm of its probability; may be NaN or infinite."""
-    top: tuple[tuple[str, float | None], ...] = ()
-    """The most probable tokens with theirs, in the server's order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a server made of one request, whatever its dialect."""
-
-    text: str
-    finish: str = ""
-    positions: tuple[Position, ...] = ()
-    scored: bool = False
-    """Whether it gave log probabilities at all."""
-    forced: bool = False
-    """True: these are the tokens of the prompt, of which the first has no probability."""
-    prompt_ids: tuple[int, ...] = ()
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    fingerprint: str = ""
-    sent: str = ""
-    """The fields of the request that it answers, as text; of a salt that it had one."""
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """Return one token per position."""
-        return tuple(position.token for position in self.positions)
-
-    @property
-    def values(self) -> tuple[float | None, ...]:
-        """Return the log probability per position, None where it is none; empty where nothing was scored."""
-        return tuple(_finite(position.value) for position in self.positions) if self.scored else ()
-
-    @property
-    def margins(self) -> tuple[float | None, ...]:
-        """Return the best log probability minus the second best, per position; empty where nothing was scored.
-
-        None with fewer alternatives than were asked for: tokens of equal text collide in some dialects, and one of the
-        two best may be missing.
-        """
-        return tuple(_margin(position.top) for position in self.positions) if self.scored else ()
-
-    @property
-    def nonfinite(self) -> int:
-        """Return how many log probabilities, alternatives included, are missing, NaN, infinite or the sentinel."""
-        if not self.scored:
-            return 0
-        kept = self.positions[1:] if self.forced else self.positions
-        return sum(_finite(value) is None for p in kept for value in (p.value, *(value for _, value in p.top)))
-
-    @property
-    def digest(self) -> str:
-        """Return 16 hex digits over text, end, tokens and all values; the order of alternatives does not count."""
-        exact = [
-            [p.token, repr(p.value), sorted([token, repr(value)] for token, value in p.top)] for p in self.positions
-        ]
-        return digest([self.text, self.finish, exact])
-
-
-def digest(value: Any) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
-def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
-    """Return a server's answer, taken apart; raise `Skip` for a shape that is not known.
-
-    Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
-    objects, with or without ids, and the mapping of ids that scores a prompt.
-    """
-    choice = first_choice(data)
-    try:
-        scores = (
-            _prompt_positions(choice, data) if forced and "prompt_logprobs" in dialect.forced else _positions(choice)
-        )
-        positions = scores or ()
-        if dialect.greedy_is_best:
-            positions = tuple(_best(position) for position in positions)
-        ids = choice.get("token_ids") or ()
-        if not forced and ids and len(ids) == len(positions or ids):
-            rest = positions or tuple(Position(token="") for _ in ids)
-            positions = tuple(Position(token=str(i), value=p.value, top=p.top) for i, p in zip(ids, rest, strict=True))
-        message = choice.get("message") or {}
-        usage = data.get("usage") or {}
-        return Answer(
-            text=_said(choice, message),
-            finish=str(choice.get("finish_reason") or ""),
-            positions=positions,
-            scored=scores is not None,
-            forced=forced,
-            prompt_ids=tuple(choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()),
-            prompt_tokens=usage.get("prompt_tokens"),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-            fingerprint=_text(data, "system_fingerprint"),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):
-        keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
-        keys = printable(keys)[:200]
-        raise Skip(f"the answer of this {dialect.name} server has a shape that is not known; it holds {keys}") from None
-
-
-def _said(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """Return the text; a model that reasons aloud is recorded with its reasoning, which the tokens are part of."""
-    if "text" in choice:
-        return str(choice["text"] or "")
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if "content" not in message:
-        raise KeyError("content")
-    return str(reasoning) + str(message["content"] or "")
-
-
-def _positions(choice: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    scores = choice.get("logprobs")
-    if not scores:
-        return None
-    if isinstance(scores, list):  # TGI: numbers alone
-        return tuple(Position(token="", value=_number(value)) for value in scores)
-    if scores.get("content") is not None:
-        return tuple(_position(item) for item in scores["content"])
-    tokens, values = scores["tokens"], scores["token_logprobs"]
-    tops = scores.get("top_logprobs") or [None] * len(tokens)
-    return tuple(
-        Position(
-            token=str(token), value=_number(value), top=tuple((str(k), _number(v)) for k, v in (top or {}).items())
-        )
-        for token, value, top in zip(tokens, values, tops, strict=True)
-    )
-
-
-def _position(item: Mapping[str, Any]) -> Position:
-    top = tuple((_token(entry), _number(entry["logprob"])) for entry in item.get("top_logprobs") or ())
-    return Position(token=_token(item), value=_number(item["logprob"]), top=top)
-
-
-def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Position, ...] | None:
-    """Return the prompt's own tokens from [null, {"572": {"logprob": …, "rank": …}, …}, …]: first the token itself."""
-    entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
-    if not entries:
-        return None
-    ids = [str(i) for i in choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()]
-    positions = []
-    for index, entry in enumerate(entries):
-        if entry is None:
-            positions.append(Position(token=ids[index] if ids else ""))
-            continue
-        own = ids[index] if ids and ids[index] in entry else next(iter(entry))
-        top = tuple(
-            (key, _number(value["logprob"])) for key, value in entry.items() if (value.get("rank") or TOP) <= TOP
-        )
-        positions.append(Position(token=own, value=_number(entry[own]["logprob"]), top=top))
-    return tuple(positions)
-
-
-def _best(position: Position) -> Position:
-    """Return the position with the token that greedy decoding takes: the best, of equals the one with the lowest id."""
-    known = [
-        (-value, int(token), token) for token, value in position.top if value is not None and _finite(value) is not None
-    ]
-    if not known:
-        return position
-    value, _, token = min(known)
-    return Position(token=token, value=-value, top=position.top)
-
-
-def _token(entry: Mapping[str, Any]) -> str:
-    return str(entry["id"]) if "id" in entry else str(entry["token"])
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and value > UNTHINKABLE else None
-
-
-def _margin(top: tuple[tuple[str, float | None], ...]) -> float | None:
-    known = sorted((value for _, raw in top if (value := _finite(raw)) is not None), reverse=True)
-    return known[0] - known[1] if len(top) >= TOP and len(known) > 1 else None

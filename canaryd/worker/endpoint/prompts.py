@@ -18,16 +18,16 @@ from canaryd.worker.telemetry.sysfs import Unreadable, read_bytes
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPTS = 32
 SHORTEST, LONGEST = 64, 20_000
-"""Characters of a prompt: several kernels were wrong only above 8 rows, so a prompt has to be well above 8 tokens."""
+"""Characters of a prompt: several kernels were wrong only above 8 rows, so a prompt must be well above 8 tokens."""
 FEWEST, DEFAULT, MOST = 32, 64, 1024
-"""Tokens to generate: faults of the decoding kernels alone need some tens of positions to show."""
+"""Tokens to generate: faults of only the decoding kernels need some tens of positions to show."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 WANTED = '{"prompts": [{"name": "reef", "text": "…", "tokens": 64}]}'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A text to be continued, or said by the user in a chat."""
+    """A text to be continued, or the user's message in a chat."""
 
     name: str
     text: str
@@ -36,7 +36,7 @@ class Prompt:
 
 
 class BadPrompts(Skip):
-    """The file of prompts cannot be used; `problems` holds one line per mistake."""
+    """The file of prompts cannot be used; `problems` has one line per mistake."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -44,7 +44,7 @@ class BadPrompts(Skip):
 
 
 def load(path: Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a file; raise `BadPrompts` with every mistake at once."""
+    """Return the prompts of a file; raise `BadPrompts` with all mistakes at once."""
     if not path.exists():
         raise BadPrompts([f"{path}: no such file"])
     try:
@@ -56,9 +56,9 @@ def load(path: Path) -> tuple[Prompt, ...]:
     try:
         document = json.loads(data.decode())
     except UnicodeDecodeError:
-        raise BadPrompts([f"{path}: no UTF-8 text, wanted JSON such as {WANTED}"]) from None
+        raise BadPrompts([f"{path}: not UTF-8 text, wanted JSON such as {WANTED}"]) from None
     except ValueError as error:  # JSONDecodeError: its text names line and column
-        raise BadPrompts([f"{path}: no JSON: {error}; wanted {WANTED}"]) from None
+        raise BadPrompts([f"{path}: not JSON: {error}; wanted {WANTED}"]) from None
     except RecursionError:
         raise BadPrompts([f"{path}: nested too deeply, wanted {WANTED}"]) from None
     entries = document.get("prompts") if isinstance(document, dict) else None
@@ -96,7 +96,7 @@ def _mistakes(entry: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value short enough for a message; of a text never more than its beginning."""
+    """Return a value short enough for a message; of a long text only the beginning."""
     if value is None:
         return "nothing"
     try:

@@ -112,7 +112,7 @@ def _groups(spec: Attention, seed: int, size: int) -> Any:
     masked = spec.mask in ("bool", "float")
     if n < 1 or (masked and spec.S < 3):
         raise Inexact(f"{spec}: fewer keys than one group")
-    group = torch.full((spec.S,), n + 1, dtype=torch.int64)  # left-over keys: a group that nobody asks for
+    group = torch.full((spec.S,), n + 1, dtype=torch.int64)  # left-over keys: a group that no query selects
     group[0] = 0
     group[1 : 1 + n * size] = 1 + torch.arange(n * size) // size
     member = group.expand(spec.B, spec.G, spec.S).clone()

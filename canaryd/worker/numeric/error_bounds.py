@@ -35,7 +35,7 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import accumulator
 
 SINGLE = 2.0**-24
-"""Unit roundoff of float32, in which kernels compute what lies between reading and writing."""
+"""Unit roundoff of float32, in which kernels compute between reading and writing."""
 ULPS = 4.0
 """Assumed largest error of an elementary function in float32, in units in the last place; twice what is documented."""
 EXP_ULPS = 32.0
@@ -43,7 +43,7 @@ EXP_ULPS = 32.0
 ERF = 2.0**-20
 """The same for erf as an absolute error: 9.5e-7, for a formula good to 1.5e-7 and the roundings of its evaluation."""
 FLUSHED = 2.0**-126
-"""What one flushed partial result may be short of."""
+"""Largest error of one partial result that is flushed to zero."""
 WIDER = 1.0 + 2.0**-20
 """Widens every tolerance by more than the reference's own error."""
 
@@ -102,7 +102,7 @@ def rsqrt(x: Any, form: Format) -> Bounded:
 
 
 def erf(x: Any) -> Bounded:
-    """Bound erf: an absolute error, for near zero the vectorised formula takes 1 from nearly 1."""
+    """Bound erf by an absolute error: near zero the vectorised formula subtracts 1 from nearly 1."""
     reference, tolerance = elementary(torch.erf, x)
     return reference, tolerance + ERF
 

@@ -1,7 +1,7 @@
 """Software faults for drills and for tests of detection: small, named, in the tensor on the device.
 
-Each fault says what a broken unit would do to a result (or an operand) and works on the bits in place. A drill run
-carries the fault's name everywhere it goes and never counts against the device.
+Each fault changes the bits of a result (or an operand) in place, as a broken unit would. A drill run carries the
+fault's name everywhere and never counts against the device.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ FAULTS = {
 
 @dataclass
 class Injector:
-    """Applies one fault during a run: to everything, or once to the case that the seed chose."""
+    """Apply one fault during a run: to every result, or once to the case that the seed chose."""
 
     fault: Fault | None
     seed: int

@@ -1,7 +1,7 @@
 """Integer and index problems whose answers are made by plain Python, one element at a time.
 
 Index operations were the first wrong kernels of real incidents (scatter, modulo). Their right answer is one value on
-every device and stack. The golden shares no code with what it judges: no torch kernel, no vector instruction.
+every device and stack. The golden is plain Python and shares no code with the tested kernels.
 
 Letters: n elements, D columns of an embedding, E experts of a mixture.
 """

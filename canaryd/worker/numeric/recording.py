@@ -1,4 +1,4 @@
-"""Computing recorded cases: fresh uploads, bits recorded, distances held against their bounds, kernels named."""
+"""Compute recorded cases: fresh uploads, recorded bits, errors compared with their bounds, names of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from canaryd.model import (
@@ -32,22 +32,30 @@ from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.tensors import host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
 
 GRID = 8
-"""Tiles along each axis of a result, seen as a matrix of its last axis, whose means a recording keeps."""
+"""Tiles along each axis of a result (as a matrix of its last axis) whose means a recording keeps."""
 STEP = {"cpu": 64, "other": 512}
-"""Bytes that whatever torch allocates is aligned to, on the CPU and elsewhere: what a fresh upload may be moved by."""
+"""Alignment in bytes of torch's allocations, on the CPU and elsewhere: the step by which a fresh upload moves."""
 OFFSETS = 16
-"""Places that an upload may begin at, in steps."""
-LATE = "the budget"
-"""How the reason begins for which a case was not reached."""
+"""Possible starts of an upload, in steps."""
 SHOWN = 200
-"""Characters of kernel names that stand in a chain behind their digest."""
+"""Characters of kernel names in a chain, after their digest."""
 
 _launched: dict[tuple[str, str], str] = {}
-"""(device, case) → the kernels that one call of it ran: looked up once per process, a profiler takes long to start."""
+"""(device, case) → the kernels that one call ran; looked up once per process, because a profiler starts slowly."""
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A case that was not run, and why."""
+
+    kernel: Kernel
+    reason: str
+    is_late: bool = False
+    """Whether only the budget kept it from running; the device can run it."""
 
 
 class Made:
-    """A case's operands and what its result may be, made on a host core; and what it has given so far."""
+    """A case's operands and bounds, made on a host core, and its results so far."""
 
     def __init__(self, kernel: Kernel, core: int) -> None:
         self.kernel = kernel
@@ -72,17 +80,18 @@ class Recorder:
         self.settings = settings
         """Fingerprint of the switches."""
         self._made: dict[str, Made] = {}
-        self._why: dict[str, tuple[Kernel, str]] = {}
-        """Case → why it was not run."""
+        self._not_run: dict[str, NotRun] = {}
+        """By case."""
         self._unnamed = ""
 
     def missed(self, kernel: Kernel) -> None:
-        """Note that a case's turn did not come."""
-        self._why[kernel.name] = kernel, f"{LATE} of {self.session.ctx.budget:g} s was spent before its turn"
+        """Note a case that the budget did not reach."""
+        reason = f"the budget of {self.session.ctx.budget:g} s was spent before its turn"
+        self._not_run[kernel.name] = NotRun(kernel, reason, is_late=True)
 
     def refused(self, kernel: Kernel) -> bool:
-        """Return whether a case was not run, by refusal or for want of time."""
-        return kernel.name in self._why
+        """Return whether a case was not run, because it is not supported or the budget was spent."""
+        return kernel.name in self._not_run
 
     def record(self, kernel: Kernel, turn: int) -> Iterator[Recording | Comparison]:
         """Compute a case once from a fresh upload; yield new bits, and a comparison where a bound is broken."""
@@ -96,8 +105,9 @@ class Recorder:
             except Exception as error:
                 if not is_refusal(error):
                     raise
-                said = (str(error).splitlines() or ["no reason given"])[0][: verify.SAID]
-                self._why[kernel.name] = kernel, f"this torch on {self.session.ctx.device.backend} refuses it: {said}"
+                text = (str(error).splitlines() or ["no reason given"])[0][: verify.QUOTED]
+                reason = f"this torch on {self.session.ctx.device.backend} does not support it: {text}"
+                self._not_run[kernel.name] = NotRun(kernel, reason)
                 return
             self._made[kernel.name] = made
         else:
@@ -107,7 +117,7 @@ class Recorder:
             if result.dtype is torch.float32:
                 made.ratios.append(ratio)
             recording = self._recording(made, result)
-        # Of equal bits one recording is enough, unless a baseline is being learnt: that counts them.
+        # One recording per distinct result is enough, except while a baseline is learnt, which counts them.
         if self.session.ctx.baselining or recording.digest not in made.digests:
             yield recording
         made.digests.add(recording.digest)
@@ -118,7 +128,7 @@ class Recorder:
             yield self._broken(made, found, turn)
 
     def summary(self) -> Iterator[Fact]:
-        """Yield what was compared and clean, what was not run and why, and the readings of each kind of kernel."""
+        """Yield the clean comparisons, what was not run and why, and the readings of each kind of kernel."""
         for made in self._made.values():
             if made.clean:
                 yield self._comparison(made, trials=made.clean)
@@ -127,16 +137,19 @@ class Recorder:
             yield Absent(name="kernels", reason=self._unnamed)
         yield self._fingerprint()
         yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
-        kinds = {k.kind: None for k in [*(m.kernel for m in self._made.values()), *(k for k, _ in self._why.values())]}
+        kinds = {
+            k.kind: None
+            for k in [*(m.kernel for m in self._made.values()), *(n.kernel for n in self._not_run.values())]
+        }
         for kind in kinds:
             yield from self._readings(kind)
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _place(self, kernel: Kernel, turn: int) -> int | None:
-        """Return the one core that computes on a CPU: another each turn, for it must not change the bits.
+        """Return the one core that computes on a CPU: another each turn, because the core must not change the bits.
 
-        Never all of them: how many threads share a sum may change them.
+        Never all cores: the number of threads that share a sum may change the bits.
         """
         ctx = self.session.ctx
         if ctx.device.backend != "cpu":
@@ -145,7 +158,7 @@ class Recorder:
         return cores[(derive(ctx.seed, f"core of {kernel.name}") + turn) % len(cores)]
 
     def _upload(self, made: Made, turn: int) -> tuple[Any, ...]:
-        """Copy the operands into new allocations, each moved by what another allocation may be moved by."""
+        """Copy the operands into new allocations, each at a seeded offset."""
         device = torch_device(self.session.ctx.device)
         step, fresh = STEP["cpu" if device.type == "cpu" else "other"], []
         for number, tensor in enumerate(made.operands):
@@ -156,7 +169,7 @@ class Recorder:
         return tuple(fresh)
 
     def _compute(self, made: Made, turn: int) -> Any:
-        """Return a result as a host tensor; the first of a case is computed twice, for loading kernels takes time."""
+        """Return a result as a host tensor; a case's first call runs twice, because loading kernels takes time."""
         ctx, kernel = self.session.ctx, made.kernel
         operands = self._upload(made, turn)
         self.session.injector.before(kernel.name, operands[0])
@@ -173,7 +186,7 @@ class Recorder:
         return result.cpu()
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
-        """Return what breaks its bound, and the largest error over its bound; None where it is not finite."""
+        """Return evidence of a broken bound, and the largest error over its bound; None where it is not finite."""
         form = error_bounds.form_of(result)
         if made.bounded is None:
             made.bounded = made.kernel.judged(made.operands, form)
@@ -195,7 +208,7 @@ class Recorder:
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
     def _broken(self, made: Made, found: Evidence, turn: int) -> Comparison:
-        """Return what a broken bound says: about the host, if it makes operands or reference otherwise once more."""
+        """Return the comparison of a broken bound: of the host, if it now makes other operands or another reference."""
         assert made.bounded is not None
         first = self._compute(made, turn)
         second = self.session.makers(made.kernel.name, made.core, self._place(made.kernel, turn))[0]
@@ -231,14 +244,14 @@ class Recorder:
     def _fingerprint(self) -> Reading | Absent:
         """Return one integer over the bits of every case that this device can run, or why there is none.
 
-        Equal devices on equal chains are voted on by it. A case whose bits vary within one run is no witness, and left
-        out of some runs alone it would make them differ: so there is no fingerprint then.
+        Identical devices on equal chains are compared by it. There is none where the bits of a case vary within a run:
+        leaving the case out only in some runs would make their fingerprints differ.
         """
-        late = [k.name for k, reason in self._why.values() if reason.startswith(LATE)]
+        late = any(case.is_late for case in self._not_run.values())
         varied = [m.kernel.name for m in self._made.values() if len(m.digests) > 1]
         why = ""
         if self.session.ctx.cases or late or not self._made:
-            why = "not all cases that this device can run were run: others would have another fingerprint"
+            why = "not all cases of this device were run, so the fingerprint would differ from complete runs"
         elif varied:
             why = f"bits vary: {varied[0]} gave more than one result, as did {len(varied)} cases in all"
         if why:
@@ -247,34 +260,34 @@ class Recorder:
         return Reading(name="golden_fingerprint", value=combine(digests), unit="1")
 
     def _skipped(self) -> Iterator[Skipped]:
-        """Yield what was not run; a format or an attention kernel of which nothing was, as one."""
+        """Yield what was not run; a format or an attention kernel that did not run at all, as one."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for kernel, reason in self._why.values():
-            groups.setdefault((_group(kernel.name), reason), []).append(kernel.name)
+        for case in self._not_run.values():
+            groups.setdefault((_group(case.kernel.name), case.reason), []).append(case.kernel.name)
         ran = {_group(name) for name in self._made}
         for (group, reason), names in groups.items():
             whole = group not in ran and len([1 for other, _ in groups if other == group]) == 1
-            yield from (Skipped(case=case, reason=reason) for case in ([group] if whole else names))
+            yield from (Skipped(case=name, reason=reason) for name in ([group] if whole else names))
 
     def _readings(self, kind: str) -> Iterator[Reading | Absent]:
-        labels = {"kind": kind}
         """Yield the largest error over its bound, and the mean over the cases of the median time of one call.
 
-        The error is of float32 results alone: one rounding to 16 bits takes all of a bound, in every healthy run.
+        The error is of float32 results only: one rounding to 16 bits uses the whole bound in every healthy run.
         """
+        labels = {"kind": kind}
         mine = [m for m in self._made.values() if m.kernel.kind == kind]
         ratios = [ratio for m in mine for ratio in m.ratios]
         finite = [ratio for ratio in ratios if ratio is not None]
-        late = [k.name for k, reason in self._why.values() if k.kind == kind and reason.startswith(LATE)]
+        late = any(case.is_late for case in self._not_run.values() if case.kernel.kind == kind)
         partly = late or not mine or self.session.ctx.cases
         if finite and len(finite) == len(ratios) and not partly:
             yield Reading(name="recorded_error_ratio", value=max(finite), unit="1", labels=labels)
         else:
             why = "a result is not finite" if ratios else "no case of this kind with a float32 result was run"
-            why = "not all cases of this kind were run: the largest would be of others than before" if partly else why
+            why = "not all cases of this kind were run, so the largest error would not be comparable" if partly else why
             yield Absent(name=reading_key("recorded_error_ratio", labels), reason=why)
         if partly:
-            why = "not all cases of this kind were run: their mean would be of others than before"
+            why = "not all cases of this kind were run, so their mean would not be comparable"
             yield Absent(name=reading_key("kernel_seconds", labels), reason=why)
         else:
             mean = statistics.fmean(statistics.median(m.seconds) for m in mine)
@@ -305,7 +318,7 @@ def _time(device: Device, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[An
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch in the calling thread: tensors are so small here that a pool of threads costs more than it gives."""
+    """Keep torch in the calling thread: with such small tensors a pool of threads costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -334,7 +347,7 @@ def tiles(result: Any) -> tuple[float | None, ...]:
 
 
 def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the kernels that a call runs on the device as a digest and names, and "" or why that is not known."""
+    """Return the kernels that a call runs on the device as a digest and names, and "" or why they are unknown."""
     profiler = torch.profiler
     try:
         with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
@@ -344,9 +357,9 @@ def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
     except (
         RuntimeError,
         AssertionError,
-    ) as error:  # no device activity, counters that another holds or that are barred
-        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.SAID]}"
+    ) as error:  # no device activity, or counters that are in use or forbidden
+        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.QUOTED]}"
     if not names:
-        return "", "torch's profiler shows no kernel of a call that ran one"
+        return "", "torch's profiler lists no kernel of the call"
     text = " + ".join(names)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {text[:SHOWN]}", ""

@@ -1,4 +1,4 @@
-"""Lay out a failing case for somebody who has no canaryd: operands, golden, and a script that needs torch alone.
+"""Write a failing case for people without canaryd: operands, golden, and a script that needs only torch.
 
 The tensors are made anew from case and seed on the host, and held against what was expected when the case failed; a
 case that does not come out the same is not laid out. docs/dossier.md describes the files.
@@ -26,7 +26,7 @@ from canaryd.worker.numeric.verify import accumulator
 Progress = Callable[[float, str], None]
 
 LARGEST = 256 << 20
-"""Bytes of operands and golden that one case may have: more is nothing to send by mail (ours)."""
+"""Most bytes of a case's operands and golden: more cannot be sent by mail (our choice)."""
 DESCRIPTIONS = {
     "float64": "<f8",
     "float32": "<f4",
@@ -39,7 +39,7 @@ DESCRIPTIONS = {
     "int8": "|i1",
     "bool": "|b1",
 }
-"""torch dtype → NumPy's name of what is in the file; formats that NumPy lacks are stored as integers of their width."""
+"""torch dtype → NumPy's name in the file; formats that NumPy lacks are stored as integers of their width."""
 INTEGER_CODE = {
     "gather": "a.gather(0, b)",
     "embedding": "a.index_select(0, b)",
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One case to lay out."""
+    """One case to write."""
 
     problem: Problem
     compute: str
@@ -181,7 +181,7 @@ class Exhibit:
 
 
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
-    """Make one case of an exact probe again from its name and seed; raise `Skip` for what cannot be made again."""
+    """Build one case of an exact probe again from its name and seed; raise `Skip` where that is impossible."""
     makers = {"exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer}
     if probe not in makers:
         raise Skip(f"the operands of {probe} are not made from a seed alone, so they are not laid out as files")
@@ -295,7 +295,7 @@ def script(
 
 
 def disagreement(golden: Any, expected: Sequence[tuple[Sequence[int], str]]) -> str:
-    """Return where the golden made now is not what was expected when the case failed; "" where it is."""
+    """Return how the golden built now differs from the one of the failure; "" where it does not."""
     raw, width = bits(golden), golden.element_size() * 8
     for index, text in expected:
         try:

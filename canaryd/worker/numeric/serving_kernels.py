@@ -1,4 +1,4 @@
-"""The kernels that serving uses, on full-mantissa operands: what goes in, how it is computed, how wrong it may be.
+"""The kernels that serving uses, on full-mantissa operands: inputs, computation, error bounds.
 
 Nobody knows the right bits of these results beforehand: they are recorded (docs/goldens.md). Operands come from
 integer arithmetic under `exact.FIXED_SEED` and the case's name, so that they are the same bytes on every device and in
@@ -19,7 +19,7 @@ from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import FIXED_SEED
 
 MAKER = "kernels 1"
-"""Name and version of what makes the cases; raised whenever operands, shapes or calls change."""
+"""Name and version of the cases; raise it whenever operands, shapes or calls change."""
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = {
     "default": "", "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
@@ -27,7 +27,7 @@ ATTENTION = {
 }  # fmt: skip
 """Kernels of scaled dot-product attention by the name in the case; "" leaves the choice to torch."""
 WRITTEN = ("default", "math")
-"""Those that may write scores to memory in the operands' format; the others are known for not doing it."""
+"""Kernels that may write scores to memory in the operands' format; the others never do."""
 EPS = 2.0**-17
 """Epsilon of the norms, about 1e-5."""
 GROUP = 32
@@ -63,7 +63,7 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """What readings are labelled with."""
+        """Label of the readings."""
         return self.name.partition("/")[0]
 
     @property
@@ -86,7 +86,7 @@ def draw(seed: int, name: str, shape: tuple[int, ...], form: Format, low: int = 
 
 
 def every_kernel(device: Device) -> list[Kernel]:
-    """Return every case for `device`, those that it will refuse included."""
+    """Return every case for `device`, also those that it does not support."""
     size = SMALL if device.backend == "cpu" else LARGE
     return [
         *_products(device, size),

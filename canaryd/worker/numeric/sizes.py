@@ -1,4 +1,4 @@
-"""How large a product may be: from the time that a case has and the speed that the device shows."""
+"""Choose the sizes of products from the time per case and the measured speed of the device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.tensors import Format, synchronize, torch_device
 
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
-"""What one product may take, per level: a tenth or less of a case's share, so that each golden is used many times."""
+"""Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
-"""Largest side of a square product, per level: beyond it the golden's making costs more than it finds."""
+"""Largest side of a square product, per level: beyond it, making the golden costs more than it is worth."""
 
 
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
     """Return floating-point operations per second of this device for products of these formats, by a 192-cube.
 
-    The best of three after one unmeasured product: the first one pays for loading kernels.
+    The best of three after one unmeasured product, which includes loading the kernels.
     """
     n = 192
     product = Product("permute", source, target, 8, n, n, n, 0, "nt")
@@ -40,9 +40,9 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
 def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
     """Return M, N, K and batch (0 for none) of the case called `name`, for a measured speed in operations per second.
 
-    A full name that was asked for, "name@64x48x256", brings its own sizes: a confirmation must meet the same operands
-    whatever speed the device shows this time. Otherwise they follow from the level's time for one product; they vary
-    with the seed and need not be multiples of a tile.
+    A full name in `ctx.cases`, "name@64x48x256", gives its own sizes: a confirmation must use the same operands at any
+    speed. Otherwise they follow from the level's time for one product; they vary with the seed and may be no multiples
+    of a tile.
     """
     for want in ctx.cases:
         asked, _, sizes = want.partition("@")

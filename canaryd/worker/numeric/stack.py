@@ -1,4 +1,4 @@
-"""What accelerators this interpreter can reach, and what the stack under test is made of."""
+"""The accelerators that this interpreter can use, and the software under test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cpu() -> Device:
 
     The key is derived from /etc/machine-id and the model name, which every user of the machine reads alike. It names
     the installation and not the silicon, so the identity is weak; the processor's own number (PPIN), where the kernel
-    shows it, is recorded beside it.
+    shows it, is recorded too.
     """
     info = _read("/proc/cpuinfo")
     model = _field(info, "model name") or _field(info, "Model") or platform.processor() or platform.machine()
@@ -59,7 +59,7 @@ def cpu() -> Device:
 
 
 def _instruction_sets(info: str) -> tuple[str, ...]:
-    """Execution paths torch can be told to use at start: its own choice, AVX2 where that is a step down, the least."""
+    """Execution paths that torch can use: its own choice, AVX2 where that is less, and the least."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("native", "baseline")
     flags = set((_field(info, "flags") or "").split())
@@ -182,7 +182,7 @@ def int8_pairs_saturate() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the conditions of the moment that a reader of a run may want beside it."""
+    """Return the host's conditions at the time of a run."""
     facts = {"hostname": socket.gethostname()}
     if hasattr(os, "getloadavg"):
         facts["load_1m"] = f"{os.getloadavg()[0]:.2f}"

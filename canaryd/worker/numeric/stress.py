@@ -1,4 +1,4 @@
-"""What a retest does to the device between trials: steady load, load that comes and goes, or nothing for a while.
+"""What a retest does to the device between trials: steady load, pulsed load, or idling.
 
 The trials stay what they are; only the moment at which they run is chosen. Load is one product of random numbers after
 another, in memory of its own. It runs between trials and not beside them, so that a wrong result has one author: on a
@@ -41,9 +41,9 @@ WORTH = 0.002
 
 
 def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
-    """Give a retest its `Context.pace`; return what tells at the end under which conditions its trials ran.
+    """Set the `Context.pace` of a retest; return the function that gives the conditions of its trials at the end.
 
-    Raises `Skip` where there is no torch to make load with.
+    Raises `Skip` without torch, which makes the load.
     """
     if ctx.intensity not in GROUP:
         return list
@@ -66,7 +66,7 @@ class Pace:
         self.load_seconds = self.pause_seconds = self.operations = 0.0
 
     def __call__(self) -> None:
-        """Load the device or let it idle, if the trials since the last time have had their turn and time is left."""
+        """Load the device or let it idle, if enough trials ran since the last time and time is left."""
         now = self._ctx.clock()
         first = self._began is None
         if first:
@@ -86,7 +86,7 @@ class Pace:
         self._trials_until = self._ctx.clock() + GROUP[self._ctx.intensity]
 
     def facts(self) -> list[Reading | Absent]:
-        """Return the seconds under load and idle between the trials, the part that load took, and how fast it was."""
+        """Return the seconds under load and idle between the trials, the share of load, and its speed."""
         if self._began is None:
             reason = f"{self._ctx.intensity} retest: no trial of this probe asked for it (ctx.pace), they ran as usual"
             return [Absent(name="load_seconds", reason=reason), Absent(name="pause_seconds", reason=reason)]
@@ -102,7 +102,7 @@ class Pace:
         return facts
 
     def _pulses(self, seconds: float) -> None:
-        """Alternate bursts and pauses; trials come behind a burst and, the next time, at the end of a pause."""
+        """Alternate bursts and pauses; trials follow a burst and, the next time, a pause."""
         end = self._ctx.clock() + seconds
         while self._ctx.clock() < end and self._ctx.left > 0.0:
             self._work(PULSE)
@@ -136,7 +136,7 @@ class _Load:
     def __init__(self, device: Any) -> None:
         # Of narrow formats float16 is the one that every accelerator has; 4,096 products of it stay far below infinity.
         dtype = torch.float32 if device.type == "cpu" else torch.float16
-        random = torch.Generator().manual_seed(0)  # of its own: nobody else's numbers may depend on it
+        random = torch.Generator().manual_seed(0)  # its own generator, so that no other random numbers change
         self._count, n = 1, SMALLEST
         while True:
             self._a, self._b = (torch.randn((n, n), generator=random).to(device, dtype) for _ in range(2))
@@ -156,7 +156,7 @@ class _Load:
         return time.perf_counter() - began
 
     def enqueue(self) -> None:
-        """Ask for the products; on an accelerator they are not done when this returns."""
+        """Enqueue the products; an accelerator may still compute them when this returns."""
         for _ in range(self._count):
             torch.matmul(self._a, self._b, out=self._out)
 
@@ -167,7 +167,7 @@ class _Load:
 
 @contextlib.contextmanager
 def _on_all(cores: tuple[int, ...]) -> Iterator[None]:
-    """Let torch use all of `cores`, even where the trials are pinned to one; put back what was."""
+    """Let torch use all of `cores`, even where the trials are pinned to one; restore the affinity afterwards."""
     threads = torch.get_num_threads()
     pinned = os.sched_getaffinity(0) if can_pin() else None
     try:

@@ -1,7 +1,7 @@
-"""The one door to torch: formats, switches, placement on cores, and what the stack under test is made of.
+"""The only module that imports torch: formats, comparison of bits, switches, placement on cores.
 
-Everything else of the worker takes `torch` from here. Where torch cannot be imported the module still loads, so that
-the catalogue can be described; `need_torch` then ends a numeric probe with the reason.
+The rest of the worker takes `torch` from here. Where torch cannot be imported the module still loads, so that probes
+can be listed; `need_torch` then skips a numeric probe with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except Exception as error:  # noqa: BLE001  a broken installation raises anythin
 
 
 def need_torch() -> None:
-    """Raise `Skip` with the reason and the remedy when torch is not there."""
+    """Raise `Skip` with the reason and the remedy where torch is missing."""
     if torch is None:
         raise Skip(f"{why_no_torch}. Point worker.python at an interpreter that has torch 2.4 or newer")
 
@@ -77,7 +77,7 @@ def bits(tensor: Any) -> Any:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Compare two contiguous tensors bit for bit on their own device; reads eight bytes at a time where it can."""
+    """Compare two contiguous tensors bit for bit on their device, eight bytes at a time where possible."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"compared {a.dtype}{tuple(a.shape)} with {b.dtype}{tuple(b.shape)}; wanted equal kinds")
     if a.device.type == "cpu" and a.nbytes % 8 == 0 and a.is_contiguous() and b.is_contiguous():
@@ -128,7 +128,7 @@ def _index_now(kind: str, uuid: str, index: int) -> int:
 def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
     """Copy host tensors into new allocations on the device, strides kept (a transposed operand stays transposed)."""
     target = torch_device(device)
-    # clone() first: on the CPU `to` would hand back the same memory, and a fresh upload must be fresh.
+    # clone() first: on the CPU `to` would return the same memory, and an upload must be fresh.
     return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
 
 
@@ -145,15 +145,15 @@ _FAILURES = re.compile(
 
 
 def is_late_refusal(error: BaseException) -> bool:
-    """Tell a refusal from a failure for a format that the device has already computed: almost nothing is one then."""
-    said = str(error).lower()
-    return isinstance(error, NotImplementedError) or "not implemented" in said or "no viable backend" in said
+    """Return whether an error is a refusal, for a format that the device has already computed: few errors are."""
+    text = str(error).lower()
+    return isinstance(error, NotImplementedError) or "not implemented" in text or "no viable backend" in text
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tell a kernel that does not take a problem from one that failed on it: only the first may be skipped.
+    """Return whether a kernel does not support a problem, rather than failed on it: only the former may be skipped.
 
-    What is not plainly a refusal counts as a failure, for a broken device says unforeseen things.
+    Any unclear error counts as a failure, because a broken device raises unforeseen errors.
     """
     if isinstance(error, (NotImplementedError, AttributeError, TypeError)) or "NOT_SUPPORTED" in str(error):
         return True  # also: a function or an argument that this torch does not have
@@ -182,12 +182,12 @@ def strict_switches() -> Iterator[dict[str, str]]:
     """Set every switch that may change a result's bits to its exact position; yield what was set; put all back.
 
     A switch that this torch does not have is recorded as "absent". Float32 products of the CPU are held at "highest",
-    so that no library rounds operands to bfloat16 or TF32 behind the probe's back.
+    so that no library silently rounds operands to bfloat16 or TF32.
     """
     record: dict[str, str] = {}
     restore: list[tuple[Any, str, Any]] = []
     precision = torch.get_float32_matmul_precision()
-    # use_deterministic_algorithms() sets the same and imports torch's compiler besides: a second that no probe needs.
+    # use_deterministic_algorithms() sets the same, but also imports torch's compiler, which takes a second.
     deterministic = torch.get_deterministic_debug_mode()
     torch.set_float32_matmul_precision("highest")
     record["float32_matmul_precision"] = "highest"
@@ -247,7 +247,7 @@ def can_pin() -> bool:
 
 @contextlib.contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Do the block's torch work in this thread alone, pinned to `core`; None leaves all threads free.
+    """Run the block's torch work only in this thread, pinned to `core`; None leaves all threads free.
 
     With one intra-op thread torch runs kernels in the calling thread, so that a wrong result names its core. Where the
     core cannot be chosen (`can_pin`) the work still runs on one thread, on a core that the system chose.
@@ -263,14 +263,14 @@ def on_core(core: int | None) -> Iterator[None]:
             os.sched_setaffinity(0, {core})
         yield
     finally:
-        # Affinity goes back first: threads of the pool inherit it from this thread when they are made again.
+        # Restore the affinity first: new threads of the pool inherit it from this thread.
         if can_pin():
             os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
+    """Wait until the device has finished; on a CPU return at once."""
     kind = torch_device(device).type
     if kind != "cpu":
         getattr(torch, kind).synchronize()

@@ -1,6 +1,6 @@
-"""Running exact goldens: made twice, uploaded, computed, compared on the device and on the host, explained.
+"""Verify exact goldens: build twice, upload, compute, compare on the device and on the host, collect evidence.
 
-A probe names its cases and how to compute them; `verify` does the rest and yields comparisons.
+A probe gives its cases and how to compute them; `verify_all` does the rest and yields comparisons.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FRESH_UPLOADS = 3
 """Fresh uploads tried at once after a mismatch, in the same process."""
 WRONG_ENOUGH = 3
 """Wrong results after which an upload is not repeated further."""
-SAID = 90
-"""Characters kept of what a backend says when it refuses a problem."""
+QUOTED = 90
+"""Characters kept of a backend's error where it does not support a problem."""
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
 BURST_BYTES = 64 << 20
@@ -49,7 +49,7 @@ BURST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What may hold a partial sum on a backend, and whether exactness up to there was shown on healthy devices."""
+    """The format of partial sums on a backend, and whether healthy devices were shown to be exact up to there."""
 
     bits: int
     characterised: bool
@@ -74,11 +74,11 @@ def accumulator(device: Device, source: str) -> Accumulator:
             return Accumulator(24, x86, "float32 partial sums")
         return Accumulator(11 if source == "float16" else 24, False, "Arm kernels may accumulate in float16")
     if device.backend in ("cuda", "rocm"):
-        # The two bits of margin are only owed by tensor cores before Hopper, and by matrix cores nobody characterised.
+        # Tensor cores before Hopper need two bits of margin, and so do matrix cores that were not characterised.
         margin = 0 if source == "float32" or capability(device) >= (9, 0) else 2
         return Accumulator(24 - margin, False, "float32 partial sums, reduced-precision reduction off")
     narrow = {"float32": 24, "float16": 11, "bfloat16": 8}
-    return Accumulator(narrow.get(source, 8), False, "no document: the narrowest container imaginable")
+    return Accumulator(narrow.get(source, 8), False, "undocumented: the narrowest possible format")
 
 
 @dataclass(frozen=True)
@@ -98,29 +98,30 @@ class Case:
 
 
 def chosen(ctx: Context, name: str) -> bool:
-    """Return whether the caller asked for this case: no restriction, its full name, or a prefix at a "/" or "@"."""
+    """Return whether `ctx.cases` selects a case: empty, its full name, or a prefix that ends before a "/" or "@"."""
     return not ctx.cases or any(
         name == want or (name.startswith(want) and name[len(want)] in "/@") for want in ctx.cases
     )
 
 
 def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
-    """Return why the device does not take this kind of problem, or "" after it has computed this one.
+    """Return why the device does not support this kind of problem, or "" after it has computed this one.
 
-    Anything else that goes wrong is raised: a failing device must not pass for a kernel that is not there.
+    Any other error is raised: a failing device must not look like a missing kernel.
     """
     try:
         compute(upload(problem.operands, device), None)
     except Exception as error:
         if not is_refusal(error):
             raise
-        said = (str(error).splitlines() or ["no reason given"])[0]
-        return f"this torch on {device.backend} refuses it: {said if len(said) <= SAID else said[:SAID] + '…'}"
+        text = (str(error).splitlines() or ["no reason given"])[0]
+        text = text if len(text) <= QUOTED else text[:QUOTED] + "…"
+        return f"this torch on {device.backend} does not support it: {text}"
     return ""
 
 
 def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
-    """Keep the cases that were asked for; a full name with sizes keeps only that one."""
+    """Keep the cases that `ctx.cases` selects; raise `Skip` where there is none."""
     kept = [case for case in cases if chosen(ctx, case.name)]
     if ctx.cases and not kept:
         raise Skip(f"no case matches {', '.join(ctx.cases)}; the first of {len(cases)} here is {cases[0].name}")
@@ -143,7 +144,7 @@ class Session:
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
         if self.ctx.drill and self.ctx.drill not in faults.FAULTS:
-            raise Skip(f"no fault is called {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
+            raise Skip(f"unknown fault {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
         fault = faults.FAULTS[self.ctx.drill] if self.ctx.drill else None
         self.injector = faults.Injector(fault, self.ctx.seed)
 
@@ -191,19 +192,19 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
     need_torch()
     session = Session(ctx)
     fixed, fresh = _asked_for(ctx, fixed, fresh)
-    start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run begins elsewhere
+    start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run starts with other cases
     fresh = [*fresh[start:], *fresh[:start]]
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}
     if shipped and not digests:
         yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
     session.injector.arm([c.name for c in fresh or fixed])
-    fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill must not miss its turn
+    fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill's case goes first
     with strict_switches() as switches:
         yield Reading(name="switches", value=as_text(switches))
         for number, case in enumerate([*fixed, *fresh]):
             remaining = len(fixed) + len(fresh) - number
             ctx.progress(number / (len(fixed) + len(fresh)), case.name)
-            # A loaded machine still gets fresh operands: the same fixed ones for ever would prove little.
+            # A loaded machine still gets fresh operands: only the fixed ones forever would prove little.
             needed = case.fixed or ctx.cases or number == len(fixed)
             if ctx.left <= 0.0 and not needed:
                 yield Skipped(case=case.name, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
@@ -218,7 +219,7 @@ def verify_all(ctx: Context, fresh: Sequence[Case], fixed: Sequence[Case], shipp
                     raise
                 yield Skipped(case=case.name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     if ctx.drill and not session.injector.spent:
-        raise Skip(f"the fault {ctx.drill!r} met no result: nothing was injected, nothing is shown")
+        raise Skip(f"the fault {ctx.drill!r} was not injected: no result was computed for its case")
     yield Reading(name="trials", value=session.trials, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
@@ -245,9 +246,9 @@ def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Itera
     problem, doubts = _make(session, case, seed, core, shipped)
     yield from doubts
     if doubts:
-        return  # a golden in doubt accuses nobody but its maker
+        return  # a doubtful golden accuses only the core that made it
     comparison, comparator = _measure(session, case, problem, seed, core, seconds - (ctx.clock() - started))
-    if comparison.digest:  # of the first upload alone: a wrong result must show in the fingerprint, not void it
+    if comparison.digest:  # of the first upload only: a wrong result must change the fingerprint, not remove it
         session.digests.append((case.name, comparison.digest))
     if comparison.wrong:
         again = []
@@ -273,7 +274,7 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
 
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
-    """Build a problem twice on the host, and return it with what speaks against it (nothing, on a sound host)."""
+    """Build a problem twice on the host; return it with the comparisons that failed (none on a healthy host)."""
     first, second = session.makers(case.name, core)
     with on_core(first):
         problem = case.build(seed)
@@ -304,7 +305,7 @@ def _make(session: Session, case: Case, seed: int, core: int | None, shipped: st
     session.made_twice += can_pin() and first != second
     pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
     if all(host_same_bits(a, b) for a, b in pairs):
-        _spoil([twin.golden])  # freed memory must not hold a right answer that a result could find there
+        _spoil([twin.golden])  # a result must not find the right answer in freed memory
     else:
         text = "this host computed operands and golden twice and got two results"
         doubt(Doubt.MADE_TWICE, session.place_of_makers(first, second), text, twin.golden)
@@ -361,8 +362,7 @@ def _measure(
             agreed = _agree(results, golden)
             if trials == 0:
                 # The comparator can be the broken part: the host compares the first result of every upload itself.
-                with on_core(None if core is None else session.makers(case.name, core)[0]):
-                    host_says = host_same_bits(results[0].cpu(), problem.golden)
+                host_says = _host_agrees(session, case, core, results[0], problem.golden)
                 if host_says != agreed[0]:
                     words = ("differs", "equals") if agreed[0] else ("equals", "differs")
                     comparator_erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
@@ -373,8 +373,7 @@ def _measure(
             for result, right in zip(results, agreed, strict=True):
                 if not right:
                     wrong += 1
-                    if found is None:
-                        found = _evidence(problem.golden, result)
+                    found = found or _evidence(problem.golden, result)
             _spoil(results)
             if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() - started >= seconds):
                 break
@@ -392,18 +391,20 @@ def _measure(
         digest=observed_digest,
         characterised=case.characterised,
     )
-    if not comparator_erred:
-        return comparison, None
-    doubt = evidence.collect_nothing(problem.golden, comparator_erred)
-    return comparison, replace(
-        comparison,
-        subject=Subject.COMPARATOR,
-        doubt=Doubt.COMPARATOR,
-        trials=1,
-        wrong_trials=1,
-        evidence=doubt,
-        digest="",
-    )
+    return comparison, _comparator_error(comparison, problem.golden, comparator_erred) if comparator_erred else None
+
+
+def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
+    """Compare a result on the host, on another core than the one that computed it."""
+    with on_core(None if core is None else session.makers(case.name, core)[0]):
+        return host_same_bits(result.cpu(), golden)
+
+
+def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:
+    """Return the comparison that accuses the comparator; `text` says how host and device disagree."""
+    doubt = evidence.collect_nothing(golden, text)
+    erred = replace(comparison, subject=Subject.COMPARATOR, doubt=Doubt.COMPARATOR, evidence=doubt, digest="")
+    return replace(erred, trials=1, wrong_trials=1)
 
 
 def _evidence(golden: Any, result: Any) -> Evidence:

@@ -1,9 +1,8 @@
-"""AMD accelerators: what the amdgpu driver gives in sysfs, and amdsmi where ROCm has installed it.
+"""AMD accelerators: the amdgpu driver's files in sysfs, and amdsmi where ROCm has installed it.
 
 sysfs: the kernel's Documentation/gpu/amdgpu (driver-misc, thermal, ras). amdsmi: the Python reference of AMD SMI 7.0.
-Devices are always found through sysfs; a reading of amdsmi stands in the place of the one with the same name and
-labels. Not asked for: `amdsmi_get_pcie_info`, which measures for up to a second, and stored error records (CPER), which
-outlive what they report.
+Devices are always found through sysfs; a reading of amdsmi replaces the one with the same name and labels. Not used:
+`amdsmi_get_pcie_info`, which measures for up to a second, and stored error records (CPER), which outlast the errors.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ VENDOR = 0x1002
 ACCELERATORS = (0x0380, 0x1200)
 """PCI classes, 16 bits, of data-centre parts: other display controller, processing accelerator."""
 LEAST_MEMORY = 8 << 30
-"""Bytes of own memory from which a GPU counts as one that models are served on (ours)."""
+"""Bytes of its own memory that make a GPU one that models are served on (our choice)."""
 KINDS = {"ce": "corrected", "ue": "uncorrected", "de": "deferred"}
-"""The kernel's words for errors that were corrected, could not be, or wait in memory until somebody reads them."""
+"""The kernel's words for errors that were corrected, could not be, or wait in memory until they are read."""
 PAGES = {"R": "reserved", "P": "pending", "F": "unreservable"}
 FIRMWARE = ("smc", "sos", "mec", "sdma", "vcn", "ta_ras", "ta_xgmi", "asd", "rlc")
-"""Firmware whose version tells one state of a node from another; the driver lists more."""
+"""Firmware whose versions are recorded; the driver lists more."""
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the accelerators that the amdgpu driver runs, with serial numbers and versions as far as it tells them."""
+    """Return the accelerators that the amdgpu driver runs, with the serial numbers and versions that it gives."""
     root, library = _settings(settings)
     found = []
     for index, card in enumerate(_accelerators(root)):
-        # Where both know, sysfs speaks: the words must not change with the library's fate.
+        # sysfs takes precedence, so that the texts do not change when the library comes or goes.
         detail = _amdsmi().detail(card.bus_id) if library else {}
         detail |= {"bus_id": card.bus_id, "driver": driver_version(root, card.driver)}
         files = {"serial": "serial_number", "vbios": "vbios_version", "board_part_number": "product_number"}
@@ -78,7 +77,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield what driver and library say about the device now; raise `Unavailable` where it is not there."""
+    """Yield what driver and library report about the device; raise `Unavailable` where it is missing."""
     root, library = _settings(settings)
     bus_id = device.detail.get("bus_id", "")
     card = next((card for card in _accelerators(root) if card.bus_id == bus_id), None)
@@ -96,7 +95,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
 
 
 def close() -> None:
-    """Shut amdsmi down, which lets go of its device files."""
+    """Shut amdsmi down, which closes its device files."""
     library = _loaded.pop("amdsmi", None)
     if library is not None and library.api is not None:
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
@@ -117,9 +116,9 @@ def _accelerators(root: Path) -> list[Card]:
 
 
 def _serves(card: Card) -> bool:
-    """Tell an accelerator from the display of a processor: by memory of its own, or by its class where that is unread.
+    """Return whether a card is an accelerator: by its own memory, or by its class where the memory cannot be read.
 
-    The class alone will not do: the second display of a portable computer is a 0x0380 too.
+    The class alone is not enough: the second display of a portable computer is a 0x0380 too.
     """
     try:
         return read_count(card.device / "mem_info_vram_total") >= LEAST_MEMORY
@@ -147,11 +146,11 @@ def _from_sysfs(root: Path, card: Card) -> Iterator[Reading | Absent]:
     yield from pcie(root, card.bus_id)
     yield from aer(root, card.bus_id)
     for name in ("throttle_active", "energy_joules_total"):
-        yield Absent(name=name, reason="only amdsmi gives it, and it is not installed or does not answer")
+        yield Absent(name=name, reason="only amdsmi gives it; it is not installed or does not answer")
 
 
 def _errors(card: Card) -> Iterator[Reading | Absent]:
-    """Yield the error counts per block of the chip; xgmi_wafl is the links between devices."""
+    """Yield the error counts per block of the chip; xgmi_wafl are the links between devices."""
     yield attempt("ecc_enabled", partial(_protected, card), "", {"when": "current"})
     try:
         files = entries(card.device / "ras", "*_err_count")
@@ -184,7 +183,7 @@ def _protected(card: Card) -> int:
 
 
 def _pages(card: Card) -> Iterator[Reading | Absent]:
-    """Yield how many pages of memory are bad, by status; an empty list is the good news."""
+    """Yield how many pages of memory are bad, by status; an empty list means none."""
     path = card.device / "ras/gpu_vram_bad_pages"
     try:
         lines = [line for line in read_bytes(path).decode(errors="replace").splitlines() if line.strip()]
@@ -193,7 +192,7 @@ def _pages(card: Card) -> Iterator[Reading | Absent]:
         return
     pages = [re.fullmatch(r"\s*0x[0-9a-fA-F]+\s*:\s*0x[0-9a-fA-F]+\s*:\s*([RPF])\s*", line) for line in lines]
     if not all(pages):
-        yield Absent(name="memory_bad_pages", reason=f"{path} holds lines that are no bad pages")
+        yield Absent(name="memory_bad_pages", reason=f"{path} has lines that are not bad pages")
         return
     numbers = Counter(PAGES[page.group(1)] for page in pages if page)
     for status in PAGES.values():
@@ -227,12 +226,12 @@ def _percent(path: Path) -> float:
 
 
 class _Library:
-    """amdsmi, initialised once per worker; where it cannot be used it gives nothing."""
+    """amdsmi, initialised once per worker; without a usable library it gives nothing."""
 
     def __init__(self) -> None:
         self.api: ModuleType | None = None
         self.why = ""
-        """Why a library that is there cannot be used; "" where there is none."""
+        """Why an installed library cannot be used; "" where none is installed."""
         self.handles: dict[str, Any] = {}
         place = _installed()
         if place is None:
@@ -245,11 +244,11 @@ class _Library:
                 for handle in self.api.amdsmi_get_processor_handles():
                     self.handles[str(self.api.amdsmi_get_gpu_device_bdf(handle)).lower()] = handle
         except Exception as error:  # noqa: BLE001 - KeyError, AttributeError, OSError and its own have all been seen
-            said = " ".join((noise.getvalue() or str(error)).split())
-            self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {said[:200]}"
+            text = " ".join((noise.getvalue() or str(error)).split())
+            self.api, self.why = None, f"amdsmi cannot be used: {type(error).__name__}: {text[:200]}"
 
     def detail(self, bus_id: str) -> dict[str, str]:
-        """Return identity and versions, and which library told them."""
+        """Return identity and versions, and the library that gave them."""
         if self.api is None:
             return {"library": self.why} if self.why else {}
         found = {"library": f"amdsmi {getattr(self.api, '__version__', 'of no version')}"}
@@ -263,7 +262,7 @@ class _Library:
         return found | {k: v.strip() for k, v in wanted.items() if isinstance(v, str) and v.strip() not in ("", "N/A")}
 
     def readings(self, bus_id: str) -> Iterator[Reading]:
-        """Yield what the library gives; what it does not give is left to sysfs."""
+        """Yield what the library gives; sysfs gives the rest."""
         if self.api is None or bus_id not in self.handles:
             return
         yield from self._errors(bus_id)
@@ -372,7 +371,7 @@ def _installed() -> Path | None:
 
 
 def _import(rocm: Path) -> ModuleType:
-    """Import the package that ROCm ships with the library: one from elsewhere may miss what this library has."""
+    """Import the package that ROCm ships with the library: another one may not match this library."""
     shipped = str(rocm / "share/amd_smi")
     sys.path.insert(0, shipped)
     try:
@@ -386,7 +385,7 @@ def _at(answer: Any, key: str) -> Any:
 
 
 def _number(answer: Any, key: str, least: float, most: float) -> float | None:
-    """Return a field within its bounds, or None: what a device lacks is "N/A" or the greatest number of its type."""
+    """Return a field within its bounds, or None: a missing value is "N/A" or the greatest number of its type."""
     value = _plain(_at(answer, key))
     return value if value is not None and least <= value <= most else None
 

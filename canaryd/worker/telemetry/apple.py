@@ -1,8 +1,8 @@
-"""Apple silicon's GPU: what macOS tells anybody, without root.
+"""Apple silicon's GPU: what macOS gives without root.
 
-`sysctl` and `system_profiler` for identity, `ioreg` for the driver's own statistics, `pmset -g therm` for what heat has
-done to the machine. Temperatures, power and clocks need root (powermetrics), and are not told. The machine's processors
-and memory belong to the CPU device.
+`sysctl` and `system_profiler` give the identity, `ioreg` the driver's own statistics, `pmset -g therm` thermal
+throttling. Temperatures, power and clocks need root (powermetrics), so they are absent. The machine's processors and
+memory belong to the CPU device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from canaryd.worker.telemetry.interface import NotHere, Unavailable
 from canaryd.worker.telemetry.sysfs import Unreadable, attempt
 
 PATIENCE = 2.0
-"""Seconds that one answer may take."""
+"""Seconds that one command may take."""
 PROFILE_PATIENCE = 15.0
 """The same for system_profiler, which starts a service of its own."""
 COMMANDS = {
@@ -71,7 +71,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield what macOS says about the GPU now; raise `Unavailable` on anything but Apple silicon."""
+    """Yield what macOS reports about the GPU; raise `Unavailable` on anything but Apple silicon."""
     commands = _commands(settings)
     if device.backend != "mps":
         raise Unavailable(f"{device.name} is not an Apple GPU")
@@ -91,12 +91,12 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
         yield attempt("device_recoveries_total", partial(_count, statistics, "recoveryCount", "ioreg"), "1")
     yield from _throttling(commands, facts)
     for name in ("temperature_celsius", "power_watts", "clock_hertz"):
-        yield Absent(name=name, reason="macOS tells it to root only (powermetrics)")
+        yield Absent(name=name, reason="macOS gives it only to root (powermetrics)")
     yield Absent(name="ecc_errors_total", reason="macOS gives no memory error counts")
 
 
 def close() -> None:
-    """Nothing is held between two reads."""
+    """Do nothing: no handle stays open between two reads."""
 
 
 def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _commands(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts(commands: Mapping[str, str]) -> dict[str, str]:
-    """Return what sysctl knows, by name; -i passes over names that this kernel lacks."""
+    """Return what sysctl knows, by name; -i skips names that this kernel lacks."""
     try:
         text = output([commands["sysctl"], "-i", *FACTS], PATIENCE)
     except Unreadable as error:
@@ -137,7 +137,7 @@ def _busy(statistics: Mapping[str, str]) -> float:
 
 
 def _throttling(commands: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[Reading | Absent]:
-    """Yield what holds the machine down. That nothing was recorded is no measurement: then it is absent."""
+    """Yield what throttles the machine. Where pmset recorded nothing, nothing was measured: the reading is absent."""
     try:
         text = output([commands["pmset"], "-g", "therm"], PATIENCE)
     except Unreadable as error:

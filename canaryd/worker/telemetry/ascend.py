@@ -23,10 +23,10 @@ from canaryd.worker.telemetry.sysfs import Unreadable, aer, attempt, path_settin
 PATIENCE = 4.0
 """Seconds that one answer of npu-smi may take; it is slow on a busy machine."""
 FRESH = 5.0
-"""Seconds for which an answer, or its failure, stands for all devices that it speaks of."""
+"""Seconds for which an answer, or its failure, is used for all devices that it covers."""
 STATES = ("ok", "warning", "alarm", "critical", "unknown")
 CODES = 16
-"""Fault codes of one device that are told."""
+"""Fault codes of one device that are reported."""
 MEBIBYTE = 1 << 20
 _BUS_ID = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]")
 
@@ -126,11 +126,11 @@ def _health(smi: str, chip: _Chip, *, alone: bool) -> Iterator[Reading | Absent]
     if status == "ok":
         return
     try:
-        said = _section(_ask(smi, "health", chip.npu), chip.chip, alone=alone).get("errorcode", "")
+        text = _section(_ask(smi, "health", chip.npu), chip.chip, alone=alone).get("errorcode", "")
     except Unreadable as error:
         yield Absent(name="device_fault", reason=str(error))
         return
-    codes = re.findall(r"\b(?:0x)?([0-9A-Fa-f]{8})\b", said)
+    codes = re.findall(r"\b(?:0x)?([0-9A-Fa-f]{8})\b", text)
     for code in list(dict.fromkeys(code.upper() for code in codes))[:CODES]:
         yield Reading(name="device_fault", value=1, labels={"code": code})
     if not codes:
@@ -162,14 +162,14 @@ def _memory(field: Callable[..., float]) -> Iterator[Reading | Absent]:
 
 
 def _errors(field: Callable[..., float]) -> Iterator[Reading | Absent]:
-    """Yield the counts of the stacked memory; those of the DDR memory are printed for devices that have none."""
+    """Yield the counts of the stacked memory. Those of DDR memory are left out: also devices without it print them."""
     for kind, bits in (("corrected", "Single"), ("uncorrected", "Double")):
         labels = {"kind": kind, "location": "hbm"}
         now = partial(field, f"HBM {bits} Bit Error Count", 0, 1 << 32)
         yield attempt("ecc_errors_total", now, "1", labels)
         life = partial(field, f"HBM {bits} Bit Aggregate Total Err Cnt", 0, 1 << 32)
         yield attempt("ecc_aggregate_errors_total", life, "1", labels)
-    # The counts for single bits are reserved and always 0 (npu-smi reference, 25.5): not told.
+    # Not reported: the counts for single bits, which are reserved and always 0 (npu-smi reference, 25.5).
     isolated = partial(field, "HBM Double Bit Isolated Pages Count", 0, 1 << 32)
     yield attempt("retired_pages", isolated, "1", {"cause": "double_bit"})
     yield attempt(
@@ -200,7 +200,7 @@ def _listed(smi: str) -> list[_Chip]:
 
 
 def _chips(text: str) -> list[_Chip]:
-    """Take the table apart: per chip a row of its card, then its own, each under its own headings."""
+    """Parse the table: per chip a row of its card, then its own, each under its own headings."""
     found: list[_Chip] = []
     headings: dict[str, list[str]] = {"Health": [], "Bus-Id": []}
     card: tuple[str, str, str, dict[str, str]] | None = None
@@ -225,7 +225,7 @@ def _chips(text: str) -> list[_Chip]:
 
 
 def _columns(headings: list[str], cell: str) -> dict[str, str]:
-    """Pair headings with values such as "97.6" or "0 / 0"; nothing where they do not pair up."""
+    """Pair headings with values such as "97.6" or "0 / 0"; return nothing where their numbers differ."""
     values = re.findall(r"\S+\s*/\s*\S+|\S+", cell)
     return dict(zip(headings, values, strict=True)) if len(values) == len(headings) else {}
 
@@ -237,7 +237,7 @@ def _field(smi: str, question: str, chip: _Chip, name: str, least: float, most: 
 
 
 def _section(text: str, chip: str, *, alone: bool) -> dict[str, str]:
-    """Return what is said of one chip: its block names it, before or after the values; one alone may go unnamed."""
+    """Return the fields of one chip: its block names it, before or after the values; a single chip may be unnamed."""
     found: dict[str, str] = {}
     for block in re.split(r"\n\s*\n", text):
         pairs = [(_key(key), value) for key, value in _lines(block)]
@@ -262,7 +262,7 @@ def _lines(text: str) -> list[tuple[str, str]]:
 
 
 def _key(name: str) -> str:
-    """Return a key without blanks and capitals: versions differ in both, as in "Temperature (C)"."""
+    """Return a key in lower case without blanks, because versions differ in both, as in "Temperature (C)"."""
     return re.sub(r"\s+", "", name).lower()
 
 
@@ -273,7 +273,7 @@ def _number(text: str | None, where: str, least: float, most: float) -> float:
         raise Unreadable(f"{where}: {text.strip()[:40]!r} is not a number")
     number = float(text) if "." in text else int(text)
     if not least <= number <= most:
-        raise Unreadable(f"{where}: {text.strip()} cannot be meant")
+        raise Unreadable(f"{where}: {text.strip()} is out of range ({least:g} to {most:g})")
     return number
 
 
@@ -282,7 +282,7 @@ def _ask(smi: str, question: str, npu: str, chip: str = "") -> str:
 
 
 def _quiet(smi: str, question: str, npu: str, chip: str = "") -> str:
-    """Return an answer, or "" where there is none: identity is told as far as it is known."""
+    """Return an answer, or "" where there is none: a device is described as far as possible."""
     try:
         return _ask(smi, question, npu, chip)
     except Unreadable:

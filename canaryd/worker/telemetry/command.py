@@ -1,4 +1,4 @@
-"""What a vendor's command prints: asked with a deadline, and every failure is a reason."""
+"""Run a vendor's command with a deadline; every failure becomes a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canaryd.worker.telemetry.sysfs import Unreadable
 
 
 class NotInstalled(Unreadable):
-    """There is no such command here."""
+    """The command is not installed."""
 
 
 def command_setting(settings: Mapping[str, Any], name: str, default: str) -> str:
@@ -32,7 +32,7 @@ def output(argv: Sequence[str], timeout: float) -> str:
             capture_output=True,
             timeout=timeout,
             check=False,
-            env={**os.environ, "LC_ALL": "C"},  # words and decimal points as documented
+            env={**os.environ, "LC_ALL": "C"},  # texts and decimal points as documented
         )
     except FileNotFoundError:
         raise NotInstalled(f"{argv[0]} is not installed, or not in PATH") from None
@@ -42,6 +42,6 @@ def output(argv: Sequence[str], timeout: float) -> str:
         raise Unreadable(f"{argv[0]} cannot be started: {error.strerror or error}") from None
     text = done.stdout.decode(errors="replace")
     if done.returncode:
-        said = (done.stderr.decode(errors="replace").strip() or text.strip() or "nothing").splitlines()[-1]
-        raise Unreadable(f"{' '.join(argv)} failed with status {done.returncode} and said: {said[:200]}")
+        text = (done.stderr.decode(errors="replace").strip() or text.strip() or "nothing").splitlines()[-1]
+        raise Unreadable(f"{' '.join(argv)} failed with status {done.returncode} and said: {text[:200]}")
     return text

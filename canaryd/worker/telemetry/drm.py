@@ -1,4 +1,4 @@
-"""Graphics cards as the kernel's DRM lists them: what AMD and Intel share."""
+"""Graphics cards as the kernel's DRM lists them, for AMD and Intel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cards(root: Path, vendor: int) -> list[Card]:
     found = []
     try:
         paths = entries(root / "class/drm", "card[0-9]*")
-    except Unreadable:  # a kernel without DRM has no such directory, and so no card
+    except Unreadable:  # a kernel without DRM has no such directory and no cards
         return []
     for path in paths:
         if not re.fullmatch(r"card\d+", path.name):
@@ -59,13 +59,13 @@ def cards(root: Path, vendor: int) -> list[Card]:
 
 
 def driver_version(root: Path, driver: str) -> str:
-    """Return a driver's own version; one that is part of the kernel has none but the kernel's."""
+    """Return a driver's own version, or the kernel's for a driver that is part of it."""
     own = texts(root / "module" / driver, {"version": "version"})
     return f"{driver} {own['version']}" if own else f"{driver} of kernel {os.uname().release}"
 
 
 def texts(directory: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the one-line files of a directory that can be read: detail's key → file's name, as key → text."""
+    """Return key → text of the one-line files of a directory that can be read; `names` maps key → file."""
     found = {}
     for key, name in names.items():
         try:

@@ -169,11 +169,11 @@ def _machine_checks(proc: Path) -> int:
 
 
 def throttling(sysfs: Path) -> Iterator[Fact]:
-    """Yield how often cores and packages slowed down for heat.
+    """Yield how often cores and packages slowed down because of heat.
 
     Each processor has both counters: siblings share those of a core, and all processors of a package those of the
-    package (Documentation/ABI/testing/sysfs-devices-system-cpu). One spell of heat slows many cores down, so their sum
-    would tell their number: the highest of all stands for how often it happened.
+    package (Documentation/ABI/testing/sysfs-devices-system-cpu). Heat slows many cores down at once, so their sum
+    would depend on how many: the highest count of all says how often it happened.
     """
     try:
         processors = entries(sysfs / "devices/system/cpu", "cpu[0-9]*")
@@ -195,10 +195,10 @@ def _throttled(processors: list[Path], scope: str) -> int:
 
 
 def sensors(sysfs: Path) -> Iterator[Fact]:
-    """Yield temperatures, critical temperatures and fans of the machine, those of accelerators left out.
+    """Yield temperatures, critical temperatures and fans of the machine, without those of accelerators.
 
-    A sensor is called "chip/device/label": chips of one kind are told apart by what they sit on, not by a number that
-    changes from boot to boot. Sensors of one name are one, the hottest; so are the cores of a processor.
+    A sensor is called "chip/device/label": the device tells chips of one kind apart, because their numbers change from
+    boot to boot. Of sensors with one name, and of the cores of a processor, only the hottest is yielded.
     """
     temperatures: dict[str, list[Path]] = defaultdict(list)
     fans: dict[str, Path] = {}
@@ -214,7 +214,7 @@ def sensors(sysfs: Path) -> Iterator[Fact]:
                 temperatures[f"{owner}/{re.sub('^Core [0-9]+$', 'hottest core', label)}"].append(path)
             fans |= {f"{owner}/{label}": path for path, label in inputs(chip, "fan")}
         except Unreadable:
-            continue  # it was taken out while we looked
+            continue  # it was removed meanwhile
     for zone in optional_entries(sysfs / "class/thermal", "thermal_zone*"):
         if not optional_entries(zone, "hwmon*"):  # one that has such a chip was read above
             temperatures[f"{optional_text(zone / 'type')[:40] or 'zone'}/{zone.name}"].append(zone / "temp")
@@ -241,7 +241,7 @@ def sensors(sysfs: Path) -> Iterator[Fact]:
 
 
 def _owner(chip: Path) -> str:
-    """Name what a chip sits on: "coretemp.0", "nvme0", "0000:00:18.3"; its own number where it sits on nothing."""
+    """Return the name of the device of a chip: "coretemp.0", "nvme0", "0000:00:18.3"; the chip's own number if none."""
     device = chip / "device"
     return device.resolve().name if device.exists() else chip.name
 
@@ -251,12 +251,12 @@ def _hottest(paths: list[Path]) -> float:
 
 
 def _of_accelerator(chip: Path) -> bool:
-    """Tell whether a chip sits on a display controller or a processing accelerator (PCI classes 0x03 and 0x12)."""
+    """Return whether a chip belongs to a display controller or an accelerator (PCI classes 0x03 and 0x12)."""
     return optional_text(chip / "device/class")[:4] in ("0x03", "0x12")
 
 
 def clocks(where: Roots) -> Iterator[Fact]:
-    """Yield the mean clock of the processors and the highest that one can have."""
+    """Yield the mean clock of the processors and the highest possible one."""
     policies = optional_entries(where.sysfs / "devices/system/cpu/cpufreq", "policy[0-9]*")
     sample = policies[:: max(1, -(-len(policies) // MOST_CLOCKS))]
     now = [khz * 1e3 for path in sample if (khz := _number(path / "scaling_cur_freq"))]
@@ -268,7 +268,7 @@ def clocks(where: Roots) -> Iterator[Fact]:
         if hertz:
             yield Reading(name=name, value=round(hertz), unit="hertz", labels={"domain": "cpu"})
         else:
-            yield Absent(name=f"{name}{{domain=cpu}}", reason="neither a cpufreq driver nor the processor says it")
+            yield Absent(name=f"{name}{{domain=cpu}}", reason="neither a cpufreq driver nor the processor gives it")
 
 
 def memory(proc: Path) -> Iterator[Fact]:
@@ -285,7 +285,7 @@ def memory(proc: Path) -> Iterator[Fact]:
 
 def _less(total: int, free: int, path: Path) -> int:
     if free > total:
-        raise Unreadable(f"{path} gives more swap that is free than there is")
+        raise Unreadable(f"{path} gives more free swap than swap")
     return total - free
 
 
@@ -306,12 +306,12 @@ def _pressure(path: Path, kind: str) -> float:
 
 
 def cores(sysfs: Path) -> Iterator[Fact]:
-    """Yield how many processors are online, and how many are there but offline."""
+    """Yield how many processors are online, and how many are present but offline."""
     base = sysfs / "devices/system/cpu"
     yield attempt("cpu_cores", lambda: len(_ids(base / "online")), "1", {"state": "online"})
 
     def offline() -> int:
-        # The kernel's own list `offline` also holds processors that could be plugged in, but are not there.
+        # The kernel's own list `offline` also contains processors that could be plugged in.
         return len(_ids(base / "present") - _ids(base / "online"))
 
     yield attempt("cpu_cores", offline, "1", {"state": "offline"})
@@ -329,7 +329,7 @@ def _ids(path: Path) -> set[int]:
 
 
 def clock_source(sysfs: Path) -> Iterator[Fact]:
-    """Yield what the kernel measures time with."""
+    """Yield the kernel's clock source."""
     try:
         source = read_text(sysfs / "devices/system/clocksource/clocksource0/current_clocksource")
     except Unreadable as error:
@@ -339,19 +339,19 @@ def clock_source(sysfs: Path) -> Iterator[Fact]:
 
 
 def _crash_records(where: Roots) -> int:
-    """Return the number of records in pstore; an empty directory without a backend says nothing."""
+    """Return the number of records in pstore; without a backend an empty directory means nothing."""
     # Where pstore is not mounted, its mount point is an empty directory too.
     if not re.search(r"^\S+ \S+ pstore ", optional_text(where.proc / "mounts"), re.MULTILINE):
-        raise Unreadable("pstore is not mounted: whether the last kernel crashed is not known from it")
+        raise Unreadable("pstore is not mounted, so it cannot show whether the last kernel crashed")
     if optional_text(where.sysfs / "module/pstore/parameters/backend") in ("", "(null)"):
-        raise Unreadable("pstore has no storage on this machine: it cannot keep records of a crash")
+        raise Unreadable("pstore has no storage on this machine, so it cannot keep records of a crash")
     return len(entries(where.sysfs / "fs/pstore"))
 
 
 def rasdaemon(where: Roots) -> Iterator[Fact]:
     """Yield how many events rasdaemon has recorded, by table, and whether it may miss single ones.
 
-    The highest row number stands for the count: rasdaemon only ever adds rows, and a million of them need no scan.
+    The highest row number is the count: rasdaemon only adds rows, and counting a million of them would take long.
     """
     try:
         yield from _ras_events(where.rasdaemon)
@@ -359,7 +359,7 @@ def rasdaemon(where: Roots) -> Iterator[Fact]:
         yield Absent(name="ras_events_total", reason=str(error))
     instance = "instances/rasdaemon/buffer_percent"
     paths = [where.sysfs / "kernel/tracing" / instance, where.sysfs / "kernel/debug/tracing" / instance]
-    path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # tracefs is for root alone
+    path = next((path for path in paths if os.access(path, os.R_OK)), paths[0])  # only root may read tracefs
     yield attempt("rasdaemon_wakeup_ratio", lambda: read_count(path) / 100, "1")
 
 
@@ -396,11 +396,11 @@ def _ras_events(path: Path) -> Iterator[Fact]:
     finally:
         connection.close()
     if not tables:
-        raise Unreadable(f"{path} holds no table that rasdaemon writes")
+        raise Unreadable(f"{path} has no table of rasdaemon")
 
 
 def portable() -> Iterator[Fact]:
-    """Yield what psutil gives where there is no /proc: macOS above all."""
+    """Yield what psutil gives where there is no /proc, above all on macOS."""
     system = platform.system()
     for name in ("edac_errors_total", "machine_check_exceptions_total", "temperature_celsius", "fan_rpm"):
         yield Absent(name=name, reason=f"not read on {system}")
@@ -419,7 +419,7 @@ PORTABLE: tuple[tuple[str, str, Mapping[str, str], Callable[[Any], float | None]
     ("clock_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().current * 1e6 or None),
     ("clock_max_hertz", "hertz", {"domain": "cpu"}, lambda psutil: psutil.cpu_freq().max * 1e6 or None),
 )
-"""Name, unit, labels and what asks psutil; None where it does not know."""
+"""Name, unit, labels, and the call of psutil; None for an unknown value."""
 
 
 def _from_psutil(function: Callable[[Any], float | None]) -> float:
@@ -430,12 +430,12 @@ def _from_psutil(function: Callable[[Any], float | None]) -> float:
     except Exception as error:  # noqa: BLE001 - psutil raises what the system's calls raise
         raise Unreadable(f"psutil: {type(error).__name__}: {error}") from None
     if value is None:
-        raise Unreadable("psutil does not know it on this machine")
+        raise Unreadable("psutil does not give it on this machine")
     return value
 
 
 def facts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the machine is made of and runs, for the inventory; what cannot be read is left out."""
+    """Return hardware and software of the machine for the inventory, without what cannot be read."""
     where = roots(settings)
     if sys.platform != "linux":
         return {"kernel": f"{platform.release()} {platform.version()}"}
@@ -446,7 +446,7 @@ def _line(path: Path, pattern: str) -> str:
     """Return the first group of a pattern in a file; raise `Unreadable` where it does not match."""
     match = re.search(pattern, read_text(path), re.MULTILINE)
     if not match:
-        raise Unreadable(f"{path} holds nothing of the form {pattern}")
+        raise Unreadable(f"{path} has no line of the form {pattern}")
     return match.group(1)
 
 

@@ -1,4 +1,4 @@
-"""Intel discrete GPUs: what the xe and i915 drivers give in sysfs.
+"""Intel discrete GPUs: the files of the xe and i915 drivers in sysfs.
 
 The files are those of the kernel's documentation: Documentation/ABI/testing/sysfs-driver-intel-xe-hwmon and
 -i915-hwmon, Documentation/gpu/xe/xe_gt_freq.rst, and drivers/gpu/drm/i915/gt/intel_gt_sysfs_pm.c.
@@ -25,7 +25,7 @@ THROTTLE = ("pl1", "pl2", "pl4", "thermal", "prochot", "ratl", "vr_thermalert", 
 
 
 def devices(settings: Mapping[str, Any]) -> list[Device]:
-    """Return the discrete GPUs. The driver tells no serial number, so the identity names the slot and is weak."""
+    """Return the discrete GPUs. The driver gives no serial number, so the identity names the slot and is weak."""
     root = _root(settings)
     return [
         Device(
@@ -41,7 +41,7 @@ def devices(settings: Mapping[str, Any]) -> list[Device]:
 
 
 def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield what the driver says about the GPU now; raise `Unavailable` where it is not there."""
+    """Yield what the driver reports about the GPU; raise `Unavailable` where it is missing."""
     root = _root(settings)
     bus_id = device.detail.get("bus_id", "")
     card = next((card for card in _discrete(root) if card.bus_id == bus_id), None)
@@ -66,7 +66,7 @@ def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Abse
 
 
 def close() -> None:
-    """Nothing is held between two reads."""
+    """Do nothing: no handle stays open between two reads."""
 
 
 def _root(settings: Mapping[str, Any]) -> Path:
@@ -80,7 +80,7 @@ def _discrete(root: Path) -> list[Card]:
 
 
 def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
-    """Return per graphics unit: its name, the files of its clock and of its highest one, and how a reason's begins."""
+    """Return per graphics unit: name, file of its clock, file of its highest clock, prefix of its throttle files."""
     found = []
     for tile in _entries(card.device, "tile[0-9]*"):  # xe
         for unit in _entries(tile, "gt[0-9]*"):
@@ -101,12 +101,12 @@ def _entries(directory: Path, pattern: str) -> list[Path]:
 
 
 def _megahertz(path: Path) -> int:
-    """Return hertz; 0 is what a unit that sleeps really runs at."""
+    """Return hertz; a sleeping unit really runs at 0."""
     return read_count(path) * 10**6
 
 
 def _throttled(files: list[Path]) -> int:
-    """Return 1 where any unit is held down for the reason; a unit that does not know the reason has no say."""
+    """Return 1 where any unit is throttled for the reason; units without a file for it do not count."""
     flags, failure = [], Unreadable("the driver gives no reasons for lower clocks")
     for file in files:
         try:
@@ -121,7 +121,7 @@ def _throttled(files: list[Path]) -> int:
 
 
 def _power(card: Card) -> Iterator[Reading | Absent]:
-    """Yield energy and limits: channel 1 is the card, channel 2 the package, where a driver has but that."""
+    """Yield energy and limits: of channel 1 (the card), or of channel 2 (the package) where a driver has only that."""
     chips = _entries(card.device / "hwmon", "hwmon[0-9]*")
     yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
     yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", {"limit": "enforced"})
@@ -129,7 +129,7 @@ def _power(card: Card) -> Iterator[Reading | Absent]:
 
 
 def _channel(chips: list[Path], kind: str, suffix: str) -> float:
-    """Return the first channel's value, from millionths; a limit of 0 means that there is none."""
+    """Return the first channel's value, converted from millionths; a limit of 0 means no limit."""
     failure = Unreadable("no hwmon chip of the device gives it")
     for chip in chips:
         for channel in (1, 2):

@@ -1,7 +1,7 @@
-"""The common face of the vendors: what a telemetry module must offer, and the inventory that asks all of them.
+"""The interface of the vendors' modules, and the inventory that uses them.
 
-A module is `canaryd.worker.<name>` with `devices`, `read` and `close`. It alone imports its vendor's library, and only
-when it is asked something.
+A module is `canaryd.worker.telemetry.<name>` with `devices`, `read` and `close`. Only it imports its vendor's library,
+and only when one of these is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKENDS = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
 
 
 class Unavailable(Skip):
-    """The vendor's library or driver cannot be used here; a poll that meets it is skipped for that reason."""
+    """The vendor's library or driver cannot be used here; the poll is skipped with this reason."""
 
 
 class DeviceLost(Unavailable):
@@ -31,39 +31,39 @@ class DeviceLost(Unavailable):
 
 
 class NotHere(Unavailable):
-    """Nothing of the vendor is installed: no failure where there is no such device."""
+    """Nothing of the vendor is installed, which is normal on a host without its devices."""
 
 
 class Vendor(Protocol):
     """What each module offers. `settings` is the probe's own section of the configuration.
 
-    Two more functions are optional: `facts(settings)` returns what belongs to the inventory of the machine rather than
-    to one device, and `problems()` what the last `devices` could not make out, one sentence each.
+    Two more functions are optional: `facts(settings)` returns facts of the machine rather than of one device, and
+    `problems()` one sentence for each thing that the last `devices` could not identify.
     """
 
     def devices(self, settings: Mapping[str, Any]) -> list[Device]:
-        """Return the devices with identity and versions; raise `Unavailable` where nothing can be asked."""
+        """Return the devices with identity and versions; raise `Unavailable` where library or driver cannot be used."""
         ...
 
     def read(self, device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-        """Yield what the device says about itself now; raise `Unavailable` where nothing can be asked."""
+        """Yield the device's readings; raise `Unavailable` where library or driver cannot be used."""
         ...
 
     def close(self) -> None:
-        """Let go of every handle, and of the library where that is possible."""
+        """Release every handle, and the library where that is possible."""
         ...
 
 
 def module(name: str) -> Vendor:
-    """Return the module of a vendor; nothing of the vendor's own is imported yet."""
+    """Return the module of a vendor, which does not import the vendor's library yet."""
     found: Vendor = importlib.import_module(f"canaryd.worker.telemetry.{name}")
     return found
 
 
 def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dict[str, str], list[str]]:
-    """Return the devices that a vendor's module finds, facts of the machine, and what it could not make out.
+    """Return the devices that a vendor's module finds, facts of the machine, and what it could not identify.
 
-    Raises `Unavailable` where nothing can be asked.
+    Raises `Unavailable` where library or driver cannot be used.
     """
     vendor = module(name)
     try:
@@ -77,7 +77,7 @@ def inventory(name: str, settings: Mapping[str, Any]) -> tuple[list[Device], dic
 
 
 def on_the_bus(sysfs: Path) -> list[Device]:
-    """Return a placeholder for each accelerator on the PCI bus: it stands in where no library and no torch shows it."""
+    """Return a placeholder for each accelerator on the PCI bus, for use where neither a library nor torch lists it."""
     try:
         functions = pci.accelerators(sysfs)
     except Unreadable:

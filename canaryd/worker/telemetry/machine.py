@@ -13,7 +13,7 @@ from typing import NamedTuple
 from canaryd.worker.telemetry.sysfs import Unreadable, optional_entries, optional_text, read_bytes, read_int
 
 PLACEHOLDERS = ("", "none", "unknown", "not specified", "not available", "default string", "no dimm", "0123456789")
-"""What firmware writes in a field that nobody has filled in, in lower case; "To be filled by O.E.M." is another."""
+"""What firmware writes into an unused field, in lower case; also "To be filled by O.E.M."."""
 
 
 class Module(NamedTuple):
@@ -78,7 +78,7 @@ def _hypervisor(sysfs: Path, cpuinfo: str) -> str:
     ):
         if any(hint in f"{sources} {dmi}" for hint in hints):
             return name
-    return "unnamed" if flags else ""  # only x86 processors tell whether there is one
+    return "unnamed" if flags else ""  # only x86 processors report a hypervisor
 
 
 def _processors(sysfs: Path) -> dict[str, str]:
@@ -95,7 +95,7 @@ def _processors(sysfs: Path) -> dict[str, str]:
 
 
 def _memory_bytes(sysfs: Path, proc: Path) -> str:
-    """Return the size of all memory blocks: unlike MemTotal, it does not move with the kernel's own needs."""
+    """Return the size of all memory blocks, which does not depend on the kernel's own needs as MemTotal does."""
     base = sysfs / "devices/system/memory"
     size, blocks = optional_text(base / "block_size_bytes"), optional_entries(base, "memory[0-9]*")
     if blocks and re.fullmatch(r"[0-9a-f]{1,16}", size):
@@ -152,7 +152,7 @@ def memory_device(raw: bytes) -> Module | None:
         return int.from_bytes(fixed[offset : offset + width], "little")
 
     def string(offset: int) -> str:
-        number = word(offset, 1)  # 0, and what a short structure gives, means none
+        number = word(offset, 1)  # 0, and a structure that is too short, mean none
         return _filled(strings[number - 1].decode(errors="replace")) if 0 < number <= len(strings) else ""
 
     size = word(0x0C, 2)

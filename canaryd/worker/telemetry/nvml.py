@@ -26,7 +26,7 @@ class Missing(Exception):
 
 
 NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 6, 13, 15
-"""The nvmlReturn_t values that decide what is asked next."""
+"""The nvmlReturn_t values that decide which call comes next."""
 LOST = (
     "GPU is lost: it no longer answers on its bus. Drain the node and reboot it; if it stays away, see to its seating"
 )
@@ -41,7 +41,7 @@ REASONS = {
     16: "the device must be reset before this can be read",
     999: "the driver reports an unknown error (999)",
 }
-"""nvmlReturn_t of one call → why there is no reading."""
+"""nvmlReturn_t of one call → why the reading is absent."""
 NO_LIBRARY = "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"
 NO_START = {
     4: "no permission to use the NVIDIA driver: run as root, or give this user access to /dev/nvidia*",
@@ -54,7 +54,7 @@ _nvml: ModuleType | None = None
 
 
 def close() -> None:
-    """Let go of the driver. A GPU without persistence is reset by this when nobody else holds it."""
+    """Release the driver. A GPU without persistence mode is reset when no other process holds it."""
     global _nvml
     if _nvml is not None:
         nvml, _nvml = _nvml, None
@@ -131,7 +131,7 @@ def device_handle(nvml: ModuleType, device: Device) -> Any:
     for _, instance in instance_handles(nvml, handle):
         if ask_text(nvml, "nvmlDeviceGetUUID", instance) == device.uuid:
             return instance
-    raise Unavailable(f"MIG instance {device.uuid} is no longer there: its GPU was divided anew")
+    raise Unavailable(f"MIG instance {device.uuid} is no longer there: its GPU was partitioned again")
 
 
 def _gpu_handle(nvml: ModuleType, uuid: str, bus_id: str) -> Any:

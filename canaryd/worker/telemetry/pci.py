@@ -1,4 +1,4 @@
-"""Accelerators as the PCI bus shows them, with or without a driver: what is there before any library is asked."""
+"""Accelerators on the PCI bus, with or without a driver or a library."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ACCELERATORS = {
 """Vendor id → name and the classes (PCI Code and ID Assignment Specification) under which its accelerators appear.
 
 0x0300 is a VGA controller, 0x0302 and 0x0380 are display controllers without one, 0x1200 is a processing accelerator.
-AMD's and Intel's VGA controllers are left out: most are part of a processor. So is Intel's 0x1200: the neural unit of
-a client processor, which no backend here drives.
+AMD's and Intel's VGA controllers are left out, because most are part of a processor. So is Intel's 0x1200, the neural
+unit of a client processor, which no backend here drives.
 """
 INTEGRATED = (0x8086, "0000:00:02.0")
 """Vendor and place of every graphics unit that is part of an Intel processor, whatever its class."""
@@ -42,7 +42,7 @@ class PciFunction:
 
     @property
     def passed_through(self) -> bool:
-        """Whether it is set aside for a virtual machine: no library of this host can show it."""
+        """Whether it is reserved for a virtual machine, so that no library of this host lists it."""
         return "vfio" in self.driver or self.driver == "pci-stub" or (self.virtual and not self.driver)
 
 
@@ -57,7 +57,7 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
                 continue
             device_id = f"{read_count(function / 'device'):04x}"
         except Unreadable:
-            continue  # it left the bus while we looked, or it is not a function
+            continue  # it left the bus meanwhile, or it is not a function
         driver = function / "driver"
         found.append(
             PciFunction(

@@ -1,4 +1,4 @@
-"""Readers of /sys that vendors share: one small file at a time, and every failure is a reason.
+"""Readers of /sys that vendors share: one small file at a time; every failure becomes a reason.
 
 Values come in the kernel's units (Documentation/ABI/testing/sysfs-bus-pci, Documentation/hwmon/sysfs-interface.rst) and
 leave in base units. The root is a parameter everywhere, so that a constructed tree reads like a machine.
@@ -20,17 +20,17 @@ from canaryd.probe import Absent
 
 
 class Unreadable(Exception):
-    """A file of /sys or /proc gave no value; the argument is the reason that people will read."""
+    """A file of /sys or /proc gave no value; the argument is the reason shown to people."""
 
 
 class Denied(Unreadable):
-    """It may be there, but this user may not read it."""
+    """The user of this process may not read the file."""
 
 
 _GENERATIONS = {"2.5": 1, "5.0": 2, "5": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
 """GT/s → PCI Express generation (the PCI Express Base Specifications 1.0 to 7.0)."""
 _WIDTHS = (1, 2, 4, 8, 12, 16, 32)
-"""Lanes a link can have; the kernel writes 0 or 255 where it does not know."""
+"""Lanes that a link can have; the kernel writes 0 or 255 for unknown."""
 _NATURAL = re.compile(r"(\d+)")
 
 
@@ -161,7 +161,7 @@ def _aer_total(path: Path, name: str) -> int:
 
 
 def pcie(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
-    """Yield generation and width of a function's link: in use, and at most, which is what device and port both do."""
+    """Yield generation and width of a function's link: the current ones, and the highest of device and port."""
     function = root / "bus/pci/devices" / bus_id
     yield attempt("pcie_generation", partial(_generation, function / "current_link_speed"), "1")
     yield attempt("pcie_generation_max", partial(_both, _generation, function, "max_link_speed"), "1")
@@ -170,11 +170,11 @@ def pcie(root: Path, bus_id: str) -> Iterator[Reading | Absent]:
 
 
 def _both(measure: Callable[[Path], int], function: Path, name: str) -> int:
-    """Return the smaller of what a function and the port above it can do: a narrow slot is no fault of the device."""
+    """Return the smaller limit of a function and the port above it: a narrow slot is not a fault of the device."""
     own = measure(function / name)
     try:
         return min(own, measure(function.resolve().parent / name))
-    except Unreadable:  # a function without a port above it, or one that keeps its limits to itself
+    except Unreadable:  # a function without a port above it, or a port that does not give its limits
         return own
 
 
@@ -182,19 +182,19 @@ def _generation(path: Path) -> int:
     text = read_text(path)
     generation = _GENERATIONS.get(text.partition(" GT/s")[0]) if " GT/s" in text else None
     if generation is None:
-        raise Unreadable(f"the link gives no speed that PCI Express has: {text[:40]!r}")
+        raise Unreadable(f"not a speed of PCI Express: {text[:40]!r}")
     return generation
 
 
 def _width(path: Path) -> int:
     lanes = read_int(path)
     if lanes not in _WIDTHS:
-        raise Unreadable(f"the link gives no width that PCI Express has: {lanes}")
+        raise Unreadable(f"not a width of PCI Express: {lanes}")
     return lanes
 
 
 def hwmon(root: Path, device_path: Path | str) -> Iterator[Reading | Absent]:
-    """Yield temperatures, their thresholds, fans and power that a device's own hwmon chips give.
+    """Yield temperatures, their thresholds, fans and power from a device's own hwmon chips.
 
     `device_path` is the device's directory below `root`, e.g. "bus/pci/devices/0000:65:00.0". A sensor is called by the
     chip's label ("edge"), or "temp1" where it gives none; its thresholds are "edge_crit" and "edge_max".
@@ -223,14 +223,14 @@ def _chip(chip: Path, *, with_power: bool) -> Iterator[Reading | Absent]:
                 yield attempt("temperature_threshold_celsius", partial(celsius, threshold), "celsius", labels)
     for path, fan in inputs(chip, "fan"):
         yield attempt("fan_rpm", partial(rpm, path), "1", {"fan": fan})
-    # A chip gives its power averaged, at the moment, or both; the first rail is the whole device.
+    # A chip gives average power, momentary power, or both; the first rail is the whole device.
     power = next((path for path in (chip / "power1_average", chip / "power1_input") if path.exists()), None)
     if with_power and power is not None:
         yield attempt("power_watts", lambda: read_count(power) * 1e-6, "watts")
 
 
 def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` where it has none of its own.
+    """Yield the `<kind>N_input` files of a hwmon chip, each with its label, or `<kind>N` where the label is not unique.
 
     Raises `Unreadable` where the chip cannot be listed.
     """
@@ -244,8 +244,8 @@ def inputs(chip: Path, kind: str) -> Iterator[tuple[Path, str]]:
 def celsius(path: Path) -> float:
     """Return a file of millidegrees as degrees Celsius.
 
-    Raises `Unreadable` where the chip reports a fault of the sensor, and for what no silicon survives (our reasoning):
-    chips give such numbers for a sensor that is not connected or a threshold that is not set, e.g. 65261.85 by NVMe.
+    Raises `Unreadable` where the chip reports a fault of the sensor, and for temperatures that no silicon survives (our
+    reasoning): chips give them for sensors that are not connected and thresholds that are not set, e.g. NVMe 65261.85.
     """
     _no_fault(path)
     degrees = read_int(path) / 1000

@@ -19,10 +19,13 @@ from canaryd.judge.recordings import triage
 from canaryd.model import Recording
 from canaryd.probe import Skip
 from canaryd.worker.endpoint import client, prompts
-from canaryd.worker.endpoint.canary import APIS, Endpoint, Settings, injected
+from canaryd.worker.endpoint.answers import Answer, parse
+from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.client import Reply, _message, _without
-from canaryd.worker.endpoint.dialects import DIALECTS, Answer, listed, parse, recognise
+from canaryd.worker.endpoint.dialects import DIALECTS, listed, recognise
+from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import APIS, Settings
 from tests.fuzz.material import Choices, dumps, loaded, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, plain, scratch
 from tests.worker.endpoint.served import Served, recorded
@@ -123,7 +126,7 @@ def _metrics(data: bytes) -> None:
 def _questions(given: Mapping[str, Any], metrics: str, choices: Choices) -> None:
     def get(path: str) -> Reply:
         text = metrics if path == "/metrics" else ""
-        return Reply(where=path, status=200, server=choices.text(), data=given.get(path), text=text, said="")
+        return Reply(where=path, status=200, server=choices.text(), data=given.get(path), text=text, words="")
 
     try:
         found = recognise(get("/v1/models"), get, lambda: given.get("/props"))

@@ -82,14 +82,14 @@ def _asked(how: int, said: bytes) -> None:
                     before = at
                 return
             assert 100 <= reply.status <= 999, reply.status
-            assert KEY not in reply.said
-            assert len(reply.said) <= 1000
-            assert reply.said.isprintable()
+            assert KEY not in reply.words
+            assert len(reply.words) <= 1000
+            assert reply.words.isprintable()
             reply.json()
         except Skip as error:
             one_line(str(error))
             assert KEY not in str(error), "the key stands in a message"
-            assert not isinstance(error, Refused) or KEY not in error.said
+            assert not isinstance(error, Refused) or KEY not in error.words
     assert server.asked <= 4, "more attempts than are allowed"
 
 

@@ -138,7 +138,7 @@ def test_a_place_to_write_that_is_none_is_named_before_anything_runs(tmp_path):
     """A directory, and a directory that is not there."""
     with pytest.raises(ValueError, match="is a directory; wanted the path of a file"):
         capture.answer(wish(tmp_path), silent)
-    with pytest.raises(ValueError, match="nowhere is no directory"):
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
         capture.answer(wish(tmp_path / "nowhere" / "a.safetensors"), silent)
 
 
@@ -221,14 +221,14 @@ def test_a_written_file_has_the_rights_that_the_user_wants(tmp_path):
     ("damage", "reason"),
     [
         (lambda data: None, "cannot be read: No such file"),
-        (lambda data: b"", "no whole safetensors file: 0 bytes"),
-        (lambda data: b"<html>not found</html>", "no whole safetensors file"),
-        (lambda data: data[: len(data) // 2], "no whole safetensors file: .*bytes"),
-        (lambda data: data[:100], "no whole safetensors file"),
-        (lambda data: data + b"\0", "1 bytes behind the last tensor"),
-        (lambda data: write_safetensors({"x": torch.ones(2)}, {}), "no capture of canaryd: it has no schema"),
+        (lambda data: b"", "not a complete safetensors file: 0 bytes"),
+        (lambda data: b"<html>not found</html>", "not a complete safetensors file"),
+        (lambda data: data[: len(data) // 2], "not a complete safetensors file: .*bytes"),
+        (lambda data: data[:100], "not a complete safetensors file"),
+        (lambda data: data + b"\0", "1 bytes after the last tensor"),
+        (lambda data: write_safetensors({"x": torch.ones(2)}, {}), "not a capture of canaryd: it has no schema"),
         (lambda data: changed(data, schema="canaryd.capture/9"), "its schema is 'canaryd.capture/9'"),
-        (lambda data: changed(data, order=None), "without order"),
+        (lambda data: changed(data, order=None), "it lacks order"),
         (lambda data: changed(data, order='["pier/none"]'), "its texts and tensors disagree"),
         (lambda data: changed(data, device="{}"), "its texts and tensors disagree"),
         (lambda data: changed(data, prompts="pier"), "its texts and tensors disagree"),

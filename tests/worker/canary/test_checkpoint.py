@@ -126,33 +126,36 @@ def test_a_pickled_checkpoint_is_digested_and_never_run(clean, copy, tmp_path):
 
 
 BROKEN = {
-    "nothing there": ("is not there", shutil.rmtree),
+    "nothing there": ("does not exist", shutil.rmtree),
     "no config": ("has no config.json", lambda d: (d / "config.json").unlink()),
     "a broken config": ("is not JSON", lambda d: (d / "config.json").write_text("{")),
     "a config that is a list": ("holds list; wanted an object", lambda d: (d / "config.json").write_text("[]")),
     "no weights": ("has no weights; wanted model.safetensors", lambda d: (d / WEIGHTS).unlink()),
-    "an empty file": ("no safetensors file", lambda d: (d / WEIGHTS).write_bytes(b"")),
-    "HTML": ("no safetensors file", lambda d: (d / WEIGHTS).write_text("<!DOCTYPE html><html></html>")),
-    "half a header": ("cut short within its header", lambda d: os.truncate(d / WEIGHTS, 500)),
-    "half a body": ("was cut short", lambda d: os.truncate(d / WEIGHTS, 1_000_000)),
-    "more behind it": ("has more behind", lambda d: os.truncate(d / WEIGHTS, (d / WEIGHTS).stat().st_size + 1)),
+    "an empty file": ("not a safetensors file", lambda d: (d / WEIGHTS).write_bytes(b"")),
+    "HTML": ("not a safetensors file", lambda d: (d / WEIGHTS).write_text("<!DOCTYPE html><html></html>")),
+    "half a header": ("truncated within its header", lambda d: os.truncate(d / WEIGHTS, 500)),
+    "half a body": ("is truncated", lambda d: os.truncate(d / WEIGHTS, 1_000_000)),
+    "more behind it": (
+        "has data after its last tensor",
+        lambda d: os.truncate(d / WEIGHTS, (d / WEIGHTS).stat().st_size + 1),
+    ),
     "a header that is a list": (
         "is not that of a safetensors file",
         lambda d: (d / WEIGHTS).write_bytes(struct.pack("<Q", 2) + b"[]"),
     ),
     "an overlap": (
-        "wanted from",
+        "wanted a start at",
         lambda d: (d / WEIGHTS).write_bytes(
             struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'.ljust(64) + bytes(8)
         ),
     ),
     "a missing shard": ("a.safetensors: a shard", lambda d: (split(d), (d / "a.safetensors").unlink())),
     "a shard of another model": (
-        "is not in it, though the index says so",
+        "which the index lists there",
         lambda d: (split(d), (d / "a.safetensors").write_bytes(write_safetensors({"x": torch.zeros(2)}, {}))),
     ),
     "one tensor in two shards": (
-        "is in a.safetensors as well",
+        "is also in a.safetensors",
         lambda d: (split(d), shutil.copy(d / "a.safetensors", d / "b.safetensors")),
     ),
     "an index that leads elsewhere": (
@@ -212,7 +215,7 @@ def test_a_file_is_read_again_only_when_it_was_written_or_when_asked(copy):
 
 def test_a_file_that_is_written_to_while_it_is_read_is_refused(copy):
     """Half of the old weights and half of the new ones are no checkpoint."""
-    with pytest.raises(BadCheckpoint, match="was written to while it was read"):
+    with pytest.raises(BadCheckpoint, match="changed while it was read"):
         links(copy, progress=lambda *_: os.utime(copy / WEIGHTS))
     assert links(copy)
 
@@ -299,18 +302,18 @@ LONG = struct.pack("<Q", 1 << 60)
 GGUF_BROKEN = {
     "something else": ("begins with b'PK", b"PK\3\4 a zip file"),
     "an empty file": ("begins with b''", b""),
-    "the magic alone": ("cut short within its header", b"GGUF"),
+    "the magic alone": ("is truncated or damaged within its header", b"GGUF"),
     "version 1": ("version 1; wanted 2 or 3", b"GGUF" + struct.pack("<IQQ", 1, 0, 0)),
     "big-endian": ("little-endian", b"GGUF" + struct.pack(">IQQ", 3, 0, 0)),
-    "keys without end": ("cut short", b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60)),
-    "tensors without end": ("cut short", b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0)),
-    "a text without end": ("cut short", b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + LONG),
-    "a list without end": ("cut short", small([], text("k") + struct.pack("<II", 9, 4) + LONG)),
+    "keys without end": ("truncated", b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60)),
+    "tensors without end": ("truncated", b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0)),
+    "a text without end": ("truncated", b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + LONG),
+    "a list without end": ("truncated", small([], text("k") + struct.pack("<II", 9, 4) + LONG)),
     "lists in lists": ("an array of arrays", small([], text("k") + struct.pack("<IIQ", 9, 9, 1))),
     "an unknown type": ("a value of type 77", small([], text("k") + struct.pack("<I", 77))),
     "no alignment": ("general.alignment is 0", small([], text("general.alignment") + struct.pack("<II", 4, 0))),
     "many dimensions": ("17 dimensions", b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + text("t") + struct.pack("<I", 17)),
-    "no body": ("was cut short", small([("a", b"1234")])[:-32]),
+    "no body": ("is truncated", small([("a", b"1234")])[:-32]),
 }
 
 

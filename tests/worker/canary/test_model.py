@@ -39,7 +39,7 @@ def load(path):
 @pytest.fixture(scope="module")
 def make():
     """The script that trained the model."""
-    return load(PROBES / "canary" / "make.py")
+    return load(PROBES.parent / "tools" / "make_canary.py")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def entry(**changes):
         (file(b"{"), "not JSON"),
         (file(b"\xff{}"), "not JSON"),
         (file(b"[1]"), "not an object"),
-        (file(b'{"a": 1, "a": 2}'), "a name stands twice"),
+        (file(b'{"a": 1, "a": 2}'), "a name occurs twice"),
         (file({"a": 1}), "wanted dtype, shape and data_offsets"),
         (file({"a": {**entry(), "more": 1}}), "wanted dtype, shape and data_offsets"),
         (file({"a": entry(dtype="F8")}), "known dtype"),
@@ -124,7 +124,7 @@ def entry(**changes):
         (file({"a": entry(data_offsets=[0, -8])}), "two numbers"),
         (file({"a": entry(data_offsets=[8, 16])}, b"\0" * 16), "wanted 8 from 0"),
         (file({"a": entry(), "b": entry()}), "wanted 8 from 8"),
-        (file({"a": entry(data_offsets=[0, 8])}, b"\0" * 9), "1 bytes behind"),
+        (file({"a": entry(data_offsets=[0, 8])}, b"\0" * 9), "1 bytes after"),
         (file({"__metadata__": {"a": 1}}, b""), "wanted texts"),
     ],
 )
@@ -175,7 +175,7 @@ def test_the_goldens_are_recomputed_from_the_weights(make):
 def test_the_recomputation_notices_what_was_changed(make, tmp_path, monkeypatch):
     """A weight, a token or a margin that was changed is not confirmed, digests made to fit or not."""
     shutil.copytree(PROBES / "canary", tmp_path / "canary")
-    monkeypatch.setattr(make, "HERE", tmp_path / "canary")
+    monkeypatch.setattr(make, "MODEL", tmp_path / "canary")
     file = tmp_path / "canary" / "weights.safetensors"
     model = canary_model.load(file.read_bytes())
     model.weights["1.up"][3, 4] += 0.5
@@ -333,9 +333,9 @@ def test_cases_and_faults_that_are_not_there_are_reasons_to_skip(probe):
     """What was asked for stands in the text; a fault that met nothing is no clean drill."""
     with pytest.raises(Skip, match="no case matches float32/decode/b2; one of them is float32/decode/b1/pier"):
         list(probe.run(context("float32/decode/b2")))
-    with pytest.raises(Skip, match="no fault is called 'melt'"):
+    with pytest.raises(Skip, match="unknown fault 'melt'"):
         list(probe.run(context(drill="melt")))
-    with pytest.raises(Skip, match="'flip' met no result"):
+    with pytest.raises(Skip, match="'flip' was not injected"):
         list(probe.run(context("float32/weights", drill="flip")))
 
 

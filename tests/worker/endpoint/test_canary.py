@@ -19,9 +19,11 @@ from canaryd.probe import Absent, Skip, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import client as endpoint_client
-from canaryd.worker.endpoint.canary import Endpoint, Settings, describe, injected
+from canaryd.worker.endpoint.canary import Endpoint, describe
 from canaryd.worker.endpoint.client import Client, Refused
+from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import Settings
 from tests import checkpoints
 from tests.worker.endpoint.served import PROBE, context, models, probe, recorded, recordings, served
 
@@ -79,7 +81,7 @@ def test_a_server_that_is_not_there_is_one_line(monkeypatch):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         waits = []
         text = reason(Client(url=url, sleep=waits.append).api, "/models")
-    assert text == f"GET {url}/models: connection refused: nothing listens there; start the server, or mend url"
+    assert text == f"GET {url}/models: connection refused: nothing listens there; start the server, or correct url"
     assert waits == [0.5, 1.0, 2.0]
 
 
@@ -101,7 +103,7 @@ def test_a_server_that_comes_up_is_waited_for():
 
 def test_an_unknown_host_is_one_line():
     """The name is not known, nothing else is said."""
-    assert "the name of the host is not known" in reason(Client(url="http://nowhere.invalid/v1").api, "/models")
+    assert "unknown host name" in reason(Client(url="http://nowhere.invalid/v1").api, "/models")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_an_unknown_host_is_one_line():
         ("ftp://host/v1", "wanted e.g."),
         ("http:///v1", "wanted e.g."),
         ("http://host:99999/v1", "not an address"),
-        ("http://user:hunter2@host/v1", "a key belongs into key_file"),
-        ("http://host/v1?key=hunter2", "a key belongs into key_file"),
+        ("http://user:hunter2@host/v1", "put a key into key_file"),
+        ("http://host/v1?key=hunter2", "put a key into key_file"),
         ("http://host /v1", "wanted e.g."),
     ],
 )
@@ -138,17 +140,17 @@ def test_a_key_that_is_not_accepted_is_one_line(status):
     [
         (
             (200, {"Content-Type": "text/html"}, b"<!doctype html><title>Login</title>"),
-            "answered a web page, wanted JSON",
+            "got a web page, wanted JSON",
         ),
-        ((200, {}, b'{"choices": [{"text": "a'), "is no JSON, or breaks off"),
-        ((200, {}, b""), "the answer of 0 characters is no JSON"),
-        ((200, {"Content-Length": "4000"}, b'{"choices": ['), "the answer broke off after 13 of 4000 bytes"),
-        ((200, {"Transfer-Encoding": "chunked", "Content-Length": "0"}, b"5\r\n{"), "broke off after"),
+        ((200, {}, b'{"choices": [{"text": "a'), "is not JSON, or incomplete"),
+        ((200, {}, b""), "the answer of 0 characters is not JSON"),
+        ((200, {"Content-Length": "4000"}, b'{"choices": ['), "the answer was cut off after 13 of 4000 bytes"),
+        ((200, {"Transfer-Encoding": "chunked", "Content-Length": "0"}, b"5\r\n{"), "cut off after"),
         ((500, {}, {"error": {"message": "CUDA error: device-side assert"}}), "500: CUDA error: device-side assert"),
-        ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: no words"),
+        ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: without a message"),
         ((500, {}, b"Internal\n  Server Error"), "refused with 500: Internal Server Error"),
         ((307, {"Location": "https://else.example/v1?token=x"}, b""), "to https://else.example/v1: set url"),
-        ((200, {}, b"[" * (1 << 20)), "is no JSON"),
+        ((200, {}, b"[" * (1 << 20)), "is not JSON"),
     ],
 )
 def test_what_is_no_answer_is_one_line(answer, said):
@@ -164,7 +166,7 @@ def test_an_answer_without_end_is_not_read_on(monkeypatch):
     """A body has a bound."""
     monkeypatch.setattr(endpoint_client, "MAX_BYTES", 1 << 20)
     with served({"GET /v1/models": b" " * (3 << 20)}) as server:
-        assert "longer than 1 MiB" in reason(Client(url=server.url).api, "/models")
+        assert "longer than the limit of 1 MiB" in reason(Client(url=server.url).api, "/models")
 
 
 def test_the_words_of_a_server_hold_neither_prompt_nor_key():
@@ -183,7 +185,7 @@ def test_a_slow_server_is_told_from_one_that_is_not_there():
     over = threading.Event()
     with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
         begun = time.monotonic()
-        assert "connected, but no whole answer within 0.4 s (0 bytes came)" in reason(
+        assert "connected, but no complete answer within 0.4 s (0 bytes came)" in reason(
             Client(url=server.url, timeout=0.4).api, "/models"
         )
         over.set()
@@ -194,7 +196,7 @@ def test_a_slow_server_is_told_from_one_that_is_not_there():
         begun = time.monotonic()
         text = reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout=0.8).api, "/models")
         assert time.monotonic() - begun < 5.0
-        assert "connected, but no whole answer within 0.8 s" in text
+        assert "connected, but no complete answer within 0.8 s" in text
         drip.join()
 
 
@@ -223,7 +225,7 @@ def _drip(listener: socket.socket) -> None:
     [
         (b"", "closed the connection without an answer"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "broke off after 1 of 50 bytes"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "cut off after 1 of 50 bytes"),
     ],
 )
 def test_a_server_that_dies_over_a_request_is_one_line(sent, said):
@@ -293,7 +295,7 @@ def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
 def test_a_server_that_wants_to_be_left_alone_is_left_alone():
     """A long Retry-After is said instead of waited for."""
     with served({"GET /v1/models": (429, {"Retry-After": "3600"}, {})}) as server:
-        assert "wants to be left alone for 3600 s" in reason(Client(url=server.url).api, "/models")
+        assert "asks to wait for 3600 s" in reason(Client(url=server.url).api, "/models")
         assert len(server.requests) == 1
 
 
@@ -314,7 +316,7 @@ def test_tls_is_spoken_and_certificates_are_checked(certificate):
     """With the authority it is trusted; without it is not; plain HTTP is not taken for TLS."""
     with served({"GET /v1/models": models("tiny")}) as server:
         plain = server.url
-        assert "no TLS is spoken there" in reason(Client(url=plain.replace("http:", "https:")).api, "/models")
+        assert "the server does not speak TLS" in reason(Client(url=plain.replace("http:", "https:")).api, "/models")
     secured = served({"GET /v1/models": models("tiny")})
     with secured as server:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -334,7 +336,7 @@ def test_certificates_that_cannot_be_read_are_one_line(tmp_path, content):
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_bytes(content)
-    assert f"ca_file: {path}: no certificates" in reason(Client, url="https://127.0.0.1/v1", ca_file=str(path))
+    assert f"ca_file: {path}: cannot read certificates" in reason(Client, url="https://127.0.0.1/v1", ca_file=str(path))
 
 
 # --- Settings and models ---------------------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ def test_wrong_settings_are_told_at_once():
         {"dialect": "gpt", "apis": ["embeddings"], "timeout": -1, "model": 5, "directory": "models/x"},
     )
     for part in (
-        "url: not given",
+        "url: not set",
         "dialect: got 'gpt'",
         "apis: got",
         "timeout: got -1",
@@ -364,7 +366,7 @@ def test_the_key_file_holds_a_key_that_not_everybody_may_read(tmp_path):
     assert "cannot be read" in reason(Settings.read, read)
     path.write_text(KEY + "\n")
     path.chmod(0o644)
-    assert reason(Settings.read, read) == f"key_file: {path}: everybody may read it: chmod o-r {path}"
+    assert reason(Settings.read, read) == f"key_file: {path}: any user can read it: chmod o-r {path}"
     path.chmod(0o640)
     settings = Settings.read(read)
     assert settings.key == KEY
@@ -372,14 +374,14 @@ def test_the_key_file_holds_a_key_that_not_everybody_may_read(tmp_path):
     assert KEY not in repr(Client(url="http://h/v1", key=KEY))
     for bad in ("", KEY + "\n" + KEY, "sk canary", "sk-k\u00e9y"):
         path.write_text(bad)
-        assert "wanted one key in one line" in reason(Settings.read, read)
+        assert "wanted one key on one line" in reason(Settings.read, read)
 
 
 @pytest.mark.parametrize(
     ("there", "wanted", "said"),
     [
-        (("a", "b"), "", "not given, and the server lists 2: a, b; choose one"),
-        ((), "", "not given, and the server lists none"),
+        (("a", "b"), "", "not set, and the server lists 2: a, b; choose one"),
+        ((), "", "not set, and the server lists none"),
         (("a", "b"), "c", "'c' is not served; the server lists a, b"),
         (tuple("abcdefghij"), "z", "lists a, b, c, d, e, f, g, h, …"),
     ],
@@ -642,10 +644,10 @@ def test_a_load_that_a_server_does_not_take_is_halved(refusal):
         assert 13 <= len(kinds[16:]) <= 16  # one that was left over would have been alone
     ((case, text),) = skipped(facts)
     assert case == "baseline"
-    assert "the server did not take 8 requests of ours at once: POST " in text
+    assert "the server did not answer 8 requests at once: POST " in text
     assert "not take 2 requests" not in text
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
-    assert "requests of ours at once" in absent["endpoint_token_seconds{api=chat}"]
+    assert "requests at once" in absent["endpoint_token_seconds{api=chat}"]
 
 
 def test_a_server_that_takes_one_request_alone_is_learnt_alone():
@@ -658,8 +660,8 @@ def test_a_server_that_takes_one_request_alone_is_learnt_alone():
         assert len(each) <= 18
     ((case, text),) = skipped(facts)
     assert case == "baseline"
-    assert "the server did not take 2 requests of ours at once: " in text
-    assert text.endswith("it wants to be left alone for 3600 s")
+    assert "the server did not answer 2 requests at once: " in text
+    assert text.endswith("it asks to wait for 3600 s")
     assert max(counting.peaks) == 2
     assert any(isinstance(fact, Reading) and fact.name == "switches" for fact in facts)
 
@@ -794,7 +796,7 @@ def test_a_server_that_does_not_stream_has_no_latencies():
     with served(recorded("llama-server")) as server:
         facts = run(server.url)
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
-    assert "(llama-server) does not say when it started" in absent.pop("endpoint_start_time_seconds")
+    assert "(llama-server) does not report when it started" in absent.pop("endpoint_start_time_seconds")
     assert set(absent) == {
         f"endpoint_{name}_seconds{{api={api}}}" for name in ("first_token", "token") for api in ("completions", "chat")
     }
@@ -806,9 +808,9 @@ def test_a_server_that_does_not_stream_has_no_latencies():
     ("stream", "said"),
     [
         (sse(*CHUNKS, done=False), "the stream broke off after 3 events"),
-        (sse(CHUNKS[0], {"error": {"message": "EngineCore died"}}), "no event but: EngineCore died"),
-        ((200, {"Content-Type": "text/event-stream"}, b'data: {"choices": [{"te\n\n'), "no event but: "),
-        ((200, {"Content-Type": "text/event-stream", "Content-Length": "9000"}, b"data: "), "broke off"),
+        (sse(CHUNKS[0], {"error": {"message": "EngineCore died"}}), "the stream contains: EngineCore died"),
+        ((200, {"Content-Type": "text/event-stream"}, b'data: {"choices": [{"te\n\n'), "the stream contains: "),
+        ((200, {"Content-Type": "text/event-stream", "Content-Length": "9000"}, b"data: "), "cut off"),
     ],
 )
 def test_a_stream_that_breaks_off_ends_the_run(stream, said):
@@ -895,4 +897,4 @@ def test_its_facts_travel_through_a_worker():
         server.routes["GET /v1/models"] = html
         done = series.run(RunRequest(**wanted, settings={"url": server.url}), 60.0)
         assert (done.outcome, done.recordings) == (Outcome.SKIPPED, ())
-        assert "answered a web page" in done.detail
+        assert "got a web page" in done.detail

@@ -10,9 +10,11 @@ import pytest
 
 from canaryd.config import values
 from canaryd.probe import Skip
-from canaryd.worker.endpoint.canary import Endpoint, Settings
-from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM, Answer, Position, parse
+from canaryd.worker.endpoint.answers import Answer, Position, parse
+from canaryd.worker.endpoint.canary import Endpoint
+from canaryd.worker.endpoint.dialects import DIALECTS, GENERIC, MLX_LM, VLLM
 from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.endpoint.settings import Settings
 from tests.worker.endpoint import served as bodies
 from tests.worker.endpoint.served import PORTABLE, PROMPT_LOGPROBS, chat, completion, recorded, served
 
@@ -227,7 +229,7 @@ def test_the_digest_sees_every_value_and_no_order():
 )
 def test_an_unknown_shape_is_one_clear_line(data):
     """It names the dialect; it is never taken for an answer."""
-    with pytest.raises(Skip, match="this generic server has a shape that is not known"):
+    with pytest.raises(Skip, match="this generic server has an unknown shape"):
         parse(GENERIC, data)
 
 

@@ -73,10 +73,10 @@ def test_every_mistake_of_a_file_is_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no JSON: Expecting value: line 1 column 1"),
-        (b"prompts:\n- name: reef\n", "no JSON"),
-        (b'{"prompts": [', "no JSON"),
-        (b"\xff\xfe{", "no UTF-8 text"),
+        (b"", "not JSON: Expecting value: line 1 column 1"),
+        (b"prompts:\n- name: reef\n", "not JSON"),
+        (b'{"prompts": [', "not JSON"),
+        (b"\xff\xfe{", "not UTF-8 text"),
         (b"[" * 200_000, "nested too deeply"),
         ([], "wanted an object with one list"),
         ({"prompts": {}}, "wanted an object with one list"),

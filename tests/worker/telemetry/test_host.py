@@ -453,7 +453,7 @@ def test_a_table_of_another_make_is_absent_alone(tmp_path):
         (b"", "is empty: rasdaemon has not set it up"),
         (b"not a database at all, only some text" * 100, "cannot be read: file is not a database"),
         ("directory", "is not a file"),
-        ("no tables", "holds no table that rasdaemon writes"),
+        ("no tables", "has no table of rasdaemon"),
     ],
 )
 def test_a_database_that_cannot_be_read_is_absent(tmp_path, content, reason):

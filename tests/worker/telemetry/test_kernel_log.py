@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from canaryd.model import LogPosition, LogRecord
-from canaryd.worker.telemetry import kernel_log
+from canaryd.worker.telemetry import kernel_log, kernel_messages
 from canaryd.worker.telemetry.kernel_log import classify, follow, parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def cases() -> Iterator[tuple[str, str]]:
 CASES = list(cases())
 
 
-def taken(message: str) -> kernel_log.Message | None:
+def taken(message: str) -> kernel_messages.Message | None:
     """Return what becomes of a message that the kernel printed."""
     record = parse(f"4,1,1,-;{message}")
     assert record
@@ -512,7 +512,7 @@ def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
         read(log, boot_id)
     with pytest.raises(ValueError, match=r"neither a character device nor a regular file"):
         read(tmp_path, boot_id)
-    with pytest.raises(ValueError, match=r"/dev/null: a device that is at its end"):
+    with pytest.raises(ValueError, match=r"/dev/null: this device has ended"):
         read(Path("/dev/null"), boot_id)
     feed(log, line(1))
     with pytest.raises(OSError, match=r"^/.*/none: cannot tell which boot this is.*\(No such file or directory\)"):
@@ -532,7 +532,7 @@ def test_a_log_that_may_not_be_read(tmp_path):
         "except PermissionError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "may not be read; run as root or with the capability CAP_SYSLOG" in done.stdout
+    assert "no permission to read the kernel log; run as root or with the capability CAP_SYSLOG" in done.stdout
 
 
 # --- Following a device ----------------------------------------------------------------------------------------------

@@ -495,7 +495,7 @@ def test_hardware_throttling_is_asked_by_the_number_that_the_driver_gave_it(mach
     if known:
         assert [readings[key] for key in keys] == [2, 3]
     else:
-        assert [absent[key] for key in keys] == ["this driver has no field for it whose number is known"] * 2
+        assert [absent[key] for key in keys] == ["this driver has no known field for it"] * 2
     assert readings["throttle_seconds_total{reason=sw_thermal}"] == 0
 
 
@@ -526,7 +526,12 @@ def test_hardware_throttling_is_asked_by_the_number_that_the_driver_gave_it(mach
         ("fabric_state", (0,), "fabric_ready", "not part of an NVLink fabric"),
         ("fabric_state", (9,), "fabric_ready", "the fabric is unknown(9)"),
         ("type.memory_temperature", (9,), "temperature_celsius{sensor=memory}", "unknown type (9)"),
-        ("processes", ("1:5,2:none",), "compute_processes_memory_bytes", "does not tell what each process holds"),
+        (
+            "processes",
+            ("1:5,2:none",),
+            "compute_processes_memory_bytes",
+            "does not say how much memory each process uses",
+        ),
         ("fans", (0,), "fan_ratio", "this device has no fan of its own"),
     ],
 )
@@ -696,7 +701,7 @@ def test_a_driver_without_gpus_has_none(machine, agent):
     ("settings", "text"),
     [
         ({"sysfs": 5}, "sysfs: got 5, wanted an absolute path such as '/sys'"),
-        ({"sysf": "/sys"}, "sysf: is no setting of nvidia_telemetry; it has: sysfs"),
+        ({"sysf": "/sys"}, "sysf: nvidia_telemetry has no such setting; it has: sysfs"),
     ],
 )
 def test_a_wrong_setting_is_refused(machine, agent, settings, text):
@@ -760,7 +765,7 @@ def test_an_instance_that_was_dissolved_is_gone(machine, agent):
     machine.divide(1, 2)
     found, _ = agent.inventory()
     machine.set(1, "mig_instances", 1)
-    assert agent.refused(found[3]).endswith("is no longer there: its GPU was divided anew")
+    assert agent.refused(found[3]).endswith("is no longer there: its GPU was partitioned again")
     machine.lose(1)
     assert agent.refused(found[2]).startswith("GPU is lost: ")
 

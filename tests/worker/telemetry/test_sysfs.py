@@ -212,9 +212,9 @@ def test_a_link_that_is_not_known_is_absent(tmp_path):
     plant(tmp_path / FUNCTION, files)
     readings, absent = checked(pcie(tmp_path, BUS))
     assert readings == {}
-    assert absent["pcie_generation"] == "the link gives no speed that PCI Express has: 'Unknown'"
-    assert absent["pcie_width"] == "the link gives no width that PCI Express has: 0"
-    assert absent["pcie_width_max"] == "the link gives no width that PCI Express has: 255"
+    assert absent["pcie_generation"] == "not a speed of PCI Express: 'Unknown'"
+    assert absent["pcie_width"] == "not a width of PCI Express: 0"
+    assert absent["pcie_width_max"] == "not a width of PCI Express: 255"
     assert absent["pcie_generation_max"].startswith("not offered")
 
 

@@ -1,10 +1,12 @@
-"""Draw a dashboard from its JSON and a Prometheus: a preview, and no screenshot of Grafana.
+r"""Draw a dashboard from its JSON and a Prometheus: a preview, not a screenshot of Grafana.
 
-    python -m grafana.preview --prometheus http://127.0.0.1:9090 --out DIR [--since 6h] [--set instance=node-a] [UID …]
+    python -m tools.grafana_preview --prometheus http://127.0.0.1:9090 --out DIR \
+        [--since 6h] [--set instance=node-a] [UID …]
 
-One HTML page for each dashboard, and a PNG beside it where chromium is installed. Titles, places, queries, units, value
-mappings, thresholds, legends, column orders and annotations are those of the JSON; fonts, spacing and axes are ours. It
-shows whether panels have data, room and readable names; that Grafana itself loads the file, it does not show.
+Run it from the root of a checkout. It writes one HTML page for each dashboard, and a PNG beside it where chromium is
+installed. Titles, places, queries, units, value mappings, thresholds, legends, column orders and annotations are those
+of the JSON; fonts, spacing and axes are not. It shows whether panels have data, room and readable names. It does not
+show that Grafana itself loads the file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 from grafana import queries
 from grafana.queries import Api, Json, Line, Window
 
-DASHBOARDS = Path(__file__).parent / "dashboards"
+DASHBOARDS = Path(__file__).resolve().parents[1] / "grafana" / "dashboards"
 WIDTH, MARGIN, UNIT, GAP = 1440, 12, 38, 8
 """Pixels: page, its margin, one unit of height, between panels. 1440 is a laptop."""
 PALETTE = ("#73bf69", "#f2cc0c", "#8ab8ff", "#ff9830", "#f2495c", "#b877d9", "#5794f2", "#ffa6b0", "#96d98d", "#ca95e5")

@@ -1,8 +1,8 @@
 """Recompute every fixed golden in plain Python integers and write the digests that the package ships.
 
-Run it from the root of a checkout, with torch: `python probes/golden/make.py`. Operands come from the probes' own
-builders; everything after that is independent of them: values are decoded from their bits, sums are Python integers,
-rounding and encoding are done here, and so is the digest. A golden that differs in one bit ends the run with an error.
+Run it from the root of a checkout, with torch: `python tools/make_goldens.py`. Operands come from the probes' own
+builders. Everything after that is independent of them: this script decodes values from their bits, adds them as Python
+integers, rounds, encodes and digests. A golden that differs in one bit ends the run with an error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any, cast
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parents[1]))  # a checkout need not be installed
+    sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from canaryd.model import Device  # noqa: E402
 from canaryd.worker.numeric.integers import digest  # noqa: E402
@@ -44,7 +44,7 @@ DEVICES = tuple(
         ("ascend", "npu", {}),
     )
 )
-"""One device for every answer that `canaryd.worker.numeric.verify.accumulator` may give."""
+"""One device for each value that `canaryd.worker.numeric.verify.accumulator` can return."""
 
 # Significand bits (the implicit one included), exponent bits.
 LAYOUT = {
@@ -256,7 +256,7 @@ def confirm(probe: str, case: str, problem: Problem) -> str:
 
 def load(probe: str) -> Any:
     """Import a probe by its path, as the worker does."""
-    spec = importlib.util.spec_from_file_location(f"canaryd_golden_{probe}", HERE.parent / f"{probe}.py")
+    spec = importlib.util.spec_from_file_location(f"canaryd_golden_{probe}", ROOT / "probes" / f"{probe}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -288,11 +288,11 @@ def digests(probe: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write one file of digests per probe, beside this script."""
+    """Write one file of digests per probe into probes/golden."""
     need_torch()
     for probe in PROBES:
         made = digests(probe)
-        path = HERE / f"{probe}.json"
+        path = ROOT / "probes" / "golden" / f"{probe}.json"
         path.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
         sys.stdout.write(f"{path.name}: {len(made)} digests, each golden recomputed in plain integers\n")
 

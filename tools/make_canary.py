@@ -1,9 +1,9 @@
 """Train the built-in canary model and write its weights, its reference logits and its goldens.
 
-From the root of a checkout, with torch: `python probes/canary/make.py` trains (seeded, a few minutes on one core),
-measures every instruction set and writes; `python probes/canary/make.py --check` recomputes tokens, margins and
-logits from the shipped weights, in plain Python as well, and writes nothing. A rerun on another machine need not give
-the same bytes; it must give the same tokens with margins as wide.
+From the root of a checkout, with torch: `python tools/make_canary.py` trains (seeded, a few minutes on one core),
+measures every instruction set and writes to probes/canary; `python tools/make_canary.py --check` recomputes tokens,
+margins and logits from the shipped weights, in plain Python as well, and writes nothing. A rerun on another machine may
+give other bytes, but must give the same tokens with margins as wide.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "probes" / "canary"
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parents[1]))  # a checkout need not be installed
+    sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from canaryd.worker.canary.golden import golden_digest  # noqa: E402
-from canaryd.worker.canary.model import (  # noqa: E402  # noqa: E402
+from canaryd.worker.canary.model import (  # noqa: E402
     DTYPES,
     Canary,
     Shape,
@@ -206,13 +207,13 @@ def sensitive(model: Canary) -> list[dict[str, Any]]:
 def make() -> None:
     """Train, measure and write; refuse to write a model that is not robust."""
     model = train()
-    (HERE / "weights.safetensors").write_bytes(save(model))
+    (MODEL / "weights.safetensors").write_bytes(save(model))
     with torch.no_grad():
         reference = reference_of(model)
         file = write_safetensors({"logits": reference}, {})
-        (HERE / "reference.safetensors").write_bytes(file)
+        (MODEL / "reference.safetensors").write_bytes(file)
         stacks = {
-            name: measure_stack(name, HERE / "weights.safetensors", HERE / "reference.safetensors") for name in STACKS
+            name: measure_stack(name, MODEL / "weights.safetensors", MODEL / "reference.safetensors") for name in STACKS
         }
         double = model.to("cpu", "float64")
         simulated = {dtype: simulate(double, dtype, reference) for dtype in DTYPES}
@@ -232,11 +233,11 @@ def make() -> None:
         "measured_error": measured,
         "simulated_error": simulated,
         "tolerance": {dtype: SAFETY * max(measured[dtype], simulated[dtype]) for dtype in DTYPES},
-        "weights_sha256": hashlib.sha256((HERE / "weights.safetensors").read_bytes()).hexdigest(),
+        "weights_sha256": hashlib.sha256((MODEL / "weights.safetensors").read_bytes()).hexdigest(),
         "reference_sha256": hashlib.sha256(file).hexdigest(),
     }
     golden["sha256"] = golden_digest(golden)
-    (HERE / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    (MODEL / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
     problems = [
         f"{name}/{dtype}: wrong tokens" for name, s in stacks.items() for dtype in DTYPES if not s[dtype]["right"]
     ]
@@ -310,8 +311,8 @@ def plain_logits(model: Canary, tokens: list[int]) -> list[list[float]]:
 
 def check(names: list[str]) -> list[str]:
     """Recompute what ships from the shipped weights; return what does not hold."""
-    golden = json.loads((HERE / "golden.json").read_text())
-    data = {name: (HERE / f"{name}.safetensors").read_bytes() for name in ("weights", "reference")}
+    golden = json.loads((MODEL / "golden.json").read_text())
+    data = {name: (MODEL / f"{name}.safetensors").read_bytes() for name in ("weights", "reference")}
     wrong = [f"{n}: digest differs" for n, d in data.items() if hashlib.sha256(d).hexdigest() != golden[f"{n}_sha256"]]
     if golden_digest(golden) != golden["sha256"]:
         wrong.append("golden.json: digest differs")

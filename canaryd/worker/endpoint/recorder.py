@@ -1,0 +1,156 @@
+"""Ask the cases of an endpoint canary, alone or several at once, and turn the answers into facts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from canaryd.model import reading_key
+from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
+from canaryd.worker.endpoint.answers import Answer
+from canaryd.worker.endpoint.canary import Endpoint, new_salt
+from canaryd.worker.endpoint.client import Refused
+from canaryd.worker.endpoint.dialects import digest
+from canaryd.worker.endpoint.drills import injected
+from canaryd.worker.endpoint.prompts import Prompt
+
+Item = tuple[str, Prompt]
+"""An API, or "forced" for the prompt's own tokens, and a prompt."""
+
+
+def names(item: Item) -> tuple[str, ...]:
+    """Return the cases of an item."""
+    api, prompt = item
+    if api == "forced":
+        return (f"forced/{prompt.name}",)
+    return tuple(f"{api}/{prompt.name}/{mode}" for mode in ("fresh", "warm"))
+
+
+class Recorder:
+    """Ask items, yield the answers as facts, and keep them for the readings."""
+
+    def __init__(self, ctx: Context, endpoint: Endpoint) -> None:
+        self.ctx, self.endpoint = ctx, endpoint
+        self.recorded = 0
+        self.nonfinite = 0
+        self.answers: dict[Item, Answer] = {}
+        """Newest answer of each item."""
+        self.refused: dict[Item, str] = {}
+        """Items that the server declines, with the reason; they are not asked again."""
+        self.strained = ""
+        """What went wrong under our own load; "" for nothing."""
+
+    def wanted(self, case: str) -> bool:
+        """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
+        return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
+
+    def alone(self, item: Item) -> Iterator[Fact]:
+        """Ask one item while no other request of ours runs."""
+        if item in self.refused:
+            return
+        before = self.endpoint.running()
+        try:
+            answers = self._exchange(item)
+        except Refused as refused:
+            self.refused[item] = str(refused)
+            yield from (Skipped(case=name, reason=str(refused)) for name in names(item) if self.wanted(name))
+            return
+        after = self.endpoint.running()
+        known = before is not None and after is not None
+        yield from self._facts(item, answers, "" if not known else "loaded" if before or after else "idle")
+
+    def together(self, items: Sequence[Item]) -> Generator[Fact, None, list[Item]]:
+        """Ask several items at the same time; return those that failed, with the reason in `strained`.
+
+        Every failure comes from the load: the items were answered when they were asked alone.
+        """
+        with ThreadPoolExecutor(len(items)) as pool:
+            asked = [(item, pool.submit(self._exchange, item)) for item in items]
+        failed = []
+        for item, future in asked:
+            try:
+                answers = future.result()
+            except Skip as error:
+                failed.append(item)
+                self.strained = f"the server did not answer {len(items)} requests at once: {error}"
+            else:
+                yield from self._facts(item, answers, "loaded")
+        return failed
+
+    def latencies(self, api: str) -> Iterator[Fact]:
+        """Yield the seconds to the first token and between tokens, or why they are absent."""
+        labels = {"api": api}
+        why = self.strained  # a failure under load may last and would distort the measurement
+        if not why:
+            try:
+                first, between = self.endpoint.latency(api)
+            except Refused as refused:
+                why = f"the server does not stream: {refused}"
+        if why:
+            for name in ("endpoint_first_token_seconds", "endpoint_token_seconds"):
+                yield Absent(name=reading_key(name, labels), reason=why)
+            return
+        yield Reading(name="endpoint_first_token_seconds", value=first, unit="seconds", labels=labels)
+        if between is None:
+            reason = "fewer than two tokens came"
+            yield Absent(name=reading_key("endpoint_token_seconds", labels), reason=reason)
+        else:
+            yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
+
+    def _exchange(self, item: Item) -> list[Answer]:
+        """Return the answers for the cases of an item: a fresh one, then a warm one to the same request."""
+        api, prompt = item
+        if api == "forced":
+            return [self.endpoint.score(prompt)]
+        salt = new_salt()
+        return [self.endpoint.ask(api, prompt, fresh=fresh, salt=salt) for fresh in (True, False)]
+
+    def _facts(self, item: Item, answers: list[Answer], condition: str) -> Iterator[Fact]:
+        self.answers[item] = answers[0]
+        for name, given in zip(names(item), answers, strict=True):
+            if self.wanted(name):
+                answer = injected(given, self.ctx.drill) if self.ctx.drill else given
+                self.recorded += 1
+                self.nonfinite += answer.nonfinite
+                yield self.endpoint.recording(name, *item, answer, condition)
+
+
+class Progress:
+    """Rounds of single requests that a baselining has done, in a file of `Context.memory` that outlives the worker.
+
+    A later run continues while the endpoint reports the same version and configuration. Where the file cannot be read
+    or written, a run starts again, which only costs time.
+    """
+
+    def __init__(self, memory: str, endpoint: Endpoint) -> None:
+        settings = endpoint.settings
+        name = f"baselining-{digest([settings.url, endpoint.model])}.json"
+        self._file = Path(memory) / name if memory else None
+        self._about = digest([endpoint.version, endpoint.configuration, endpoint.links])
+
+    def rounds(self) -> int:
+        """Return how many rounds an interrupted run has done, 0 where none was interrupted."""
+        if self._file is None:
+            return 0
+        try:
+            about, rounds = json.loads(self._file.read_text())
+        except (OSError, ValueError, TypeError):
+            return 0
+        return rounds if about == self._about and isinstance(rounds, int) and rounds > 0 else 0
+
+    def keep(self, rounds: int) -> None:
+        """Store the rounds of a run that ends early; 0 deletes the file."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            if rounds:
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fresh = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+                fresh.write_text(json.dumps([self._about, rounds]))
+                fresh.replace(self._file)
+            else:
+                self._file.unlink()

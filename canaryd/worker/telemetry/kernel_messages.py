@@ -1,0 +1,272 @@
+"""Recognise kernel messages that concern the health of an accelerator or of its host.
+
+Facts only: the daemon decides what a code means and what follows from it. docs/readings.md lists what is recognised.
+Formats are those of the Linux kernel and of the drivers' own messages.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+LONGEST_TEXT = 2_048
+"""Characters of a record's text that are examined and kept."""
+
+
+class Message(NamedTuple):
+    """A kernel message that concerns the health of a device; docs/readings.md lists kinds and names."""
+
+    kind: str
+    name: str
+    bus_id: str
+    text: str
+    """The message without names and numbers of processes."""
+    fields: dict[str, str]
+
+
+PCI = r"(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
+
+_XID = re.compile(
+    rf"NVRM: Xid \((?:PCI:)?{PCI}(?: GPU-I:(?P<instance>[0-9]+))?(?: GPU-CI:(?P<compute_instance>[0-9]+))?\): "
+    r"(?P<code>[0-9]{1,5})(?:,(?P<rest>.*))?$"
+)
+_PID = re.compile(r",? ?\bpid=(?:'[^']*'|\"[^\"]*\"|[^,\s]*)")
+# The driver seldom quotes a process's name, and a name may contain a comma. A channel that follows ends the name.
+_NAME = re.compile(r",? ?\bname=(?:'[^']*'|\"[^\"]*\"|.{0,64}?(?=, (?:Ch|[Cc]hannel) (?:ID )?[0-9a-fx]+)|[^,]*)(?=,|$)")
+_NVLINK5 = re.compile(
+    r"(?P<unit>[A-Z][A-Za-z0-9_/]*(?: Degraded)?)\s+(?P<severity>Fatal|Non-?fatal)\s+XC(?P<cross_contained>[0-9]+)\s+"
+    r"i(?P<injected>[0-9]+)\s+Link\s+(?P<link>-?[0-9]+)\s*\((?P<words>[^)]*)"
+)
+_WORD = re.compile(r"0x[0-9a-fA-F]{1,8}\b")
+_DETAIL: dict[int, re.Pattern[str]] = {
+    13: re.compile(r"\(GPC (?P<gpc>[0-9]+), TPC (?P<tpc>[0-9]+)(?:, SM (?P<sm>[0-9]+))?\)"),
+    31: re.compile(
+        r"MMU Fault: ENGINE (?P<engine>\S+)(?:.*?\b(?P<fault>FAULT_\w+))?(?:.*?\bACCESS_TYPE_(?P<access>\w+))?"
+    ),
+}
+_NVLINK = re.compile(r"\blink (?P<link>[0-9]+) ?\((?P<words>[^)]*)", re.IGNORECASE)
+_RECOVERY = re.compile(r"changed from 0x(?P<before>[0-9a-fA-F]+) \([^)]*\) to 0x(?P<action>[0-9a-fA-F]+) \([^)]*\)")
+_ACTIONS = ("none", "reset", "reboot", "drain-p2p", "drain-and-reset")
+"""By their number in `nvmlDeviceGpuRecoveryAction_t`: the words of Xid 154 differ between drivers."""
+
+
+def _xid(text: str) -> Message | None:
+    found = _XID.match(text)
+    if not found:
+        return None
+    code = int(found["code"])
+    rest = _NAME.sub("", _PID.sub("", found["rest"] or "", count=1), count=1).strip(" ,")
+    fields = {k: str(int(found[k])) for k in ("instance", "compute_instance") if found[k]}
+    if 144 <= code <= 150 and (detail := _NVLINK5.search(rest)):
+        intr_info, error_status, *debug = [*_WORD.findall(detail["words"]), "", ""]
+        fields |= {k: detail[k] for k in ("unit", "cross_contained", "injected")}
+        fields["severity"] = "fatal" if detail["severity"] == "Fatal" else "non-fatal"
+        fields["link"] = str(int(detail["link"]))
+        fields |= {"intr_info": intr_info, "error_status": error_status, "debug": " ".join(filter(None, debug))}
+    elif code in _DETAIL and (detail := _DETAIL[code].search(rest)):
+        fields |= detail.groupdict("")
+    elif code == 74 and (detail := _NVLINK.search(rest)):
+        fields |= {"link": str(int(detail["link"])), "registers": " ".join(_WORD.findall(detail["words"]))}
+    elif code == 154 and (detail := _RECOVERY.search(rest)):
+        fields |= {"before": _action(detail["before"]), "action": _action(detail["action"])}
+    head = text[: found.start("rest")] if found["rest"] is not None else text
+    return Message(
+        "xid", str(code), bus_id(found["bus"]), f"{head} {rest}".strip(" ,"), {k: v for k, v in fields.items() if v}
+    )
+
+
+def _action(number: str) -> str:
+    value = int(number, 16)
+    return _ACTIONS[value] if value < len(_ACTIONS) else f"0x{value:x}"
+
+
+_SXID = re.compile(rf"nvidia-nvswitch(?P<switch>[0-9]+): SXid \(PCI:{PCI}\): (?P<code>[0-9]{{1,6}}),? ?(?P<rest>.*)$")
+_SXID_MORE = ("Data {", "Severity ")
+"""How further lines about the same SXid begin."""
+
+
+def _sxid(text: str) -> Message | None:
+    found = _SXID.match(text)
+    if not found or found["rest"].startswith(_SXID_MORE):
+        return None
+    severity = re.match(r"(?:Non-?)?fatal\b", found["rest"], re.IGNORECASE)
+    link = re.search(r"\bLink ([0-9]+)", found["rest"])
+    fields = {"switch": found["switch"], "severity": "unknown"}
+    if severity:
+        fields["severity"] = "fatal" if severity[0].lower() == "fatal" else "non-fatal"
+    if link:
+        fields["link"] = str(int(link[1]))
+    return Message("sxid", str(int(found["code"])), bus_id(found["bus"]), text, fields)
+
+
+_MCE_LOGGED = re.compile(r"mce: \[Hardware Error\]: Machine check events logged")
+_MCE = re.compile(
+    r"(?:mce: )?\[Hardware Error\]: (?:CPU (?P<cpu>[0-9]+): Machine Check(?: Exception)?: [0-9a-f]{1,16} "
+    r"Bank (?P<bank>[0-9]+): |CPU:(?P<amd_cpu>[0-9]+) \([0-9a-f:]+\) MC(?P<amd_bank>[0-9]+)_STATUS\[[^\]]*\]: 0x)"
+    r"(?P<status>[0-9a-f]{1,16})\b"
+)
+_APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
+
+
+def _mce(text: str) -> Message | None:
+    if "[Hardware Error]" not in text:
+        return None
+    if found := _MCE.match(text):
+        # MCi_STATUS: bit 61 UC (Intel SDM 3B, 17.3.2.2; AMD APM 2, 9.3.2.1), AMD's bit 44 Deferred.
+        status, amd = int(found["status"], 16), found["amd_cpu"] is not None
+        name = "uncorrected" if status >> 61 & 1 else "deferred" if amd and status >> 44 & 1 else "corrected"
+        cpu, bank = (found["amd_cpu"], found["amd_bank"]) if amd else (found["cpu"], found["bank"])
+        return Message("mce", name, "", text, {"cpu": cpu, "bank": bank, "status": f"0x{status:016x}"})
+    if found := _APEI.match(text):
+        return Message(
+            "mce", "corrected" if found["severity"] == "corrected" else "uncorrected", "", text, found.groupdict()
+        )
+    return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
+
+
+_EDAC = re.compile(
+    r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<count>[0-9]+) (?P<type>[CU])E "
+    r"(?:.{0,200}? on (?P<dimm>[^()]{1,80}?) \()?"
+)
+_EDAC_OLD = re.compile(
+    r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<type>[CU])E (?:page|row)\b(?:.*? labels? \"(?P<dimm>[^\"]{1,80})\")?"
+)
+
+
+def _edac(text: str) -> Message | None:
+    found = _EDAC.match(text) or _EDAC_OLD.match(text)
+    if not found:
+        return None
+    fields = {"count": "1"} | {k: v for k, v in found.groupdict().items() if v and k != "type"}
+    return Message("edac", "corrected" if found["type"] == "C" else "uncorrected", "", text, fields)
+
+
+_SEVERITY = r"(?P<severity>Correct(?:ed|able)|Uncorrect(?:ed|able)(?: \((?:Non-Fatal|Fatal)\))?)"
+_AER = re.compile(
+    rf"\S+ {PCI}: (?:AER: )?(?:PCIe|CXL) Bus Error: severity={_SEVERITY}"
+    r"(?:, type=(?P<layer>[^,]{1,40}))?(?:, \((?P<agent>[^)]{1,40})\))?"
+)
+_AER_BARE = re.compile(rf"\S+ \S+: AER: (?:Multiple )?{_SEVERITY} error message received from {PCI} \(no details found")
+
+
+def _aer(text: str) -> Message | None:
+    found = _AER.match(text) or _AER_BARE.match(text)
+    if not found:
+        return None
+    name = "correctable" if found["severity"].startswith("C") else "fatal" if "(Fatal)" in text else "nonfatal"
+    fields = {k: v for k, v in found.groupdict().items() if v and k in ("layer", "agent")}
+    return Message("aer", name, bus_id(found["bus"]), text, fields)
+
+
+_AMD = (
+    rf"(?:amdgpu {PCI}: (?:amdgpu: )?(?:\[drm(?::\w+ \[amdgpu\])?\] )?|\[drm:\w+ \[amdgpu\]\] |amdgpu: )"
+    r"(?:\*ERROR\* )?(?:\{[0-9]+\})?"
+)
+_RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[0-9]+) (?:new )?"
+_NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvswitch|UVM |irq/[0-9]+-nvidia)"
+_AMD_TASK = r"(?:amdgpu|kfd|amd-smi|rocm-smi|irq/[0-9]+-amdgpu|kworker/\S{0,20}amdgpu)"
+_FUNCTION = rf"\S+ {PCI}: "
+_CPU = r"(?:mce: )?CPU(?P<cpu>[0-9]+): "
+_TOTAL = r"temperature (?:is )?above threshold(?:.*total events = (?P<total>[0-9]+))?"
+_NVME = r"nvme (?P<controller>nvme[0-9]+)(?:n[0-9]+)?: "
+_BLOCK = r"hardware errors detected in (?P<block>\w+) block"
+_BLOCKED = r".{0,40}?:[0-9]+ )blocked for more than (?P<seconds>[0-9]+) seconds"
+_LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
+    (kind, name, re.compile(pattern))
+    for kind, name, pattern in (
+        # Group "bus" becomes the bus id, group "cut" is removed from the text, all others become fields.
+        ("off-bus", "", rf"NVRM: GPU (?:at )?(?:PCI:)?{PCI}:? (?:GPU )?has fallen off the bus"),
+        ("off-bus", "", rf"NVRM: The NVIDIA GPU {PCI}\b.{{0,200}}?fallen off the bus"),
+        (
+            "off-bus",
+            "",
+            r"NVRM: (?:\(PCI ID: \S+\) )?(?:installed in this )?(?:system )?(?:has )?fallen off the bus and",
+        ),
+        (
+            "driver",
+            "mismatch",
+            r"NVRM: API mismatch: the (?:client(?P<cut>.{0,80}?) has the version|NVIDIA kernel module)",
+        ),
+        ("driver", "init-failed", rf"NVRM: (?:GPU {PCI}: )?RmInitAdapter failed"),
+        ("driver", "probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
+        ("driver", "probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),
+        ("driver", "bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
+        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down"),
+        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
+        (
+            "pcie",
+            "bandwidth",
+            _FUNCTION + r"(?P<available>[0-9.]+) Gb/s available PCIe bandwidth, limited by (?P<speed>[0-9.]+) GT/s "
+            r"PCIe x(?P<width>[0-9]+) link at (?P<at>[0-9a-f:.]+)(?: \(capable of (?P<capable>[0-9.]+) Gb/s)?",
+        ),
+        ("pcie", "not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
+        ("pcie", "inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
+        ("oom", "system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
+        ("oom", "cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
+        ("nvme", "timeout", _NVME + r"I/O .{1,120}\btimeout\b"),
+        ("nvme", "down", _NVME + r"controller is down; will reset"),
+        ("nvme", "reset", _NVME + r"resetting controller"),
+        ("nvme", "failed", _NVME + r"(?:Removing after probe failure|Disabling device after reset failure)"),
+        ("nvme", "failed", _NVME + r"Device not ready; aborting"),
+        ("nvme", "medium", r"(?:blk_update_request: )?critical medium error, dev (?P<controller>nvme[0-9]+)"),
+        ("thermal", "core", rf"{_CPU}Core {_TOTAL}"),
+        ("thermal", "package", rf"{_CPU}Package {_TOTAL}"),
+        ("thermal", "critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
+        ("amdgpu", "ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
+        ("amdgpu", "reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
+        ("amdgpu", "reset", rf"{_AMD}GPU reset begin"),
+        ("amdgpu", "fault", rf"{_AMD}\[(?P<hub>\w+)\] (?:[\w-]+ )?page fault (?:\(.*?(?P<cut>,? for process .*)|\()"),
+        ("amdgpu", "ras-uncorrected", rf"{_RAS}uncorrectable {_BLOCK}"),
+        ("amdgpu", "ras-deferred", rf"{_RAS}deferred {_BLOCK}"),
+        ("amdgpu", "ras-corrected", rf"{_RAS}correctable {_BLOCK}"),
+        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:RAS: )?uncorrectable hardware event\b"),
+        ("amdgpu", "bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
+        ("amdgpu", "bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
+        ("amdgpu", "init-failed", rf"{_AMD}Fatal error during GPU init"),
+        ("amdgpu", "lost", rf"{_AMD}device lost from bus"),
+        ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
+        ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
+        (
+            "clock",
+            "unstable",
+            r"clocksource: timekeeping watchdog.{0,120}?Marking clocksource '(?P<source>[^']{1,20})'",
+        ),
+        ("clock", "unstable", r"clocksource: timekeeping watchdog.{0,120}?marking unstable"),
+        (
+            "lockup",
+            "soft",
+            (
+                r"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#(?P<cpu>[0-9]+) stuck for (?P<seconds>[0-9]+)s!"
+                r"(?P<cut>.*)"
+            ),
+        ),
+        ("lockup", "hard", r"(?:NMI )?watchdog: (?:CPU[0-9]+: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>[0-9]+)"),
+        ("lockup", "rcu", r"(?:rcu: )?INFO: rcu_\w+ (?:self-)?detected (?:expedited )?stalls? on CPU"),
+    )
+)
+
+
+def classify(text: str) -> Message | None:
+    """Return what a kernel message says about the health of a device, or None.
+
+    Of several lines about one incident only one gives a message. The caller makes sure that the text comes from the
+    kernel itself (facility 0).
+    """
+    text = text[:LONGEST_TEXT]
+    for special in (_xid, _sxid, _mce, _edac, _aer):
+        if message := special(text):
+            return message
+    for kind, name, pattern in _LINES:
+        if found := pattern.match(text):
+            fields = {k: v for k, v in found.groupdict().items() if v and k not in {"bus", "cut"}}
+            bus = found["bus"] if "bus" in pattern.groupindex else None
+            start, end = found.span("cut") if "cut" in pattern.groupindex else (-1, -1)
+            kept = text if start < 0 else f"{text[:start].rstrip()} {text[end:].lstrip(' ,')}".rstrip()
+            return Message(kind, name, bus_id(bus) if bus else "", kept, fields)
+    return None
+
+
+def bus_id(text: str) -> str:
+    """Return a PCI address as "0000:65:00.0": at least four digits of domain, and the function."""
+    domain, bus, device = text.lower().split(":")
+    return f"{int(domain, 16):04x}:{bus}:{device}" + ("" if "." in device else ".0")

@@ -1,0 +1,170 @@
+"""Numbers and words of nvml.h (CUDA 13.3), and the checks that turn what NVML gives into base units.
+
+A check raises `Missing` for a value by which the driver says that it has none. Field numbers are written out, because a
+package and a driver of different age must still understand each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canaryd.worker.telemetry.nvml import INVALID, Missing, parse_count
+
+ARCHITECTURES = (
+    *(
+        "",
+        "",
+        "kepler",
+        "maxwell",
+        "pascal",
+        "volta",
+        "turing",
+        "ampere",
+        "ada",
+        "hopper",
+        "blackwell",
+        "",
+        "",
+        "rubin",
+    ),
+)
+"""nvmlDeviceArchitecture_t."""
+KINDS = ("corrected", "uncorrected")
+"""nvmlMemoryErrorType_t."""
+CACHES = {"l1": 0, "l2": 1, "register_file": 3, "texture": 4, "texture_shm": 5, "cbu": 6}
+"""nvmlMemoryLocation_t that only devices before Turing count apart; later ones report the sum as `SRAM`."""
+DRAM, SRAM = 2, 7
+UNITS = {"l2": "L2", "sm": "Sm", "pcie": "Pcie", "mcu": "Mcu", "other": "Other"}
+BANKS = ("max", "high", "partial", "low", "none")
+THRESHOLDS = ("shutdown", "slowdown", "memory_max", "gpu_max", "acoustic_min", "acoustic_current", "acoustic_max")
+"""nvmlTemperatureThresholds_t."""
+MARGINS = {"shutdown": 193, "slowdown": 194, "memory_max": 195, "gpu_max": 196}
+"""NVML_FI_DEV_TEMPERATURE_*_TLIMIT: from Ada on, thresholds as margins."""
+THROTTLES = (
+    *("gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal"),
+    *("hw_power_brake", "display_clocks", "board_limit", "reliability"),
+)
+"""nvmlClocksEventReason*, from bit 0 up."""
+THROTTLED = {"sw_power_cap": 74, "sw_thermal": 75, "sync_boost": 76, "board_limit": 77, "reliability": 79}
+"""NVML_FI_DEV_PERF_POLICY_*: nanoseconds in which a reason held the clocks down."""
+HARDWARE_THROTTLED = ("hw_thermal", "hw_power_brake")
+CLOCKS = ("graphics", "sm", "memory", "video")
+"""nvmlClockType_t."""
+LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
+"""nvmlNvLinkErrorCounter_t, up to Hopper."""
+LINK_FIELDS = {"malformed": 206, "overrun": 207, "receive": 208, "integrity": 211, "discard": 212}
+LINK_FIELDS |= {"recovery_failed": 214, "recovery": 215, "effective": 219}
+"""NVML_FI_DEV_NVLINK_COUNT_*, from Blackwell on; symbol errors are left out: coding repairs them all the time."""
+COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+RECOVERIES = (
+    *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),
+)
+"""nvmlDeviceGpuRecoveryAction_t."""
+RETIRED, LINKS, MEMORY_TEMPERATURE, RECOVERY = {"single_bit": 29, "double_bit": 30, "pending": 31}, 91, 82, 230
+VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""nvmlValueType_t → the member of nvmlValue_t."""
+LEAST_MARGIN, HOTTEST = -100, 300
+"""Degrees at and beyond which a value is a sentinel (ours). Seen from NVML: -256, 4294967040, and 0 for memory."""
+
+
+def pci_address(pci: Any) -> str:
+    """Write an nvmlPciInfo_t as "0000:65:00.0"."""
+    return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+
+
+def capability(pair: tuple[int, int]) -> str:
+    """Write (9, 0) as "9.0"."""
+    return f"{pair[0]}.{pair[1]}"
+
+
+def hexadecimal(raw: Any) -> str:
+    """Write a number as "0x6500"."""
+    return f"{parse_count(raw):#x}"
+
+
+def cuda_version(version: int) -> str:
+    """Write 12040 as "12.4" (CUDA_VERSION: 1000 major + 10 minor)."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def thousandths(raw: Any) -> float:
+    """Convert milliwatts to watts, millijoules to joules."""
+    return parse_count(raw) / 1000
+
+
+def seconds(raw: Any) -> float:
+    """Convert nanoseconds to seconds."""
+    return parse_count(raw) / 1_000_000_000
+
+
+def hertz(raw: Any) -> int:
+    """Convert megahertz to hertz."""
+    return parse_count(raw) * 1_000_000
+
+
+def fan_ratio(raw: Any) -> float:
+    """Convert per cent of the fan's nominal top speed, which it may exceed, to a ratio."""
+    return parse_count(raw) / 100
+
+
+def share(raw: Any) -> float:
+    """Convert per cent of time to a ratio."""
+    if not 0 <= int(raw) <= 100:
+        raise Missing(INVALID)
+    return int(raw) / 100
+
+
+def degrees(raw: Any) -> int:
+    """Return a temperature in degrees Celsius; raise `Missing` for a sentinel."""
+    value = int(raw)
+    if not 0 < value < HOTTEST:
+        raise Missing(INVALID)
+    return value
+
+
+def margin(raw: Any) -> int:
+    """Return the degrees left to a limit, negative past it; the driver may give them as an unsigned number."""
+    value = int(raw)
+    value -= 1 << 32 if value > 0x7FFFFFFF else 0
+    if not LEAST_MARGIN < value < HOTTEST:
+        raise Missing(INVALID)
+    return value
+
+
+def flag(raw: Any) -> int:
+    """Return 0 or 1; raise `Missing` for anything else."""
+    if int(raw) not in (0, 1):
+        raise Missing(f"the driver gave {int(raw)}, wanted 0 or 1")
+    return int(raw)
+
+
+def is_up(raw: Any) -> int:
+    """Return 1 for an enabled feature (NVML_FEATURE_DISABLED is 0)."""
+    return int(raw != 0)
+
+
+def performance_state(raw: Any) -> int:
+    """Return the P-state, 0 to 15; raise `Missing` where the driver does not know it."""
+    if not 0 <= int(raw) <= 15:  # NVML_PSTATE_UNKNOWN is 32
+        raise Missing("the driver does not know the state")
+    return int(raw)
+
+
+def word(words: tuple[str, ...], raw: Any) -> str:
+    """Return the name of an enumeration's value, "unknown(N)" for a number that is not listed."""
+    value = parse_count(raw)
+    return (words[value] if value < len(words) else "") or f"unknown({value})"
+
+
+def hardware_throttle_fields(driver: str) -> dict[str, int]:
+    """Return the fields for the time in which hardware held the clocks down, by the driver's version.
+
+    Their numbers changed: nvidia-ml-py 12.575.51 and 13.580.65 have 252 and 253, 13.580.82 and later have 270 and 271,
+    older ones have neither. Each pair means something else to the other, so a driver in between is not asked.
+    """
+    major, _, rest = driver.partition(".")
+    minor = rest.partition(".")[0]
+    version = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+    if version >= (580, 82):
+        return dict(zip(HARDWARE_THROTTLED, (270, 271), strict=True))
+    return dict(zip(HARDWARE_THROTTLED, (252, 253), strict=True)) if (575, 51) <= version <= (580, 65) else {}

@@ -1,0 +1,37 @@
+"""What a numeric probe may use: the names listed here, and their arguments, do not change.
+
+Everything else below `canaryd.worker` may move. `docs/writing-a-probe.md` describes each name;
+`tests/worker/test_toolkit.py` holds names and arguments.
+"""
+
+from __future__ import annotations
+
+from canaryd.worker.numeric.evidence import collect
+from canaryd.worker.numeric.integers import derive
+from canaryd.worker.numeric.operands import Bound, Problem
+from canaryd.worker.numeric.tensors import (
+    need_torch,
+    strict_switches,
+    synchronize,
+    torch,
+    torch_device,
+    upload,
+)
+from canaryd.worker.numeric.verify import Case, chosen, refusal, verify_all
+
+__all__ = [
+    "Bound",
+    "Case",
+    "Problem",
+    "chosen",
+    "collect",
+    "derive",
+    "need_torch",
+    "refusal",
+    "strict_switches",
+    "synchronize",
+    "torch",
+    "torch_device",
+    "upload",
+    "verify_all",
+]
