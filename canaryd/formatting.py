@@ -49,10 +49,6 @@ def format_duration(seconds: float) -> str:
     return "1 second" if whole == "1" else f"{whole} seconds"
 
 
-# The names of old, for the packages that still use them.
-moment, spoken = format_time, format_duration
-
-
 def scale(unit: str, largest: float) -> tuple[float, str]:
     """Return the divisor and the symbol for values of a unit: ("hertz", 1.98e9) gives (1e9, "GHz")."""
     if unit not in SCALED:

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.formatting import format_duration
 from canaryd.judge.cause import Mismatch
-from canaryd.judge.wording import duration
 from canaryd.model import Outcome, Place, Span, Subject
 
 
@@ -47,7 +47,8 @@ def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) 
     """
     if not crowded(mismatches, 2, policy.repeat_gap, policy.repeat_window):
         return ""
-    return f"2 runs at least {duration(policy.repeat_gap)} apart failed within {duration(policy.repeat_window)}"
+    gap, window = format_duration(policy.repeat_gap), format_duration(policy.repeat_window)
+    return f"2 runs at least {gap} apart failed within {window}"
 
 
 def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> str:
@@ -57,7 +58,7 @@ def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy)
     """
     if not crowded(mismatches, policy.week_count, policy.repeat_gap, policy.week):
         return ""
-    return f"{policy.week_count} runs failed within {duration(policy.week)}"
+    return f"{policy.week_count} runs failed within {format_duration(policy.week)}"
 
 
 def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from canaryd.formatting import format_time
+from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import duration, reason_of
+from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Finding, Outcome, State, Subject
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
@@ -113,8 +113,10 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
                 probe=probe,
             )
         elif (old := age(completed[-1], case.now)) > case.limit(probe):
-            what = f"is {duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
-            text = f"The last result of {probe} {what}; one is wanted every {duration(case.wanted[probe])}"
+            what = (
+                f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
+            )
+            text = f"The last result of {probe} {what}; one is wanted every {format_duration(case.wanted[probe])}"
             action = "Check that the daemon runs: canaryd status"
             yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
 
@@ -143,7 +145,7 @@ def history_lost(case: Case) -> Iterator[Finding]:
             cause=Cause.HARNESS,
             message=f"The record of this machine was lost on {day}; earlier faults are unknown",
             action=f'Look into {aside}, then: canaryd ack {case.device.name} --reason "…"',
-            evidence=(f"Clears after {duration(case.policy.watch)} without an acknowledgement.",),
+            evidence=(f"Clears after {format_duration(case.policy.watch)} without an acknowledgement.",),
         )
 
 
@@ -151,7 +153,7 @@ def clock_set_back(case: Case) -> Iterator[Finding]:
     """A run is dated in the future: its age is unknown, so it is no fresh evidence. By itself this is only a note."""
     ahead = [r for r in case.runs if r.started > case.now + AHEAD]
     if ahead:
-        lead = duration(ahead[-1].started - case.now)
+        lead = format_duration(ahead[-1].started - case.now)
         text = f"Runs are dated up to {lead} in the future and do not count as fresh"
         action = "Check this machine's clock"
         yield make_finding("clock-set-back", State.HEALTHY, Cause.ENVIRONMENT, text, action, ahead[-1])
@@ -160,12 +162,14 @@ def clock_set_back(case: Case) -> Iterator[Finding]:
 def vanished(case: Case) -> Iterator[Finding]:
     """The device was there and is not found any more: whatever it was, nothing is known of it now."""
     if case.gone_since is not None:
-        ago = duration(max(0.0, case.now - case.gone_since) // 60 * 60)
+        ago = format_duration(max(0.0, case.now - case.gone_since) // 60 * 60)
         yield Finding(
             rule="device-vanished",
             state=State.UNKNOWN,
             cause=Cause.UNDETERMINED,
             message=f"{case.device.name} ({case.device.model}) is gone; it was last found {ago} ago",
             action="Look for it in the kernel log and on the bus",
-            evidence=(f"A device that was removed on purpose is forgotten after {duration(case.policy.watch)}.",),
+            evidence=(
+                f"A device that was removed on purpose is forgotten after {format_duration(case.policy.watch)}.",
+            ),
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from canaryd.formatting import format_duration
 from canaryd.judge.case import Case, find_mismatches, record, repeat_command
 from canaryd.judge.cause import Mismatch, names
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, strongest
 from canaryd.judge.statistics import RULE_OF_THREE
-from canaryd.judge.wording import count, describe, duration
+from canaryd.judge.wording import count, describe
 from canaryd.model import Cause, Doubt, Finding, Outcome, State, Subject
 
 DOUBTS = {
@@ -68,7 +69,7 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
     doubted = [m for m in case.accusations if m.host_in_doubt]
     if list(case.standing(Subject.DEVICE, doubted)):
         cpus = names(f"{d.name} ({d.model})" for d in case.devices.values() if d.backend == "cpu")
-        window = duration(case.policy.repeat_window)
+        window = format_duration(case.policy.repeat_window)
         yield make_finding(
             "host-in-doubt",
             State.UNKNOWN,
@@ -179,4 +180,4 @@ def _progress(case: Case, mismatches: Sequence[Mismatch], again: Sequence[bool])
     uploads = math.ceil(RULE_OF_THREE * before.uploads / before.failed)
     results = math.ceil(RULE_OF_THREE * before.results / before.wrong)
     clean = f"{count(uploads, 'clean upload')} and {count(results, 'clean result')}"
-    yield f"Clears after {duration(case.policy.watch)}, {clean}."
+    yield f"Clears after {format_duration(case.policy.watch)}, {clean}."

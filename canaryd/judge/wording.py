@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from canaryd.judge.cause import Mismatch
 from canaryd.model import Evidence, Run
 
@@ -37,14 +39,16 @@ def reason_of(run: Run) -> str:
     return lines[-1 if lines[0].startswith("Traceback") else 0][:DETAIL] if lines else ""
 
 
-def duration(seconds: float) -> str:
-    """Return a duration in its largest fitting unit: "60 seconds", "24 hours", "30 days"."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size or (unit == "hours" and seconds == size):
-            return f"{seconds / size:.4g} {unit}" if seconds % size == 0 else f"{seconds // size:g} {unit}"
-    return f"{seconds:g} seconds"
-
-
 def count(number: int, thing: str) -> str:
     """Return a number with its noun: "1 run", "4 runs", "1,200 results"."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence: "a", "a and b", "a, b and c"."""
+    return " and ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
+
+
+def and_more(number: int) -> str:
+    """Return " and 3 more" where `number` things are meant and one of them was named; "" for one."""
+    return f" and {number - 1} more" if number > 1 else ""

@@ -728,7 +728,6 @@ def settings() -> dict[str, list[float]]:
 
 NO_LIMITS: Mapping[str, set[float]] = {
     "judge.coverage.vanished": {60},  # whole minutes, in words
-    "judge.wording.duration": {2, 60, 3600, 86_400},  # words
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
     "judge.trends.days.tracks": {2},  # polls that are remembered
     "judge.trends.change._ways": {4096},  # a cache

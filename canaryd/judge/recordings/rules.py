@@ -31,9 +31,9 @@ from canaryd.judge.recordings.record import (
     variant_of,
 )
 from canaryd.judge.recordings.symptoms import symptom, triaged
-from canaryd.judge.recordings.text import and_more, counted, listed
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
+from canaryd.judge.wording import and_more, count, listed
 from canaryd.model import LINKS, Cause, Finding, Outcome, Recording, Rival, Run, State
 
 ALPHA = 1e-3
@@ -147,7 +147,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     grounds = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
     first_runs = [o.run for o in outliers if not o.run.confirms]
     repeated = max((sum(1 for o in outliers if o.run.confirms == run.id) for run in first_runs), default=0)
-    differs, repeats = "differs from its baseline", f"; it repeats in {counted(repeated, 're-run')}"
+    differs, repeats = "differs from its baseline", f"; it repeats in {count(repeated, 're-run')}"
 
     def weighed(state: State, outcome: str, evidence: str, action: str = "", seen: str = differs) -> _Weighed:
         return _Weighed(outliers=outliers, state=state, differs=seen, outcome=outcome, evidence=evidence, action=action)
@@ -174,7 +174,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     recent = [r for r in first_runs if record.now - r.started <= record.policy.repeat_window]
     waiting = [r for r in recent if len(reruns[r.id]) < wanted]
     if waiting:
-        missing = counted(wanted - len(reruns[waiting[-1].id]), "re-run")
+        missing = count(wanted - len(reruns[waiting[-1].id]), "re-run")
         return weighed(State.UNKNOWN, "; not judged yet", f"{grounds}.", f"Wait for {missing} in new processes.")
     outcome = "; re-runs match the baseline again" if any(reruns.values()) else "; it was not run again in time"
     why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
@@ -354,14 +354,14 @@ def learning(record: Record) -> Iterator[Finding]:
         least = f"at least {min(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
         have = "has" if len(counts) == 1 else "have"
         message = (
-            f"Baseline not ready: {counted(len(counts), 'case')} {have} {least} of {LEARN} samples; not checked yet."
+            f"Baseline not ready: {count(len(counts), 'case')} {have} {least} of {LEARN} samples; not checked yet."
         )
         yield Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message=message, probe=probe)
 
 
 def _fresh(probe: str, baselines: Sequence[Baseline]) -> Finding:
     """Return the finding on baselines of an endpoint that are new."""
-    what = counted(len(baselines), "case")
+    what = count(len(baselines), "case")
     if not any(b.passed or b.strange for b in baselines):
         return Finding(
             rule="baseline-fresh",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from canaryd.judge.recordings.baseline import EVERY, Baseline
 from canaryd.judge.recordings.record import Record
-from canaryd.judge.recordings.text import and_more, counted, listed
+from canaryd.judge.wording import and_more, count, listed
 from canaryd.model import Cause, Finding, Rival, State
 
 PROCESSES = 3
@@ -61,7 +61,7 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
         rule="recording-outvoted",
         state=State.SUSPECT,
         cause=Cause.HARDWARE,
-        message=f"{device} differs from {counted(len(differ), 'identical device')} ({_where(own, votes)}).",
+        message=f"{device} differs from {count(len(differ), 'identical device')} ({_where(own, votes)}).",
         action=f"Run: canaryd check --level deep --device {device}",
         evidence=(
             f"Same model, stack and chain, and a majority agrees on other results: {others}.",
@@ -91,7 +91,7 @@ def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
         rule="recording-disputed",
         state=State.UNKNOWN,
         cause=Cause.UNDETERMINED,
-        message=f"{device} and {counted(len(differ), 'identical device')} disagree ({_where(own, votes)});"
+        message=f"{device} and {count(len(differ), 'identical device')} disagree ({_where(own, votes)});"
         " no majority shows which is right.",
         action="Run: canaryd check --level deep",
         evidence=tuple(evidence),
@@ -139,7 +139,7 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
             rule="baseline-unwitnessed",
             state=State.HEALTHY,
             cause=Cause.NONE,
-            message=f"Baselines of {counted(len(baselines), 'case')} are not confirmed by a sibling or a reference.",
+            message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by a sibling or a reference.",
             action="Import the same baselines from another host: canaryd baseline import",
             evidence=("They hold what this device gave when it was first recorded; a faulty one would look the same.",),
             probe=probe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.signals import DAY, WATCH, Signs, finding, recovery, sentence, source_of
 from canaryd.model import Cause, Event, Finding, State
 
@@ -27,7 +27,7 @@ def dimm_errors_rising(signs: Signs) -> Iterator[Finding]:
                 f"{_module(events[-1].labels)}: {day:.3g} corrected errors in a day (limit {limit}).",
                 "Plan to replace the memory module.",
                 "Limit: telemetry.dimm_corrected_per_day; the default is mcelog's.",
-                f"Clears after {spoken(DAY + signs.policy.settle)} below the limit.",
+                f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
             )
 
 
@@ -83,7 +83,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
             f"{corrected:.3g} corrected machine checks in a day (limit {MACHINE_CHECKS}).",
             "Decode the errors to find the part.",
             "Limit: mcelog's default for memory modules, used for all machine checks (ours).",
-            f"Clears after {spoken(DAY + signs.policy.settle)} below the limit.",
+            f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
         )
 
 
@@ -103,7 +103,7 @@ def clock_source(signs: Signs) -> Iterator[Finding]:
             "Update the BIOS and restart the machine.",
             f"At {signs.moment(last)}.",
             "Time is slow to read now, and may be wrong (our rule).",
-            f"Clears after a reboot, or {spoken(signs.policy.settle)} after the kernel uses tsc again.",
+            f"Clears after a reboot, or {format_duration(signs.policy.settle)} after the kernel uses tsc again.",
         )
 
 

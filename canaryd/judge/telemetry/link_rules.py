@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.signals import (
     DAY,
     MINUTE,
@@ -51,7 +51,7 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
                 *("pcie-replays", State.DEGRADED, Cause.HARDWARE),
                 f"{rate:.3g} {what} a minute (limit {limit:g}).",
                 "Check seating, riser and slot.",
-                f"Limit: DCGM's for this link (bit error rate 1e-12), over {spoken(span)}.",
+                f"Limit: DCGM's for this link (bit error rate 1e-12), over {format_duration(span)}.",
                 clears_after(signs.policy.settle),
             )
 
@@ -104,7 +104,7 @@ def _nvlink_error(signs: Signs, events: Sequence[Event]) -> str:
     if kind == "recovery_failed" and signs.now - events[-1].last <= settle and times:
         return f"{link} could not recover"
     if kind in ("replay", "recovery"):
-        return f"{link}: {times:.3g} errors of kind {kind} in {spoken(settle)} (limit 0)" if times >= 1 else ""
+        return f"{link}: {times:.3g} errors of kind {kind} in {format_duration(settle)} (limit 0)" if times >= 1 else ""
     rate = signs.most(events, MINUTE, signs.trained) / MINUTE
     limit = CRC_PER_SECOND
     return f"{link}: {rate:.3g} errors of kind {kind} a second (limit {limit})" if rate >= limit else ""
@@ -129,5 +129,5 @@ def nvlink_down(signs: Signs) -> Iterator[Finding]:
                 "Check Fabric Manager and the other end of the link.",
                 f"Last change at {signs.moment(event.last)}.",
                 "Our rule.",
-                f"Clears {spoken(signs.policy.settle)} after it is back.",
+                f"Clears {format_duration(signs.policy.settle)} after it is back.",
             )

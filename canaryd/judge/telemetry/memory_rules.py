@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, WATCH, Signs, finding, recovery
 from canaryd.model import Cause, Finding, State
@@ -162,5 +162,5 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
             f"Limit: {most} a day (telemetry.corrected_per_day), or {LEAST_STEP} and {TIMES_MEAN} times normal.",
             "These limits are ours.",
             "NVIDIA's RMA policy does not cover corrected errors; an exact test shows whether results are right.",
-            f"Clears after {spoken(DAY + signs.policy.settle)} below the limit.",
+            f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
         )

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry.events import HARMFUL
 from canaryd.judge.telemetry.host_rules import (
@@ -56,7 +56,7 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_repeated,
     xid_unknown,
 )
-from canaryd.judge.wording import reason_of
+from canaryd.judge.wording import count, reason_of
 from canaryd.model import Cause, Event, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE
@@ -104,10 +104,10 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
         failure, reason = NO_POLL, ""
         if poll.newest is not None and poll.newest.outcome in OUTCOMES:
             failure, reason = OUTCOMES[poll.newest.outcome], reason_of(poll.newest)
-        since = "since the clock was set back" if seen is None else f"for {spoken(signs.now - seen)}"
+        since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
         yield finding(
             *("telemetry-stale", State.UNKNOWN, failure.cause),
-            f"{probe}: no poll has completed {since} (limit {spoken(limit)}): {failure.why}.",
+            f"{probe}: no poll has completed {since} (limit {format_duration(limit)}): {failure.why}.",
             failure.action,
             f"Reason: {reason.rstrip('.')}." if reason else "",
             f"{poll.failures} polls in a row failed.",
@@ -133,11 +133,11 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     if (back := returns(times, signs.boots)) >= 1:
         yield finding(
             *("gpu-lost", State.FAULTY, Cause.HARDWARE),
-            f"The device was lost again after {back} {'reboot' if back == 1 else 'reboots'} within {spoken(WATCH)}.",
+            f"The device was lost again after {count(back, 'reboot')} within {format_duration(WATCH)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
             "Class: inspection (NVIDIA's Xid catalogue: contact support; when to return it is ours).",
-            f"Clears after {spoken(WATCH)}.",
+            f"Clears after {format_duration(WATCH)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
         action, clears = recovery(signs, max(times), signs.boots, "Restart the machine.")
@@ -160,12 +160,15 @@ def throttled(signs: Signs) -> Iterator[Finding]:
         seconds[reason] = signs.most([*rises, *held], settle)
     # Not the sum: hw_slowdown counts again what hw_thermal and hw_power_brake count.
     reason, longest = max(seconds.items(), key=lambda item: item[1])
-    clears = f"Clears {spoken(settle)} after it is below the limit."
+    clears = f"Clears {format_duration(settle)} after it is below the limit."
     if longest >= signs.policy.throttle:
-        limit = spoken(signs.policy.throttle)
+        limit = format_duration(signs.policy.throttle)
         yield finding(
             *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
-            f"Clocks held down by {reason} for {spoken(longest)} in {spoken(settle)} (limit {limit}).",
+            (
+                f"Clocks held down by {reason} for {format_duration(longest)} in {format_duration(settle)}"
+                f" (limit {limit})."
+            ),
             "Check cooling and power.",
             "Limit: telemetry.throttle (ours).",
             clears,
@@ -177,7 +180,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
     if times >= CPU_THROTTLES:
         yield finding(
             *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
-            f"Processors slowed down for heat {times:.3g} times in {spoken(settle)} (limit {CPU_THROTTLES}).",
+            f"Processors slowed down for heat {times:.3g} times in {format_duration(settle)} (limit {CPU_THROTTLES}).",
             "Check cooling.",
             "The limit is ours.",
             clears,
@@ -210,7 +213,10 @@ def conditions(signs: Signs) -> Iterator[Finding]:
                 sentence(newest.detail or name),
                 action,
                 why,
-                f"It held for at least {spoken(LASTING)} of {spoken(STRETCH)}; last at {signs.moment(newest.last)}.",
+                (
+                    f"It held for at least {format_duration(LASTING)} of {format_duration(STRETCH)};"
+                    f" last at {signs.moment(newest.last)}."
+                ),
                 clears_after(signs.policy.settle),
             )
 

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import numbers, within
@@ -260,7 +260,7 @@ def lost_because(run: Run | None) -> str:
 
 def clears_after(seconds: float) -> str:
     """Return when a finding ends that stays for some seconds after its reason ended, as a sentence."""
-    return f"Clears {spoken(seconds)} after it stops."
+    return f"Clears {format_duration(seconds)} after it stops."
 
 
 def returns(times: Iterable[float], resets: Sequence[float]) -> int:

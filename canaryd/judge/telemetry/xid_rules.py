@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from canaryd.formatting import spoken
+from canaryd.formatting import format_duration
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
     DAY,
@@ -89,12 +89,15 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         if back >= RECURRENCES and incident.cause is Cause.HARDWARE:
             yield finding(
                 *("xid-recurring", State.FAULTY, Cause.HARDWARE),
-                f"{incident} came back after {back} resets or reboots (limit {RECURRENCES} in {spoken(WATCH)}).",
+                (
+                    f"{incident} came back after {back} resets or reboots"
+                    f" (limit {RECURRENCES} in {format_duration(WATCH)})."
+                ),
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 "Class: RMA (gpud's escalation, ours).",
                 _advice(signs, incident),
-                f"Clears after {spoken(WATCH)} without another.",
+                f"Clears after {format_duration(WATCH)} without another.",
             )
         elif not signs.cleared(incident.last, cuts):
             action, clears = recovery(signs, incident.last, cuts, ACTIONS[incident.grade])
@@ -123,7 +126,7 @@ def xid_inspect(signs: Signs) -> Iterator[Finding]:
                 f"Xid {incident.code}: {incident.xid.title}.",
                 sentence(bucket) or ACTIONS[incident.grade],
                 *_evidence(signs, incident),
-                f"Clears after {spoken(WATCH)} without another.",
+                f"Clears after {format_duration(WATCH)} without another.",
             )
 
 
@@ -175,9 +178,9 @@ def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
     """Return what to do, and what exact tests showed since an Xid: they tell a broken device from an application."""
     at = incident.last
     if signs.last_mismatch is not None and signs.last_mismatch > at:
-        return "Check the device first.", f"An exact test failed {spoken(signs.last_mismatch - at)} after it."
+        return "Check the device first.", f"An exact test failed {format_duration(signs.last_mismatch - at)} after it."
     if signs.last_pass is not None and signs.last_pass > at:
-        return "Check the application first.", f"Exact tests passed {spoken(signs.last_pass - at)} after it."
+        return "Check the application first.", f"Exact tests passed {format_duration(signs.last_pass - at)} after it."
     if signs.device.torch_index is None and signs.device.backend != "cpu":
         return "Check the application and the device.", (
             "No exact test can tell a broken device from a broken application here: torch does not reach the device."
