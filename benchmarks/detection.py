@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.integers import derive, mix64
 from canaryd.worker.numeric.operands import CONTENTS, Problem, Product, build

@@ -11,7 +11,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from canaryd.model import SHARED, Finding, shared
+from canaryd.facts import SHARED, shared
+from canaryd.model import Finding
 
 ITEMS = 64
 """Items of the largest mapping of such texts that is kept once (ours)."""

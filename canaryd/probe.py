@@ -12,20 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from canaryd.model import (
-    Comparison,
-    Device,
-    Doubt,
-    Evidence,
-    Exactness,
-    Place,
-    Reading,
-    Reason,
-    Recording,
-    Skipped,
-    Span,
-    Subject,
-)
+from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Place, Reading, Recording, Skipped, Span, Subject
+from canaryd.model import Device, Reason
 
 __all__ = [
     "LEVELS",

@@ -6,10 +6,11 @@ import itertools
 import math
 
 from canaryd.engine import budget
+from canaryd.facts import Comparison, Exactness, Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.metrics.families import COMPONENTS, XIDS, BudgetView, DeviceView, PollView, Snapshot
-from canaryd.model import Cause, Comparison, Device, Exactness, Finding, Outcome, Reading, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 
 NOW = 1_790_000_000.0
 PROBES = ("canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "model_canary", "recorded_kernels")

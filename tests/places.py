@@ -1,6 +1,6 @@
 """Places and spans by the words that people read."""
 
-from canaryd.model import Place, Span
+from canaryd.facts import Place, Span
 
 
 def place(text: str) -> Place:

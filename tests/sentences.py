@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from canaryd.model import Sentence
+from canaryd.facts import Sentence
 
 
 def changed(text: str) -> str:

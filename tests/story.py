@@ -26,27 +26,19 @@ from canaryd.config.settings import Config, DevicesConfig, EndpointConfig, Endpo
 from canaryd.config.values import parse_duration
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
-from canaryd.model import (
-    Ack,
-    Cause,
+from canaryd.facts import (
     Comparison,
-    Device,
     Doubt,
-    Event,
     Evidence,
     Exactness,
-    Finding,
     LogPosition,
     LogRecord,
-    Outcome,
     Reading,
     Recording,
-    Run,
     Skipped,
-    State,
     Subject,
-    Verdict,
 )
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.probe import LEVELS, ProbeSpec
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing, RunRequest, WorkerSpec

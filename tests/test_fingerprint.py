@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from canaryd.daemon.snapshot import STEADY, fingerprints, newest_readings
-from canaryd.model import Device, Outcome, Reading, Recording, Run
+from canaryd.facts import Reading, Recording
+from canaryd.model import Device, Outcome, Run
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", instruction_sets=("native", "avx2"))
 STACK = {"torch": "2.13", "driver": "580"}

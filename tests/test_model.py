@@ -5,7 +5,8 @@ import json
 import pytest
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import Comparison, Evidence, Exactness, Outcome, Reading, Run, State, stack_id
+from canaryd.facts import Comparison, Evidence, Exactness, Reading, stack_id
+from canaryd.model import Outcome, Run, State
 from tests.places import line
 
 

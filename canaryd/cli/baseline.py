@@ -18,13 +18,14 @@ from canaryd.cli.arguments import USAGE, Commands, add_json
 from canaryd.cli.common import complain, open_store
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
+from canaryd.facts import printable, whole
 from canaryd.formatting import format_time
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
 from canaryd.judge.recordings.votes import witnesses
 from canaryd.judge.verdict import exit_code
-from canaryd.model import Device, State, printable, whole
+from canaryd.model import Device, State
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.baselines/1"

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from canaryd.facts import printable
 from canaryd.formatting import columns, wrapped
-from canaryd.model import printable
 from canaryd.report import html
 from canaryd.report.html import escape
 

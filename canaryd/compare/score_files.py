@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from canaryd.model import printable
+from canaryd.facts import printable
 
 LONGEST = 1000
 """Longest error message in characters: names in a file may have any length."""

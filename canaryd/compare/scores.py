@@ -17,8 +17,8 @@ from statistics import NormalDist, fmean, stdev
 
 from canaryd.compare.score_files import Score, ScoreError, Scores
 from canaryd.compare.score_tests import EXACT_UP_TO, FLIPS, holm, mcnemar, sign_flip, t95
+from canaryd.facts import printable
 from canaryd.formatting import wrapped
-from canaryd.model import printable
 
 ALPHA = 0.05
 """Largest chance of any false "significant" in a whole comparison."""

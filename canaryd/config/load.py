@@ -17,7 +17,7 @@ from canaryd.config.schema import (
     example_lines,
 )
 from canaryd.config.settings import Config, EndpointConfig
-from canaryd.model import printable
+from canaryd.facts import printable
 
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20

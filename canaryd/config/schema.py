@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from canaryd.model import printable
+from canaryd.facts import printable
 
 MAX_DEPTH = 32
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")

@@ -11,10 +11,11 @@ from canaryd import __version__
 from canaryd.daemon import snapshot
 from canaryd.daemon.snapshot import Health, device_view, newest_evidence, sum_counts
 from canaryd.engine.engine import Engine
+from canaryd.facts import printable
 from canaryd.judge import acks
 from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition, Page
-from canaryd.model import State, Verdict, printable
+from canaryd.model import State, Verdict
 from canaryd.report import status, status_page
 from canaryd.store.store import Store
 from canaryd.supervisor import process

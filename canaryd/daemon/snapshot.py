@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from canaryd.engine import budget
 from canaryd.engine.engine import Engine
+from canaryd.facts import Reading, stack_id
 from canaryd.judge import acks, case, clock
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
-from canaryd.model import Ack, Device, Outcome, Reading, Run, State, Verdict, stack_id
+from canaryd.model import Ack, Device, Outcome, Run, State, Verdict
 
 STEADY = 5
 """Newest runs whose recorded fingerprints must agree to be shown: as many as are kept with their recordings."""

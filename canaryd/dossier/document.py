@@ -20,10 +20,11 @@ from canaryd.dossier.failures import bit_totals, find_failures, peer_results, pl
 from canaryd.dossier.text import plural, ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
+from canaryd.facts import Subject
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import DRILL_EXPIRY, Case, node
 from canaryd.judge.verdict import decide
-from canaryd.model import Cause, Device, Run, State, Subject, Verdict
+from canaryd.model import Cause, Device, Run, State, Verdict
 from canaryd.report.status import UNTENDED
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from canaryd.dossier.facts import Facts
+from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.judge.wording import describe_repeats
-from canaryd.model import Comparison, Device, Evidence, Outcome, Place, Run, Subject
+from canaryd.model import Device, Outcome, Run
 from canaryd.store.store import Store
 
 FAILURES = 50

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.store.store import Store
 
 NAMED = 500

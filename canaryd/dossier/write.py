@@ -29,8 +29,9 @@ from canaryd.dossier.places import failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
+from canaryd.facts import Subject
 from canaryd.formatting import format_time
-from canaryd.model import Device, Outcome, Subject
+from canaryd.model import Device, Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT

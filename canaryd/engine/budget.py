@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from canaryd.config.settings import BudgetConfig
-from canaryd.model import Device, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
 from canaryd.engine.schedule import Plan
+from canaryd.facts import Skipped
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound, worst
-from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, Skipped, State, Verdict
+from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.store.locks import Busy
 
 

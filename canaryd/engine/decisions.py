@@ -18,13 +18,7 @@ from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import (
-    ENDPOINT,
-    Device,
-    Finding,
-    Run,
-    Verdict,
-)
+from canaryd.model import ENDPOINT, Device, Finding, Run, Verdict
 
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""

@@ -7,21 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from canaryd.engine.host import Host
+from canaryd.facts import Comparison, Exactness, Reading, Recording, Subject
 from canaryd.judge import acks
 from canaryd.judge.case import DRILL_EXPIRY
 from canaryd.judge.recordings import rules
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import (
-    Ack,
-    Comparison,
-    Exactness,
-    Outcome,
-    Reading,
-    Recording,
-    Run,
-    Subject,
-)
+from canaryd.model import Ack, Outcome, Run
 from canaryd.store.clock import MAX_LAG
 
 NEWEST = 50

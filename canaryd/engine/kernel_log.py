@@ -10,9 +10,10 @@ from pathlib import Path
 
 from canaryd.engine.events import BUS, HOST, EventHistory
 from canaryd.engine.inventory import bus_key
+from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.clock import credible
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Device, Event, LogPosition, LogRecord
+from canaryd.model import Device, Event
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
 from canaryd.supervisor.series import Series

@@ -20,11 +20,12 @@ from canaryd.engine import schedule
 from canaryd.engine.events import EventHistory
 from canaryd.engine.host import Host
 from canaryd.engine.kernel_log import KernelLog
+from canaryd.facts import Reading
 from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import changes, judged_values
 from canaryd.judge.telemetry.signals import Poll
-from canaryd.model import Device, Event, Outcome, Reading, Run
+from canaryd.model import Device, Event, Outcome, Run
 from canaryd.store.locks import Busy
 from canaryd.store.notes import TELEMETRY_LOCK
 from canaryd.store.store import Store

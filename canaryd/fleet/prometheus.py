@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from canaryd.model import printable
+from canaryd.facts import printable
 
 PATIENCE = 60.0
 """Seconds for all queries together unless another time is given (measured: benchmarks/results/fleet_vote.md)."""

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from canaryd.facts import printable
 from canaryd.fleet.prometheus import FleetError, Labels, Prometheus, Sample
-from canaryd.model import State, printable
+from canaryd.model import State
 
 RULES = "canaryd-fleet.rules.yml"
 """The file whose rules count the vote."""

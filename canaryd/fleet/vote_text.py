@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from canaryd.codec import to_json
+from canaryd.facts import printable
 from canaryd.fleet.vote import STALE, Disputed, Fleet, Odd
 from canaryd.formatting import format_time, wrapped
 from canaryd.judge import verdict
-from canaryd.model import printable
 
 SCHEMA = "canaryd.fleet/1"
 MOST_ENTRIES = 20

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Subject
 from canaryd.judge import cause as judge_cause
 from canaryd.judge.cause import Mismatch, operands_of
 from canaryd.judge.clock import EPOCH, age
 from canaryd.judge.confirmation import GROUNDS
 from canaryd.judge.statistics import Count
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, Subject, Verdict
+from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, Verdict
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""

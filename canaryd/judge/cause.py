@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from canaryd.facts import Comparison, Place, Subject
 from canaryd.judge.statistics import Count
-from canaryd.model import Cause, Comparison, Place, Rival, Run, Subject
+from canaryd.model import Cause, Rival, Run
 
 Operands = tuple[str, str, int]
 """Case, shape and seed: equal ones mean bit-for-bit equal operands."""

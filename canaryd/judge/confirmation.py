@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Place, Span, Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Outcome, Place, Span, Subject
+from canaryd.model import Outcome
 
 
 def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: float) -> bool:

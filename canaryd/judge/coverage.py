@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from canaryd.facts import Subject
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.wording import reason_of
-from canaryd.model import Cause, Finding, Outcome, State, Subject
+from canaryd.model import Cause, Finding, Outcome, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (Cause.ENVIRONMENT, "was skipped", "Remove the reason below"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case, find_mismatches, record, repeat_command
 from canaryd.judge.cause import Mismatch, names
@@ -12,7 +13,7 @@ from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, strongest
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wording import count, describe
-from canaryd.model import Cause, Doubt, Finding, Outcome, State, Subject
+from canaryd.model import Cause, Finding, Outcome, State
 
 DOUBTS = {
     Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from canaryd.facts import Evidence
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Evidence, Run
+from canaryd.model import Run
 
 DETAIL = 300
 """Characters of a worker's own words that a finding repeats."""

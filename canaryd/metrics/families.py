@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS, metric
 from canaryd.metrics.exposition import (
@@ -25,7 +26,7 @@ from canaryd.metrics.exposition import (
     takes_gzip,
     wants_openmetrics,
 )
-from canaryd.model import Cause, Device, Outcome, Reading, Run, State, Verdict
+from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.web.server import Answer
 
 STACK_KEYS = ("torch", "cuda", "cudnn", "driver", "blas", "onednn", "instruction_set", "kernel")

@@ -21,9 +21,10 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
+from canaryd.facts import printable
 from canaryd.formatting import format_duration
 from canaryd.judge import clock
-from canaryd.model import Cause, Device, Outcome, State, printable
+from canaryd.model import Cause, Device, Outcome, State
 from canaryd.report import status
 from canaryd.report.status import DeviceStatus, Status
 from canaryd.store.database import DATABASE, StoreTooNew

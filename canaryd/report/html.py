@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from canaryd.model import printable
+from canaryd.facts import printable
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #55606b; --line: #d5dae0; --paper: #fff; --card: #f4f6f8;

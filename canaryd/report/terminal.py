@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from canaryd.facts import printable
 from canaryd.formatting import wrapped
-from canaryd.model import Cause, Finding, State, Verdict, printable
+from canaryd.model import Cause, Finding, State, Verdict
 
 Line = tuple[str, str]
 """(role, text): the role chooses the colour, and "" has none."""

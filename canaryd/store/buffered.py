@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.store.clock import REACHED_NOTE, Clock
 from canaryd.store.database import READ_ONLY, REFUSED, Database, connect
 from canaryd.store.migrations import Migration

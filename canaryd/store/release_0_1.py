@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from canaryd.model import Doubt, Reason
+from canaryd.facts import Doubt
+from canaryd.model import Reason
 
 _PLACES = (
     (r"device", "device"),

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
+from canaryd.facts import whole
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
-from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict, whole
+from canaryd.model import Ack, Device, Event, Outcome, Run, Verdict
 from canaryd.store import release_0_1
 
 T = TypeVar("T")

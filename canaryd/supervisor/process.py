@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from canaryd.model import (
-    Outcome,
-    Reason,
-    whole,
-)
+from canaryd.facts import whole
+from canaryd.model import Outcome, Reason
 from canaryd.supervisor import cgroup
 from canaryd.supervisor.environment import BELOW_NORMAL, INSTRUCTION_SETS, SCRUBBED, STRICT
 from canaryd.supervisor.protocol import WorkerSpec

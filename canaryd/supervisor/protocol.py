@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json
-from canaryd.model import (
-    Comparison,
-    Device,
-    Outcome,
-    Reading,
-    Reason,
-    Recording,
-    Skipped,
-    shared,
-)
+from canaryd.facts import Comparison, Reading, Recording, Skipped, shared
+from canaryd.model import Device, Outcome, Reason
 from canaryd.probe import Absent, ProbeSpec
 
 FACT_TYPES: Mapping[str, Any] = {kind.__name__: kind for kind in (Reading, Comparison, Recording, Skipped, Absent)}

@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import (
-    Device,
-    LogPosition,
-    LogRecord,
-    Outcome,
-    Run,
-    whole,
-)
+from canaryd.facts import LogPosition, LogRecord, whole
+from canaryd.model import Device, Outcome, Run
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor import capabilities
 from canaryd.supervisor.environment import INSTRUCTION_SETS

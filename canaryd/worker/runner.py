@@ -30,7 +30,8 @@ from types import ModuleType
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import Comparison, Device, LogPosition, Outcome, Reading, Reason, Recording, Skipped
+from canaryd.facts import Comparison, LogPosition, Reading, Recording, Skipped
+from canaryd.model import Device, Outcome, Reason
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
 from canaryd.worker import limits
 

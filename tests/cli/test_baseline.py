@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, pin
+from canaryd.facts import Recording
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
-from canaryd.model import Device, Outcome, Recording, Run
+from canaryd.model import Device, Outcome, Run
 from canaryd.store.clock import REACHED_NOTE
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store

@@ -26,23 +26,9 @@ from canaryd.dossier.pictures import heat_map
 from canaryd.dossier.places import failing_core
 from canaryd.dossier.text import ranges
 from canaryd.engine.engine import Engine
+from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.judge import statistics
-from canaryd.model import (
-    Ack,
-    Cause,
-    Comparison,
-    Device,
-    Event,
-    Evidence,
-    Exactness,
-    Finding,
-    Outcome,
-    Reading,
-    Rival,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.store.store import Store
 from tests.command import ROOT, canaryd, configure
 from tests.places import line, place

@@ -22,7 +22,8 @@ from canaryd.engine import budget
 from canaryd.engine.budget import DOUBT, FORCED, PURPOSES, REASONS, RETEST, ROUND, Account, Facts, Wait
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.schedule import Plan, Step
-from canaryd.model import Device, Outcome, Reading, Run, State
+from canaryd.facts import Reading
+from canaryd.model import Device, Outcome, Run, State
 from canaryd.probe import Context, ProbeSpec, Skip
 from canaryd.report import status
 from canaryd.store.notes import BUDGET_NOTE

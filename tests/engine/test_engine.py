@@ -15,22 +15,11 @@ from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.engine.evidence import FEW, NEWEST, SHOWN, fold
+from canaryd.facts import Comparison, Evidence, Exactness, Reading, Recording
 from canaryd.judge import case
 from canaryd.judge.recordings import rules
 from canaryd.judge.verdict import fault_rate_bound
-from canaryd.model import (
-    Cause,
-    Comparison,
-    Device,
-    Evidence,
-    Exactness,
-    Outcome,
-    Reading,
-    Recording,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store

@@ -14,8 +14,9 @@ from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
+from canaryd.facts import LogRecord
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Device, Event, LogRecord, Outcome, State
+from canaryd.model import Device, Event, Outcome, State
 from canaryd.store.store import Store
 from tests.command import BUILTIN, bare_python, catalogue, eventually
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from canaryd.config.settings import JudgePolicy
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
-from canaryd.model import INTENSITIES, Comparison, Device, Evidence, Exactness, Outcome, Run, Subject
+from canaryd.facts import Comparison, Evidence, Exactness, Subject
+from canaryd.model import INTENSITIES, Device, Outcome, Run
 from canaryd.probe import ProbeSpec
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor", instruction_sets=("native", "avx2", "baseline"))

@@ -8,9 +8,10 @@ import pytest
 
 from canaryd.config.settings import Config, JudgePolicy
 from canaryd.engine.engine import Engine
+from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.judge import acks
 from canaryd.judge.acks import cut, heeded, retired, standing
-from canaryd.model import Ack, Cause, Comparison, Device, Event, Evidence, Exactness, Outcome, Reading, Run, State
+from canaryd.model import Ack, Cause, Device, Event, Outcome, Run, State
 from canaryd.store.store import Store
 from tests.command import canaryd
 from tests.places import place

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from canaryd.model import Evidence, Finding, Run, Sentence, Skipped, Verdict
+from canaryd.facts import Evidence, Sentence, Skipped
+from canaryd.model import Finding, Run, Verdict
 from canaryd.store import rows
 from canaryd.store.store import Store
 from tests import story

@@ -20,6 +20,7 @@ import pytest
 
 from canaryd.config.settings import JudgePolicy, TelemetryConfig
 from canaryd.engine import schedule
+from canaryd.facts import Reading
 from canaryd.judge.case import DRILL_EXPIRY
 from canaryd.judge.clock import EPOCH, POLL_AHEAD
 from canaryd.judge.recordings import baseline, rules, triage
@@ -30,7 +31,7 @@ from canaryd.judge.telemetry.rules import STRETCH
 from canaryd.judge.trends import change
 from canaryd.judge.trends.days import LEAST_POLLS, LOADED, STEADY, STEADY_BANDS, Course, courses, tracks
 from canaryd.judge.trends.rules import PEERS_DAYS, PEERS_SLOWER
-from canaryd.model import INTENSITIES, Reading, State
+from canaryd.model import INTENSITIES, State
 from tests.command import ROOT
 from tests.engine import test_schedule
 from tests.judge import test_verdict as test_judge

@@ -9,29 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canaryd.config.settings import JudgePolicy, TelemetryConfig
+from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Span, Subject
 from canaryd.judge import case, findings
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.case import Case, node
 from canaryd.judge.telemetry.signals import Poll, Signs
 from canaryd.judge.verdict import decide, exit_code, fault_rate_bound, worst
-from canaryd.model import (
-    Ack,
-    Cause,
-    Comparison,
-    Device,
-    Doubt,
-    Evidence,
-    Exactness,
-    Finding,
-    Outcome,
-    Reading,
-    Run,
-    Skipped,
-    Span,
-    State,
-    Subject,
-    Verdict,
-)
+from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Verdict
 from tests.places import line, place
 
 NOW = 1_790_000_000.0

@@ -12,12 +12,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from canaryd.facts import Reading
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.metrics import families as metrics_families
 from canaryd.metrics.exposition import Exposition, Page, unit_of
 from canaryd.metrics.families import FAMILIES, DeviceView, PollView, Snapshot
-from canaryd.model import Cause, Device, Finding, Outcome, Reading, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 from tests.full_node import PROBES, node
 
 HERE = Path(__file__).parents[1]

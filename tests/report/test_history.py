@@ -11,25 +11,11 @@ import jsonschema
 import pytest
 
 from canaryd.config.settings import Config
+from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.formatting import DAY, HOUR, format_time
 from canaryd.judge.trends import change
 from canaryd.judge.trends.days import Key, Point, summary
-from canaryd.model import (
-    Ack,
-    Cause,
-    Comparison,
-    Device,
-    Event,
-    Evidence,
-    Exactness,
-    Finding,
-    Outcome,
-    Reading,
-    Rival,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import history, history_text, terminal
 from canaryd.report.history import as_json, gather, plots
 from canaryd.report.history_text import as_text, sparkline

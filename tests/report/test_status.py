@@ -10,22 +10,9 @@ import pytest
 
 from canaryd.cli.main import parser
 from canaryd.config.settings import Config, ProbeSettings
+from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.formatting import format_duration, format_time
-from canaryd.model import (
-    Ack,
-    Cause,
-    Comparison,
-    Device,
-    Event,
-    Evidence,
-    Exactness,
-    Finding,
-    Outcome,
-    Rival,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json

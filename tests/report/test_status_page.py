@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from canaryd.config.settings import Config
+from canaryd.facts import printable
 from canaryd.formatting import format_time
-from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verdict, printable
+from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verdict
 from canaryd.report import status, status_page
 from canaryd.report.status_text import as_json as status_json
 from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE

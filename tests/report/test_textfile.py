@@ -12,9 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from canaryd.engine.check import Result
+from canaryd.facts import Comparison, Exactness
 from canaryd.metrics.exposition import unit_of
 from canaryd.metrics.families import FAMILIES
-from canaryd.model import Cause, Comparison, Device, Exactness, Finding, Outcome, Run, State, Verdict
+from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 from canaryd.report import textfile
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from canaryd.model import Ack, Comparison, Device, Event, Exactness, Outcome, Recording, Run
+from canaryd.facts import Comparison, Exactness, Recording
+from canaryd.model import Ack, Device, Event, Outcome, Run
 from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
 

@@ -26,24 +26,10 @@ from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine
+from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Recording
 from canaryd.judge import case
 from canaryd.judge.recordings.baseline import EVERY, LEARN, Baseline
-from canaryd.model import (
-    Ack,
-    Comparison,
-    Device,
-    Doubt,
-    Event,
-    Evidence,
-    Exactness,
-    Outcome,
-    Reading,
-    Reason,
-    Recording,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Ack, Device, Event, Outcome, Reason, Run, State, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.report import status
 from canaryd.store import release_0_1

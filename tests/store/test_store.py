@@ -14,21 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import (
-    Cause,
-    Comparison,
-    Device,
-    Event,
-    Evidence,
-    Exactness,
-    Finding,
-    Outcome,
-    Reading,
-    Run,
-    Skipped,
-    State,
-    Verdict,
-)
+from canaryd.facts import Comparison, Evidence, Exactness, Reading, Skipped
+from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.store import database, devices, telemetry
 from canaryd.store import rows as store_rows
 from canaryd.store import runs as store_runs

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import Device, Outcome, Reading, Run
+from canaryd.facts import Reading
+from canaryd.model import Device, Outcome, Run
 from canaryd.probe import Absent, ProbeSpec
 from canaryd.supervisor import protocol
 from canaryd.supervisor.process import abandoned

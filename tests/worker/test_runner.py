@@ -187,7 +187,7 @@ def test_a_long_traceback_keeps_its_end(worker, tmp_path):
 def test_unpacked_files_are_found_by_relative_names(tmp_path):
     """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
     tree = tmp_path / "tree"
-    for path in ("canaryd/__init__.py", "canaryd/codec.py", "canaryd/model.py", "canaryd/probe.py"):
+    for path in ("canaryd/__init__.py", "canaryd/codec.py", "canaryd/facts.py", "canaryd/model.py", "canaryd/probe.py"):
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ENTRY.parents[2] / path, tree / path)
     shutil.copytree(ENTRY.parent, tree / "canaryd" / "worker", ignore=shutil.ignore_patterns("__pycache__"))

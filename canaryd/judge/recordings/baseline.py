@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from canaryd.facts import LINKS, Exactness, Recording, stack_id
 from canaryd.judge.recordings import cases
 from canaryd.judge.statistics import rate_bound
-from canaryd.model import ENDPOINT, LINKS, Exactness, Recording, Run, stack_id
+from canaryd.model import ENDPOINT, Run
 
 LEARN = 30
 """Samples that make a baseline (ours: 29 in a row without a new vector bound the rate of new ones by 9.8 %)."""

@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 
+from canaryd.facts import Recording
 from canaryd.judge.recordings.baseline import (
     IDLE,
     LOADED,
@@ -18,7 +19,7 @@ from canaryd.judge.recordings.baseline import (
 )
 from canaryd.judge.recordings.record import known_digests
 from canaryd.judge.recordings.triage import BROKEN, triage
-from canaryd.model import Recording, Run
+from canaryd.model import Run
 
 
 def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tuple[Run, dict[Key, Baseline]]:

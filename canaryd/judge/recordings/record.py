@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Recording
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import (
     Baseline,
@@ -18,7 +19,7 @@ from canaryd.judge.recordings.baseline import (
     deviation,
     key_of,
 )
-from canaryd.model import Device, Outcome, Recording, Run
+from canaryd.model import Device, Outcome, Run
 
 
 class CaseVariant(NamedTuple):

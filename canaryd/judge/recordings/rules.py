@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from canaryd.facts import LINKS, Recording
 from canaryd.judge.recordings.baseline import (
     EVERY,
     IDLE,
@@ -34,7 +35,7 @@ from canaryd.judge.recordings.symptoms import symptom, triaged
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
 from canaryd.judge.wording import and_more, count, listed
-from canaryd.model import LINKS, Cause, Finding, Outcome, Recording, Rival, Run, State
+from canaryd.model import Cause, Finding, Outcome, Rival, Run, State
 
 ALPHA = 1e-3
 """Probability at which a healthy device may fail a test of unknown vectors, each time it is made (ours): by re-runs

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from canaryd.facts import Recording
 from canaryd.judge.recordings.baseline import Baseline, key_of
 from canaryd.judge.recordings.record import Peer, Record, devices_behind, known_digests
 from canaryd.judge.recordings.triage import BROKEN, Symptom, triage
-from canaryd.model import Cause, Finding, Recording, Run, State
+from canaryd.model import Cause, Finding, Run, State
 
 CAUSES_NAMED = 3
 """Likely causes listed in one finding."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from canaryd.model import LINKS, Recording
+from canaryd.facts import LINKS, Recording
 
 SENTINEL = -9999.0
 """What some servers write for a log probability that is not finite (ROCm/vllm#572)."""

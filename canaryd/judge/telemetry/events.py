@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from canaryd.facts import LogRecord, Reading, reading_key
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import Event, LogRecord, Reading, Run, reading_key
+from canaryd.model import Event, Run
 
 STEP = 3 * 15.0
 """Longest time in seconds that one poll stands for: three of the default periods (ours)."""

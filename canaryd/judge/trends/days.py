@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from canaryd.facts import Reading, reading_key
 from canaryd.formatting import DAY, HOUR, MINUTE
 from canaryd.judge.telemetry.readings import split_key
-from canaryd.model import Outcome, Reading, Run, reading_key
+from canaryd.model import Outcome, Run
 
 BAND = 1.05
 """Ratio of the bounds of a band of power (ours): within it heat differs by 5 % of the rise over the air, 2 °C of 40."""

@@ -20,7 +20,8 @@ from typing import Any
 
 from canaryd import __version__
 from canaryd.codec import from_json, to_json
-from canaryd.model import Device, printable
+from canaryd.facts import printable
+from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
 from canaryd.worker.canary.checkpoint import links

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from canaryd.model import printable
+from canaryd.facts import printable
 
 Progress = Callable[[float, str], None]
 """Called with the progress of the reading (0…1) and the file's name."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Comparison, Evidence, Exactness, Place, Reading, Recording, printable, reading_key
+from canaryd.facts import Comparison, Evidence, Exactness, Place, Reading, Recording, printable, reading_key
 from canaryd.probe import Absent, Fact
 from canaryd.worker.canary.model import (
     BadFile,

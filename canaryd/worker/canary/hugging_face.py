@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Device, Reading, Recording
+from canaryd.facts import Reading, Recording
+from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
 from canaryd.worker.numeric import faults

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.telemetry.command import output
 from canaryd.worker.telemetry.sysfs import Unreadable

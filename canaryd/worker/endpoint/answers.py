@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.probe import Skip
 from canaryd.worker.endpoint.client import first_choice
 from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of

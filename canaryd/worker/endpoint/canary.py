@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from canaryd.model import Recording, printable
+from canaryd.facts import Recording, printable
 from canaryd.probe import Skip
 from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.client import QUOTED, Client, Refused, first_choice

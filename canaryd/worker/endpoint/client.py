@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.model import printable, whole
+from canaryd.facts import printable, whole
 from canaryd.probe import Skip
 
 CONNECT = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.probe import Skip
 from canaryd.worker.telemetry.sysfs import Unreadable, read_bytes
 

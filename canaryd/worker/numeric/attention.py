@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric.integers import below, bit_length, permutation, signed, significant_bits
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
 from canaryd.worker.numeric.tensors import Format, torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from canaryd.model import Evidence, Span
+from canaryd.facts import Evidence, Span
 from canaryd.worker.numeric.tensors import bits, torch
 
 FIRST = 64

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric.integers import below, permutation, signed, stream
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric.integers import (
     below,
     bit_length,

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from canaryd.model import (
+from canaryd.facts import (
     Comparison,
-    Device,
     Doubt,
     Evidence,
     Exactness,
@@ -25,6 +24,7 @@ from canaryd.model import (
     Subject,
     reading_key,
 )
+from canaryd.model import Device
 from canaryd.probe import Absent, Fact
 from canaryd.worker.numeric import error_bounds, evidence, verify
 from canaryd.worker.numeric.integers import combine, derive

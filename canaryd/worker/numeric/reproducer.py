@@ -16,7 +16,8 @@ from string import Template
 from typing import Any
 
 from canaryd.codec import from_json
-from canaryd.model import Device, Exactness
+from canaryd.facts import Exactness
+from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, indexing
 from canaryd.worker.numeric.operands import Problem, Product, build, build_int8

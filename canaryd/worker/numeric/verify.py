@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Comparison, Device, Doubt, Evidence, Place, Reading, Skipped, Subject
+from canaryd.facts import Comparison, Doubt, Evidence, Place, Reading, Skipped, Subject
+from canaryd.model import Device
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.integers import combine, derive, digest

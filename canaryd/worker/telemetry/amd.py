@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canaryd.model import Device, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.drm import Card, cards, driver_version, texts
 from canaryd.worker.telemetry.interface import Unavailable

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from canaryd.model import Device, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.command import command_setting, output
 from canaryd.worker.telemetry.interface import NotHere, Unavailable

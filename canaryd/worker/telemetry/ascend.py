@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Device, Reading, printable
+from canaryd.facts import Reading, printable
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.command import NotInstalled, command_setting, output
 from canaryd.worker.telemetry.interface import NotHere, Unavailable

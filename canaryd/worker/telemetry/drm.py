@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from canaryd.model import printable
+from canaryd.facts import printable
 from canaryd.worker.telemetry.sysfs import Unreadable, entries, read_count, read_int, read_text
 
 

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canaryd.model import Device, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import machine
 from canaryd.worker.telemetry.interface import Unavailable

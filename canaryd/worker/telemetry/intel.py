@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Device, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry.drm import Card, cards, driver_version
 from canaryd.worker.telemetry.interface import Unavailable

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from canaryd.model import LogPosition, LogRecord
+from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry.kernel_messages import LONGEST_TEXT, PCI, bus_id, classify
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"

@@ -11,7 +11,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from canaryd.model import Device, Reading, reading_key
+from canaryd.facts import Reading, reading_key
+from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import nvml_values as values
 from canaryd.worker.telemetry.interface import DeviceLost, Unavailable

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Reading, reading_key
+from canaryd.facts import Reading, reading_key
 from canaryd.probe import Absent
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from canaryd import model
+from canaryd import facts, model
 
 try:
     from canaryd.store.store import Store
@@ -20,13 +20,13 @@ except ImportError:  # 0.1.0 and older
 
 NOW = 1_790_000_000.0
 UUID = "GPU-1"
-TEXTS = not hasattr(model, "Place")
+TEXTS = not hasattr(facts, "Place")
 """Whether facts stood in sentences, as up to release 0.1.0."""
 
 
 def run(name, at=NOW, *, wrong=False, **fields):
     """Return a run that compared something."""
-    evidence = model.Evidence(
+    evidence = facts.Evidence(
         wrong=1,
         total=64,
         first=(((3, 5), "3f80", "3f81"),),
@@ -37,11 +37,11 @@ def run(name, at=NOW, *, wrong=False, **fields):
         pattern="one element",
         **({"reproduced": "2 of 3 fresh uploads wrong, 2 with the same bits in the same elements"} if TEXTS else {}),
     )
-    comparison = model.Comparison(
+    comparison = facts.Comparison(
         case="bfloat16/cancel",
         shape="M=8 N=8 K=8",
         seed=7,
-        exactness=model.Exactness.UNIVERSAL,
+        exactness=facts.Exactness.UNIVERSAL,
         trials=4,
         wrong_trials=int(wrong),
         evidence=evidence if wrong else None,
@@ -59,7 +59,7 @@ def verdict(state, cause, at, *findings, drill=False):
 
 def fill_texts(store):
     """Write the facts that release 0.1.0 told in sentences only."""
-    host = {"subject": model.Subject.HOST, "wrong_trials": 1}
+    host = {"subject": facts.Subject.HOST, "wrong_trials": 1}
     (compared,) = run("x", wrong=True).comparisons
     texts = {
         "cores 2 and 5": "the host made operands or golden twice, unlike: row 3",
@@ -101,7 +101,7 @@ def fill(store):
         fill_texts(store)
     if hasattr(store, "add_poll"):
         event = model.Event(device=UUID, kind="xid", name="31", first=NOW, last=NOW, detail="Xid 31")
-        reading = model.Reading(name="temperature_celsius", value=61, unit="celsius")
+        reading = facts.Reading(name="temperature_celsius", value=61, unit="celsius")
         poll = run("p", NOW + 4, probe="nvidia_telemetry", comparisons=(), readings=(reading,))
         store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
         store.set_note("kernel log", "boot:7")
@@ -115,7 +115,7 @@ def fill(store):
         for number in range(31):
             words = {"tokens": ("one", "two"), "values": (-0.1, -0.2 - number // 30), "text": "one two"}
             digest = f"{16 + number // 30:016x}"
-            recording = model.Recording(case="story", digest=digest, chain={"checkpoint": "c1"}, **words)
+            recording = facts.Recording(case="story", digest=digest, chain={"checkpoint": "c1"}, **words)
             told = run(f"e{number:02}", NOW + 10 + number, probe="canary", comparisons=(), recordings=(recording,))
             told, fresh = intake(told, known, learns=True)
             known |= fresh

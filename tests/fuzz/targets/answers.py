@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from canaryd.facts import Recording
 from canaryd.judge.recordings import triage
-from canaryd.model import Recording
 from canaryd.probe import Skip
 from canaryd.worker.endpoint import client, prompts
 from canaryd.worker.endpoint.answers import Answer, parse

@@ -14,10 +14,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as classic
 
 from canaryd.engine.check import Result
+from canaryd.facts import Reading, printable
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.metrics.exposition import Exemplar, Exposition, Family, Page
 from canaryd.metrics.families import DeviceView, PollView, Snapshot, render
-from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Reading, Rival, Run, State, Verdict, printable
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status_page, textfile
 from canaryd.report.status import DeviceStatus, Status
 from tests.fuzz.material import Choices, modes, seed, stretched

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from canaryd.config.settings import TelemetryConfig
 from canaryd.config.values import GRADES
+from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.telemetry import events, xids
 from canaryd.judge.telemetry.signals import _grade, decode_xid
-from canaryd.model import Device, LogPosition, LogRecord
+from canaryd.model import Device
 from canaryd.worker.telemetry import kernel_log
 from tests.fuzz.material import Choices, modes, seed, stretched
 from tests.fuzz.properties import in_time, one_line, plain, scratch

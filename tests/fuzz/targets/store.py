@@ -18,27 +18,13 @@ from canaryd.cli import baseline
 from canaryd.cli.baseline import Selection
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Comparison, Exactness, LogRecord, Recording
 from canaryd.judge.acks import heeded, standing
 from canaryd.judge.case import Case, node
 from canaryd.judge.recordings.baseline import empty_baseline, learn
 from canaryd.judge.trends.days import Day
 from canaryd.judge.verdict import decide
-from canaryd.model import (
-    Ack,
-    Cause,
-    Comparison,
-    Device,
-    Event,
-    Exactness,
-    Finding,
-    LogRecord,
-    Outcome,
-    Recording,
-    Rival,
-    Run,
-    State,
-    Verdict,
-)
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.store.store import Store
 from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import in_time, one_line, plain, scratch

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canaryd.facts import Reading, printable
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import Device, Reading, printable
+from canaryd.model import Device
 from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import amd, apple, ascend, drm, host, intel, machine, pci, sysfs
 from canaryd.worker.telemetry.interface import on_the_bus

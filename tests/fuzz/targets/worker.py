@@ -19,22 +19,10 @@ from typing import Any
 
 from canaryd.codec import to_json
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Comparison, Exactness, LogPosition, LogRecord, Reading, Recording, Skipped, whole
 from canaryd.judge.case import Case, node
 from canaryd.judge.verdict import decide
-from canaryd.model import (
-    Comparison,
-    Device,
-    Exactness,
-    LogPosition,
-    LogRecord,
-    Outcome,
-    Reading,
-    Recording,
-    Run,
-    Skipped,
-    State,
-    whole,
-)
+from canaryd.model import Device, Outcome, Run, State
 from canaryd.probe import Absent, ProbeSpec
 from canaryd.store.store import Store
 from canaryd.supervisor import process

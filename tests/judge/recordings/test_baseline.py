@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canaryd.codec import from_json, to_json
+from canaryd.facts import Recording
 from canaryd.judge.recordings import baseline
 from canaryd.judge.recordings.baseline import (
     EVERY,
@@ -23,7 +24,7 @@ from canaryd.judge.recordings.baseline import (
     key_of,
     learn,
 )
-from canaryd.model import Outcome, Recording, Run
+from canaryd.model import Outcome, Run
 
 WORDS = tuple("the canary sings on")
 

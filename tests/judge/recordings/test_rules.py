@@ -6,12 +6,13 @@ import itertools
 import pytest
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Comparison, Exactness, Reading, Recording
 from canaryd.judge.recordings import rules
 from canaryd.judge.recordings.baseline import LEARN
 from canaryd.judge.recordings.intake import intake
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.recordings.rules import ALPHA, BUSY_SLOWER, EARLIER, NEWEST, SLOWER, findings
-from canaryd.model import Cause, Comparison, Device, Exactness, Outcome, Reading, Recording, Run, State
+from canaryd.model import Cause, Device, Outcome, Run, State
 
 NOW = 1_790_000_000.0
 HOUR, DAY = 3600.0, 86_400.0

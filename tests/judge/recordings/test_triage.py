@@ -18,9 +18,9 @@ import sys
 import pytest
 
 from canaryd.cli.main import parser
+from canaryd.facts import Recording
 from canaryd.judge.recordings import triage as recordings_triage
 from canaryd.judge.recordings.triage import CAUSES, NEXT, RULES, Symptom, triage
-from canaryd.model import Recording
 from tests.command import ROOT
 
 REEF = (

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canaryd.config.settings import TelemetryConfig
+from canaryd.facts import LogRecord, Reading, Skipped
 from canaryd.judge.telemetry import memory_rules, xids
 from canaryd.judge.telemetry import rules as telemetry_rules
 from canaryd.judge.telemetry.events import (
@@ -25,7 +26,7 @@ from canaryd.judge.telemetry.link_rules import replay_limit
 from canaryd.judge.telemetry.readings import READINGS, split_key
 from canaryd.judge.telemetry.rules import findings
 from canaryd.judge.telemetry.signals import Poll, Signs, stale_after
-from canaryd.model import Cause, Device, Event, LogRecord, Outcome, Reading, Reason, Run, Skipped, State
+from canaryd.model import Cause, Device, Event, Outcome, Reason, Run, State
 from canaryd.store.store import Store
 from canaryd.worker.telemetry import kernel_log
 from tests.command import ROOT

@@ -10,13 +10,14 @@ import time
 import pytest
 
 from canaryd.codec import from_json, to_json
+from canaryd.facts import Reading
 from canaryd.formatting import DAY
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import rules
 from canaryd.judge.trends.change import change, marks
 from canaryd.judge.trends.days import STEADY, Course, Day, Key, courses, summary, tracks
 from canaryd.judge.trends.rules import findings
-from canaryd.model import Cause, Outcome, Reading, Run, State
+from canaryd.model import Cause, Outcome, Run, State
 
 TODAY = 20_500
 NOW = (TODAY + 0.5) * DAY

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from canaryd.codec import to_json
-from canaryd.model import Comparison, Device, Reading, Recording, Skipped
+from canaryd.facts import Comparison, Reading, Recording, Skipped
+from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.canary.golden import load_golden
 from canaryd.worker.canary.model import DTYPES, Cache, Decoder, Slots, time_limit

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import LINKS
+from canaryd.facts import LINKS
 from canaryd.worker.canary import checkpoint
 from canaryd.worker.canary.checkpoint import BadCheckpoint, links
 from tests.command import ROOT, environment

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import LINKS, Outcome, Reading, Recording, Skipped
+from canaryd.facts import LINKS, Reading, Recording, Skipped
+from canaryd.model import Outcome
 from canaryd.probe import Context, Skip
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series

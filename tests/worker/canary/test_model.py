@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.codec import to_json
-from canaryd.model import Comparison, Exactness, Reading, Recording, Skipped, Subject
+from canaryd.facts import Comparison, Exactness, Reading, Recording, Skipped, Subject
 from canaryd.probe import Absent, Context, Skip
 from canaryd.worker.canary import golden as canary_golden
 from canaryd.worker.canary import model as canary_model

@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from canaryd.model import Device, Recording
+from canaryd.facts import Recording
+from canaryd.model import Device
 from canaryd.probe import Context
 
 PROBE = Path(__file__).resolve().parents[3] / "probes" / "endpoint_canary.py"

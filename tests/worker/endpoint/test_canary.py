@@ -14,7 +14,8 @@ import time
 
 import pytest
 
-from canaryd.model import Outcome, Reading, Recording
+from canaryd.facts import Reading, Recording
+from canaryd.model import Outcome
 from canaryd.probe import Absent, Skip, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series

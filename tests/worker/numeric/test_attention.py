@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric import attention
 from canaryd.worker.numeric.attention import CONTENTS, GAP, GAP_FLOAT64, MASKS, Attention, build
 from canaryd.worker.numeric.operands import Inexact

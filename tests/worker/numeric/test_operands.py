@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from canaryd.model import Exactness
+from canaryd.facts import Exactness
 from canaryd.worker.numeric import operands
 from canaryd.worker.numeric.integers import mix64, significant_bits
 from canaryd.worker.numeric.operands import CONTENTS, Bound, Inexact, Pools, Product, build, build_int8

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from canaryd.model import Reading, Recording
+from canaryd.facts import Reading, Recording
 from canaryd.probe import Absent, Context
 from canaryd.worker.numeric import recording, serving_kernels
 from canaryd.worker.numeric.stack import cpu

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.model import Comparison, Device, Exactness, Reading, Recording, Skipped, Subject
+from canaryd.facts import Comparison, Exactness, Reading, Recording, Skipped, Subject
+from canaryd.model import Device
 from canaryd.probe import Absent, Context, Skip
 from canaryd.worker.numeric import error_bounds, faults, serving_kernels
 from canaryd.worker.numeric.integers import mix64

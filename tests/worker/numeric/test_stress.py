@@ -11,9 +11,10 @@ import pytest
 from canaryd.config.settings import JudgePolicy
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
+from canaryd.facts import Reading
 from canaryd.judge import case
 from canaryd.judge.verdict import decide
-from canaryd.model import INTENSITIES, Device, Outcome, Reading, State
+from canaryd.model import INTENSITIES, Device, Outcome, State
 from canaryd.probe import Absent, Context, ProbeSpec
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from canaryd.model import Comparison, Reading, Skipped, Subject
+from canaryd.facts import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import evidence, faults, indexing, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from canaryd.codec import from_json
-from canaryd.model import Device, Outcome, Reading
+from canaryd.facts import Reading
+from canaryd.model import Device, Outcome
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import amd
 from canaryd.worker.telemetry.interface import Unavailable

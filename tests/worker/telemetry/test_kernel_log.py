@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from canaryd.model import LogPosition, LogRecord
+from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import kernel_log, kernel_messages
 from canaryd.worker.telemetry.kernel_log import classify, follow, parse
 

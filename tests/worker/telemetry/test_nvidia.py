@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import Device, Outcome, Reading, Run
+from canaryd.facts import Reading
+from canaryd.model import Device, Outcome, Run
 from canaryd.probe import Absent
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series

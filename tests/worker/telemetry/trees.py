@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from canaryd.codec import to_json
+from canaryd.facts import Reading
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import Reading
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,8 +7,9 @@ import math
 import shlex
 from pathlib import Path
 
+from canaryd.facts import Reading
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import Device, Reading, Run
+from canaryd.model import Device, Run
 from canaryd.probe import Absent
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
