@@ -243,5 +243,10 @@ def is_news(verdict: Verdict, previous: Verdict | None) -> bool:
         return True
     if [(f.rule, f.state) for f in verdict.findings] != [(f.rule, f.state) for f in previous.findings]:
         return True
-    same = [f.message for f in verdict.findings] == [f.message for f in previous.findings]
+    same = list(map(_texts, verdict.findings)) == list(map(_texts, previous.findings))
     return verdict.decided - previous.decided > (REWRITE if same else REWORD)
+
+
+def _texts(finding: Finding) -> tuple[str, ...]:
+    """Return what a finding tells its reader."""
+    return finding.message, finding.action, *finding.evidence

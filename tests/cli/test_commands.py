@@ -154,7 +154,7 @@ def test_config_schema_is_a_json_schema():
         (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
         (("config", "chekc"), "invalid choice: 'chekc'"),
         (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
-        (("check", "--config", "/"), "/: a directory"),
+        (("check", "--config", "/"), "/: is a directory"),
         (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
         (("check", "--report", "/"), "--report /: cannot be written"),
     ],

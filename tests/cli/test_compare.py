@@ -43,7 +43,8 @@ def test_a_fault_is_named_by_layer_and_operator(place):
     files = (directory / "a.safetensors", directory / "hurt.safetensors")
     done = canaryd("compare", *files, "--report", page, *common)
     assert done.code == 2
-    assert done.out.startswith("FAULT: B is wrong; A is consistent with its inputs. First at layer 2, operator down")
+    told = " ".join(done.out.split())
+    assert told.startswith("FAULT: B is wrong; A is consistent with its inputs. First at layer 2, operator down")
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
     verdict = canaryd("compare", *files, "--json", *common).document["verdict"]

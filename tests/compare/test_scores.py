@@ -392,7 +392,7 @@ def test_a_significant_difference_is_told_with_direction_and_size():
 def test_the_table_shows_every_row_and_every_method():
     """One line per score, each test named, nothing invented for what was not tested."""
     result = compare(of("lm-eval-a"), of("lm-eval-b"))
-    shown = text(result)
+    shown = text(result, 200)
     assert " ".join(shown.split()).startswith(result.sentence)
     for row in result.rows:
         (line,) = [line for line in shown.splitlines() if row.task in line.split()[:1] and row.metric in line]

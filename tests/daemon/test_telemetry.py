@@ -451,11 +451,11 @@ def test_a_check_tells_what_devices_say(tmp_path):
         assert told["completed"]
         assert {"name": "power_watts", "labels": {}, "value": 112.345} in told["readings"]
         assert told["absent"]["fan_ratio"] == "not supported by this device"
-        line = f"nvidia_telemetry {len(told['readings']):,} readings, {len(told['absent'])} not given here"
+        line = f"nvidia_telemetry {len(told['readings']):,} readings; {len(told['absent'])} unavailable on this machine"
         assert spoken(answer.out).count(line) == len(site.uuids)
         assert devices[uuid]["state"] == ("degraded" if uuid == site.uuids[2] else "healthy")
     assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["row-remap-pending"]
-    assert "a memory row waits to be replaced" in spoken(answer.out)
+    assert "A memory row waits for a reset to be replaced" in spoken(answer.out)
     assert site.machine.holders() == {}
 
 
@@ -474,7 +474,7 @@ def test_a_gpu_that_cannot_be_asked_is_not_healthy(tmp_path, code, reason):
     if code is not None:
         site.machine.fail(None, "nvmlInitWithFlags", code)
     report = tmp_path / "report.json"
-    answer = site.run("check", "--level", "quick", "--report", report, there=code is not None)
+    answer = site.run("check", "-v", "--level", "quick", "--report", report, there=code is not None)
     assert answer.code == 3, answer.out
     document = json.loads(report.read_text())
     by_backend = {d["backend"]: d for d in document["devices"]}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from canaryd.cli.arguments import parser
+from canaryd.cli.main import parser
 from canaryd.metrics.families import FAMILIES
 from canaryd.report import textfile
 from tests.command import ROOT

@@ -395,7 +395,7 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
             document = document[key]
         return document
 
-    free = {"rules_out", "telemetry", "labels", "absent"}
+    free = {"rules_out", "telemetry", "labels", "fields", "absent"}
     paths = [path for path in places(good) if not free.intersection(path[-1:])]
     objects = {"devices", "findings", "rivals", "runs", "skipped", "telemetry", "readings", "events"}
     assert {path[-2] for path in paths if len(path) > 1} == objects

@@ -209,7 +209,7 @@ def test_check_and_status_show_it(host):
     assert "endpoint:main" in status.out
 
 
-ACCEPTED = "endpoint:main recalls story: 1 vector known from now on\njudged anew at the next run\n"
+ACCEPTED = "endpoint:main recalls story: 1 result accepted\nthe verdict follows with the next run\n"
 
 
 def test_an_operator_can_accept_another_model(host):

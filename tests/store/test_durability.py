@@ -173,7 +173,8 @@ def bodies(place, table):
     """Return the JSON that an older database holds in a table, facts in sentences converted."""
     with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
         found = [json.loads(zlib.decompress(body)) for (body,) in db.execute(f"SELECT body FROM {table}")]
-    return [release_0_1.converted(data) if table in ("runs", "polls") else data for data in found]
+    today = {"runs": release_0_1.converted, "polls": release_0_1.converted, "baselines": Baseline.upgrade_json}
+    return [today.get(table, dict)(data) for data in found]
 
 
 def kept(value, written):

@@ -230,11 +230,12 @@ def test_no_healthy_text_is_called_wrong():
 
 def test_a_healthy_text_that_differs_is_called_coherent():
     """Each against its neighbour, and the second half of each against its first: another answer, but no gibberish."""
-    texts = [(name, text) for name, text in healthy().items() if len(text) > 100]
+    texts = list(healthy().items())
     wrong = {}
     for (name, text), (_, other) in itertools.pairwise(texts):
         half = len(text) // 2
-        for now, known in ((text, other), (text[half:], text[:half])):
+        halves = [(text[half:], text[:half])] if half > 20 else []
+        for now, known in ((text, other), *halves):
             found = triage(answer(now), [answer(known)])
             if found and found.name != "coherent but different":
                 wrong[name] = (found.name, found.evidence)

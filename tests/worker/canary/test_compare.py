@@ -217,7 +217,7 @@ def test_a_bad_file_is_told_with_its_path(take, tmp_path):
     capture.answer(wish(tmp_path / "a"), silent)
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-5])
     (tmp_path / "c").write_bytes(write_safetensors({"x": torch.ones(1)}, {}))
-    for bad, reason in (("b", "no whole safetensors"), ("c", "no capture"), ("d", "cannot be read")):
+    for bad, reason in (("b", "is not a complete safetensors"), ("c", "is not a capture"), ("d", "cannot be read")):
         for pair in ({"a": "a", "b": bad}, {"a": bad, "b": "a"}):
             with pytest.raises(ValueError, match=f"{bad} .*{reason}|{bad} {reason}"):
                 compare.answer({which: str(tmp_path / name) for which, name in pair.items()}, silent)

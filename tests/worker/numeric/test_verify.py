@@ -318,7 +318,7 @@ def test_a_golden_that_differs_from_the_shipped_digest_accuses_the_host(tmp_path
     file.write_text(json.dumps({case.name: "0123456789abcdef"}))
     facts = list(verify_all(context(), [], [case], file))
     (doubt,) = comparisons(facts, Subject.HOST)
-    assert "shipped is 0123456789abcdef" in doubt.evidence.pattern
+    assert "shipped with canaryd has 0123456789abcdef" in doubt.evidence.pattern
     assert doubt.wrong
     assert not comparisons(facts)
     file.write_text(json.dumps({case.name: digest(case.build(verify.FIXED_SEED).golden)}))
@@ -343,7 +343,7 @@ def test_two_cores_that_disagree_accuse_the_host(what):
     facts = list(verify_all(context(), [replace(honest, build=build)], [], None))
     (doubt,) = comparisons(facts, Subject.HOST)
     assert not comparisons(facts)
-    assert "the host made operands or golden twice, unlike" in doubt.evidence.pattern
+    assert "this host computed operands and golden twice and got two results" in doubt.evidence.pattern
     assert doubt.evidence.wrong == (what == "golden")
     assert [len(cores) for cores in made] == [1, 1]
     assert made[0] != made[1]
@@ -380,7 +380,7 @@ def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
     case = replace(honest, build=lambda seed: replace(honest.build(seed), witnessed=False))
     facts = list(verify_all(context(), [case], [], None))
     assert [d.evidence.pattern for d in comparisons(facts, Subject.HOST)] == [
-        "integer and float64 arithmetic of the host disagree on the golden"
+        "integer and float64 arithmetic of this host disagree on the golden"
     ]
     assert not comparisons(facts)
 
