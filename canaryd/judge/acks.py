@@ -52,7 +52,7 @@ def covers(ack: Ack | None, finding: Finding) -> bool:
 def covered(ack: Ack, finding: Finding) -> Finding:
     """Return a finding as it stands while it is acknowledged: not news, and not healthy."""
     until = format_time(ack.until, seconds=False)
-    message = f"Known to the operator until {until}: {finding.message}"
+    message = f"Acknowledged until {until}: {finding.message}"
     return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
 
 

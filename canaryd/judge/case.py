@@ -46,7 +46,7 @@ class Node:
     def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
         """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
 
-        The same doubt about the same golden from different single cores is no core's fault: the reference itself fails.
+        If several single cores show the same doubt about the same golden, the reference is wrong, not a core.
         """
         mismatches = find_mismatches(self.all, Subject.HOST)
         cores: dict[object, set[int | None]] = defaultdict(set)
@@ -280,14 +280,14 @@ def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
 
 
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
-    """Way out of `suspect`: the watch is over, and so many clean trials that the old failure rate is ruled out."""
+    """Return whether the watch is over and enough clean trials rule the old failure rate out."""
     before, since = record(case, mismatches)
     certain = min(case.now, case.confirmed_time)
     return certain - mismatches[-1].run.started >= case.policy.watch and since.outlasts(before)
 
 
 def _cured(case: Case, run: Run) -> bool:
-    """Way out of a software fault: the newest stack of this lane is another one, and exact there."""
+    """Return whether the newest software on this lane differs from that of the run, and passes."""
     lane = [
         r
         for r in case.scheduled(run.probe)

@@ -141,7 +141,7 @@ TABLE: tuple[Row, ...] = (
         Cause.HARDWARE,
         lambda s: (
             f"Identical devices ran the same test without an error: {names(s.outlasting)}, "
-            f"{'together ' * (len(s.outlasting) > 1)}at least three times as long as this device takes to fail once."
+            f"{'together ' * (len(s.outlasting) > 1)}at least 3 times as long as this device runs between failures."
         ),
     ),
     Row(
@@ -197,7 +197,8 @@ def _software(scene: Scene) -> Rival:
 def _host(scene: Scene) -> Rival:
     if scene.right or scene.outlasting:
         who = names(scene.right or scene.outlasting)
-        text, rejected = f"the host's memory or CPU: {who} in the same host is right (slot and link are its own)", True
+        text = f"the host's memory or CPU: in the same host, {who} computed right (slot and cable are not excluded)"
+        rejected = True
     elif scene.host_clean:
         text, rejected = "the host's memory or CPU: its CPU passed the same tests at about the same time", True
     else:

@@ -75,7 +75,7 @@ def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> 
             bit = next(iter(c.evidence.bits))
             places |= {(bit, axis, _line(span)) for axis, span in c.evidence.lines.items() if span.shared}
         if shared := seen & places:
-            return f"2 uploads failed at the same place ({min(map(_place_text, shared))})"
+            return f"it failed twice at the same place ({min(map(_place_text, shared))})"
         seen |= places
     return ""
 

@@ -14,9 +14,13 @@ from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Finding, Outcome, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
-    Outcome.SKIPPED: (Cause.ENVIRONMENT, "was skipped", "Remove the reason below"),
-    Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Read the reason below; report a bug if it is canaryd's"),
-    Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", "Look into the kernel log"),
+    Outcome.SKIPPED: (
+        Cause.ENVIRONMENT,
+        "was skipped",
+        "If that is expected, disable the probe: probes.NAME.enabled: false",
+    ),
+    Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Correct the cause; if it is canaryd's, report a bug"),
+    Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", "Read the kernel log: journalctl -k -n 100"),
     Outcome.TIMED_OUT: (Cause.UNDETERMINED, "timed out", "Check whether the driver hangs or the machine is overloaded"),
     Outcome.OUT_OF_MEMORY: (Cause.ENVIRONMENT, "ran out of memory", "Free memory, or lower the level"),
     Outcome.UNKILLABLE: (
@@ -24,7 +28,11 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
         "left a process that survives SIGKILL",
         "Look for a hung driver in the kernel log; only a reboot removes the process",
     ),
-    Outcome.GARBLED: (Cause.HARNESS, "sent an unreadable answer", "Look for what else writes to the worker's pipe"),
+    Outcome.GARBLED: (
+        Cause.HARNESS,
+        "sent an unreadable answer",
+        "Look for a probe or library that writes to descriptors it does not own",
+    ),
 }
 """Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do."""
 
@@ -57,7 +65,7 @@ def unreached(case: Case) -> Iterator[Finding]:
         driven = device.detail.get("kernel_driver", "none") != "none"
         lack = "cannot be queried" if driven else "has no driver"
         text = f"The device at PCI address {device.detail.get('bus_id', '?')} {lack}: {why}"
-        action = "Load its driver, or hand it to the machine that uses it"
+        action = "Load its driver; if a virtual machine uses it, leave it out: devices.include"
     else:
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
@@ -86,12 +94,12 @@ def devices_unlisted(case: Case) -> Iterator[Finding]:
             state=State.UNKNOWN,
             cause=Cause.ENVIRONMENT,
             message=f"The {vendor} devices of this host could not be listed: {why}",
-            action="Make the driver answer; until then devices may be missing here",
+            action="Check the driver: until it answers, devices may be missing here",
         )
 
 
 def no_fresh_evidence(case: Case) -> Iterator[Finding]:
-    """Nothing was asked, nothing has run, or it is too long ago: unknown, never healthy."""
+    """No probe is enabled, none has run, or the last run is too old: unknown."""
     if not case.wanted and not case.divided and not any(unreached(case)):
         yield Finding(
             rule="no-evidence",
@@ -117,7 +125,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
             what = (
                 f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
             )
-            text = f"The last result of {probe} {what}; one is wanted every {format_duration(case.wanted[probe])}"
+            text = f"The last result of {probe} {what}; its interval is {format_duration(case.wanted[probe])}"
             action = "Check that the daemon runs: canaryd status"
             yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
 
@@ -130,7 +138,14 @@ def checked_nothing(case: Case) -> Iterator[Finding]:
         if run.outcome is Outcome.COMPLETED and idle and not compared:
             reason = f": {run.skipped[0].case} was skipped, {run.skipped[0].reason}" if run.skipped else ""
             text = f"{run.probe} completed but checked nothing{reason}"
-            yield make_finding("checked-nothing", State.UNKNOWN, Cause.HARNESS, text, "Remove the reason", run)
+            yield make_finding(
+                "checked-nothing",
+                State.UNKNOWN,
+                Cause.HARNESS,
+                text,
+                "Enable the parts that were skipped, or disable the probe",
+                run,
+            )
 
 
 def history_lost(case: Case) -> Iterator[Finding]:
@@ -145,8 +160,8 @@ def history_lost(case: Case) -> Iterator[Finding]:
             state=State.UNKNOWN,
             cause=Cause.HARNESS,
             message=f"The record of this machine was lost on {day}; earlier faults are unknown",
-            action=f'Look into {aside}, then: canaryd ack {case.device.name} --reason "…"',
-            evidence=(f"Clears after {format_duration(case.policy.watch)} without an acknowledgement.",),
+            action=f'If no fault was known here: canaryd ack {case.device.name} --reason "…"',
+            evidence=(f"Clears by itself after {format_duration(case.policy.watch)}.", f"What is left of it: {aside}."),
         )
 
 
@@ -161,7 +176,7 @@ def clock_set_back(case: Case) -> Iterator[Finding]:
 
 
 def vanished(case: Case) -> Iterator[Finding]:
-    """The device was there and is not found any more: whatever it was, nothing is known of it now."""
+    """The device disappeared: unknown."""
     if case.gone_since is not None:
         ago = format_duration(max(0.0, case.now - case.gone_since) // 60 * 60)
         yield Finding(

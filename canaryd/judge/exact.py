@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
-from canaryd.judge.case import Case, find_mismatches, record, repeat_command
+from canaryd.judge.case import Case, find_mismatches, record
 from canaryd.judge.cause import Mismatch, names
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, strongest
@@ -61,8 +61,8 @@ def _remedy(case: Case, lead: Mismatch) -> str:
     if lead.cause is Cause.HARDWARE:
         return f"Take it out of service, then open a vendor case: canaryd report {case.device.name} -o DIR"
     if lead.cause is Cause.SOFTWARE:
-        return "Change the software; this is no reason for an RMA. It clears when other software runs clean"
-    return f"Do not use its results. To find the cause, run on an identical device: {repeat_command(lead.run)}"
+        return "Do not send it back: change the driver or the libraries. It clears when the new ones pass"
+    return "Do not use its results. To find the cause, repeat the command below on an identical device"
 
 
 def host_in_doubt(case: Case) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def golden_in_doubt(case: Case) -> Iterator[Finding]:
-    """The newest run met a golden that its maker could not make twice alike: it says nothing about this device."""
+    """The newest run used a reference that the host computed twice with two results: it proves nothing."""
     accusing, shared = case.node.host_mismatches
     for run in case.current:
         if mismatches := [m for m in shared if m.run is run]:
@@ -99,7 +99,7 @@ def golden_in_doubt(case: Case) -> Iterator[Finding]:
 
 
 def comparator_disagreement(case: Case) -> Iterator[Finding]:
-    """Device and host compared the same bytes and disagree: once it may be either, repeatedly it is the device.
+    """Device and host compared the same bytes and disagree: one disagreement accuses neither, repeated ones the device.
 
     Repeated by chance: 1.9e-9 in 30 days (ours).
     """
@@ -125,7 +125,7 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
-    """A golden was missed whose exactness nobody has shown on this backend: no accusation, but no health either."""
+    """A mismatch in a test that is not proven on this backend: unknown."""
     backend = case.device.backend
     mismatches = [m for m in find_mismatches(case.runs, Subject.DEVICE) if not m.comparison.characterised]
     for listed in case.standing(Subject.DEVICE, mismatches):
@@ -134,7 +134,7 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
             State.UNKNOWN,
             Cause.HARNESS,
             f"{listed[-1].run.probe} gave an unexpected result, but this test is not proven on {backend} devices",
-            f"Compare with a known good device of this model: {repeat_command(listed[-1].run)}",
+            "Repeat the command below on a known good device of this model",
             listed,
             (f"Newest: {describe(listed[-1])}.",),
         )
@@ -167,9 +167,9 @@ def _next_step(lead: Mismatch, to_come: int) -> str:
     if to_come > 0:
         return f"Wait for {count(to_come, 'automatic retest')}"
     if lead.cause is Cause.UNDETERMINED:
-        return f"To find the cause, run on another host with the same software: {repeat_command(lead.run)}"
+        return "To find the cause, repeat the command below on an identical device"
     if lead.cause is Cause.SOFTWARE:
-        return "Change the software; this is no reason for an RMA"
+        return "Do not send it back: change the driver or the libraries"
     return "Do not rely on its results; canaryd keeps retesting it"
 
 
@@ -181,4 +181,4 @@ def _progress(case: Case, mismatches: Sequence[Mismatch], again: Sequence[bool])
     uploads = math.ceil(RULE_OF_THREE * before.uploads / before.failed)
     results = math.ceil(RULE_OF_THREE * before.results / before.wrong)
     clean = f"{count(uploads, 'clean upload')} and {count(results, 'clean result')}"
-    yield f"Clears after {format_duration(case.policy.watch)}, {clean}."
+    yield f"Clears after {format_duration(case.policy.watch)} with {clean}."

@@ -73,7 +73,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
 
 
 def acknowledged(case: Case) -> Iterator[Finding]:
-    """An operator knows about it: a note with its end. It makes nothing healthy."""
+    """A note about an acknowledgement, with its end; it never makes a device healthy."""
     if ack := acks.standing(case.acks, case.now):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:

@@ -763,7 +763,7 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
     assert found.action == "Wait for 3 automatic retests"
     assert found.evidence == (
         "Cause unknown: no identical device here to compare with.",
-        "Clears after 30 days, 3 clean uploads and 3 clean results.",
+        "Clears after 30 days with 3 clean uploads and 3 clean results.",
         (
             "Newest: bfloat16/wide (M=32, seed 7) on core 3: 12 of 4096 elements wrong: 12 elements, row 17; "
             "2 of 3 fresh uploads wrong."
@@ -778,7 +778,8 @@ def test_clean_confirmations_do_not_acquit():
     assert verdict.state is SUSPECT
     found = finding(verdict, "exact-mismatch")
     assert "3 of 3 retests passed, which does not clear the device." in found.evidence
-    assert found.action == "To find the cause, run on another host with the same software: canaryd check …"
+    assert found.action == "To find the cause, repeat the command below on an identical device"
+    assert found.repro == "canaryd check …"
 
 
 def test_three_confirmations_outlast_any_number_of_clean_ones():
@@ -803,7 +804,7 @@ def test_confirmed_hardware_says_what_to_do():
 def test_confirmed_software_says_no_rma():
     """Every device of the model wrong alike: faulty numbers, but no part to send back."""
     verdict = SCENARIOS["sibling wrong in the same bits"]()[0]
-    assert "this is no reason for an RMA" in finding(verdict, "exact-mismatch-confirmed").action
+    assert "Do not send it back" in finding(verdict, "exact-mismatch-confirmed").action
 
 
 def test_the_accused_host_is_named():
@@ -841,7 +842,7 @@ def test_an_outcome_says_why(fields, text):
 def test_stale_evidence_says_its_age(ago, text):
     """The age stands in the finding in whole units."""
     found = message(ask(run(ago, right())), "stale-evidence")
-    assert found == f"The last result of exact_matmul is {text} old; one is wanted every 15 minutes"
+    assert found == f"The last result of exact_matmul is {text} old; its interval is 15 minutes"
 
 
 def test_a_finding_lists_a_bounded_number_of_runs():

@@ -762,7 +762,7 @@ def test_a_device_whose_history_was_lost_is_not_healthy(host, how):
     host.live(HOUR)
     finding = next(f for f in host.verdict.findings if f.rule == "history-lost")
     assert (host.verdict.state, finding.state.value, finding.cause.value) == (State.UNKNOWN, "unknown", "harness")
-    assert re.search(r"canaryd\.db\.corrupt-", finding.action)
+    assert re.search(r"canaryd\.db\.corrupt-", " ".join(finding.evidence))
     host.store.close()
     host.store = Store.open(host.place, now=host.clock)
     assert host.store.problems == []
