@@ -209,10 +209,10 @@ class Database:
         self._identity = _identity(self.path)
         try:
             version = self._schema_version(db)
-        except sqlite3.OperationalError:
+        except sqlite3.OperationalError as error:
             # In WAL mode even a reader needs the -shm file. Where it is missing and cannot be made, nobody is writing
-            # either, and SQLite may take the file as it stands.
-            if mode != "mode=ro":
+            # either, and SQLite may take the file as it stands. Not so where another process has locked it.
+            if mode != "mode=ro" or "locked" in str(error):
                 raise
             self.close()
             return self._open_to_read("mode=ro&immutable=1")

@@ -381,6 +381,23 @@ def test_a_state_directory_that_is_a_file_leaves_the_store_in_memory(tmp_path):
         assert len(store.devices()) == 1
 
 
+def test_a_reader_takes_no_answer_from_a_file_that_another_process_holds(tmp_path, monkeypatch):
+    """It could be old, or half written: unknown beats both."""
+    monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
+    with Store.open(tmp_path) as store:
+        store.add_run(run())
+    holder = sqlite3.connect(tmp_path / database.DATABASE, isolation_level=None)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    holder.execute("DELETE FROM runs")
+    with contextlib.closing(Store.open(tmp_path, for_reading=True)) as reader:
+        assert (reader.runs(), "locked" in reader.problem) == ([], True)
+    holder.execute("ROLLBACK")
+    holder.close()
+    with contextlib.closing(Store.open(tmp_path, for_reading=True)) as reader:
+        assert ([r.id for r in reader.runs()], reader.problem) == (["r1"], "")
+
+
 def test_a_filesystem_remounted_read_only_and_back(small_disk):
     """A store opened where it may only read says so, answers, keeps new runs in memory, and writes when it may."""
     with Store.open(small_disk) as store:
