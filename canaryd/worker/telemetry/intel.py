@@ -17,7 +17,16 @@ from canaryd.probe import Absent
 from canaryd.worker.telemetry.drm import Card, cards, driver_version
 from canaryd.worker.telemetry.interface import Unavailable
 from canaryd.worker.telemetry.pci import INTEGRATED
-from canaryd.worker.telemetry.sysfs import Unreadable, aer, attempt, entries, hwmon, path_setting, pcie, read_count
+from canaryd.worker.telemetry.sysfs import (
+    Unreadable,
+    aer,
+    attempt,
+    hwmon,
+    optional_entries,
+    path_setting,
+    pcie,
+    read_count,
+)
 
 VENDOR = 0x8086
 DRIVERS = ("xe", "i915")
@@ -83,22 +92,15 @@ def _discrete(root: Path) -> list[Card]:
 def _units(card: Card) -> list[tuple[str, Path, Path, str]]:
     """Return per graphics unit: name, file of its clock, file of its highest clock, prefix of its throttle files."""
     found = []
-    for tile in _entries(card.device, "tile[0-9]*"):  # xe
-        for unit in _entries(tile, "gt[0-9]*"):
+    for tile in optional_entries(card.device, "tile[0-9]*"):  # xe
+        for unit in optional_entries(tile, "gt[0-9]*"):
             clocks = unit / "freq0"
             name = f"{tile.name}/{unit.name}"
             found.append((name, clocks / "act_freq", clocks / "rp0_freq", f"{clocks}/throttle/reason_"))
-    for unit in _entries(card.path / "gt", "gt[0-9]*"):  # i915
+    for unit in optional_entries(card.path / "gt", "gt[0-9]*"):  # i915
         prefix = f"{unit}/throttle_reason_"
         found.append((unit.name, unit / "rps_act_freq_mhz", unit / "rps_RP0_freq_mhz", prefix))
     return found
-
-
-def _entries(directory: Path, pattern: str) -> list[Path]:
-    try:
-        return entries(directory, pattern)
-    except Unreadable:
-        return []
 
 
 def _megahertz(path: Path) -> int:
@@ -123,7 +125,7 @@ def _throttled(files: list[Path]) -> int:
 
 def _power(card: Card) -> Iterator[Reading | Absent]:
     """Yield energy and limits: of channel 1 (the card), or of channel 2 (the package) where a driver has only that."""
-    chips = _entries(card.device / "hwmon", "hwmon[0-9]*")
+    chips = optional_entries(card.device / "hwmon", "hwmon[0-9]*")
     yield attempt("energy_joules_total", partial(_channel, chips, "energy", "_input"), "joules")
     yield attempt("power_limit_watts", partial(_channel, chips, "power", "_max"), "watts", {"limit": "enforced"})
     yield attempt("power_limit_watts", partial(_channel, chips, "power", "_rated_max"), "watts", {"limit": "default"})
@@ -146,7 +148,7 @@ def _channel(chips: list[Path], kind: str, suffix: str) -> float:
 
 
 def _memory(card: Card) -> int:
-    tiles = _entries(card.device, "tile[0-9]*")
+    tiles = optional_entries(card.device, "tile[0-9]*")
     if not tiles:
         raise Unreadable(f"the {card.driver} driver does not give the size of the memory")
     return sum(read_count(tile / "physical_vram_size_bytes") for tile in tiles)
