@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canaryd.facts import printable
-from canaryd.worker.telemetry.sysfs import Unreadable, entries, read_count, read_int, read_text
+from canaryd.worker.telemetry.sysfs import Unreadable, optional_entries, read_count, read_int, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,7 @@ class Card:
 def cards(root: Path, vendor: int) -> list[Card]:
     """Return the cards of a PCI vendor below `root` (/sys), in the order of their numbers."""
     found = []
-    try:
-        paths = entries(root / "class/drm", "card[0-9]*")
-    except Unreadable:  # a kernel without DRM has no such directory and no cards
-        return []
-    for path in paths:
+    for path in optional_entries(root / "class/drm", "card[0-9]*"):  # a kernel without DRM has no such directory
         if not re.fullmatch(r"card\d+", path.name):
             continue  # card0-DP-1 is a connector
         try:
