@@ -33,6 +33,7 @@ from canaryd.worker.numeric import stack as numeric_stack
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
 from canaryd.worker.numeric.integers import derive, digest
 from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
 from canaryd.worker.numeric.verify import Case
 from probes import exact_attention, exact_integer, exact_matmul
@@ -54,11 +55,11 @@ Maker = Callable[[random.Random], Case]
 
 def products(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every format, content, kind of shape and layout that this machine multiplies."""
-    for source, target in exact_matmul.FORMAT_PAIRS:
+    for source, target in FORMAT_PAIRS:
         if exact_matmul.unsupported(context.device, source, target):
             continue
         scaled = source.startswith("float8")  # its kernels want B column-major and no batch
-        layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (exact_matmul.LAYOUTS, exact_matmul.KINDS)
+        layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (LAYOUTS, exact_matmul.KINDS)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for name in ("narrow", "wide"):
@@ -99,11 +100,10 @@ def _int8(name: str, layout: str, rng: random.Random) -> Case:
 def attentions(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine takes."""
     for kernel, form in itertools.product(exact_attention.KERNELS, exact_attention.FORMAT_NAMES):
-        for mask, grouped in itertools.product(MASKS, (False, True)):
-            if exact_attention.refuses(context.device, kernel, form, mask, grouped=grouped):
-                continue
-            for name, kind in itertools.product(CONTENTS, ("grouped",) if grouped else ("prefill", "decode")):
-                yield partial(_attention, context.device, kernel, form, name, mask, kind)
+        for mask, (kind, sizes) in itertools.product(MASKS, exact_attention.SIZES["quick"].items()):
+            if not exact_attention.refuses(context.device, kernel, form, mask, sizes):
+                for name in CONTENTS:
+                    yield partial(_attention, context.device, kernel, form, name, mask, kind)
 
 
 def _attention(device: Device, kernel: str, form: str, name: str, mask: str, kind: str, rng: random.Random) -> Case:
@@ -119,13 +119,13 @@ def attention_sizes(rng: random.Random, kind: str) -> tuple[int, ...]:
     return B, G * (2 if kind == "grouped" else 1), G, rows, rows + (rng.randint(0, 64) if kind == "grouped" else 0), D
 
 
-def integers() -> Iterator[Maker]:
+def integers(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every integer and index operation."""
-    return (partial(_integer, name) for name in indexing.OPERATIONS)
+    return (partial(_integer, context.device, name) for name in indexing.OPERATIONS)
 
 
-def _integer(name: str, rng: random.Random) -> Case:
-    return exact_integer._case(name, 16 * rng.randint(16, 1024), known=True)  # noqa: SLF001
+def _integer(device: Device, name: str, rng: random.Random) -> Case:
+    return exact_integer._case(device, name, 16 * rng.randint(16, 1024))  # noqa: SLF001
 
 
 def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def serve(arguments: argparse.Namespace) -> None:
         families = {
             "product": list(products(context)),
             "attention": list(attentions(context)),
-            "integer": list(integers()),
+            "integer": list(integers(context)),
         }
         stack = numeric_stack.stack(device, where[0])
         print(json.dumps({"stack": stack, "classes": {k: len(v) for k, v in families.items()}}), flush=True)

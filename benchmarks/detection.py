@@ -30,6 +30,7 @@ from canaryd.facts import Exactness
 from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.integers import derive, mix64
 from canaryd.worker.numeric.operands import CONTENTS, Problem, Product, build
+from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, strict_switches, torch, upload
 from canaryd.worker.numeric.verify import accumulator
 from probes import exact_matmul
@@ -229,7 +230,7 @@ def _trials(seed: int) -> dict[str, Iterator[Trial]]:
     """Return an endless source of clean trials for every format that this CPU multiplies."""
     device = stack.cpu()
     sources = {}
-    for source, target in exact_matmul.FORMAT_PAIRS:
+    for source, target in FORMAT_PAIRS:
         if not exact_matmul.unsupported(device, source, target):
             label = source if source == target else f"{source}>{target}"
             sources[label] = _trials_of(source, target, derive(seed, label))
@@ -239,10 +240,10 @@ def _trials(seed: int) -> dict[str, Iterator[Trial]]:
 def _trials_of(source: str, target: str, seed: int) -> Iterator[Trial]:
     scaled = source.startswith("float8")
     sizes = {"square": (64, 48, 96, 0)} if scaled else SIZES
-    layouts = ("nt",) if scaled else exact_matmul.LAYOUTS
+    layouts = ("nt",) if scaled else LAYOUTS
     room = accumulator(stack.cpu(), source).bits
     choices = itertools.cycle(itertools.product(CONTENTS, sizes.values(), layouts))
-    compute = partial(exact_matmul._compute, source, target, out=None)  # noqa: SLF001
+    compute = partial(multiply, source, target, out=None)
     for number, (name, (M, N, K, batch), layout) in enumerate(choices):
         spec = Product(name, FORMATS[source], FORMATS[target], room, M, N, K, batch, layout)
         problem = build(spec, derive(seed, str(number)))

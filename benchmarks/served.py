@@ -1,9 +1,11 @@
 """Endpoint canaries on a real server: false alarms over many clean runs, and how many flipped bits are seen.
 
-The server is one that others wrote, on the tests' tiny checkpoint, as `scripts/servers` installs it. Two parts:
+The server is one that others wrote, on the tests' tiny checkpoint, as `scripts/servers` installs it. Three parts:
 
-clean: runs one after the other, then as many while other requests of other lengths come all the time. An alarm is a
-verdict that is suspect, faulty or degraded.
+clean: runs one after the other, then as many beside four clients with requests of other lengths. An alarm is a verdict
+that is suspect, faulty or degraded.
+faults: matrix products inside the server's process are wrong at 1 in 500, 1 in 50, and always. An error is a verdict
+that is healthy although recordings of the same check are unknown.
 flips: copies of the checkpoint with one exponent bit of one random weight flipped, each served and asked once, at the
 thresholds of the same baseline; the checkpoint is not named to canaryd, so that nothing but the answer can tell.
 """
@@ -26,6 +28,10 @@ from tests import checkpoints
 from tests.servers import KINDS
 from tests.watched import NAMED, Watched
 
+FAULTY = common.ROOT / "tests/faulty_server"
+PYTHON = ("mlx", "transformers")
+"""Servers whose products `FAULTY` can break."""
+RATES = {"1 in 500": 1 / 500, "1 in 50": 1 / 50, "always": 1.0}
 ALARMS = (State.DEGRADED, State.SUSPECT, State.FAULTY)
 
 
@@ -43,6 +49,26 @@ def clean(watched: Watched, runs: int) -> tuple[Counter[str], list[str]]:
         if watched.state in ALARMS:
             alarms += [f"{rule}: {f.message}" for rule, f in watched.found().items() if f.state in ALARMS]
     return seen, alarms
+
+
+def faults(watched: Watched, rate: float, checks: int) -> Counter[str]:
+    """Break one in `1 / rate` matrix products inside the server; return what so many checks made of it."""
+    watched.server.stop()
+    sound = watched.server.environment
+    watched.server.environment = sound | {"PYTHONPATH": str(FAULTY), "CANARYD_TEST_FAULT_RATE": str(rate)}
+    watched.server.start()
+    seen: Counter[str] = Counter()
+    for _ in range(checks):
+        made = watched.ask()
+        unknown = any(r.unknown or r.outcome is not Outcome.COMPLETED for r in made)
+        seen[watched.state.value] += 1
+        seen["checks"] += 1
+        seen["with unknown vectors"] += unknown
+        seen["healthy all the same"] += unknown and watched.state is State.HEALTHY
+    watched.server.stop()
+    watched.server.environment = sound
+    watched.server.start()
+    return seen
 
 
 def flips(watched: Watched, count: int) -> list[dict[str, Any]]:
@@ -74,12 +100,14 @@ def once(watched: Watched) -> Run:
 
 
 def main() -> None:
-    """Start a server, learn, measure, write; end with 1 when a clean run alarmed or fewer than 90 % were seen."""
+    """Start a server, learn, measure, write; end with 1 on an alarm, a missed fault, or too few flips seen."""
     parser = common.options(__doc__)
     parser.add_argument("--server", choices=KINDS, default="llama")
     parser.add_argument("--runs", type=int, default=500, help="clean runs of each kind (default: %(default)s)")
     parser.add_argument("--flips", type=int, default=100)
+    parser.add_argument("--checks", type=int, default=20, help="checks of each rate of faults (default: %(default)s)")
     arguments = parser.parse_args()
+    broken = arguments.server in PYTHON
     facts = common.machine()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="canaryd-served-") as directory:
@@ -93,8 +121,9 @@ def main() -> None:
                 for b in baselines
             ]
             quiet, alarms = clean(watched, arguments.runs)
-            with watched.load():
+            with watched.load(threads=4):
                 busy, more = clean(watched, arguments.runs)
+            hurt = {told: faults(watched, rate, arguments.checks) for told, rate in RATES.items()} if broken else {}
             seen = flips(watched, arguments.flips)
         finally:
             watched.server.stop()
@@ -104,9 +133,14 @@ def main() -> None:
     body = common.table(["case", "learnt", "vectors", "noise in nats"], rows) + "\n"
     body += common.table(
         ["clean runs", *kinds],
-        [["one after the other", *(quiet[k] for k in kinds)], ["among other requests", *(busy[k] for k in kinds)]],
+        [["one after the other", *(quiet[k] for k in kinds)], ["beside four clients", *(busy[k] for k in kinds)]],
     )
     body += f"\nAlarms: {len(alarms)} in {quiet['runs'] + busy['runs']} clean runs.\n"
+    lied = sum(h["healthy all the same"] for h in hurt.values())
+    if hurt:
+        states = ["checks", "with unknown vectors", "healthy", "unknown", "suspect", "faulty", "healthy all the same"]
+        rows = [[told, *(h[k] for k in states)] for told, h in hurt.items()]
+        body += "\n" + common.table(["wrong products", *states], rows)
     body += "".join(f"\n- {alarm}" for alarm in list(dict.fromkeys(alarms))[:10])
     body += f"\n{caught} of {len(seen)} checkpoints with one flipped exponent bit gave unknown bits.\n"
     body += "".join(f"\n- not seen: {f['flipped']} ({f['outcome']})" for f in seen if not f["unknown"])
@@ -116,9 +150,9 @@ def main() -> None:
         f"Endpoint canaries on {KINDS[arguments.server].program}",
         {**facts, "seconds": f"{time.monotonic() - started:.0f}"},
         body + "\n",
-        {"quiet": quiet, "busy": busy, "alarms": alarms, "flips": seen},
+        {"quiet": quiet, "busy": busy, "alarms": alarms, "faults": hurt, "flips": seen},
     )
-    sys.exit(0 if not alarms and caught >= 0.9 * len(seen) else 1)
+    sys.exit(0 if not alarms and not lied and caught >= 0.9 * len(seen) else 1)
 
 
 if __name__ == "__main__":

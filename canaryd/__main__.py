@@ -1,25 +1,73 @@
 """`canaryd` and `python -m canaryd`; an internal error exits with unknown, never with the status of a verdict."""
 
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import signal
 import sys
 import traceback
+from typing import Any, TextIO
 
 UNKNOWN = 3
 """Exit status of an internal error. Python's own status for an uncaught exception is 1, which means degraded here."""
 
 
+class Lossy(io.FileIO):
+    """A standard stream that never raises: what cannot be written is lost, and the first error is kept."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write as much as the stream takes, waiting for it; where it takes nothing any more, lose the data."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])  # another process has made it non-blocking
+        except OSError as error:
+            self.error = self.error or error
+            return memoryview(data).nbytes
+        return written
+
+
 def main() -> int:
     """Run the command line; an internal error exits with unknown and prints its traceback."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed one's number must not pass to a database
+        pass
+    os.close(unused)
+    out, err = Lossy(1, "w", closefd=False), Lossy(2, "w", closefd=False)
+    sys.stdout, sys.stderr = _text(out, sys.stdout), _text(err, sys.stderr)
     try:
         from canaryd.cli.main import main as command  # noqa: PLC0415  a broken installation must not exit with 1 either
 
-        return command()
+        status = command()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
     except Exception:  # noqa: BLE001  the last resort of the process
         traceback.print_exc()
         print(
             "canaryd: internal error in canaryd or its installation; the state of this machine is unknown",
             file=sys.stderr,
         )
-        return UNKNOWN
+        status = UNKNOWN
+    sys.stdout.flush()
+    if out.error is None:
+        return status
+    if out.error.errno == errno.EPIPE:  # its reader went away (| head)
+        return 128 + signal.SIGPIPE
+    print(f"canaryd: cannot write the answer to standard output: {out.error.strerror}", file=sys.stderr)
+    return status or UNKNOWN
+
+
+def _text(raw: Lossy, replaced: TextIO | None) -> io.TextIOWrapper:
+    """Return a stream of text like `replaced`, which is None where it was closed."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=replaced.encoding if replaced else "utf-8",
+        errors="backslashreplace",  # a locale without "…" must cost no more than that character
+        line_buffering=raw.isatty() or raw.fileno() == 2,
+    )
 
 
 if __name__ == "__main__":

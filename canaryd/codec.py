@@ -34,7 +34,7 @@ def to_json(value: Any) -> Any:
 
 def finding_json(finding: Finding) -> dict[str, Any]:
     """Return a finding as `check --json` and `history --json` print it: a state is a severity there."""
-    shown = ("rule", "probe", "cause", "message", "action", "evidence", "repro", "runs", "rivals")
+    shown = ("rule", "probe", "cause", "message", "action", "evidence", "repro", "runs", "rivals", "characterised")
     return {"severity": finding.state.value} | {name: to_json(getattr(finding, name)) for name in shown}
 
 

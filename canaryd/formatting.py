@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import textwrap
+from collections.abc import Iterable
 from datetime import datetime, timezone
 
 WIDTH = 80
@@ -29,6 +31,24 @@ def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
     """Return a text as lines of at most `width` columns (default: the terminal's), the first of which begins `lead`."""
     room = columns() if width is None else width
     return textwrap.wrap(text, room, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
+
+
+def folded(text: str, width: int) -> str:
+    """Return a text whose lines have at most `width` columns; a word, such as a path to copy, is never broken."""
+    lines = []
+    for line in text.split("\n"):
+        hang = " " * (len(line) - len(line.lstrip()) + 2)
+        if len(line) <= width:
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about a word that is not known: the known one that is nearest, or nothing."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def format_time(at: float, *, seconds: bool = True) -> str:

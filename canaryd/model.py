@@ -29,6 +29,8 @@ class Outcome(str, enum.Enum):
     """The worker overran its deadline and was killed with its group."""
     OUT_OF_MEMORY = "out_of_memory"
     """Host or device memory ran out."""
+    DEVICE_ERROR = "device_error"
+    """The device itself failed while it computed (uncorrectable memory error, illegal address, launch failure)."""
     UNKILLABLE = "unkillable"
     """The worker survived SIGKILL (uninterruptible sleep); it was abandoned, not waited for."""
     GARBLED = "garbled"
@@ -132,7 +134,7 @@ class Event:
     device: str
     """`Device.uuid`."""
     kind: str
-    """"counter", "counter-fell", "flag", "condition", "reset", "boot", "change", or a `LogRecord.kind`."""
+    """"counter", "counter-fell", "flag", "condition", "reset", "boot", "change", "release", or a `LogRecord.kind`."""
     name: str
     """Within the kind: a `Reading.key`, a component, a code. Events of equal device, kind and name are merged."""
     first: float
@@ -154,6 +156,10 @@ class Event:
     """Labels of that reading."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """What was decoded from the newest line of the kernel log (`LogRecord.fields`)."""
+
+
+MPS_CLIENT = "mps_client"
+"""In `Run.environment` where the worker shared its GPU with other processes through NVIDIA's MPS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +254,18 @@ class Rival:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Characterised:
+    """By what a class of exact cases counts as exact, so that a mismatch accuses the device."""
+
+    name: str
+    """The class: the case without its sizes, e.g. "bfloat16/cancel/decode/nt"."""
+    by: str
+    """"shipped", "characterise" (accepted by an operator), "itself", "sibling", "witness" or "contradiction"."""
+    devices: tuple[str, ...] = ()
+    """Uuids of the devices that met it; empty for "shipped"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """What is wrong, and what to do now."""
 
@@ -268,18 +286,20 @@ class Finding:
     """Ids of the runs it rests on."""
     rivals: tuple[Rival, ...] = ()
     """The other causes that were considered."""
+    characterised: tuple[Characterised, ...] = ()
+    """By what the classes that it accuses the device of count as exact; at most 16 of them."""
     acknowledged: bool = False
     """Whether it would be suspect but for an operator who knows of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ack:
-    """An operator's word about a device: that a fault is known, or that the part was repaired or replaced."""
+    """An operator's word on a device: a fault is known or was the software's, or the part was repaired or replaced."""
 
     device: str
     """`Device.uuid`."""
     kind: str
-    """"acknowledged", "repaired" or "replaced"."""
+    """"acknowledged", "software", "repaired" or "replaced"."""
     at: float
     """Seconds since the epoch."""
     reason: str
@@ -289,6 +309,8 @@ class Ack:
     """Who said so, as far as the system knows."""
     rules: tuple[str, ...] = ()
     """The rules that spoke of a suspicion when it was said: what is acknowledged."""
+    void: bool = False
+    """Whether it was dated in the future when canaryd read it: the clock had run ahead, and it never counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,7 +178,7 @@ def _verdict(made: Page) -> None:
     )
     made.add(
         grid(
-            "What speaks against it",
+            "Findings",
             "The findings in force, and the severity of each; healthy is a note.",
             Ask(spoken_rules(THIS)),
             columns=[
@@ -249,7 +249,7 @@ def _evidence(made: Page) -> None:
     )
     made.add(
         grid(
-            "Its votes",
+            "Comparison with the fleet",
             "The fingerprint of each probe's results, and whether the fleet outvotes it. Equal devices on equal "
             "stacks must "
             "share it. Needs canaryd-fleet.rules.yml for all but the first columns.",
@@ -580,7 +580,7 @@ def _surroundings(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Held back by",
+            "Throttled by",
             "Reasons why the device is throttled, while it is. Wrong results only when throttled point to the "
             "surroundings.",
             Ask(f"canaryd_throttle_active{{{THIS}, {HELD}}}", "{{reason}}"),

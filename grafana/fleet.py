@@ -113,7 +113,7 @@ def _now(made: Page) -> None:
     )
     made.add(
         number(
-            "Oldest, in periods",
+            "Oldest result, in periods",
             "How long ago the latest probe last passed, in its own periods; suspect and faulty "
             "devices are left out. From three periods on, a device counts as unknown.",
             Ask(f"max({neglect(DEVICES)})", "periods"),
@@ -163,7 +163,7 @@ def _since(made: Page) -> None:
     )
     made.add(
         grid(
-            "Rules that speak",
+            "Findings by rule",
             "Findings by rule, and on how many devices and nodes. The rules are "
             "explained in docs/judgement.md and docs/telemetry.md.",
             Ask(f"max by (rule, state, cause) ({spoken_rules(DEVICES)}) > 0"),
@@ -221,7 +221,7 @@ def _vote(made: Page) -> None:
             "Groups without majority",
             "Groups (model, probe, stack) whose devices disagree without a majority: no device is "
             "accused, "
-            "and nobody is cleared.",
+            "and none is cleared.",
             Ask("count(canaryd:fleet_no_majority) or 0 * count(canaryd:fleet_voters)", "groups"),
             missing=RULES_MISSING,
             thresholds=steps(QUIET, (1, ORANGE)),
@@ -252,7 +252,7 @@ def _vote(made: Page) -> None:
     )
     made.add(
         grid(
-            "Groups",
+            "Compared groups",
             "Every group that votes: how many devices and nodes, how many different values, and how large the largest "
             "share is. Healthy identical devices give one value. Devices that are suspect or faulty do not vote.",
             Ask('canaryd:fleet_voters{model=~"$model"}'),
@@ -279,9 +279,9 @@ def _vote(made: Page) -> None:
     )
     made.add(
         grid(
-            "Stacks that differ",
-            "Probes whose stacks agree within but not with each other: software; no device is accused. For recorded "
-            "kernels another library may give other bits; for exact probes see docs/judgement.md.",
+            "Software versions that differ",
+            "Probes whose results agree within a software version, but differ between versions: the cause is software, "
+            "and no device is accused. For recorded kernels another library may give other bits.",
             Ask('canaryd:fleet_stacks_differ{model=~"$model"}'),
             columns=[
                 Column(of="model"),
@@ -291,7 +291,7 @@ def _vote(made: Page) -> None:
             missing="no stacks differ",
         ),
         grid(
-            "Values that some nodes share against the majority",
+            "Results shared by a minority of nodes",
             "Broken parts rarely fail alike: one differing value on several nodes is software, or an unequal upgrade, "
             "until "
             "shown otherwise.",
@@ -311,12 +311,12 @@ def _vote(made: Page) -> None:
 
 
 def _stacks(made: Page) -> None:
-    made.row("Stacks and evidence")
+    made.row("Software and age of results")
     parts = "model, stack, torch, cuda, cudnn, driver, kernel"
     info = f"canaryd_stack_info{{{DEVICES}}}"
     made.add(
         grid(
-            "Stack census",
+            "Software versions",
             "Which software runs on how many devices and nodes. A stack that few nodes have was not upgraded, or is "
             "new.",
             Ask(f"count by ({parts}) ({info})"),
@@ -340,7 +340,7 @@ def _stacks(made: Page) -> None:
     )
     made.add(
         grid(
-            "Stalest evidence",
+            "Oldest test results",
             "The 20 probes that passed longest ago, in their own periods, on devices that are neither "
             "suspect "
             "nor faulty. From three periods on a device is unknown.",

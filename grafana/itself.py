@@ -71,8 +71,8 @@ def _health(made: Page) -> None:
             ORANGE,
         ),
         (
-            "Workers given up",
-            "Workers that survived SIGKILL, since canaryd started: a driver that hangs.",
+            "Processes that cannot be killed",
+            "Test processes that SIGKILL did not end, since canaryd started: a driver hangs.",
             "sum(canaryd_workers_abandoned_total{%s})",
             RED,
         ),
@@ -204,8 +204,8 @@ def _work(made: Page) -> None:
     )
     made.add(
         lines(
-            "Readings that devices do not give",
-            "By telemetry probe. A step upwards means that a driver no longer gives something.",
+            "Missing readings",
+            "By telemetry probe. A rise means that a driver no longer reports something.",
             Ask(f"sum by (probe) (canaryd_readings_absent{{{NODES}}})", "{{probe}}"),
             least=0,
             decimals=0,
@@ -214,7 +214,7 @@ def _work(made: Page) -> None:
     )
     made.add(
         lines(
-            "Workers given up, log records lost",
+            "Processes that cannot be killed, log records lost",
             "Workers that survived SIGKILL, and kernel log records that were missed. Both should stay at 0.",
             Ask(f"sum(increase(canaryd_workers_abandoned_total{{{NODES}}}[$__rate_interval]))", "workers given up"),
             Ask(f"sum(increase(canaryd_kernel_log_lost_records_total{{{NODES}}}[$__rate_interval]))", "records lost"),
@@ -290,7 +290,7 @@ def _cost(made: Page) -> None:
     )
     made.add(
         lines(
-            "Put off",
+            "Postponed tests",
             "Tests that were due and had to wait, by reason; docs/budget.md explains the reasons.",
             Ask(f"sum by (reason) (increase(canaryd_budget_skipped_total{{{NODES}}}[$__rate_interval]))", "{{reason}}"),
             least=0,

@@ -107,7 +107,7 @@ def _first_look() -> list[Panel]:
             missing="no NVIDIA device",
         ),
         number(
-            "Held back",
+            "Throttled",
             "Devices that are throttled now, by heat, power or a fault.",
             Ask(
                 f"count(max by ({BY}) (canaryd_throttle_active{{{DEVICES}, {HELD}}}) == 1) "
@@ -118,7 +118,7 @@ def _first_look() -> list[Panel]:
             missing="not told",
         ),
         number(
-            "Oldest evidence, in periods",
+            "Oldest result, in periods",
             "How long ago the latest probe last passed, in its own periods; suspect and faulty "
             "devices are left out. From three periods on, a device counts as unknown.",
             Ask(f"max({neglect(DEVICES)})", "periods"),
@@ -354,7 +354,7 @@ def _heat(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Held back by",
+            "Throttled by",
             "Reasons why a device is throttled, while it is. Idling does not count.",
             Ask(
                 named(

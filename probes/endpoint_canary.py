@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from canaryd.probe import Absent, Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.probe import Context, Fact, ProbeSpec, Skip, Skipped
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.prompts import Prompt, load
 from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
@@ -35,7 +35,6 @@ a row under one condition, so a server may show four modes first."""
 LOADS = (2, 4, 8)
 """Equal requests sent at the same time: 14 per case; with 2 sent together with another case, 16 under load."""
 DEEP_ROUNDS = 5
-BLIND = "the server gives no logprobs: only the text is compared; other faults stay unseen"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
@@ -52,7 +51,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     yield from _baseline(ctx, recorder, items) if ctx.baselining else _record(ctx, recorder, items)
     if not recorder.recorded:
         raise Skip("; ".join(dict.fromkeys(recorder.refused.values())))
-    yield from _readings(recorder)
+    yield from recorder.readings()
     if not ctx.cases:
         for api in dict.fromkeys(api for api, _ in recorder.answers if api != "forced"):
             yield from recorder.latencies(api)
@@ -72,7 +71,7 @@ def _record(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[Fac
     planned = items * (DEEP_ROUNDS if ctx.level == "deep" and not ctx.cases else 1)
     for number, item in enumerate(planned):
         ctx.progress(number / len(planned), names(item)[0])
-        if number == 0 or ctx.left > 0 or ctx.cases:
+        if number == 0 or not recorder.spent or ctx.cases:
             yield from recorder.alone(item)
         elif item not in recorder.answers and item not in recorder.refused:
             reason = f"the budget of {ctx.budget:g} s was spent before its turn"
@@ -87,18 +86,26 @@ def _baseline(ctx: Context, recorder: Recorder, items: list[Item]) -> Iterator[F
     if before >= ALONE:  # find out alone what is refused and how prompts are rendered
         alone = items
     for number, item in enumerate(alone):
-        if number and ctx.left <= 0:
+        if number and recorder.spent:
             progress.keep(before + number // len(items))
-            reason = f"{number} of {len(alone)} requests alone and none under load in {ctx.budget:g} s; more to come"
+            reason = f"{number} of {len(alone)} requests alone and none under load in this run; more to come"
             yield Skipped(case="baseline", reason=reason)
             return
         ctx.progress(number / len(alone) / 2, f"learning {names(item)[0]}, alone")
-        yield from recorder.alone(item)
+        try:
+            yield from recorder.alone(item)
+        except Skip as error:
+            if not recorder.recorded:
+                raise
+            recorder.strained = str(error)
+            progress.keep(before + number // len(items))
+            yield Skipped(case="baseline", reason=f"{number} of {len(alone)} requests alone: {error}")
+            return
     progress.keep(ALONE)
     reasons = yield from _loaded(ctx, recorder, [item for item in items if item not in recorder.refused])
     if reasons:
         yield Skipped(case="baseline", reason="; ".join(reasons))
-    if ctx.left > 0 or recorder.strained:
+    if not recorder.spent or recorder.strained:
         progress.keep(0)
 
 
@@ -115,8 +122,8 @@ def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fa
         ctx.progress((1 + number / len(groups)) / 2, f"learning {names(group[0])[0]}, {len(group)} at once")
         rest = group
         while len(rest) > 1:  # a single request is not load
-            if ctx.left <= 0:
-                return [*reasons, f"{number} of {len(groups)} loads in {ctx.budget:g} s; more to come"]
+            if recorder.spent:
+                return [*reasons, f"{number} of {len(groups)} loads in this run; more to come"]
             now, rest = rest[:most], rest[most:]
             failed = yield from recorder.together(now)
             rest = [*failed, *rest]
@@ -126,25 +133,3 @@ def _loaded(ctx: Context, recorder: Recorder, items: list[Item]) -> Generator[Fa
             if most < 2:
                 return reasons
     return reasons
-
-
-def _readings(recorder: Recorder) -> Iterator[Fact]:
-    endpoint = recorder.endpoint
-    yield Reading(name="switches", value=endpoint.switches())
-    if endpoint.started is None:
-        reason = f"the server ({endpoint.dialect.name}) does not report when it started"
-        yield Absent(name="endpoint_start_time_seconds", reason=reason)
-    else:
-        yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
-    for (api, prompt), answer in recorder.answers.items():
-        if answer.prompt_tokens is not None:
-            labels = {"api": api, "prompt": prompt.name}
-            yield Reading(name="endpoint_prompt_tokens", value=answer.prompt_tokens, unit="1", labels=labels)
-    scored = {api for (api, _), answer in recorder.answers.items() if answer.scored}
-    for api in dict.fromkeys(api for api, _ in recorder.answers):
-        if api not in scored:
-            yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
-    if scored:
-        yield Reading(name="endpoint_nonfinite", value=recorder.nonfinite, unit="1")
-    else:
-        yield Absent(name="endpoint_nonfinite", reason=BLIND)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
-from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, build
+from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, attend, blank, build, value_bits
 from canaryd.worker.numeric.tensors import FORMATS
-from canaryd.worker.numeric.verify import accumulator
-from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
+from canaryd.worker.numeric.verify import is_characterised
+from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_attention",
@@ -43,41 +43,50 @@ SIZES = {
         "long": (1, 4, 4, 32, 8192, 64),
     },
 }  # fmt: skip
+FIXED = (1, 2, 2, 32, 64, 64)
 GOLDEN = Path(__file__).parent / "golden" / "exact_attention.json"
+
+
+Question = tuple[str, str, str, tuple[int, ...]]
+"""What a kernel is asked: kernel, format, mask, sizes."""
 
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Verify fixed cases, then fresh ones: every kernel, format and content; masks and shapes in rotation."""
     need_torch()
-    fixed: list[Case] = []
-    fresh: list[Case] = []
+    cases = every_case(ctx)
+    asked = dict.fromkeys(question for question, case in cases if chosen(ctx, case.name))
+    refused = {question: why for question in asked if (why := refuses(ctx.device, *question))}
+    for kernel, form in dict.fromkeys(question[:2] for question in refused):
+        mine = [question for question in asked if question[:2] == (kernel, form)]
+        if all(question in refused for question in mine):
+            yield Skipped(case=f"{kernel.lower()}/{form}", reason=refused[mine[0]])
+            continue
+        for question in (question for question in mine if question in refused):
+            _, _, mask, sizes = question
+            yield Skipped(case=f"{kernel.lower()}/{form}/{mask}@{_text(sizes)}", reason=refused[question])
+    taken = [case for question, case in cases if question not in refused]
+    yield from verify_all(ctx, [c for c in taken if not c.fixed], [c for c in taken if c.fixed], GOLDEN)
+
+
+def every_case(ctx: Context) -> list[tuple[Question, Case]]:
+    """Return every case of a run with what its kernel is asked first, also where the device has no such kernel."""
+    cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
-    for kernel in KERNELS:
-        for name in FORMAT_NAMES:
-            if why := refuses(ctx.device, kernel, name, "none", grouped=False):
-                yield Skipped(case=f"{kernel.lower()}/{name}", reason=why)
-                continue
-            refused = {(m, g): refuses(ctx.device, kernel, name, m, grouped=g) for m in MASKS for g in (False, True)}
-            for (mask, grouped), why in refused.items():
-                if why:
-                    yield Skipped(case=f"{kernel.lower()}/{name}/{mask}{'/grouped' if grouped else ''}", reason=why)
-            for content in CONTENTS:
-                fixed.append(_fixed(ctx.device, kernel, name, content))
-                turn += 1
-                for kind, mask in _variants(ctx, turn):
-                    sizes = SIZES[ctx.level][kind]
-                    if not refused[mask, sizes[1] != sizes[2]]:
-                        fresh.append(attention_case(ctx.device, kernel, name, content, mask, kind, sizes))
-    yield from verify_all(ctx, fresh, fixed, GOLDEN)
+    for kernel, form, content in product(KERNELS, FORMAT_NAMES, CONTENTS):
+        turn += 1
+        variants = [(kind, mask, SIZES[ctx.level][kind]) for kind, mask in _variants(ctx, turn)]
+        for kind, mask, sizes in [("fixed", "none", FIXED), *variants]:
+            case = attention_case(ctx.device, kernel, form, content, mask, kind, sizes)
+            cases.append(((kernel, form, mask, sizes), case))
+    return cases
 
 
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case, with kernels that `device` lacks; their digests ship with canaryd."""
-    return [_fixed(device, *choice) for choice in product(KERNELS, FORMAT_NAMES, CONTENTS)]
-
-
-def _fixed(device: Device, kernel: str, form: str, content: str) -> Case:
-    return attention_case(device, kernel, form, content, "none", "fixed", (1, 2, 2, 32, 64, 64))
+    return [
+        attention_case(device, *choice, "none", "fixed", FIXED) for choice in product(KERNELS, FORMAT_NAMES, CONTENTS)
+    ]
 
 
 def _variants(ctx: Context, turn: int) -> list[tuple[str, str]]:
@@ -94,27 +103,26 @@ def attention_case(
 ) -> Case:
     """Return one attention problem as a case; `sizes` are B, H, G, L, S and D; kind "fixed" has a fixed seed."""
     B, H, G, L, S, D = sizes
-    spec = Attention(content, FORMATS[form], mask, B, H, G, L, S, D)
-    name = f"{form}/{content}/{kind}/{kernel.lower()}/{mask}@{B}x{H}x{G}x{L}x{S}x{D}"
-    sound = accumulator(device, form).characterised
+    bits = value_bits(device, form, kernel)
+    spec = Attention(content, FORMATS[form], mask, B, H, G, L, S, D, bits)
+    where = f"fixed{bits}" if kind == "fixed" and bits < FORMATS[form].bits else kind
+    name = f"{form}/{content}/{where}/{kernel.lower()}/{mask}@{_text(sizes)}"
+    sound = is_characterised(device, form)
     return Case(name, partial(build, spec), partial(_compute, kernel, mask), sound, struck=2, fixed=kind == "fixed")
+
+
+def _text(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _compute(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001  SDPA has no out=
     query, key, value, allowed = operands
-    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    if mask in ("bool", "float"):
-        options["attn_mask"] = allowed
-    attention = torch.nn.attention
-    with attention.sdpa_kernel(getattr(attention.SDPBackend, kernel)):
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=mask == "causal", **options
-        )
-    return result.contiguous()
+    return attend(
+        kernel, query, key, value, causal=mask == "causal", mask=allowed if mask in ("bool", "float") else None
+    )
 
 
-def refuses(device: Device, kernel: str, form: str, mask: str, *, grouped: bool) -> str:
-    """Return why this kernel does not support this kind of problem here, or "" after it has solved a tiny one."""
-    heads = (4, 2) if grouped else (2, 2)
-    problem = build(Attention("onehot", FORMATS[form], mask, 1, *heads, 16, 32, 64), 1)
+def refuses(device: Device, kernel: str, form: str, mask: str, sizes: tuple[int, ...]) -> str:
+    """Return why this kernel does not take a problem of these sizes here, or "" after it has taken one of zeros."""
+    problem = blank(Attention("onehot", FORMATS[form], mask, *sizes))
     return refusal(device, problem, partial(_compute, kernel, mask))

@@ -9,17 +9,19 @@ torch's matmul does not choose; errors rarer than the rate that the run's report
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
+from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
 from canaryd.worker.numeric.sizes import choose, measure_speed
-from canaryd.worker.numeric.stack import int8_pairs_saturate
-from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed
-from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.numeric.stack import float8, int8_pairs_saturate
+from canaryd.worker.numeric.tensors import FORMATS
+from canaryd.worker.numeric.verify import accumulator, is_characterised, why_refused
 from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
 
 SPEC = ProbeSpec(
@@ -30,60 +32,74 @@ SPEC = ProbeSpec(
     order=10,
 )
 
-# (operand format, result format): float32 results of narrow operands show the accumulator unrounded.
-FORMAT_PAIRS = (
-    ("float64", "float64"), ("float32", "float32"), ("tfloat32", "float32"),
-    ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
-    ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
-)  # fmt: skip
 KINDS = ("square", "prefill", "decode", "batched")
-LAYOUTS = ("nn", "nt", "tn", "tt")
+FIXED = (96, 80, 256)
 INT8_CONTENTS = ("narrow", "wide")
+INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Verify fixed cases, then fresh ones: every format with every content; shapes and layouts in rotation."""
     need_torch()
-    fixed: list[Case] = []
-    fresh: list[Case] = []
-    pairs = 0
-    for source, target in FORMAT_PAIRS:
+    speeds: dict[str, float] = {}
+    for source, target in format_pairs(ctx.device):
         label = _label(source, target)
         if why := unsupported(ctx.device, source, target):
             yield Skipped(case=label, reason=why)
             continue
-        speed = measure_speed(ctx.device, partial(_compute, source, target), FORMATS[source], FORMATS[target])
-        yield Reading(name=f"speed_{label}", value=speed, unit="flops per second")
-        for content in CONTENTS:
-            fixed.append(_fixed(ctx.device, source, target, content))
-            for kind, layout in _variants(ctx, pairs, source):
-                sizes = choose(ctx, speed, kind, f"{label}/{content}/{kind}/{layout}")
-                fresh.append(product_case(ctx.device, source, target, content, kind, layout, sizes))
-            pairs += 1
-    yield from _int8(ctx, fixed, fresh)
-    yield from verify_all(ctx, fresh, fixed, GOLDEN)
+        try:
+            speed = measure_speed(ctx.device, partial(multiply, source, target), FORMATS[source], FORMATS[target])
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            yield Skipped(case=label, reason=why_refused(ctx.device, error))  # another kernel than the tiny product's
+            continue
+        speeds[label] = speed
+        yield Reading(name=f"speed_{label}", value=speeds[label], unit="flops per second")
+    for content in INT8_CONTENTS:
+        why = int8_pairs_saturate() if content == "wide" and ctx.device.backend == "cpu" else ""
+        tiny = _int8_case(ctx.device, content, "fresh", (32, 32, 32))
+        if why := why or refusal(ctx.device, tiny.build(1), tiny.compute):
+            yield Skipped(case=f"int8>int32/{content}", reason=why)
+        else:
+            speeds[f"int8>int32/{content}"] = 0.0
+    yield from verify_all(ctx, *every_case(ctx, speeds), GOLDEN)
+
+
+def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], list[Case]]:
+    """Return the fresh and the fixed cases of the formats in `speeds`, which choose the sizes (int8: have none)."""
+    fixed = [case for case in fixed_cases(ctx.device) if any(case.name.startswith(f"{label}/") for label in speeds)]
+    pairs = [pair for pair in format_pairs(ctx.device) if _label(*pair) in speeds]
+    fresh = []
+    for turn, (pair, content) in enumerate(itertools.product(pairs, CONTENTS)):
+        for kind, layout in _variants(ctx, ctx.seed + turn, pair[0]):
+            sizes = choose(ctx, speeds[_label(*pair)], kind, f"{_label(*pair)}/{content}/{kind}/{layout}")
+            fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
+    integers = (content for content in INT8_CONTENTS if f"int8>int32/{content}" in speeds)
+    return [*fresh, *(_int8_case(ctx.device, content, "fresh", INT8_SIZES[ctx.level]) for content in integers)], fixed
 
 
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case of `device`, with formats that it cannot run; their digests ship with canaryd."""
-    products = [_fixed(device, source, target, content) for source, target in FORMAT_PAIRS for content in CONTENTS]
-    return products + [_int8_case(device, content, "fixed", (96, 80, 256)) for content in INT8_CONTENTS]
+    products = itertools.product(format_pairs(device), CONTENTS)
+    cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
+    return cases + [_int8_case(device, content, "fixed", FIXED) for content in INT8_CONTENTS]
+
+
+def format_pairs(device: Device) -> list[tuple[str, str]]:
+    """Return operand and result format of every product, in the kind of FP8 that the device multiplies."""
+    return [(float8(device, source), target) for source, target in FORMAT_PAIRS]
 
 
 def _label(source: str, target: str) -> str:
     return source if source == target else f"{source}>{target}"
 
 
-def _fixed(device: Device, source: str, target: str, content: str) -> Case:
-    return product_case(device, source, target, content, "fixed", "nt", (96, 80, 256, 0))
-
-
 def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
     """Choose shape kinds and layouts: one in rotation at quick, every kind at standard, every pair at deep."""
     layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
     kinds = ("square", "prefill", "decode") if source.startswith("float8") else KINDS
-    turn += ctx.seed
     if ctx.level == "deep" or ctx.cases:
         return [(k, la) for k in kinds for la in layouts]
     if ctx.level == "standard":
@@ -100,21 +116,8 @@ def product_case(
     product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
     where = f"fixed{room.bits}" if kind == "fixed" else kind
     name = f"{_label(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
-    compute = partial(_compute, source, target)
-    return Case(name, partial(build, product), compute, room.characterised, fixed=kind == "fixed")
-
-
-def _compute(source: str, target: str, operands: tuple[Any, ...], out: Any) -> Any:
-    a, b = operands
-    if source.startswith("float8"):
-        one = torch.ones((), device=a.device)
-        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=FORMATS[target].dtype)  # noqa: SLF001
-    if source == "tfloat32":
-        with tf32_allowed():
-            return torch.matmul(a, b)
-    if source != target:
-        return torch.mm(a, b, out_dtype=FORMATS[target].dtype)
-    return torch.matmul(a, b, out=out) if out is not None else torch.matmul(a, b)
+    known = is_characterised(device, source, rounds_nothing=content == "permute")
+    return Case(name, partial(build, product), partial(multiply, source, target), known, fixed=kind == "fixed")
 
 
 def unsupported(device: Device, source: str, target: str) -> str:
@@ -122,28 +125,14 @@ def unsupported(device: Device, source: str, target: str) -> str:
     if source == "tfloat32" and device.backend != "cuda":
         return "TF32 is a format of NVIDIA's tensor cores"
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
-    return refusal(device, build(product, 1), partial(_compute, source, target))
-
-
-def _int8(ctx: Context, fixed: list[Case], fresh: list[Case]) -> Iterator[Fact]:
-    """Add int8 products with int32 results through `torch._int_mm`, where the device has them."""
-    fresh_sizes = (64, 256, 512) if ctx.level == "quick" else (256, 512, 1024)
-    for content in INT8_CONTENTS:
-        why = int8_pairs_saturate() if content == "wide" and ctx.device.backend == "cpu" else ""
-        tiny = _int8_case(ctx.device, content, "fresh", (32, 32, 32))
-        if why := why or refusal(ctx.device, tiny.build(1), tiny.compute):
-            yield Skipped(case=f"int8>int32/{content}", reason=why)
-            continue
-        fixed.append(_int8_case(ctx.device, content, "fixed", (96, 80, 256)))
-        fresh.append(_int8_case(ctx.device, content, "fresh", fresh_sizes))
+    return refusal(device, build(product, 1), partial(multiply, source, target))
 
 
 def _int8_case(device: Device, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
-    M, N, K = sizes
     return Case(
-        f"int8>int32/{content}/{kind}/nt@{M}x{N}x{K}",
-        partial(build_int8, content, M, N, K, "nt"),
+        f"int8>int32/{content}/{kind}/nt@{'x'.join(map(str, sizes))}",
+        partial(build_int8, content, *sizes, "nt"),
         lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
-        accumulator(device, "float64").characterised,
+        is_characterised(device, "float64", rounds_nothing=True),
         fixed=kind == "fixed",
     )

@@ -27,4 +27,4 @@ SPEC = ProbeSpec(
 
 def run(ctx: Context) -> Iterator[Fact]:
     """Yield one reading, or one absence with its reason, per field."""
-    yield from read(ctx.device, ctx.settings)
+    yield from read(ctx.device, ctx.settings, ctx.memory)

@@ -1,7 +1,8 @@
-"""A tiny Qwen2 checkpoint with random weights that every server of tests/servers.py loads, and what tests change in it.
+"""A tiny checkpoint with random weights that the servers of tests/servers.py load, and what tests change in it.
 
-Made here from a seed in under a second with torch alone: nothing is downloaded and nothing is trained. 3.4 million
-weights in 4 layers, 512 tokens: 256 bytes, 253 merges by rule, 3 special tokens.
+Made here from a seed in under a second with torch alone: nothing is downloaded and nothing is trained. A Qwen2 of 3.4
+million weights in 4 layers, or a GPT-NeoX of the same width, whose attention and MLP stand side by side behind layer
+norms; 512 tokens: 256 bytes, 253 merges by rule, 3 special tokens.
 """
 
 from __future__ import annotations
@@ -37,29 +38,22 @@ _EXPONENT = {"BF16": ("H", range(7, 15), 16), "F32": ("I", range(23, 31), 0)}
 """Per format: its struct code, the bits of its exponent, and how far it stands left of its bits in float32."""
 
 
-def make(directory: Path, *, seed: int = 1234, dtype: str = "bfloat16") -> Path:
-    """Write a checkpoint and return `directory`. Every `dtype` holds the same weights, those of bfloat16."""
+def make(directory: Path, *, seed: int = 1234, dtype: str = "bfloat16", family: str = "qwen2") -> Path:
+    """Write a checkpoint of a `family` and return `directory`. Every `dtype` holds the same weights, of bfloat16."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary, merges = _vocabulary(), _merges()
-    _save(directory, _weights(seed, len(vocabulary) + len(SPECIAL)), dtype)
+    weights, shape = _FAMILIES[family]
+    _save(directory, weights(seed, len(vocabulary) + len(SPECIAL)), dtype)
     ids = {token: len(vocabulary) + i for i, token in enumerate(SPECIAL)}
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "model_type": family,
+        **shape,
         "vocab_size": len(vocabulary) + len(SPECIAL),
         "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": POSITIONS,
-        "hidden_act": "silu",
-        "rms_norm_eps": EPSILON,
-        # transformers 5 reads the first; mlx-lm only the second, without a word where it is missing.
-        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-        "rope_theta": THETA,
         "tie_word_embeddings": False,
-        "use_sliding_window": False,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "dtype": dtype,
@@ -71,7 +65,7 @@ def make(directory: Path, *, seed: int = 1234, dtype: str = "bfloat16") -> Path:
     _write(
         directory / "tokenizer_config.json",
         {
-            "tokenizer_class": "Qwen2Tokenizer",
+            "tokenizer_class": "Qwen2Tokenizer" if family == "qwen2" else "PreTrainedTokenizerFast",
             "model_max_length": POSITIONS,
             "bos_token": None,
             "eos_token": "<|im_end|>",
@@ -185,11 +179,7 @@ def _weights(seed: int, vocabulary: int) -> dict[str, Any]:
     The head is quiet about special tokens and bytes that are no printable ASCII: greedy text then does not end by
     itself, and shows the same in every server.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*sizes: int, mean: float = 0.0) -> Any:
-        return (mean + 0.08 * torch.randn(sizes, generator=generator)).to(torch.bfloat16)
-
+    draw = _drawing(seed)
     narrow = HIDDEN // HEADS * KV_HEADS
     named = {"model.embed_tokens.weight": draw(vocabulary, HIDDEN)}
     for i in range(LAYERS):
@@ -205,9 +195,71 @@ def _weights(seed: int, vocabulary: int) -> dict[str, Any]:
         named[f"{layer}mlp.down_proj.weight"] = draw(HIDDEN, INNER)
     named["model.norm.weight"] = draw(HIDDEN, mean=1.0)
     named["lm_head.weight"] = draw(vocabulary, HIDDEN)
-    seldom = [*range(32), *range(127, 256), *range(vocabulary - len(SPECIAL), vocabulary)]
-    named["lm_head.weight"][seldom] *= 0.25
+    named["lm_head.weight"][_seldom(vocabulary)] *= 0.25
     return named
+
+
+def _neox_weights(seed: int, vocabulary: int) -> dict[str, Any]:
+    """Return the weights of a GPT-NeoX in bfloat16, spread as those of `_weights`."""
+    draw = _drawing(seed)
+    named = {"gpt_neox.embed_in.weight": draw(vocabulary, HIDDEN)}
+    matrices = {"attention.query_key_value": (3 * HIDDEN, HIDDEN), "attention.dense": (HIDDEN, HIDDEN)}
+    matrices |= {"mlp.dense_h_to_4h": (4 * HIDDEN, HIDDEN), "mlp.dense_4h_to_h": (HIDDEN, 4 * HIDDEN)}
+    norms = [f"layers.{i}.{norm}" for i in range(LAYERS) for norm in ("input_layernorm", "post_attention_layernorm")]
+    for norm in [*norms, "final_layer_norm"]:
+        named[f"gpt_neox.{norm}.weight"] = draw(HIDDEN, mean=1.0)
+        named[f"gpt_neox.{norm}.bias"] = draw(HIDDEN)
+    for i in range(LAYERS):
+        for name, sizes in matrices.items():
+            named[f"gpt_neox.layers.{i}.{name}.weight"] = draw(*sizes)
+            named[f"gpt_neox.layers.{i}.{name}.bias"] = draw(sizes[0])
+    named["embed_out.weight"] = draw(vocabulary, HIDDEN)
+    named["embed_out.weight"][_seldom(vocabulary)] *= 0.25
+    return named
+
+
+def _drawing(seed: int) -> Callable[..., Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int, mean: float = 0.0) -> Any:
+        return (mean + 0.08 * torch.randn(sizes, generator=generator)).to(torch.bfloat16)
+
+    return draw
+
+
+def _seldom(vocabulary: int) -> list[int]:
+    return [*range(32), *range(127, 256), *range(vocabulary - len(SPECIAL), vocabulary)]
+
+
+_FAMILIES: dict[str, tuple[Callable[[int, int], dict[str, Any]], dict[str, Any]]] = {
+    "qwen2": (
+        _weights,
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "intermediate_size": INNER,
+            "num_key_value_heads": KV_HEADS,
+            "hidden_act": "silu",
+            "rms_norm_eps": EPSILON,
+            # transformers 5 reads the first; mlx-lm only the second, without a word where it is missing.
+            "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+            "rope_theta": THETA,
+            "use_sliding_window": False,
+        },
+    ),
+    "gpt_neox": (
+        _neox_weights,
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "intermediate_size": 4 * HIDDEN,  # mlx-lm knows no other
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": THETA,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+        },
+    ),
+}
 
 
 def _merges() -> list[tuple[str, str]]:

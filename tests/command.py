@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +80,8 @@ def configure(directory: Path, *names: str, each: Mapping[str, Any] | None = Non
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment for a canaryd that this machine's own configuration does not reach."""
-    return {k: v for k, v in os.environ.items() if k not in ("CANARYD_CONFIG", "COLUMNS")} | extra
+    """Return the environment for a canaryd, which conftest has cleaned of what this machine's user set for his own."""
+    return os.environ | extra
 
 
 class Answer(NamedTuple):
@@ -106,6 +106,39 @@ def canaryd(*arguments: object, timeout: float = 120.0, **extra: str) -> Answer:
     # That of a probe is data, and indented in a document.
     assert not re.search("^Traceback", done.stdout + done.stderr, re.MULTILINE), done.stdout + done.stderr
     return Answer(done.returncode, done.stdout, done.stderr)
+
+
+IN_TURN = """
+import contextlib, encodings.ascii, encodings.idna, encodings.utf_8_sig, io, json, os, sys
+from canaryd.cli.main import main
+if len(sys.argv) > 1:  # only now: another user may not be able to read this interpreter's own files
+    os.setgroups([])
+    os.setgid(int(sys.argv[1]))
+    os.setuid(int(sys.argv[1]))
+for command in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(command)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def in_turn(*commands: Sequence[object], user: int | None = None, timeout: float = 300.0, **extra: str) -> list[Answer]:
+    """Run commands one after the other in one process, which costs one start; as `user`, which needs root."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, *([] if user is None else [str(user)])],
+        input=json.dumps([[str(word) for word in command] for command in commands]),
+        cwd=ROOT,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [Answer(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def eventually(what: Callable[[], Any], within: float = PATIENCE) -> Any:
@@ -212,6 +245,11 @@ def marked(mark: str) -> list[int]:
             if alive and mark.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found
+
+
+def children() -> set[int]:
+    """Return the ids of this process's children, zombies too."""
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = ("CANARYD_TEST_", "CANARYD_BOOT")
+"""Variables that are for the tests."""
+for name in list(os.environ):  # what the user has set for canaryd is not for the canaryd under test
+    if name in ("COLUMNS", "NO_COLOR", "PYTHONUNBUFFERED") or (
+        name.startswith("CANARYD_") and not name.startswith(OURS)
+    ):
+        del os.environ[name]
 os.umask(0o022)  # a configuration that a group may write is refused
 sys.path.insert(0, str(ROOT))  # `python -m canaryd` of a checkout that is not installed, and `benchmarks`
 

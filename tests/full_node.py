@@ -13,7 +13,10 @@ from canaryd.metrics.families import COMPONENTS, XIDS, BudgetView, DeviceView, P
 from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 
 NOW = 1_790_000_000.0
-PROBES = ("canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "model_canary", "recorded_kernels")
+PROBES = (
+    *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul", "model_canary"),
+    "recorded_kernels",
+)
 KERNELS = (
     *("gemm", "sdpa", "rmsnorm", "layernorm", "silu", "swiglu", "gelu", "rope", "softmax", "quantised", "fp8"),
     *("exp", "exp2", "log", "rsqrt", "erf", "sin", "cos"),

@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would ask the network for prices
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # on loopback, for a test
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
@@ -52,6 +54,8 @@ class Kind:
     """From the checkpoint's directory and the server's own: what stands before host and port."""
     model: str = ""
     """The name that requests call the model; by default the checkpoint's directory."""
+    behind: str = ""
+    """The server that it stands in front of, one of `KINDS`; started before it, on a port of its own."""
 
     def found(self) -> str:
         """Return its program, "" where there is none."""
@@ -73,6 +77,14 @@ def _vllm(directory: Path, _: Path) -> list[str]:
     return ["serve", str(directory), "--served-model-name", "tiny", *limits]
 
 
+def _litellm(directory: Path, work: Path) -> list[str]:
+    """Pass what is asked of "tiny" on to the server behind, chat and completions alike."""
+    behind = json.loads((work / "behind.json").read_text())
+    passed = {"model": f"openai/{behind['model']}", "api_base": behind["url"], "api_key": "none"}
+    (work / "proxy.yaml").write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": passed}]}))
+    return ["--config", str(work / "proxy.yaml"), "--telemetry", "False"]
+
+
 KINDS = {
     "mlx": Kind("CANARYD_TEST_MLX", "mlx_lm.server", lambda directory, _: ["--model", str(directory)]),
     "transformers": Kind(
@@ -83,13 +95,18 @@ KINDS = {
     "llama": Kind("CANARYD_TEST_LLAMA_SERVER", "llama-server", _llama, "tiny"),
     "vllm": Kind("CANARYD_TEST_VLLM", "vllm", _vllm, "tiny"),
 }
+UNKNOWN = {
+    "fastchat": Kind("CANARYD_TEST_FASTCHAT", "fastchat-serve", lambda directory, _: [str(directory)], "tiny"),
+    "litellm": Kind("CANARYD_TEST_LITELLM", "litellm", _litellm, "tiny", behind="mlx"),
+}
+"""Servers that canaryd has no dialect for."""
 
 
 class Server:
     """A server on a port of its own, which a restart keeps. Every start reads the checkpoint anew."""
 
     def __init__(self, name: str, directory: Path, work: Path, *options: str, **environment: str) -> None:
-        self.kind, self.directory, self.options = KINDS[name], directory, options
+        self.kind, self.directory, self.options = (KINDS | UNKNOWN)[name], directory, options
         self.program = self.kind.found()
         if not self.program:
             pytest.skip(
@@ -103,6 +120,10 @@ class Server:
         self.port = free_port()
         self.model = self.kind.model or str(directory)
         self.process: subprocess.Popen[bytes] | None = None
+        self.behind = Server(self.kind.behind, directory, work) if self.kind.behind else None
+        if self.behind:
+            told = {"url": self.behind.url, "model": self.behind.model}
+            (self.work / "behind.json").write_text(json.dumps(told))
 
     @property
     def url(self) -> str:
@@ -112,6 +133,8 @@ class Server:
     def start(self, within: float = PATIENCE) -> None:
         """Start it and wait until it completes a prompt; fail with its log after `within` seconds."""
         assert self.process is None, "it runs already"
+        if self.behind:
+            self.behind.start(within)
         argv = [self.program, *self.kind.arguments(self.directory, self.work)]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
         with self.log.open("ab") as log:
@@ -157,6 +180,8 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(within)
             self.kill()
+        if self.behind:
+            self.behind.stop(within)
 
     def kill(self) -> None:
         """End it and every process that it started, at once."""
@@ -169,6 +194,8 @@ class Server:
             self.process = None
             for name in shared:  # vLLM, when killed, leaves hundreds of megabytes
                 Path(name).unlink(missing_ok=True)
+        if self.behind:
+            self.behind.kill()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,7 +238,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(name: str, directory: Path, work: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """Run the server `name` of KINDS on the checkpoint in `directory`; options go to it, later ones win.
+    """Run the server `name` of KINDS or UNKNOWN on the checkpoint in `directory`; options go to it, later ones win.
 
     `work` takes its log and its files. What runs at the end is stopped.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import math
 import random
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from canaryd.cli import baseline
 from canaryd.codec import from_json
 from canaryd.config.settings import Config, DevicesConfig, EndpointConfig, EndpointsConfig, ProbesConfig, ProbeSettings
 from canaryd.config.values import parse_duration
@@ -40,6 +42,7 @@ from canaryd.facts import (
 )
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.probe import LEVELS, ProbeSpec
+from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing, RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
@@ -108,6 +111,9 @@ class Part:
     """Whether the torch under test sees it."""
     present: bool = True
     characterised: bool = True
+    """Whether canaryd ships its goldens as characterised."""
+    rounds_nothing: tuple[str, ...] = ()
+    """Cases that are shipped as characterised on any device."""
     weak_identity: bool = False
 
 
@@ -120,8 +126,23 @@ class Machine:
     """`devices.expected` of its configuration."""
     endpoint: tuple[str, ...] = ()
     """Devices behind its endpoint "endpoint:main"; none: it has no endpoint."""
+    replica: tuple[str, ...] = ()
+    """Devices behind a second server of the same model, "endpoint:other"."""
+    questions: int = 1
+    """Cases that its endpoints are asked in each run."""
+    answers: int = LEARNT_AT_ONCE
+    """How often one run asks a case while it is learnt."""
+    gauges: bool = True
+    """Whether its servers tell that they serve others."""
+    logprobs: bool = True
+    """Whether its servers give log probabilities."""
     unlisted: str = ""
     """Why the vendor's library cannot list its devices; "" where it can."""
+
+    @property
+    def servers(self) -> dict[str, tuple[str, ...]]:
+        """Return the devices behind each of its servers."""
+        return {name: parts for name, parts in (("main", self.endpoint), ("other", self.replica)) if parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +211,8 @@ class Happening:
     temperature: float = 0.0
     speed: float = 1.0
     seconds: float = 0.0
+    clients: int = 0
+    links: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
     reason: str = ""
     days: float = 0.0
@@ -251,7 +274,7 @@ class Story:
         """Raise `ValueError` for a word that nobody knows: it would silently be no fault, or no expectation."""
         if not self.expect:
             raise ValueError("expect: holds nothing, so that no verdict could be wrong; say what must come")
-        names = [*self.names(), *(f"endpoint:main@{n}" for n, h in enumerate(self.hosts) if h.endpoint)]
+        names = [*self.names(), *(f"endpoint:{e}@{n}" for n, h in enumerate(self.hosts) for e in h.servers)]
         if len(names) != len(set(names)):
             raise ValueError("hosts: two devices have the same name")
         for fault in self.faults:
@@ -355,6 +378,19 @@ class Chip:
         )
 
 
+@dataclass
+class Server:
+    """A model server as it is just now."""
+
+    parts: tuple[str, ...]
+    latency: float = 0.05
+    """Seconds for a token."""
+    clients: int = 0
+    """How many others it serves."""
+    links: dict[str, str] = field(default_factory=dict)
+    """Links of its chain that are others than in the beginning."""
+
+
 class Simulated(Series):
     """A worker that computes what the story says."""
 
@@ -364,9 +400,9 @@ class Simulated(Series):
         self.host = host
         self.lane = instruction_set
 
-    def describe(self, paths: Sequence[Path], timeout: float = 60.0) -> Description:
+    def describe(self, paths: Sequence[Path], *, on_wait: Callable[[str], None]) -> Description:
         """Return the simulated catalogue and what torch sees."""
-        del timeout
+        del on_wait
         chips = [c for c in self.host.chips.values() if c.present and c.part.reached]
         stack = chips[0].stack if chips else {}
         return Description(
@@ -433,11 +469,13 @@ class Host:
     def __init__(self, story: Story, number: int, directory: Path, seed: int) -> None:
         """Make the machine and discover it."""
         self.story, self.machine, self.seed = story, story.hosts[number], seed
+        self.others: Sequence[Host] = ()
+        """The other machines of the story."""
         self.rng = random.Random(f"{seed}/{number}")
         self.now, self.round, self.count = START, 0, 0
         self.log: list[LogRecord] = []
         self.fired: dict[int, int] = {}
-        self.latency = 0.05
+        self.served: dict[str, Server] = {}
         self.chips: dict[str, Chip] = {}
         self.names: dict[str, str] = {}
         self.last: dict[tuple[str, str], float] = {}
@@ -451,16 +489,19 @@ class Host:
             (probes / f"{name}.py").touch()
         periods = {name: story.seconds for name, spec in SPECS.items() if spec.telemetry}
         each = {n: ProbeSettings(period=periods.get(n), enabled=n in story.probes) for n in SPECS}
-        behind = tuple(self.chips[name].uuid for name in self.machine.endpoint)
-        endpoint = {"main": EndpointConfig(url="http://127.0.0.1:1/v1", devices=behind)} if behind else {}
+        endpoint = {
+            name: EndpointConfig(url="http://127.0.0.1:1/v1", devices=tuple(self.chips[part].uuid for part in parts))
+            for name, parts in self.machine.servers.items()
+        }
         self.config = Config(
             state_dir=directory / f"state{number}",
             probes=ProbesConfig(directories=(probes,), each=each),
             devices=DevicesConfig(expected=self.machine.expected),
             endpoints=EndpointsConfig(each=endpoint),
         )
-        if endpoint:
-            self.names["endpoint:main"] = f"endpoint:main@{number}"
+        for name, parts in self.machine.servers.items():
+            self.names[f"endpoint:{name}"] = f"endpoint:{name}@{number}"
+            self.served[f"endpoint:{name}@{number}"] = Server(parts)
         self.engine = Watcher(self)
         self.engine.discover()
 
@@ -564,6 +605,10 @@ class Host:
         """Return the named devices of this machine."""
         return [c for n, c in self.chips.items() if names == "*" or n in _listed(names, ())]
 
+    def servers(self, names: Names) -> list[Server]:
+        """Return the named endpoints of this machine."""
+        return [s for n, s in self.served.items() if names == "*" or n in _listed(names, ())]
+
     # -- what a worker would do ----------------------------------------------------------------------------------------
 
     def temperature(self, chip: Chip, at: float) -> float:
@@ -632,7 +677,7 @@ class Host:
         if any(f.kind == "nothing" and not request.spec.telemetry and self._struck(f) for f in faults):
             return replace(run, skipped=(Skipped(case="all", reason="no kernel for this device"),))
         if chip is None:
-            return replace(run, **self._answers(request, faults), baselining=request.baselining)
+            return replace(run, **self._answers(request, self.served[name], faults), baselining=request.baselining)
         if request.spec.telemetry:
             if chip.lost:
                 return replace(run, outcome=Outcome.ERRORED, detail="GPU is lost: NVML says so")
@@ -660,7 +705,7 @@ class Host:
                         exactness=Exactness.UNIVERSAL,
                         place=place(where),
                         trials=part.trials,
-                        characterised=part.characterised,
+                        characterised=part.characterised or case in part.rounds_nothing,
                     )
                     mine = [
                         f
@@ -754,39 +799,46 @@ class Host:
             seconds = 1e-3 / chip.speed * math.exp(self.rng.gauss(0.0, 0.01))
             yield Reading(name="kernel_seconds", value=seconds, unit="seconds", labels={"case": case})
 
-    def _answers(self, request: RunRequest, faults: Sequence[Fault]) -> dict[str, Any]:
-        """Return recordings and readings of the endpoint: three words, unless a fault has it say others."""
-        chips = self.of(self.machine.endpoint)
-        chain = {"checkpoint": "c0ffee", "server": chips[0].stack.get("server", "vllm 0.31"), "client": "1"}
-        noise = next((n for n in self.story.noise if n.case == ANSWER), Noise(case=ANSWER))
-        found = []
-        for _ in range(LEARNT_AT_ONCE if request.baselining else 1):
-            tokens = ANSWERED
-            values = [-0.1 - 0.01 * (int(_digest(t, chain["server"])[:4], 16) % 9) for t in tokens]
-            mode = self.rng.choices(range(len(noise.modes)), noise.modes)[0]
-            values[-1] -= 1e-3 * mode
-            for fault in faults:
-                if fault.kind == "recorded" and self._struck(fault):
-                    values[2] -= 0.3 + (0.0 if fault.bits else self.rng.random())
-                if fault.kind == "garbage" and self._struck(fault):
-                    tokens = ("!",) * len(tokens)
-            found.append(
-                Recording(
-                    case=ANSWER,
-                    digest=_digest(tokens, values),
-                    chain=chain,
-                    condition="idle",
-                    tokens=tokens,
-                    values=tuple(values),
-                    margins=(2.0,) * len(tokens),
-                    text=" ".join(tokens),
-                    finish="length",
-                )
-            )
-        token = Reading(
-            name="endpoint_token_seconds", value=self.latency, unit="seconds", labels={"api": "completions"}
-        )
+    def _answers(self, request: RunRequest, server: Server, faults: Sequence[Fault]) -> dict[str, Any]:
+        """Return recordings and readings of an endpoint: the usual words, unless a fault has it say others."""
+        software = self.chips[server.parts[0]].stack.get("server", "vllm 0.31")
+        chain = {"checkpoint": "c0ffee", "prompt": "9a3f", "server": software, "client": "1", **server.links}
+        condition = ("loaded" if server.clients else "idle") if self.machine.gauges else ""
+        cases = [ANSWER, *(f"completions/question{n}/fresh" for n in range(1, self.machine.questions))]
+        found = [
+            self._answer(case, chain, condition, faults)
+            for _ in range(self.machine.answers if request.baselining else 1)
+            for case in cases
+            if not request.cases or case in request.cases
+        ]
+        seconds = server.latency * (1 + server.clients)
+        token = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "completions"})
         return {"recordings": tuple(found), "readings": (token,)}
+
+    def _answer(self, case: str, chain: Mapping[str, str], condition: str, faults: Sequence[Fault]) -> Recording:
+        noise = next((n for n in self.story.noise if n.case == case), Noise(case=case))
+        tokens, right = ANSWERED, (case, sorted(chain.items()))
+        values = [-0.1 - 0.01 * (int(_digest(t, right)[:4], 16) % 9) for t in tokens]
+        mode = self.rng.choices(range(len(noise.modes)), noise.modes)[0]
+        values[-1] -= 1e-3 * mode
+        for fault in (f for f in faults if f.case in ("", case)):
+            if fault.kind == "recorded" and self._struck(fault):
+                values[2] -= 0.3 + (0.0 if fault.bits else self.rng.random())
+                tokens = tokens if self.machine.logprobs else (*tokens[:2], "was", *tokens[3:])
+            if fault.kind == "garbage" and self._struck(fault):
+                tokens = ("!",) * len(tokens)
+        said = Recording(
+            case=case,
+            digest=_digest(tokens),
+            chain=chain,
+            condition=condition,
+            text=" ".join(tokens),
+            finish="length",
+        )
+        if not self.machine.logprobs:
+            return said
+        digest, margins = _digest(tokens, values), (2.0,) * len(tokens)
+        return replace(said, digest=digest, tokens=tokens, values=tuple(values), margins=margins)
 
     def _telemetry(self, chip: Chip, heat: float) -> Iterator[Reading]:
         if chip.part.backend == "cpu":
@@ -897,6 +949,13 @@ def _return(host: Host, what: Happening, *, first: bool) -> None:
     host.engine.discover()
 
 
+def _release(host: Host, what: Happening, *, first: bool) -> None:
+    """An operator lets canaryd go of every device, and take them back a little later."""
+    del what, first
+    host.engine.release("released by the story")
+    host.engine.take_back()
+
+
 def _xid(host: Host, what: Happening, *, first: bool) -> None:
     """The driver logs an Xid; after Xid 79 the device answers no more until the machine is started again."""
     del first
@@ -976,12 +1035,47 @@ def _drill(host: Host, what: Happening, *, first: bool) -> None:
 
 
 def _latency(host: Host, what: Happening, *, first: bool) -> None:
-    """The endpoint takes so long for a token from now on."""
+    """An endpoint takes so long for a token from now on."""
     del first
-    host.latency = what.seconds
+    for server in host.servers(what.device):
+        server.latency = what.seconds
+
+
+def _clients(host: Host, what: Happening, *, first: bool) -> None:
+    """An endpoint serves so many others from now on, and each waits for all."""
+    del first
+    for server in host.servers(what.device):
+        server.clients = what.clients
+
+
+def _serve(host: Host, what: Happening, *, first: bool) -> None:
+    """An endpoint is started again with other links of its chain."""
+    del first
+    for server in host.servers(what.device):
+        server.links.update(what.links)
+
+
+def _prune(host: Host, what: Happening, *, first: bool) -> None:
+    """The clean runs on record become too old to be kept."""
+    del what, first
+    host.engine.store.keep = Retention(successes=0.0)
+    host.engine.store.prune(host.now + 1.0)
+
+
+def _import(host: Host, what: Happening, *, first: bool) -> None:
+    """An operator imports here what `canaryd baseline export` prints on each other machine."""
+    del first
+    if host.of(what.device):
+        for other in host.others:
+            store, every = other.engine.store, baseline.Selection()
+            exported = baseline.document(baseline.chosen(store, every), baseline.met_by(store, every))
+            with Store.open(host.config.state_dir, now=host.clock) as here:  # the command is a process of its own
+                baseline.import_document(here, json.dumps(exported))
 
 
 DOINGS: Mapping[str, Callable[..., None]] = {
+    "prune": _prune,
+    "import": _import,
     "stack": _stack,
     "reboot": _reboot,
     "restart_daemon": _restart,
@@ -989,6 +1083,7 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "move": _move,
     "vanish": _vanish,
     "return": _return,
+    "release": _release,
     "xid": _xid,
     "counters": _counters,
     "readings": _readings,
@@ -998,6 +1093,8 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "clock_jump": _clock,
     "drill": _drill,
     "latency": _latency,
+    "clients": _clients,
+    "serve": _serve,
 }
 """What may happen; docs/testing.md has them as a table."""
 
@@ -1103,6 +1200,8 @@ def play(
             host = Host(story, number, directory, story.seed if seed is None else seed)
             open_.callback(host.close)
             hosts.append(host)
+        for host in hosts:
+            host.others = [other for other in hosts if other is not host]
         verdicts: dict[str, list[Verdict | None]] = {}
         drills: dict[str, list[Verdict]] = {}
         for number in range(story.rounds):

@@ -31,7 +31,10 @@ LIGHT = {
 """A configuration that needs no torch: telemetry, and one light probe of tests/probes every few seconds."""
 QUICK = "[Service]\nRestartSec=1s\nWatchdogSec=5s\n"
 """A drop-in, so that a test need not wait for the unit's own times."""
-ON_CPU = {"canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "host_telemetry", "recorded_kernels"}
+ON_CPU = {
+    *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul"),
+    *("host_telemetry", "recorded_kernels"),
+}
 """Probes that every processor must have evidence of."""
 BREAKS = '\nraise RuntimeError("this release does not start")\n'
 
@@ -96,7 +99,7 @@ def test_the_installed_service_is_ready_and_scraped(machine):
     assert machine.show("Type") == "notify"
     assert machine.out("systemctl", "is-enabled", "canaryd") == "enabled"
     assert machine.show("NRestarts") == "0"
-    assert machine.out("ps", "-o", "user=", "-p", machine.show("MainPID")) == "canaryd"
+    assert machine.out("stat", "-c", "%U", f"/proc/{machine.show('MainPID')}") == "canaryd"
     assert machine.out("stat", "-c", "%U %a", "/var/lib/canaryd") == "canaryd 750"
     recorded(machine)
     _, page = machine.get("/metrics")
@@ -174,8 +177,7 @@ def test_a_check_by_root_before_the_service_has_run_takes_nothing_from_it(machin
 
 def stays(machine: Machine) -> bool:
     """Whether two workers are there for longer than a sweep takes: the reader of the kernel log, and the hung one."""
-    ages = machine.out("ps", "-u", "canaryd", "-o", "etimes=,args=").splitlines()
-    return len([line for line in ages if "/worker/" in line and int(line.split()[0]) >= 8]) >= 2
+    return len([task for task in machine.processes() if "/worker/" in task.args and task.age >= 8]) >= 2
 
 
 @pytest.mark.parametrize("probe", ["hangs_ignoring_sigterm", "hangs_holding_gil"])
@@ -221,12 +223,7 @@ def test_a_round_steps_back_under_the_unit(machine):
     machine.put("/etc/canaryd/canaryd.yaml", json.dumps(LIGHT | {"probes": probes}))
     machine.restart()
     try:
-        machine.eventually(lambda: "IDL" in machine.out("ps", "-u", "canaryd", "-o", "cls=").split())
-        (idle,) = (
-            pid
-            for pid, policy in map(str.split, machine.out("ps", "-u", "canaryd", "-o", "pid=,cls=").splitlines())
-            if policy == "IDL"
-        )
+        (idle,) = machine.eventually(lambda: [task.pid for task in machine.processes() if task.idle])
         machine.eventually(lambda: machine.out("cat", f"/proc/{idle}/oom_score_adj") == "1000")
     finally:
         (machine.root / "etc/canaryd/probes.d/computes.py").unlink()

@@ -18,12 +18,13 @@ from canaryd.cli.main import parser
 from canaryd.config import load, settings
 from canaryd.engine import catalogue
 from canaryd.judge import case
+from canaryd.judge.node import node as node_of
 from canaryd.judge.verdict import decide
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.supervisor import environment
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
-from canaryd.worker import limits
+from canaryd.worker import limits, visible
 from tests.command import canaryd, configure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,6 +234,7 @@ def test_every_variable_of_a_workers_environment_is_described():
     assert written | set(environment.SCRUBBED) <= set(spans(section))
     assert {span.partition("=")[0] for span in spans(section) if span.isupper() or "=" in span} <= (
         {*sets, *environment.STRICT, *environment.SCRUBBED, *environment.BELOW_NORMAL, limits.NICE, limits.IDLE}
+        | {visible.ONLY, visible.CUDA, visible.HIP, visible.ROCR, visible.LEVEL_ZERO, visible.SYCL, visible.ASCEND}
     )
 
 
@@ -294,7 +296,7 @@ def run_example(entry: catalogue.Entry, **fields) -> Run:
 
 def state_after(run: Run) -> State:
     now, drill = time.time(), bool(run.drill)
-    among = case.node({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, now, drill=drill)
+    among = node_of({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, now, drill=drill)
     wanted, policy = {run.probe: 1800.0}, settings.JudgePolicy()
     return decide(case.Case(device=DEVICE, node=among, wanted=wanted, policy=policy, now=now, drill=drill)).state
 
@@ -325,7 +327,11 @@ RUN_ELSEWHERE = {
     "apt-get install -y git python3-venv prometheus prometheus-alertmanager": ("tests/boot/make_root", "the same"),
     "git clone https://github.com/canaryd/canaryd": ("tests/boot/machine.py", "the tests copy this clone instead"),
     "cd canaryd": ("tests/boot/machine.py", "the same"),
-    'CANARYD_TORCH="torch==2.13.0" scripts/install': (
+    'CANARYD_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" scripts/check': (
+        "tests/test_scripts.py::test_canaryd_torch_is_for_pip_word_for_word",
+        "needs the network; the test has a small program in pip's place",
+    ),
+    'CANARYD_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" scripts/install': (
         "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
         "needs the network; the test has a small package in torch's place",
     ),
@@ -374,7 +380,7 @@ COPIES = {
     "cp deploy/prometheus/* /etc/prometheus/",
     "cp deploy/alertmanager/alertmanager.yml /etc/prometheus/alertmanager.yml",
 }
-DRILLED = "canaryd drill --fault flip"
+DRILLED = ".venv/bin/canaryd drill --fault flip"
 
 
 def typed(path: Path) -> set[str]:

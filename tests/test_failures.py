@@ -241,8 +241,9 @@ def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_giv
     os.chown(state, STRANDED, STRANDED)
     powerless = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
     with running(Under(powerless, configure(tmp_path, "passes", each=QUICK), state)) as daemon:
-        ready(daemon)
         eventually(lambda: daemon.value("canaryd_store_problem") == 1)
+        eventually(lambda: is_in(daemon, "healthy"))
+        assert daemon.get("/readyz")[0] == 503
         assert daemon.get("/healthz") == (200, "ok\n")
         eventually(lambda: runs(daemon) >= 2)
         assert list(state.iterdir()) == []
@@ -251,6 +252,34 @@ def test_a_directory_of_somebody_else_is_said_and_nothing_is_lost_when_it_is_giv
         assert daemon.end()[0] == 0
         logged = sum(" passes completed: " in line for line in daemon.lines)
     assert len(nothing_twice(state)) == logged
+
+
+def test_a_database_of_somebody_else_is_no_health(tmp_path, state):
+    """A check of another user left it: what stands in it says nothing of a daemon that runs and cannot store."""
+    needs("setpriv")
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: only root can give files away")
+    config = configure(tmp_path, "passes", each=QUICK)
+    shown = ("--config", config, "--state-dir", state)
+    assert canaryd("check", *shown).code == 0
+    for path in state.rglob("*"):
+        os.chown(path, STRANDED, STRANDED)
+    assert canaryd("status", *shown).code == 0
+    powerless = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+    with running(Under(powerless, config, state)) as daemon:
+        eventually(lambda: daemon.value("canaryd_store_problem") == 1)
+        status, text = daemon.get("/readyz")
+        assert (status, text.startswith("cannot store: ")) == (503, True)
+        answer = canaryd("status", "--json", *shown)
+        assert (answer.code, answer.document["state"]) == (3, "unknown")
+        assert answer.document["devices"][0]["findings"][0]["rule"] == "unstored"
+        document = canaryd("gate", "--json", *shown).document
+        assert (document["decision"], document["devices"][0]["state"]) == ("unknown", "unknown")
+        for path in state.rglob("*"):
+            os.chown(path, 0, 0)
+        eventually(lambda: daemon.value("canaryd_store_problem") == 0)
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        eventually(lambda: canaryd("status", *shown).code == 0)
 
 
 def begun_anew(daemon, state):
@@ -317,12 +346,15 @@ def test_a_state_directory_that_comes_back_late_is_begun_anew(tmp_path, state):
 
 
 def test_a_database_that_is_emptied_under_a_daemon_is_found_out(tmp_path, state):
-    """The next command that opens it sets it aside; the daemon goes on in the fresh one and is healthy no more."""
+    """`status` leaves it, the next check sets it aside; the daemon goes on in the fresh one and is unknown."""
     config = configure(tmp_path, "passes", each=QUICK)
     with running(Daemon(config, state)) as daemon:
         ready(daemon)
         os.truncate(state / "canaryd.db", 0)
-        canaryd("status", "--config", config, "--state-dir", state)
+        told = canaryd("status", "--config", config, "--state-dir", state)
+        assert (told.code, told.err) == (3, f"canaryd: cannot read {state / 'canaryd.db'}: it is empty\n")
+        assert not list(state.glob("canaryd.db.corrupt-*"))
+        canaryd("check", "--config", config, "--state-dir", state)
         assert list(state.glob("canaryd.db.corrupt-*"))
         eventually(lambda: is_in(daemon, "unknown"))
         daemon.line("history-lost")

@@ -372,7 +372,9 @@ class Package:
 
     def call(self, name: str, *arguments: str, before: str = "true") -> subprocess.CompletedProcess[str]:
         text = (ROOT / "packaging/debian" / name).read_text()
-        text = re.sub(r"(/var/lib/canaryd|/var/cache/canaryd|/etc/canaryd|/opt/canaryd)", rf"{self.root}\1", text)
+        text = re.sub(
+            r"(/var/lib/canaryd|/var/cache/canaryd|/etc/canaryd|/etc/prometheus|/opt/canaryd)", rf"{self.root}\1", text
+        )
         text = text.replace("/run/systemd/system", f"{self.root}/no")
         (self.root / name).write_text(text)
         argv = ["bash", "-c", f'{before}; exec sh "$@"', "-", str(self.root / name), *arguments]
@@ -426,6 +428,43 @@ def test_shellcheck_takes_the_scripts():
     files = [ROOT / "scripts/install", ROOT / "scripts/deb", *sorted((ROOT / "packaging/debian").glob("p*"))]
     done = subprocess.run([found, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_uninstalling_says_what_is_gone_and_what_stays(tmp_path):
+    """Nothing is called removed that was not there; what was copied into Prometheus's directory is named."""
+    nothing = script("install", "--root", tmp_path, "--uninstall", "--purge")
+    assert (nothing.returncode, nothing.stdout) == (
+        0,
+        f"nothing to remove: canaryd was not installed below {tmp_path}\n",
+    )
+    state = releases(tmp_path, "b", "a")
+    write(state / "canaryd.db", 6, "january")
+    (tmp_path / "etc/canaryd").mkdir(parents=True)
+    rules = tmp_path / "etc/prometheus/canaryd.rules.yml"
+    rules.parent.mkdir()
+    rules.write_text("expr: canaryd_device_state\n")
+    (rules.parent / "other.yml").write_text("expr: up\n")
+    here = f"still naming canaryd, for you to edit or remove: {rules}\n"
+    kept = f"history and configuration stay: {state} {tmp_path}/etc/canaryd; --uninstall --purge removes them\n"
+    assert script("install", "--root", tmp_path, "--uninstall").stdout == f"removed: canaryd\n{kept}{here}"
+    purged = f"removed: {state} {tmp_path}/etc/canaryd\n{here}"
+    assert script("install", "--root", tmp_path, "--uninstall", "--purge").stdout == purged
+    assert rules.exists()
+
+
+@pytest.mark.skipif(shutil.which("dpkg") is None, reason="dpkg is not installed")
+def test_the_package_says_what_stays_in_prometheus(tmp_path):
+    """When it is removed and when it is purged; an upgrade says nothing."""
+    package = Package(tmp_path)
+    rules = tmp_path / "etc/prometheus/canaryd.rules.yml"
+    rules.parent.mkdir(parents=True)
+    assert package.call("postrm", "remove").stdout == ""
+    rules.write_text("expr: canaryd_device_state\n")
+    for action, said in (("remove", rules), ("purge", rules), ("upgrade", "")):
+        done = package.call("postrm", action)
+        assert done.returncode == 0, done.stderr
+        assert str(said) in done.stdout
+    assert rules.exists()
 
 
 # --- The command line -------------------------------------------------------------------------------------------------

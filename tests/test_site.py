@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -39,7 +42,7 @@ def test_the_navigation_is_that_of_the_index():
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     """No dead link, no page left out; styles, scripts, fonts and pictures are its own, and there is a search index."""
-    mkdocs = shutil.which("mkdocs")
+    mkdocs = shutil.which("mkdocs", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mkdocs is None:
         pytest.skip("mkdocs is not installed here (pip install --group docs): the documentation site was not built")
     argv = [mkdocs, "build", "--strict", "--quiet", "--site-dir", tmp_path]

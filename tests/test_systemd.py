@@ -71,7 +71,7 @@ def root(tmp_path) -> Path:
         shutil.copy(path, into, follow_symlinks=False)
     if not (into / "sysinit.target").exists():
         pytest.skip("systemd's own units are not installed here")
-    for program in ("opt/canaryd/bin/canaryd", "bin/sh", "bin/kill"):
+    for program in ("opt/canaryd/bin/canaryd", "bin/sh"):
         path = tmp_path / "root" / program
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
@@ -170,6 +170,28 @@ def test_users_and_directories(tmp_path):
         "etc/canaryd": (0, "0o755"),
         "etc/canaryd/probes.d": (0, "0o755"),
     }
+
+
+def test_what_root_left_becomes_the_services(tmp_path):
+    """A check by root before the installation made the history; links in it are given away, not what they lead to."""
+    sysusers, tmpfiles = tool("systemd-sysusers"), tool("systemd-tmpfiles")
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to other users")
+    state, outside = tmp_path / "var/lib/canaryd", tmp_path / "outside"
+    for directory in (tmp_path / "etc", state / "locks", outside):
+        directory.mkdir(parents=True)
+    for path in (state / "canaryd.db", state / "locks/daemon.lock", outside / "file"):
+        path.write_text("root's")
+    (state / "link").symlink_to("../../../outside/file")
+    (state / "directory").symlink_to("../../../outside")
+    assert run(sysusers, f"--root={tmp_path}", UNITS / "canaryd.sysusers").returncode == 0
+    made = run(tmpfiles, f"--root={tmp_path}", "--create", UNITS / "canaryd.tmpfiles")
+    assert (made.returncode, made.stderr) == (0, "")
+    owners = {path.lstat().st_uid for path in (state, *state.rglob("*"))}
+    assert owners == {state.stat().st_uid}
+    assert owners != {0}
+    assert {path.stat().st_uid for path in (outside, outside / "file")} == {0}
+    assert (state / "canaryd.db").stat().st_mode & 0o777 == 0o644
 
 
 # --- Out of memory: workers go first ---------------------------------------------------------------------------------

@@ -26,8 +26,10 @@ NAMED = "endpoint:main"
 class Watched:
     """A server on a checkpoint of its own, and an engine that watches it."""
 
-    def __init__(self, name: str, directory: Path, *, told: bool = True, **endpoint: object) -> None:
-        self.checkpoint = checkpoints.make(directory / "checkpoint")
+    def __init__(
+        self, name: str, directory: Path, *, told: bool = True, family: str = "qwen2", **endpoint: object
+    ) -> None:
+        self.checkpoint = checkpoints.make(directory / "checkpoint", family=family)
         self.server = Server(name, self.checkpoint, directory)
         (directory / "prompts.json").write_text(json.dumps(PROMPTS))
         section = {"url": self.server.url, "model": self.server.model, "prompts": str(directory / "prompts.json")}

@@ -54,6 +54,8 @@ LAYOUT = {
     "float16": (11, 5),
     "float8_e4m3fn": (4, 4),
     "float8_e5m2": (3, 5),
+    "float8_e4m3fnuz": (4, 4),
+    "float8_e5m2fnuz": (3, 5),
 }
 VANISHES = {"float64": 746, "float32": 104, "bfloat16": 104, "float16": 104}
 """exp(-x) rounds to zero in the format that softmax works in (float32 for the narrow ones) from this x on."""
@@ -70,9 +72,10 @@ def decode(raw: int, form: str) -> tuple[int, int]:
     fraction = precision - 1
     mantissa, exponent = raw & ((1 << fraction) - 1), raw >> fraction & ((1 << width) - 1)
     top = (1 << width) - 1
-    if exponent == top and (form != "float8_e4m3fn" or mantissa == 7):
+    fnuz = form.endswith("fnuz")  # only negative zero's pattern is none of its numbers
+    if raw == 1 << (fraction + width) if fnuz else exponent == top and (form != "float8_e4m3fn" or mantissa == 7):
         raise Wrong(f"{raw:#x} is not a finite {form}")
-    bias = (1 << (width - 1)) - 1
+    bias = (1 << (width - 1)) - (0 if fnuz else 1)
     if exponent:
         mantissa, exponent = mantissa + (1 << fraction), exponent - 1
     return (-mantissa if raw >> (fraction + width) & 1 else mantissa), exponent + 1 - bias - fraction

@@ -1,19 +1,24 @@
-"""`canaryd ack`: an operator acknowledges a fault, a repair or a replacement."""
+"""`canaryd ack`: an operator acknowledges a fault, a cause, a repair or a replacement."""
 
 from __future__ import annotations
 
 import argparse
-import getpass
 import os
 import time
+from collections.abc import Mapping
 
 from canaryd.cli.arguments import USAGE, Commands, duration
-from canaryd.cli.common import complain, one_device, open_store
+from canaryd.cli.common import complain, one_device, open_record, say
 from canaryd.config.settings import Config
+from canaryd.engine.evidence import RECORD, fold
 from canaryd.formatting import format_time
-from canaryd.judge import acks
+from canaryd.judge import acks, software
+from canaryd.judge.case import Case
+from canaryd.judge.node import node
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Ack, Device, State
+from canaryd.store.locks import user_name
+from canaryd.store.store import Store
 
 DEFAULT = 7 * 86_400.0
 """Seconds for which a fault is acknowledged unless another time is given."""
@@ -41,6 +46,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="mute a suspicion for this long (default: 7d)",
     )
     kind.add_argument("--end", action="store_true", help="end an acknowledgement early")
+    kind.add_argument("--software", action="store_true", help="its wrong results were the software's, now changed")
     kind.add_argument("--repaired", action="store_true", help="the part was repaired: test it from scratch")
     kind.add_argument("--replaced", action="store_true", help="the part was replaced by another one")
     command.set_defaults(function=ack_command)
@@ -48,18 +54,21 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def ack_command(options: argparse.Namespace, settings: Config) -> int:
     """Store an operator's acknowledgement; return the exit code."""
-    with open_store(settings) as store:
+    with open_record(settings, to_change=True) as store:
         known = {r.device.uuid: r.device for r in store.devices()}
         device = one_device("ack", options.device, known)
         if device is None:
             return USAGE
         now = time.time()
-        if mistake := _mistake(options, acks.standing(acks.heeded(store.acks(device.uuid), now), now)):
+        if mistake := _mistake(options, acks.standing(acks.heeded(store.acks(device.uuid), now), store.certain(now))):
             complain(f"ack: {mistake}")
+            return USAGE
+        if options.software and (why := software.missing(_case(store, settings, device, known, now))):
+            complain(f"ack: --software is refused: {why}")
             return USAGE
         verdict = store.verdict(device.uuid)
         suspicions = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
-        kind = "repaired" if options.repaired else "replaced" if options.replaced else "acknowledged"
+        kind = next((k for k in ("repaired", "replaced", "software") if getattr(options, k)), "acknowledged")
         until = now if options.end else now + options.seconds
         ack = Ack(
             device=device.uuid,
@@ -67,13 +76,13 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
             at=now,
             until=until if kind == "acknowledged" else 0.0,
             reason=options.reason.strip(),
-            by=os.environ.get("SUDO_USER") or getpass.getuser(),
+            by=os.environ.get("SUDO_USER") or user_name(),
             rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == "acknowledged" else (),
         )
         if not (store.writable and store.add_ack(ack)):
-            complain(f"ack: not stored: {store.problem or 'cannot write to the store'}")
+            complain(f"ack: not stored: {store.problem or 'cannot write to the database'}")
             return exit_code(State.UNKNOWN)
-    print(f"{device.name} {device.uuid}: {_effect(ack, device)}")
+    say(f"{device.name} {device.uuid}: {_effect(ack, device)}")
     return 0
 
 
@@ -84,18 +93,41 @@ def _mistake(options: argparse.Namespace, current: Ack | None) -> str:
     if options.end and current is None:
         return f"{options.device} has no acknowledgement to end"
     if options.seconds > LONGEST:
-        return f"--for: at most {LONGEST / 86_400:.0f}d; repair or replace a part with a longer-lasting fault"
+        return f"--for: at most {LONGEST / 86_400:.0f}d"
     return ""
+
+
+def _case(store: Store, settings: Config, device: Device, known: Mapping[str, Device], now: float) -> Case:
+    """Return what is on record about the wrong results of a device, as the daemon judges it."""
+    given = acks.heeded(store.acks(), now)
+    probes = sorted({r.probe for r in store.runs(device.uuid, failed=True) if r.wrong})
+    runs = {}
+    for uuid, of in known.items():
+        cut = acks.cut(of, [a for a in given if a.device == uuid])
+        found = list(store.runs(uuid, failed=True))
+        for probe in probes:
+            found += map(fold, store.runs(uuid, probe, failed=False, limit=RECORD))
+        runs[uuid] = [r for r in found if r.started > cut]
+    return Case(
+        device=device,
+        node=node(known, runs, now),
+        wanted={},
+        policy=settings.judge,
+        now=now,
+        confirmed_time=store.certain(now),
+    )
 
 
 def _effect(ack: Ack, device: Device) -> str:
     """Return what an acknowledgement changes, as a sentence."""
     if ack.kind == "repaired":
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
+    if ack.kind == "software":
+        return "software; the wrong results no longer count while other software runs. They stay in its history"
     if ack.kind == "replaced" and device.weak_identity:
         return "replaced; earlier results no longer count. It is unknown until every probe has run again"
     if ack.kind == "replaced":
-        return "replaced; its record still counts while it is found, and it is not missed once it is gone"
+        return "replaced; once it is gone, it is no longer missed. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
-    return f"acknowledged until {format_time(ack.until)}; until then suspect counts as unknown, faulty stays faulty"
+    return f"acknowledged until {format_time(ack.until)}; until then suspect is shown as unknown; faulty stays faulty"

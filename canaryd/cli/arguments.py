@@ -6,24 +6,37 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+from canaryd.cli.common import say
 from canaryd.config import values
+from canaryd.formatting import did_you_mean
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  it has no public name
 """What the parsers of commands are added to."""
+FEW = 8
+"""Choices up to which a mistake lists them all."""
 USAGE = 64
 """Exit status of a usage or configuration error (EX_USAGE of sysexits.h)."""
 EXIT_STATUS = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage or configuration error"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with `USAGE` on a mistake, and names the help that shows what is allowed."""
+    """A parser that exits with `USAGE` on a mistake, and says which known word is nearest."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            near = did_you_mean(str(value), known)
+            # A few words are listed also beside the nearest: "healthy" is like "faulty", and not meant by it.
+            hint = f" (choose from {', '.join(known)}){near}" if len(known) <= FEW or not near else near
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the mistake, and exit."""
         self.print_usage(sys.stderr)
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+        say(f'{self.prog}: {message}; type "{self.prog} --help"', sys.stderr)
+        self.exit(USAGE)
 
 
 def common_options() -> argparse.ArgumentParser:
@@ -32,13 +45,29 @@ def common_options() -> argparse.ArgumentParser:
     common.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration file (default: /etc/canaryd/canaryd.yaml)"
     )
-    common.add_argument("--state-dir", type=Path, metavar="DIR", help="directory of the stored runs and verdicts")
+    common.add_argument(
+        *("--state-dir",),
+        type=Path,
+        metavar="DIR",
+        help="directory of the stored runs and verdicts (default: /var/lib/canaryd, or ~/.local/state/canaryd)",
+    )
     return common
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add --json."""
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_wait(command: argparse.ArgumentParser) -> None:
+    """Add --wait, in seconds."""
+    command.add_argument(
+        "--wait",
+        type=duration,
+        default=600.0,
+        metavar="10m",
+        help="how long to wait for a device that is in use by another test (default: 10m)",
+    )
 
 
 def add_verbose(command: argparse.ArgumentParser, what: str) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canaryd.cli.arguments import USAGE, Commands, add_json
-from canaryd.cli.common import complain, open_store
+from canaryd.cli.common import complain, open_record, open_store, say
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import printable, whole
-from canaryd.formatting import format_time
+from canaryd.formatting import did_you_mean, format_time
+from canaryd.judge.characterised import Met
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, accept, empty_baseline, key_of
@@ -167,8 +168,8 @@ def pin(store: Store, selection: Selection, why: str) -> list[Listed]:
 def import_document(store: Store, text: str) -> tuple[int, int]:
     """Import a text that `document` made; return how many baselines are new, and how many were known already.
 
-    Those of a device of this host become its own; others are witnesses for devices of the same model. Raises
-    `ValueError` and imports nothing where the text is not such a document.
+    Those of a device of this host become its own; others are witnesses for devices of the same model. So do the classes
+    of exact cases that devices met. Raises `ValueError` and imports nothing where the text is not such a document.
     """
     try:
         data = whole(json.loads(text))
@@ -178,10 +179,38 @@ def import_document(store: Store, text: str) -> tuple[int, int]:
         raise ValueError(f'no baselines; wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
     mine = {r.device.uuid for r in store.devices()}
     found = [_imported(number, one, mine) for number, one in enumerate(data["baselines"])]
+    listed = data.get("met", [])
+    if not isinstance(listed, list):
+        raise ValueError("met: wanted a list")  # noqa: TRY004 - a file's, not ours
+    met = [_imported_met(number, one, mine) for number, one in enumerate(listed)]
     have = {(b.device, b.key) for b in store.baselines()}
     fresh = [b for b in found if (b.device, b.key) not in have]
     store.set_baselines(fresh)
+    store.set_met(met)
     return len(fresh), len(found) - len(fresh)
+
+
+def _imported_met(number: int, data: object, mine: Collection[str]) -> Met:
+    """Rebuild one exported record of the classes that a device met."""
+    try:
+        one = from_json(Met, data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"met[{number}]: {printable(str(error))[:300]}; export it again with this canaryd") from error
+    words = (one.device, one.probe, *one.kind, *one.classes, *one.accepted, *one.accepted.values())
+    times = (one.used, *one.classes.values())
+    if not all(word.isprintable() for word in words) or not all(0 <= t <= time.time() + AHEAD for t in times):
+        raise ValueError(f"met[{number}]: impossible names or times")
+    return replace(one, imported=one.device not in mine)
+
+
+def met_by(store: Store, selection: Selection) -> list[Met]:
+    """Return the classes of exact cases that the selected devices met, those of imported devices too."""
+    named = {r.device.uuid: r.device.name for r in store.devices()}
+    return [
+        met
+        for met in store.met()
+        if selection.device in ("", met.device, named.get(met.device)) and selection.probe in ("", met.probe)
+    ]
 
 
 def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
@@ -195,7 +224,8 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
     except (TypeError, ValueError) as error:
         reason = printable(str(error))[:300]
         raise ValueError(f"{where}: {reason}; export it again with this canaryd") from error
-    counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.since, one.processes]
+    counts = [*one.learnt.values(), *one.steady.values(), *one.passed.values(), one.strange, one.beside, one.since]
+    counts += [one.processes]
     times = [one.first, one.last, one.used, one.strange_at, *(t for k in one.known for t in (k.first, k.last))]
     values = [v for k in one.known for v in k.recording.values if v is not None]
     sound = bool(one.known) and all(0 <= n <= MOST for n in counts)
@@ -213,11 +243,11 @@ def _imported(number: int, data: object, mine: Collection[str]) -> Baseline:
 def table(found: Sequence[Listed]) -> str:
     """Return baselines as text, one line each."""
     if not found:
-        return "no baseline matches; probes that record learn them while they run (docs/baselines.md)"
-    rows = [("device", "probe", "case", "results", "samples", "repeats", "witness", "last seen")]
+        return "no baseline matches; canaryd learns baselines while it runs (docs/baselines.md)"
+    rows = [("device", "probe", "case", "results", "samples", "repeats", "confirmed by", "last seen")]
     for device, b, witness in found:
         repeats = "bit-stable" if b.stable("") else "bit-stable when idle" if b.stable(IDLE) else "varies"
-        repeats = repeats if b.complete else "unknown yet"
+        repeats = f"{repeats if b.complete else 'unknown yet'}{', text alone' * b.is_text_only}"
         learnt = f"{b.learnt.get(EVERY, 0)} of {LEARN}"
         rows.append(
             (
@@ -248,20 +278,22 @@ def described(found: Sequence[Listed]) -> str:
             varies = "varies, by an unknown amount so far" if noise is None else f"varies by up to {noise:.3g} nats"
             steady = "bit-stable" if b.stable(condition) else varies
             if b.effective_condition(condition) != condition:
-                steady = "too few to be compared by themselves"
+                steady = "too few to compare"
             lines += [f"  {condition or 'all together'}: {count} recordings, {steady}"]
         for k in b.known:
             times = ", ".join(f"{n} {condition}".strip() for condition, n in sorted(k.counts.items()))
-            lines += [f"  {k.recording.digest}  {times} times, last {format_time(k.last)}  {k.recording.text[:60]!r}"]
-        lines += [f"  witness: {witness}"]
+            text = f"  {k.recording.text[:60]!r}" if k.recording.text else ""
+            lines += [f"  {k.recording.digest}  {times} times, last {format_time(k.last)}{text}"]
+        lines += ["  judged by text alone: no log probabilities"] * b.is_text_only
+        lines += [f"  confirmed by: {witness}"]
         lines += [f"  accepted by hand: {b.accepted}"] if b.accepted else []
         lines += [f"  pinned: {b.pinned}"] if b.pinned else []
         lines += [""]
     return "\n".join(map(printable, lines)).rstrip() or table(())
 
 
-def document(found: Sequence[Listed]) -> dict[str, Any]:
-    """Return baselines as JSON data."""
+def document(found: Sequence[Listed], met: Sequence[Met] = ()) -> dict[str, Any]:
+    """Return baselines, and the classes of exact cases that were met, as JSON data."""
     listed = [
         {
             "name": d.name,
@@ -269,13 +301,14 @@ def document(found: Sequence[Listed]) -> dict[str, Any]:
             "model": d.model,
             "complete": b.complete,
             "stable": b.stable(""),
+            "text_only": b.is_text_only,
             "witness": witness,
             "imported": " ".join(b.imported_kind or ()),
             **to_json(b),
         }
         for d, b, witness in found
     ]
-    return {"schema": SCHEMA, "baselines": listed}
+    return {"schema": SCHEMA, "baselines": listed, "met": to_json(list(met))}
 
 
 def baseline_command(options: argparse.Namespace, settings: Config) -> int:
@@ -287,48 +320,49 @@ def baseline_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     if options.what == "import":
         return _import_baselines(options, settings)
-    with open_store(settings) as store:
+    with open_record(settings, to_change=options.what in ("accept", "pin", "unpin")) as store:
         named = {b.device: b.device for b in store.baselines()} | {
             r.device.uuid: r.device.name for r in store.devices()
         }
         if options.device and options.device not in {*named, *named.values()}:
             known = ", ".join(sorted({*named.values()})) or "none"
-            complain(f'baseline {options.what}: no device "{options.device}"; the store has {known}')
+            near = did_you_mean(options.device, [*named, *named.values()])
+            complain(f'baseline {options.what}: no device "{options.device}"; baselines exist for {known}{near}')
             return USAGE
         if options.what in ("accept", "pin", "unpin"):
             if not store.writable:
-                complain(f"baseline {options.what}: {store.problem or 'cannot write to the store'}")
+                complain(f"baseline {options.what}: {store.problem or 'cannot write to the database'}")
                 return exit_code(State.UNKNOWN)
             return _accept(store, selection, why) if options.what == "accept" else _pin(store, selection, why)
-        found = chosen(store, selection)
+        found, met = chosen(store, selection), met_by(store, selection)
     if options.json or options.what == "export":
-        print(json.dumps(document(found), indent=2))
+        print(json.dumps(document(found, met), indent=2))
     else:
-        print((table if options.what == "list" else described)(found))
+        say((table if options.what == "list" else described)(found))
     return 0
 
 
 def _accept(store: Store, selection: Selection, why: str) -> int:
     changed = accept_unknown(store, selection, why)
     for device, one, count in changed:
-        what = f"{count} result{'s' * (count > 1)} accepted" if count else "its new chain is accepted"
-        print(f"{device.name} {one.probe} {one.case}: {what}")
+        what = f"{count} result{'s' * (count > 1)} accepted" if count else "accepted with its changed model or software"
+        say(f"{device.name} {one.probe} {one.case}: {what}")
     if changed:
-        print("the verdict follows with the next run")
+        print("the next run updates the verdict")
     else:
-        print("nothing to accept: no unknown result of an unpinned baseline matches")
+        print("nothing to accept: no selected case has a result that differs from its baseline, or it is pinned")
     return 0
 
 
 def _pin(store: Store, selection: Selection, why: str) -> int:
     for one in (changed := pin(store, selection, why)):
         what = "pinned: it takes no further result and is never deleted" if why else "no longer pinned"
-        print(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
+        say(f"{one.device.name} {one.baseline.probe} {one.baseline.case}: {what}")
     if not changed:
         found = [one.baseline for one in chosen(store, selection)]
         learning = sum(not b.complete for b in found)
         what = f"{learning} of {len(found)} have too few samples to be pinned" if learning else ""
-        print(f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)")
+        say(f"nothing changed: {what or 'no matching baseline needs it'} (see canaryd baseline list)")
         return 0 if found and not learning else exit_code(State.UNKNOWN)
     return 0
 
@@ -339,13 +373,24 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     try:
         text = sys.stdin.read() if options.device == "-" else Path(options.device).read_text(encoding="utf-8")
+        with open_record(settings):
+            pass  # a new host may have none, but one that cannot be read is not replaced
         with open_store(settings) as store:
             if not store.writable:
-                complain(f"baseline import: {store.problem or 'cannot write to the store'}")
+                complain(f"baseline import: {store.problem or 'cannot write to the database'}")
                 return exit_code(State.UNKNOWN)
+            before = _classes(store)
             fresh, known = import_document(store, text)
+            met = _classes(store) - before
     except (OSError, ValueError) as error:
-        complain(f"baseline import {options.device or '-'}: {error}")
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        complain(f"baseline import {options.device or '-'}: {why}")
         return USAGE
-    print(f"{fresh} baselines imported, {known} known already{'; the verdict follows with the next run' * bool(fresh)}")
+    classes = f", {met} classes of exact tests that were met" * bool(met)
+    follows = "; the next run updates the verdict" * bool(fresh or met)
+    say(f"{fresh} baselines imported, {known} known already{classes}{follows}")
     return 0
+
+
+def _classes(store: Store) -> int:
+    return sum(len({*m.classes, *m.accepted}) for m in store.met())

@@ -8,13 +8,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, duration, seed
+from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
 from canaryd.cli.common import (
     ProgressPrinter,
     complain,
     device_names,
     may_write,
+    nearest_device,
     open_store,
+    refuse_beside_daemon,
     stop_on_signals,
     use_color,
     write_file,
@@ -23,7 +25,7 @@ from canaryd.config.settings import Config
 from canaryd.engine import check
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
-from canaryd.formatting import format_duration
+from canaryd.formatting import did_you_mean, format_duration
 from canaryd.judge.verdict import exit_code
 from canaryd.model import INTENSITIES, Device, State
 from canaryd.probe import LEVELS
@@ -34,6 +36,9 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes each."""
+DRILL_EXIT_STATUS = (
+    "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
+)
 
 
 def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -55,7 +60,11 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     _add_selection(command)
     command.add_argument(
-        "--case", action="append", default=[], metavar="CASE", help="test only this case or prefix; repeatable"
+        *("--case",),
+        action="append",
+        default=[],
+        metavar="CASE",
+        help="test only this case, or those that begin with it; repeatable",
     )
     command.add_argument(
         "--for", dest="seconds", type=duration, default=0.0, metavar="30m", help="keep repeating for this long"
@@ -68,7 +77,7 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="on CPUs, test only this instruction set",
     )
     command.add_argument(
-        "--intensity", choices=INTENSITIES, default="", help="load the device as a retest does (docs/judgement.md)"
+        "--intensity", choices=INTENSITIES, default="", help="load the device, as retests do (docs/judgement.md)"
     )
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
@@ -83,7 +92,7 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "drill",
         parents=[common],
-        epilog=EXIT_STATUS,
+        epilog=DRILL_EXIT_STATUS,
         help="inject a software fault and check that the alarm arrives",
         description="Inject a software fault and check that the alarm arrives. It never counts against the device.",
     )
@@ -103,13 +112,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
         help="test only this device: uuid, cpu:0, cuda:3 or a backend; repeatable",
     )
     command.add_argument("--probe", action="append", default=[], metavar="NAME", help="run only this probe; repeatable")
-    command.add_argument(
-        "--wait",
-        type=duration,
-        default=600.0,
-        metavar="10m",
-        help="how long to wait for a device that is in use by another test (default: 10m)",
-    )
+    add_wait(command)
 
 
 def check_command(options: argparse.Namespace, settings: Config) -> int:
@@ -122,7 +125,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     store = open_store(settings)
     complain(*store.problems)
     now = time.time()
-    if (until := released_until(store, now)) and notes.daemon_runs(store):
+    if notes.daemon_runs(store) and (until := released_until(store, now)):
         complain(
             f"check: devices are released for another {format_duration(until - now)} and must not be touched:"
             " wait, or type canaryd release --end"
@@ -131,13 +134,15 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine)
-    engine.discover()
+    engine.discover(complain)
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
         complain(*mistakes, *engine.problems)
-        return USAGE
+        unsure = engine.failing or engine.unloaded & {*options.probe}
+        return exit_code(State.UNKNOWN) if unsure else USAGE
     if options.command == "drill" and not options.device:
         devices = [d for d in devices if not d.is_endpoint]
+    refuse_beside_daemon(store, devices)
     wanted = _engine_options(options, devices)
     engine.only, engine.cases, engine.intensity = frozenset(wanted.probes), wanted.cases, wanted.intensity
     result = check.run(engine, wanted, devices, printer.waiting)
@@ -148,20 +153,29 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     else:
         print(as_text(result, verbose=options.verbose, color=use_color()))
     if options.command == "drill" and not check.alarmed(result):
-        complain(
-            f"drill: the fault {options.fault!r} raised no alarm: it hit no result, or the probe tolerates it;"
-            " try --probe exact_matmul, or another --fault"
-        )
+        if check.ended(result) and not engine.stopping:
+            complain(
+                f"drill: the fault {options.fault!r} raised no alarm: it hit no result, or the probe tolerates it;"
+                " try --probe exact_matmul, or another --fault"
+            )
         return exit_code(State.UNKNOWN)
     return exit_code(result.state)
 
 
 def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> list[str]:
     """Return a sentence for each device and probe that was named and does not exist."""
-    host, there = device_names(engine.devices), ", ".join(sorted(engine.entries))
+    host, there = device_names(engine.devices), sorted(engine.entries)
     return [
-        *(f"--device {name}: no such device; this host has {host}" for name in missing),
-        *(f"--probe {name}: no such probe; choose from {there}" for name in probes if name not in engine.entries),
+        *(
+            f"--device {name}: no such device; this host has {host}{nearest_device(name, engine.devices)}"
+            for name in missing
+        ),
+        *(f"--probe {name}: it could not be loaded" for name in probes if name in engine.unloaded),
+        *(
+            f"--probe {name}: no such probe; choose from {', '.join(there)}{did_you_mean(name, there)}"
+            for name in probes
+            if name not in engine.entries.keys() | engine.unloaded
+        ),
     ]
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import getpass
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, Progress, choose
+from canaryd.formatting import columns, did_you_mean, folded
+from canaryd.judge.coverage import OUTCOMES
 from canaryd.model import Device, Outcome, Run
-from canaryd.store.database import DATABASE
-from canaryd.store.locks import Busy
+from canaryd.store.locks import Busy, Unreadable, user_name
+from canaryd.store.notes import daemon_runs
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
@@ -31,10 +33,16 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
     return given | ({"listen": options.listen} if getattr(options, "listen", None) else {})
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a text; on a terminal its lines are folded, elsewhere they stay whole for other programs."""
+    stream = stream or sys.stdout
+    print(folded(text, columns()) if stream is not None and stream.isatty() else text, file=stream, flush=True)
+
+
 def complain(*lines: str) -> None:
     """Print lines to standard error, each after "canaryd: "."""
     for line in lines:
-        print(f"canaryd: {line}", file=sys.stderr)
+        say(f"canaryd: {line}", sys.stderr)
 
 
 def use_color() -> bool:
@@ -58,24 +66,38 @@ def write_file(option: str, path: Path, text: str) -> None:
         complain(f"{option} {path}: not written: {error.strerror}")
 
 
-def unreadable(settings: Config) -> str:
-    """Return why this user cannot read the store, as a sentence; "" where it can be read or does not exist."""
-    directory, database = settings.state_dir, settings.state_dir / DATABASE
-    if os.access(directory, os.F_OK) and (
-        not os.access(directory, os.R_OK | os.X_OK)
-        or (os.access(database, os.F_OK) and not os.access(database, os.R_OK))
-    ):
-        return f"cannot read {directory} as user {getpass.getuser()}: use sudo"
-    return ""
-
-
-def open_store(settings: Config) -> Store:
-    """Open the store that the settings name."""
+def open_store(settings: Config, *, for_reading: bool = False) -> Store:
+    """Open the store that the settings name; see `Store.open`."""
     return Store.open(
         settings.state_dir,
         max_bytes=settings.store.max_size,
         keep=Retention(successes=settings.store.keep_successes, failures=settings.store.keep_failures),
+        for_reading=for_reading,
     )
+
+
+@contextlib.contextmanager
+def open_record(settings: Config, *, to_change: bool = False) -> Iterator[Store]:
+    """Open what is recorded and create nothing; `to_change` allows writing to a record that exists.
+
+    Raises `Unreadable` where the record cannot be read: a command must not take it for an empty one.
+    """
+    with open_store(settings, for_reading=True) as store:
+        if store.unreadable:
+            raise Unreadable(store.unreadable)
+        if not (to_change and store.path.exists()):
+            yield store
+            if store.unreadable:
+                raise Unreadable(store.unreadable)
+            return
+    with open_store(settings) as store:
+        yield store
+
+
+def refuse_beside_daemon(store: Store, devices: Sequence[Device]) -> None:
+    """Raise `Unreadable` where a daemon runs and this user may not take the locks of the devices."""
+    if daemon_runs(store) and (names := [d.name for d in devices if not store.may_lock(d.uuid)]):
+        raise Unreadable(f"cannot lock {', '.join(names)} beside the daemon as user {user_name()}: use sudo")
 
 
 class ProgressPrinter:
@@ -114,21 +136,28 @@ class ProgressPrinter:
 
     def _line(self, text: str) -> None:
         self.clear()
-        print(text, file=sys.stderr, flush=True)
+        say(text, sys.stderr)
 
 
 def _summary(run: Run) -> str:
     """Return the outcome of a run in one line."""
     counts = [f"{run.trials:,} results"] if run.trials or not run.recordings else []
     counts += [f"{len(run.recordings):,} recordings"] if run.recordings else []
-    wrong = f", {len(run.wrong)} of {len(run.comparisons)} comparisons WRONG" if run.wrong else ""
+    wrong = f", {sum(c.wrong_trials for c in run.comparisons):,} WRONG" if run.wrong else ""
     why = f": {run.detail.splitlines()[-1]}" if run.detail and run.outcome is not Outcome.COMPLETED else ""
-    return f"{run.outcome.value.replace('_', ' ')}, {', '.join(counts)} in {run.seconds:.1f} s{wrong}{why}"
+    ended = "completed" if run.outcome is Outcome.COMPLETED else OUTCOMES[run.outcome][1]
+    return f"{ended}, {', '.join(counts)}{wrong} in {run.seconds:.1f} s{why}"
 
 
 def device_names(devices: Mapping[str, Device]) -> str:
     """Return the names of devices, for a message."""
-    return ", ".join(d.name for d in devices.values()) or "none"
+    ordered = sorted(devices.values(), key=lambda d: (d.backend, d.index, d.name))
+    return ", ".join(d.name for d in ordered) or "none"
+
+
+def nearest_device(name: str, known: Mapping[str, Device]) -> str:
+    """Return the end of a message about a device that is not known: the one whose name or uuid is nearest."""
+    return did_you_mean(name, [word for d in known.values() for word in (d.name, d.uuid)])
 
 
 def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:
@@ -139,7 +168,9 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
     if found:
         complain(f'{command}: "{name}" names {len(found)} devices; name one of {", ".join(d.name for d in found)}')
     else:
-        complain(f'{command}: no device "{name}"; this host has {device_names(known)}')
+        here = f"this host has {device_names(known)}{nearest_device(name, known)}"
+        here = here if known else "nothing is recorded yet: start the daemon (canaryd run), or run canaryd check"
+        complain(f'{command}: no device "{name}"; {here}')
     return None
 
 
@@ -154,11 +185,11 @@ def stop_on_signals(engine: Engine) -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def make_engine(settings: Config) -> Engine:
+def make_engine(settings: Config, store: Store) -> Engine:
     """Return an engine that has discovered the devices and probes of this host."""
-    engine = Engine(settings, open_store(settings))
+    engine = Engine(settings, store)
     stop_on_signals(engine)
-    engine.discover()
+    engine.discover(complain)
     return engine
 
 
@@ -180,5 +211,5 @@ def ask(engine: Engine, device: Device, module: str, arguments: dict[str, Any], 
     printer.clear()
     if outcome is Outcome.COMPLETED:
         return answer
-    complain(f"{module}: {outcome.value.replace('_', ' ')}: {detail or 'no reason given'}")
+    complain(f"{module} {OUTCOMES[outcome][1]}: {detail or 'no reason given'}")
     return None

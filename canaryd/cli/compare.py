@@ -6,8 +6,19 @@ import argparse
 import json
 from pathlib import Path
 
-from canaryd.cli.arguments import USAGE, Commands, add_json, duration
-from canaryd.cli.common import ask, complain, device_names, make_engine, may_write, write_file
+from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait
+from canaryd.cli.common import (
+    ask,
+    complain,
+    device_names,
+    make_engine,
+    may_write,
+    nearest_device,
+    open_store,
+    refuse_beside_daemon,
+    say,
+    write_file,
+)
 from canaryd.codec import to_json
 from canaryd.compare import score_files, scores
 from canaryd.compare.captures import page, table
@@ -51,13 +62,7 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--operators", action="store_true", help="record every operator, not only every layer")
     command.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")
     command.add_argument("--drill", default="", metavar="PLACE", help="corrupt one element there, e.g. 2.down")
-    command.add_argument(
-        "--wait",
-        type=duration,
-        default=600.0,
-        metavar="10m",
-        help="how long to wait for a device that is in use by another test (default: 10m)",
-    )
+    add_wait(command)
     command.set_defaults(function=capture_command)
 
 
@@ -82,7 +87,7 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
     """Write a capture; return the exit code."""
     if not may_write("--out", options.out):
         return USAGE
-    engine = make_engine(settings)
+    engine = make_engine(settings, open_store(settings))
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
     found, missing = choose(there, [options.device] if options.device else [])
     if len(found) > 1 and not options.device:
@@ -91,8 +96,10 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
         what = (
             f'no single device "{options.device}"' if options.device else "more than one device; choose with --device"
         )
-        complain(f"capture: {what}; name one of {device_names(there)}", *engine.problems)
+        near = nearest_device(options.device, there)
+        complain(f"capture: {what}; name one of {device_names(there)}{near}", *engine.problems)
         return USAGE
+    refuse_beside_daemon(engine.store, found)
     arguments = {
         "device": to_json(found[0]),
         "out": str(options.out.absolute()),
@@ -106,7 +113,7 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
     answer = ask(engine, found[0], "capture", arguments, options.wait)
     if answer is None:
         return exit_code(State.UNKNOWN)
-    print(
+    say(
         f"{options.out}: {answer['tensors']:,} tensors of {found[0].name}, {answer['bytes']:,} bytes,"
         f" in {answer['seconds']:.1f} s"
     )
@@ -128,7 +135,7 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     if not captures[0]:
         return _compare_scores(options)
-    engine = make_engine(settings)
+    engine = make_engine(settings, open_store(settings, for_reading=True))
     cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
     if cpu is None:
         complain("compare: cannot start worker.python, which does the arithmetic", *engine.problems)

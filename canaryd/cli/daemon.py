@@ -10,7 +10,7 @@ import sys
 import time
 
 from canaryd.cli.arguments import USAGE, Commands, duration, listen
-from canaryd.cli.common import complain, open_store, overrides
+from canaryd.cli.common import complain, open_record, open_store, overrides, say
 from canaryd.config.settings import Config
 from canaryd.daemon import systemd
 from canaryd.formatting import format_duration, format_time
@@ -25,12 +25,22 @@ RELEASE_PATIENCE = 30.0
 
 def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Add the parsers of these commands."""
-    command = commands.add_parser("run", parents=[common], help="run the daemon: test on a schedule, serve metrics")
-    command.add_argument("--listen", type=listen, metavar="HOST:PORT", help="address to serve /metrics at")
+    command = commands.add_parser(
+        "run",
+        parents=[common],
+        help="run the daemon: test on a schedule, serve metrics",
+        description="Run the daemon in the foreground: test every device on a schedule, serve metrics and a page.",
+    )
+    command.add_argument(
+        "--listen", type=listen, metavar="HOST:PORT", help="address of metrics and page (default: 127.0.0.1:19469)"
+    )
     command.set_defaults(function=run_command)
 
     command = commands.add_parser(
-        "release", parents=[common], help="let go of every device for a while, e.g. for a driver upgrade"
+        "release",
+        parents=[common],
+        help="let go of every device for a while, e.g. for a driver upgrade",
+        description="Ask the daemon to let go of every device for a while. Nothing is tested until that time is over.",
     )
     command.add_argument(
         "--for", dest="seconds", type=duration, default=600.0, metavar="10m", help="for how long (default: 10m)"
@@ -44,8 +54,7 @@ def run_command(options: argparse.Namespace, settings: Config) -> int:
     from canaryd.daemon.daemon import Daemon  # noqa: PLC0415  a check need not pay for the scheduler and the exposition
 
     manager = systemd.take(os.environ)
-    if sys.stderr is not None:  # a daemon may be started without it
-        faulthandler.enable()  # a watchdog ends a hung daemon by SIGABRT: the log then shows where each thread was
+    faulthandler.enable()  # a watchdog ends a hung daemon by SIGABRT: the log then shows where each thread was
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     store = open_store(settings)
     for problem in store.problems:
@@ -59,9 +68,12 @@ def run_command(options: argparse.Namespace, settings: Config) -> int:
 
 def release_command(options: argparse.Namespace, settings: Config) -> int:
     """Ask the daemon to let go of every device, and return when it has."""
-    with open_store(settings) as store:
+    with open_record(settings, to_change=True) as store:
+        if not settings.state_dir.exists():
+            complain(f"release: nothing is recorded in {settings.state_dir}: name the daemon's with --state-dir")
+            return exit_code(State.UNKNOWN)
         if not notes.daemon_runs(store):
-            print(f"nothing to release: no daemon runs on {settings.state_dir}")
+            say(f"nothing to release: no daemon runs on {settings.state_dir}")
             return 0
         until = 0.0 if options.end else time.time() + options.seconds
         if not store.set_note(RELEASE_NOTE, str(until)):
@@ -77,5 +89,5 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
     if options.end:
         print("release ended: devices are tested again")
     else:
-        print(f"released for {format_duration(options.seconds)}, until {format_time(until)}: no device is touched")
+        say(f"released for {format_duration(options.seconds)}, until {format_time(until)}: no device is touched")
     return 0

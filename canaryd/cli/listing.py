@@ -6,23 +6,34 @@ import argparse
 import json
 
 from canaryd.cli.arguments import Commands
-from canaryd.cli.common import complain, make_engine
+from canaryd.cli.common import complain, make_engine, open_record, open_store, say
 from canaryd.codec import to_json
-from canaryd.config import load
+from canaryd.config import load, permissions
+from canaryd.config.load import ConfigError
 from canaryd.config.settings import Config
+from canaryd.engine.engine import Engine
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
+from canaryd.store.store import Store
 from canaryd.web import auth
+
+CONFIG_EXIT_STATUS = "exit status of check: 0 no mistake, 3 a setting has no effect, 64 the file cannot be used"
 
 
 def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Add the parsers of these commands."""
-    command = commands.add_parser("devices", parents=[common], help="list the devices of this host as JSON")
+    text = "list the devices of this host as JSON"
+    command = commands.add_parser("devices", parents=[common], help=text, description=f"{text.capitalize()}.")
     command.set_defaults(function=devices_command)
-    command = commands.add_parser("probes", parents=[common], help="list the probes and what each one tests")
+    text = "list the probes and what each one tests"
+    command = commands.add_parser("probes", parents=[common], help=text, description=f"{text.capitalize()}.")
     command.set_defaults(function=probes_command)
     command = commands.add_parser(
-        "config", parents=[common], help="check the configuration, or print an example or its schema"
+        "config",
+        parents=[common],
+        epilog=CONFIG_EXIT_STATUS,
+        help="check the configuration, or print an example or its schema",
+        description="Check the configuration file, or print a commented example or its JSON Schema.",
     )
     command.add_argument("what", choices=("check", "example", "schema"))
 
@@ -34,26 +45,39 @@ def config_command(options: argparse.Namespace) -> int:
     elif options.what == "schema":
         print(json.dumps(load.json_schema(), indent=2))
     else:
-        loaded = load.load(options.config)
-        if loaded.web_config:
-            auth.WebConfig(loaded.web_config)
-        print(f"{loaded.file or 'no configuration file, defaults are used'}: ok")
+        return _check_config(load.load(options.config))
     return 0
+
+
+def _check_config(loaded: Config) -> int:
+    """Say what is wrong with a configuration that can be loaded; what `canaryd run` would go without is unknown."""
+    if loaded.web_config:
+        auth.WebConfig(loaded.web_config)
+    if loaded.worker.python and (problem := permissions.unusable(loaded.worker.python)):
+        raise ConfigError([f"{loaded.file}: worker.python: {loaded.worker.python}: {problem}; name another one"])
+    with Store.open(loaded.state_dir, for_reading=True) as store:
+        ignored = [*load.missing_files(loaded), *Engine(loaded, store).ignored_probes()]
+    file = loaded.file or "no configuration file, defaults are used"
+    complain(*(f"{file}: {line}" for line in ignored))
+    if not ignored:
+        say(f"{file}: ok")
+    return exit_code(State.UNKNOWN) if ignored else 0
 
 
 def probes_command(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
     """List the probes; return the exit code."""
-    engine = make_engine(settings)
+    engine = make_engine(settings, open_store(settings, for_reading=True))
     for name, entry in sorted(engine.entries.items(), key=lambda item: item[1].spec.order):
-        print(f"{name:<20} {entry.spec.summary}  ({entry.file.source}: {entry.file.path})")
+        say(f"{name:<20} {entry.spec.summary}  ({entry.file.source}: {entry.file.path})")
     complain(*engine.problems)
     return 0 if not engine.problems else exit_code(State.UNKNOWN)
 
 
 def devices_command(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands
     """List the devices as JSON; return the exit code."""
-    engine = make_engine(settings)
-    found = [to_json(d) | {"present": u in engine.present} for u, d in engine.devices.items()]
+    with open_record(settings) as store:
+        engine = make_engine(settings, store)
+        found = [to_json(d) | {"present": u in engine.present} for u, d in engine.devices.items()]
     print(json.dumps(found, indent=2))
     complain(*engine.problems)
     return 0 if found else exit_code(State.UNKNOWN)

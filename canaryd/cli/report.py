@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 from canaryd.cli.arguments import USAGE, Commands
-from canaryd.cli.common import complain, make_engine, one_device
+from canaryd.cli.common import complain, make_engine, one_device, open_record, say
 from canaryd.config.settings import Config
 from canaryd.dossier import write
 from canaryd.dossier.document import DossierError
@@ -20,8 +21,8 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "report",
         parents=[common],
-        help="write the dossier of a device for a vendor case",
-        description="Write the dossier of a device for a vendor case: a page, JSON and the evidence, in one archive.",
+        help="write the report on a device for its vendor",
+        description="Write the report on a device for its vendor: a page, JSON and the evidence, in one archive.",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(
@@ -40,16 +41,18 @@ def report_command(options: argparse.Namespace, settings: Config) -> int:
 
     A worker recomputes the operands of the failures, where one can be started.
     """
-    engine = make_engine(settings)
-    known = {r.device.uuid: r.device for r in engine.store.devices()}  # those that are gone too
-    device = one_device("report", options.device, known)
-    if device is None:
-        return USAGE
-    flags = {"redact": options.redact, "drill": options.drill}
-    try:
-        made = write.write(engine.store, settings, engine, device, options.out, now=time.time(), **flags)
-    except DossierError as error:
-        complain(str(error))
-        return exit_code(State.UNKNOWN)
+    with open_record(settings) as store:
+        engine = make_engine(settings, store)
+        known = {r.device.uuid: r.device for r in store.devices()}  # those that are gone too
+        device = one_device("report", options.device, known)
+        if device is None:
+            return USAGE
+        flags = {"redact": options.redact, "drill": options.drill}
+        try:
+            made = write.write(store, settings, engine, device, options.out, now=time.time(), **flags)
+        except DossierError as error:
+            complain(str(error))
+            return exit_code(State.UNKNOWN)
+    say(f"read {made / 'dossier.html'}; send the vendor {made.with_name(f'{made.name}.tar.gz')}", sys.stderr)
     print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made)
     return 0

@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+from contextlib import AbstractContextManager
 
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, duration
-from canaryd.cli.common import complain, one_device, open_store, unreadable, use_color
+from canaryd.cli.common import complain, one_device, open_record, open_store, use_color
 from canaryd.config.settings import Config
 from canaryd.formatting import columns
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Cause, State
 from canaryd.report import gate, history, history_text, status, status_text
+from canaryd.store.store import Store
 
 HISTORY = 30 * 86_400.0
 """Seconds back that `canaryd history` looks unless another time is given."""
 GATE_EXIT_STATUS = (
-    "exit status where enforcement acts: 0 pass, 2 fail, 3 unknown; where it only logs: always 0; 64 usage error"
+    "exit status with enforcement: act: 0 pass, 2 fail, 3 unknown; with enforcement: log: always 0; 64 usage error"
 )
 
 
@@ -27,6 +30,11 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     _add_status(commands, common)
     _add_history(commands, common)
     _add_gate(commands, common)
+
+
+def _open(options: argparse.Namespace, settings: Config) -> AbstractContextManager[Store]:
+    """Open the record to show it; with --json one that cannot be read is a problem in the object."""
+    return open_store(settings, for_reading=True) if options.json else open_record(settings)
 
 
 def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -44,10 +52,7 @@ def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def status_command(options: argparse.Namespace, settings: Config) -> int:
     """Print the stored verdicts; return the exit code."""
-    if not options.json and (problem := unreadable(settings)):
-        complain(problem)
-        return exit_code(State.UNKNOWN)
-    with open_store(settings) as store:
+    with _open(options, settings) as store:
         found = status.gather(store, settings)
     if options.json:
         print(json.dumps(status_text.as_json(found), indent=2))
@@ -74,14 +79,12 @@ def _add_history(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def history_command(options: argparse.Namespace, settings: Config) -> int:
     """Print what happened to devices; return the exit code."""
-    if not options.json and (problem := unreadable(settings)):
-        complain(problem)
-        return exit_code(State.UNKNOWN)
     now = time.time()
-    with open_store(settings) as store:
+    with _open(options, settings) as store:
         known = {r.device.uuid: r.device for r in store.devices()}
-        device = one_device("history", options.device, known) if options.device else None
-        if options.device and device is None:
+        named = options.device and not store.unreadable
+        device = one_device("history", options.device, known) if named else None
+        if named and device is None:
             return USAGE
         days = {uuid: store.days(uuid) for uuid in known}
         found = history.gather(store, settings, device.uuid if device else None, now - options.since, now, days)
@@ -89,7 +92,7 @@ def history_command(options: argparse.Namespace, settings: Config) -> int:
         print(json.dumps(history.as_json(found), indent=2))
     else:
         print(history_text.as_text(found, columns(), verbose=options.verbose, color=use_color()))
-    return 0
+    return exit_code(State.UNKNOWN) if store.unreadable else 0
 
 
 def _add_gate(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -148,5 +151,5 @@ def gate_command(options: argparse.Namespace, settings: Config) -> int:
     if options.json:
         print(json.dumps(gate.as_json(answer, question, silence), indent=2))
     else:
-        print(gate.as_text(answer, question, silence))
+        print(gate.as_text(answer, question, silence, columns() if sys.stdout.isatty() else 0))
     return gate.exit_code(answer, silence)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from canaryd.config import permissions
 from canaryd.config.schema import (
+    Each,
     Notes,
     Section,
     document,
     example_lines,
 )
-from canaryd.config.settings import Config, EndpointConfig
+from canaryd.config.settings import Config
+from canaryd.config.values import PATH
 from canaryd.facts import printable
 
 SYSTEM_FILE = Path("/etc/canaryd/canaryd.yaml")
 MAX_FILE_BYTES = 1 << 20
+MADE = ("state_dir",)
+"""Settings whose path canaryd makes where it is missing."""
 
 
 class ConfigError(Exception):
@@ -50,7 +55,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("budget.evidence", "judge.stale_after"),
         lambda c: c.budget.evidence is not None and c.budget.evidence >= c.judge.stale_after,
-        "devices would be unknown before a waiting run is forced; make budget.evidence shorter than judge.stale_after",
+        "a device would be unknown before its test may start; make budget.evidence shorter than judge.stale_after",
     ),
     (
         ("judge.repeat_gap", "judge.repeat_window"),
@@ -96,7 +101,7 @@ def read_bytes(file: Path, by: str = "") -> bytes:
             data = stream.read(MAX_FILE_BYTES + 1)
         doubt = permissions.doubt(file)
     except FileNotFoundError:
-        raise ConfigError([f"{file}: no such file{by}; name an existing file, or none for the defaults"]) from None
+        raise ConfigError([f"{file}: no such file{by}; name an existing file, or leave it out"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{file}: is a directory{by}; name a YAML file"]) from None
     except OSError as error:
@@ -122,7 +127,8 @@ def _check_rules(config: Config, notes: Notes) -> None:
     wrong = {where for _, where, _ in notes.problems}
     for name, endpoint in config.endpoints.each.items():
         where = f"endpoints.{name}"
-        if not endpoint.url and endpoint != EndpointConfig() and f"{where}.url" not in wrong:
+        has_settings = any(line.startswith(f"{where}.") for line in notes.lines)
+        if not endpoint.url and has_settings and f"{where}.url" not in wrong:
             notes.problems.append(
                 (notes.lines[where], where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
             )
@@ -130,6 +136,33 @@ def _check_rules(config: Config, notes: Notes) -> None:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):
             notes.problems.append((*max(given), message))
+
+
+def missing_files(config: Config) -> list[str]:
+    """Return a line for each setting that names a file or a program which does not exist; `load` does not look."""
+    missing = [
+        f"{where}: {value} does not exist; create it, or correct the setting"
+        for where, value in _named_files(config, "")
+        if not value.exists()
+    ]
+    program = next(iter(config.worker.command), None)
+    if program and shutil.which(program) is None:
+        missing.append(f"worker.command: {program} cannot be run here; name a program that can")
+    return missing
+
+
+def _named_files(section: Any, where: str) -> Iterator[tuple[str, Path]]:
+    default = type(section)()
+    for setting in dataclasses.fields(section):
+        kind, value = setting.metadata.get("kind"), getattr(section, setting.name)
+        name = f"{where}{setting.name}"
+        if isinstance(kind, Each):
+            for each, settings in value.items():
+                yield from _named_files(settings, f"{where}{each}.")
+        elif isinstance(kind, Section):
+            yield from _named_files(value, f"{name}.")
+        elif kind is PATH and value and value != getattr(default, setting.name) and name not in MADE:
+            yield name, value
 
 
 def json_schema() -> dict[str, Any]:

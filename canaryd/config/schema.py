@@ -7,11 +7,11 @@ text, and a description. Validation, defaults, the JSON Schema and the commented
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import yaml
 
 from canaryd.facts import printable
+from canaryd.formatting import did_you_mean
 
 MAX_DEPTH = 32
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -90,6 +91,13 @@ def _join(where: str, key: str) -> str:
     return f"{where}.{name}" if where else name
 
 
+def _is_heading(node: yaml.Node) -> bool:
+    """Whether nothing is set below a key: all that stood there is commented out."""
+    return _type(node) == "null" or (
+        isinstance(node, yaml.MappingNode) and all(_is_heading(value) for _, value in node.value)
+    )
+
+
 class Notes:
     """What was noted while a file was read: mistakes as (line, setting, message), and the line of each setting."""
 
@@ -102,12 +110,18 @@ class Notes:
         self.problems.append((node.start_mark.line + 1, where, message))
 
     def items(self, node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Yield (key as typed, key node, value node); note keys that are given twice or are not names."""
+        """Yield (key as typed, key node, value node); note keys that are given twice or are not names.
+
+        A heading without a setting, as in the shipped file, gives nothing: the same key may be given below it.
+        """
         first: dict[str, int] = {}
+        times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 self.add(key, where, f"{_given(key)} as a key; wanted a name")
+            elif times[key.value] > 1 and _is_heading(value):
+                continue
             elif key.value in first:
                 self.add(key, _join(where, key.value), f"given twice, on lines {first[key.value]} and {line}; keep one")
             else:
@@ -280,9 +294,8 @@ class Section:
                 notes.lines[place] = key_node.start_mark.line + 1
                 named[key] = each.metadata["kind"].read(value, place, notes) or each.metadata["kind"].cls()
             else:
-                close = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {quoted(close[0])}?" if close else f"known settings: {', '.join(known)}{beyond}"
-                notes.add(key_node, place, f"unknown setting; {hint}")
+                hint = did_you_mean(key, known) or f"; known settings: {', '.join(known)}{beyond}"
+                notes.add(key_node, place, f"unknown setting{hint}")
         return self.cls(**values, **({each.name: named} if each is not None else {}))
 
     def schema(self) -> dict[str, Any]:

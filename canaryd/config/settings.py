@@ -128,6 +128,11 @@ class ProbesConfig:
         metadata={"kind": Each(ProbeSettings), "doc": "One section per probe, by its name.", "sample": "exact_matmul"},
     )
 
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The probes that are switched on by name."""
+        return tuple(name for name, probe in self.each.items() if probe.enabled)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointConfig:

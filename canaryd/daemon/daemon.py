@@ -129,6 +129,8 @@ class Daemon:
             server.port,
             self.config.state_dir,
         )
+        if self.manager.address and not server.local:
+            log.info("only addresses in IPAddressAllow= of the unit reach it; as shipped, these are loopback's alone")
         self._warnings.log(self._exposed())
         self.manager.tell("READY=1", f"STATUS={self._publisher.summary}")
         self._start_jobs(within_reach(host, server.port))

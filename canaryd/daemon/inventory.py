@@ -55,9 +55,11 @@ class Inventories:
         self._sweep_period = 0.0
         self._kernel_log: threading.Thread | None = None
         self._missing: frozenset[str] = frozenset()
-        """Devices that the last inventory did not find."""
+        """Devices that the last inventory did not find; also "torch" where it could not be asked."""
+        self._lost: set[str] = set()
+        """Devices in place that the driver had lost at the last sweep."""
         self._missing_since = 0.0
-        """When a device was added to them last, by the monotonic clock."""
+        """When one was added to them last, by the monotonic clock."""
 
     def look_around(self) -> None:
         """Ask for an inventory now; one that is being taken may be too old, and is followed by another."""
@@ -74,7 +76,7 @@ class Inventories:
     def take(self) -> None:
         """Take one inventory, start the jobs of what is new, and set the time of the next one."""
         engine = self._engine
-        engine.discover()
+        engine.discover(log.info)
         self._warnings.log(engine.problems)
         for uuid in engine.devices:
             name = f"device {uuid}"
@@ -95,7 +97,7 @@ class Inventories:
     def _wait(self) -> float:
         """Return the seconds to the next inventory."""
         engine, now = self._engine, time.monotonic()
-        missing = frozenset(engine.devices.keys() - engine.present)
+        missing = frozenset(engine.devices.keys() - engine.present | engine.failing.keys() & {"torch"})
         if missing - self._missing:
             self._missing_since = now
         self._missing = missing
@@ -110,6 +112,10 @@ class Inventories:
         self._engine.sweep(due=True)
         self._changed()
         self.swept = time.monotonic()
+        lost = {uuid for uuid in self._engine.in_place if self._engine.watch.lost(uuid)}
+        if lost - self._lost:
+            self.look_around()  # what the driver has lost may be on no list any more
+        self._lost = lost
 
     def _read_kernel_log(self) -> None:
         """Read the kernel log for as long as the daemon runs; replace a reader that dies."""

@@ -17,6 +17,7 @@ from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition, Page
 from canaryd.model import State, Verdict
 from canaryd.report import status, status_page
+from canaryd.store.locks import Flag
 from canaryd.store.store import Store
 from canaryd.supervisor import process
 from canaryd.web import auth
@@ -39,6 +40,8 @@ class Publisher:
         """When the configuration in force was read, in seconds since the epoch."""
         self.summary = ""
         """The status line for the service manager."""
+        self._unstored = Flag(store.state_dir)
+        """Tells readers of the store that what they read may be old."""
         self._page = Exposition(Page({}))
         self._status: status.Status
         self._health = Health()
@@ -70,6 +73,7 @@ class Publisher:
         self._log_changes(verdicts)
         self.summary = self._status_line(verdicts)
         self._health = snapshot.health(engine, now)
+        self._unstored.fly(bool(store.problem))
         self._page = families.render(
             families.Snapshot(
                 version=__version__,
@@ -91,7 +95,7 @@ class Publisher:
             )
         )
         evidence = {uuid: newest_evidence(engine, uuid) for uuid in engine.devices}
-        self._status = status.gather(store, engine.config, now, daemon=True, evidence=evidence)
+        self._status = status.gather(store, engine.config, now, daemon=True, evidence=evidence, itself=True)
 
     def _status_line(self, verdicts: Mapping[str, Verdict]) -> str:
         problem = "" if self.config_ok else "the new configuration is bad, the old one is in force"
@@ -125,8 +129,8 @@ class Publisher:
             return Answer(200 if found.healthy else 503, PLAIN_TEXT, text.encode())
 
         def ready(_: object) -> Answer:
-            text = b"ready\n" if self._health.ready else b"waiting for a first run on every device\n"
-            return Answer(200 if self._health.ready else 503, PLAIN_TEXT, text)
+            waits = self._health.waits
+            return Answer(503 if waits else 200, PLAIN_TEXT, f"{waits or 'ready'}\n".encode())
 
         return {
             "/": lambda _: Answer(200, status_page.CONTENT_TYPE, status_page.render(self._status, time.time())),

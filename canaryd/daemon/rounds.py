@@ -161,7 +161,8 @@ class Rounds:
         """Return which of the probes that are due may run now, and what their time is booked on.
 
         All that load the device wait together. One whose evidence would grow too old runs all the same, and alone: a
-        run without a result counts as well, so that a probe that never completes is no way around the budget.
+        run without a result counts as well, so that a probe that never completes is no way around the budget. The
+        first quick round of this process is forced too, because a verdict is needed soon after a start.
         """
         engine, policy = self._engine, self._engine.config.budget
         loading = [n for n in names if engine.entries[n].spec.numeric and not device.is_endpoint]
@@ -173,7 +174,8 @@ class Rounds:
         young = {
             n
             for n in loading
-            if self._since(device.uuid, n) < budget.oldest(policy, case.freshness(engine.config.judge, periods[n]))
+            if not self._is_first(device.uuid, n)
+            and self._since(device.uuid, n) < budget.oldest(policy, case.freshness(engine.config.judge, periods[n]))
         }
         purpose = budget.FORCED if young < set(loading) else budget.ROUND
         if self._waits(device, purpose, facts):
@@ -194,6 +196,10 @@ class Rounds:
             of_round = not (run.drill or run.confirms or run.intensity)
             if age < budget.HOUR and of_round and entry is not None and entry.spec.numeric:
                 engine.account.recall(uuid, budget.worked(run.seconds), age)
+
+    def _is_first(self, uuid: str, probe: str) -> bool:
+        """Return whether this process has not run a quick probe on a device yet."""
+        return (uuid, probe) not in self._last and self._engine.levels()[probe] == "quick"
 
     def _since(self, uuid: str, probe: str) -> float:
         """Return the seconds since a probe last ran, whatever its outcome; infinite for never."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from canaryd.engine import budget
 from canaryd.engine.engine import Engine
-from canaryd.facts import Reading, stack_id
+from canaryd.facts import Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
@@ -25,7 +25,8 @@ class Health:
     """The answers of /healthz and /readyz."""
 
     healthy: bool = False
-    ready: bool = False
+    waits: str = "waiting for a first run on every device"
+    """Why it is not ready; "" when it is."""
     reasons: tuple[str, ...] = ("no evidence yet",)
     """Why it is not healthy, one sentence each."""
 
@@ -38,10 +39,10 @@ def device_view(
     runs = list(engine.evidence(uuid))
     plain = [r for r in runs if not r.drill]
     newest = {(r.probe, r.instruction_set): r for r in plain}.values()
-    ack = acks.standing([a for a in statements if a.device == uuid], now)
+    ack = acks.standing([a for a in statements if a.device == uuid], engine.store.certain(now))
     return families.DeviceView(
         device=device,
-        present=uuid in engine.in_place,
+        present=uuid in engine.in_place and not engine.watch.lost(uuid),
         verdict=verdict,
         drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
         last_runs={r.probe: r for r in plain},
@@ -73,9 +74,11 @@ def health(engine: Engine, now: float) -> Health:
         for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
     ]
     ran = {r.device for uuid in engine.devices for r in engine.evidence(uuid) if not r.drill}
+    ready = bool(engine.present and ran) and {u for u in engine.present if engine.reached(engine.devices[u])} <= ran
+    unstored = f"cannot store: {printable(engine.store.problem)}" if engine.store.problem else ""
     return Health(
         healthy=bool(engine.present) and not reasons,
-        ready=bool(engine.present and ran) and {u for u in engine.present if engine.reached(engine.devices[u])} <= ran,
+        waits=unstored or ("" if ready else Health.waits),
         reasons=tuple(reasons) or (*engine.problems, "no device was found yet"),
     )
 

@@ -22,7 +22,9 @@ from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
 from canaryd.formatting import format_duration, format_time
-from canaryd.judge.case import DRILL_EXPIRY, Case, node
+from canaryd.judge.case import Case
+from canaryd.judge.characterised import Claims
+from canaryd.judge.node import DRILL_EXPIRY, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
 from canaryd.report.status import UNTENDED
@@ -96,7 +98,7 @@ def _gather_facts(
     if drill and not runs:
         raise DossierError(f"{device.name}: no drill is on record; run canaryd drill --device {device.name} first")
     if drill:
-        verdict, note = _drilled(device, runs, config, now), ""
+        verdict, note = _drilled(device, runs, config, now, Claims(store.met())), ""
     else:
         verdict, note = _judged(store, engine, device, runs, now)
     return Facts(
@@ -150,11 +152,11 @@ def _state_and_cause(verdict: Verdict) -> str:
     return verdict.state.value + ("" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}")
 
 
-def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float) -> Verdict:
+def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
     """Judge drills as of the last one: their verdict is never stored, and they expire after an hour."""
     last = min(now, runs[-1].started + runs[-1].seconds)
     wanted = dict.fromkeys((r.probe for r in runs), DRILL_EXPIRY)
-    among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True)
+    among = node({device.uuid: device}, {device.uuid: runs}, last, drill=True, claims=claims)
     return decide(Case(device=device, node=among, wanted=wanted, policy=config.judge, now=last, drill=True))
 
 
@@ -230,6 +232,7 @@ def _verdict(facts: Facts) -> dict[str, Any]:
         "findings": [
             {name: to_json(getattr(f, name)) for name in FINDING}
             | {"rivals": [{"cause": r.cause.value, "why": r.why, "rejected": r.rejected} for r in f.rivals]}
+            | {"characterised": [{"name": c.name, "by": c.by} for c in f.characterised]}  # no uuids of other parts
             for f in verdict.findings
         ],
     }

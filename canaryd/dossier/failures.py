@@ -12,6 +12,8 @@ from typing import Any
 from canaryd.dossier.facts import Facts
 from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
+from canaryd.judge.characterised import Claims, Proof
+from canaryd.judge.node import Node
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.judge.wording import describe_repeats
@@ -88,7 +90,16 @@ def find_failures(facts: Facts, peers: Sequence[Device]) -> tuple[list[dict[str,
 
     ordered = sorted(failing, key=worst_first)
     peer_runs = _peer_runs(facts.store, peers, {k[0] for k in ordered}, drill=facts.drill)
-    return [_failure(k, failing[k], peer_runs) for k in ordered[:FAILURES]], max(0, len(ordered) - FAILURES)
+    proofs = _proofs(facts)
+    found = [_failure(k, failing[k], peer_runs, proofs) for k in ordered[:FAILURES]]
+    return found, max(0, len(ordered) - FAILURES)
+
+
+def _proofs(facts: Facts) -> dict[int, Proof]:
+    """Return the `id` of a wrong comparison → by what its class is characterised; without those of no class."""
+    device = facts.device
+    among = Node(devices={device.uuid: device}, runs={device.uuid: tuple(facts.runs)}, claims=Claims(facts.store.met()))
+    return {id(m.comparison): m.proof for m in among.missed[device.uuid] if m.proof is not None}
 
 
 def _runs_with_wrong_reference(facts: Facts) -> list[Run]:
@@ -112,9 +123,12 @@ def _peer_runs(store: Store, peers: Sequence[Device], probes: Iterable[str], *, 
     return found
 
 
-def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], peer_runs: Mapping[str, Any]) -> dict[str, Any]:
+def _failure(
+    key: Key, found: Sequence[tuple[Run, Comparison]], peer_runs: Mapping[str, Any], proofs: Mapping[int, Proof]
+) -> dict[str, Any]:
     probe, version, instruction_set, case, shape, seed, subject = key
     wrong = [(r, c) for r, c in found if c.wrong]
+    by = next((proofs[id(c)] for _, c in reversed(wrong) if id(c) in proofs), None)
     evidence = [c.evidence for _, c in wrong if c.evidence]
     best = max(evidence, key=lambda e: (bool(e.repeats), e.wrong), default=None)
     elements = [(r.id, *element) for r, c in wrong if c.evidence for element in c.evidence.first]
@@ -132,7 +146,8 @@ def _failure(key: Key, found: Sequence[tuple[Run, Comparison]], peer_runs: Mappi
         "seed": seed,
         "subject": subject,
         "exactness": wrong[0][1].exactness.value,
-        "characterised": all(c.characterised for _, c in wrong),
+        "characterised": by is not None if subject == Subject.DEVICE.value else True,
+        "characterised_by": by.by.value if by is not None else "",
         "first": min(r.started for r, _ in wrong),
         "last": max(r.started for r, _ in wrong),
         "runs": rate(len(failed_runs), len(runs)),

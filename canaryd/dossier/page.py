@@ -67,6 +67,15 @@ EXACTNESS = {
     "R": "the exact sum is rounded once, to nearest even, so only one bit pattern is right",
     "M": "the answer is decided by a margin larger than any rounding error",
 }
+PROVEN = {
+    "shipped": "it rounds nothing, or healthy processors have been shown to give these bits",
+    "characterise": "an operator accepted it as characterised",
+    "itself": "this device itself has given the right bits in this class on this software",
+    "sibling": "an identical device of this host has given the right bits in this class on this software",
+    "witness": "an identical device of another host has given the right bits in this class on this software",
+    "contradiction": "this device gives right and wrong results for the same bytes",
+}
+"""By what a class is characterised, in words."""
 FIRMWARE = {
     "bus_id": "Bus id",
     "board_part_number": "Board part number",
@@ -205,9 +214,10 @@ def _failures(document: Document) -> str:
         ("First and last seen", f"{format_time(first['first'])} and {format_time(first['last'])}"),
         ("Instruction set", first["instruction_set"]),
         ("Why the reference is right", EXACTNESS[first["exactness"]]),
+        ("Proven exact by", PROVEN.get(first["characterised_by"], "")),
         (
             "Limitation",
-            "" if first["characterised"] else "not proven exact on this backend: this case accuses no device",
+            "" if first["characterised"] else "nobody has met this case on this software: it accuses no device",
         ),
     ]
     rows = [

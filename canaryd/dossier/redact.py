@@ -43,7 +43,10 @@ LONG = 10
 """Length from which a part's number is replaced inside words too (ours): "65:00.0" has seven characters."""
 HOST_FIELDS = ("host", "hostname")
 """Fields that hold a host name only: always replaced, however short it is."""
-OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"})
+OWN_WORDS = frozenset({"schema", "kind", "state", "cause", "subject", "exactness", "backend", "format"}) | {
+    "by",
+    "characterised_by",
+}
 """Fields whose values are canaryd's own words: a host called "device" or "healthy" must not change them."""
 NAMING = ("serial", "bus_id", "board_id", "module_id", "hostname")
 """Details that name a part or host and have no pattern."""

@@ -108,7 +108,9 @@ def _stack_changes(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
-    for verdict in facts.store.verdict_history(facts.device.uuid):
+    stored = facts.store.verdict_history(facts.device.uuid)
+    now = [] if facts.verdict.since in {v.since for v in stored} else [facts.verdict]  # judged for this dossier alone
+    for verdict in [*stored, *now]:
         cause = "" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}"
         why = f": {verdict.findings[0].message}" if verdict.findings and verdict.state is not State.HEALTHY else ""
         yield {"at": verdict.since, "kind": "verdict", "text": f"{verdict.state.value}{cause}{why}", "conditions": {}}

@@ -38,7 +38,7 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
 """Vendor's tool → seconds that it may take; a broken device can hang it (ours)."""
-QUIET_EVENTS = ("counter", "condition", "change", "reset", "boot")
+QUIET_EVENTS = ("counter", "condition", "change", "reset", "boot", "release")
 """Kinds of events that do not come from the kernel log."""
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from canaryd.config import permissions
+from canaryd.formatting import did_you_mean
 from canaryd.probe import ProbeSpec
 
 GROUP = "canaryd.probes"
@@ -102,6 +103,16 @@ def load(
         else:
             entries[file.name] = Entry(spec=spec, file=file)
     return entries, problems
+
+
+def unknown(named: Iterable[str], files: Iterable[ProbeFile]) -> list[str]:
+    """Return a line for each probe that the configuration names and that no file holds."""
+    known = {file.name for file in files}
+    return [
+        f"probes.{name}: no probe of that name was found{did_you_mean(name, known)}"
+        for name in named
+        if name not in known
+    ]
 
 
 def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]:

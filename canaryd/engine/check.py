@@ -141,6 +141,11 @@ def alarmed(result: Result) -> bool:
     return any(run.wrong or run.unknown for runs in result.runs.values() for run in runs)
 
 
+def ended(result: Result) -> bool:
+    """Whether any run came to its end, so that a fault could show."""
+    return any(run.outcome is Outcome.COMPLETED for runs in result.runs.values() for run in runs)
+
+
 def _carry_out(
     engine: Engine, plans: Sequence[Plan], result: Result, wait: float, on_wait: Callable[[str], None]
 ) -> None:

@@ -13,12 +13,14 @@ from canaryd.engine.learning import Learning
 from canaryd.engine.polling import Watch
 from canaryd.engine.trends import Trends
 from canaryd.judge import verdict as judge_verdict
-from canaryd.judge.case import Case, Node, node
+from canaryd.judge.case import Case
+from canaryd.judge.node import Node, node
 from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import ENDPOINT, Device, Finding, Run, Verdict
+from canaryd.judge.watch import days_of_tests
+from canaryd.model import ENDPOINT, Device, Event, Finding, Run, Verdict
 
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""
@@ -86,6 +88,11 @@ class Decisions:
         served = self._host.devices[uuid].is_endpoint
         return self._decide(uuid, self._node(served=served, drill=True, since=since), None, drill=True)
 
+    def keep(self, verdict: Verdict) -> None:
+        """Store a verdict, unless it only shows that canaryd has just started, or is about to stop."""
+        if self._host.looked and (verdict.doubted or not self._host.stopping):
+            self._host.store.set_verdict(verdict)
+
     def drifts(self, uuid: str) -> tuple[Drift, ...]:
         """Return how far a device's newest recordings are from their baselines."""
         with self._host.mutex:
@@ -126,6 +133,7 @@ class Decisions:
                 drill=drill,
                 gone_since=None if uuid in host.in_place else self._discovery.last_seen.get(uuid),
                 signs=None if drill or served else self._signs(device, among.runs[uuid]),
+                sightings={} if drill or served else self._sightings(device),
                 accelerators=self._count(device),
                 unlisted=host.failing if device.backend == "cpu" else {},
                 recordings=self._recording_findings(device, drill=drill),
@@ -136,7 +144,7 @@ class Decisions:
             )
             verdict = judge_verdict.decide(case)
             if not drill and not host.restricted and is_news(verdict, previous):
-                host.store.set_verdict(verdict)
+                self.keep(verdict)
             return verdict
 
     def _node(self, *, served: bool, drill: bool = False, since: float = 0.0) -> Node:
@@ -147,13 +155,14 @@ class Decisions:
             runs: dict[str, Sequence[Run]] = {
                 u: [r for r in self._evidence.of(u) if r.started >= since] for u in devices
             }
+            summed = {} if drill else {u: self._trends.tested(u) for u in devices}
         if host.restricted:  # the verdict is about the part that was asked for, so runs of that part count as complete
             part = host.cases, host.intensity
             for uuid, listed in runs.items():
                 runs[uuid] = [
                     replace(r, cases=(), intensity="") if (r.cases, r.intensity) == part else r for r in listed
                 ]
-        return node(devices, runs, host.clock(), drill=drill)
+        return node(devices, runs, host.clock(), drill=drill, summed=summed, claims=self._learning.met.claims)
 
     def _signs(self, device: Device, runs: Sequence[Run]) -> Signs:
         """Return what a device, its driver and the kernel log reported."""
@@ -174,6 +183,11 @@ class Decisions:
             now=host.clock(),
             policy=host.config.telemetry,
         )
+
+    def _sightings(self, device: Device) -> dict[str, list[Event]]:
+        """Return what the inventory noticed of the other devices of this host."""
+        others = (d for u, d in self._host.devices.items() if u != device.uuid and d.backend == device.backend)
+        return {d.uuid: [e for e in self._watch.events(d) if e.kind == "change"] for d in others}
 
     def _count(self, device: Device) -> tuple[int, int] | None:
         """Return how many accelerators were found and are expected, for the host's CPU where the number is set."""
@@ -223,6 +237,8 @@ class Decisions:
             policy=host.config.judge,
             now=host.clock(),
             reached=host.certain_time(),
+            tested={} if drill else days_of_tests(self._evidence.of(device.uuid), self._trends.tested(device.uuid)),
+            wanted=host.periods(device),
             peers={
                 d.name: Peer(
                     device=d,

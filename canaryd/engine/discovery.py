@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from canaryd.engine import catalogue, endpoints, inventory
 from canaryd.engine.evidence import Evidence
@@ -31,33 +31,45 @@ class Discovery:
         self.last_seen: dict[str, float] = {}
         """Device → when it was last found, in seconds since the epoch; empty before the first discovery."""
 
-    def discover(self) -> None:
-        """Find probes and devices through workers, and record what changed.
+    def discover(self, on_wait: Callable[[str], None] = lambda _: None) -> None:
+        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait.
 
         What cannot be read stays as it was. A missing device stays known, and not present, for as long as the judge
         watches a suspect.
         """
         host = self._host
-        enabled = [name for name, probe in host.config.probes.each.items() if probe.enabled]
-        files, problems = catalogue.find(host.config.probes.directories, enabled)
+        files, problems = catalogue.find(host.config.probes.directories, host.config.probes.enabled)
         listing = self._workers.ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
-        described = self._workers.ask(lambda series: series.describe([f.path for f in files]), numeric=True)
-        entries, more = catalogue.load(files, described.probes)
+        paths = [f.path for f in files]
+        described = self._workers.ask(lambda series: series.describe(paths, on_wait=on_wait), numeric=True)
+        reached = [f for f in files if not described.lost or f.path in described.probes]
+        entries, more = catalogue.load(reached, described.probes)
         with host.mutex:
             if self._workers.halted:
                 return
+            host.looked = True
             if entries or not files:
                 host.entries = {n: e for n, e in entries.items() if host.is_enabled(e.spec)}
-            unknown = [name for name in host.config.probes.each if name not in {f.name for f in files}]
+            host.unloaded = frozenset(f.name for f in files) - entries.keys()
             host.problems = [
                 *map(str, [*problems, *more]),
-                *(f"probes.{name}: no probe of that name was found" for name in unknown),
+                *catalogue.unknown(host.config.probes.each, files),
                 *_stack_problem(described),
                 *listing.problems,
             ]
-            host.failing = dict(listing.failing)
+            host.failing = {**listing.failing, **({"torch": described.lost} if described.lost else {})}
             here = {r.device.uuid for r in host.store.devices() if r.present}
             self._take_inventory(inventory.merge(described, listing, self._known(), here), here)
+
+    def ignored(self) -> list[str]:
+        """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own."""
+        probes = self._host.config.probes
+        files, problems = catalogue.find(probes.directories, probes.enabled)
+        own = [file for file in files if file.source != "builtin"]
+        if own:
+            described = self._workers.ask(lambda series: series.describe([f.path for f in own]), numeric=True)
+            problems += catalogue.load(own, described.probes)[1]
+        return [*map(str, problems), *catalogue.unknown(probes.each, files)]
 
     def _vendor_settings(self) -> dict[str, Mapping[str, object]]:
         """Return vendor → the settings of its probe, for each vendor whose probe is not disabled."""
@@ -74,8 +86,8 @@ class Discovery:
         if devices:
             records = {r.device.uuid: r for r in store.devices()}
             kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
-            gone = [r.device for u, r in records.items() if r.present and u not in host.present | kept]
-            gone = [d for d in gone if host.is_included(d) and inventory.PLACEHOLDER not in d.detail]
+            gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
+            gone = [r for r in gone if host.is_included(r.device) and inventory.PLACEHOLDER not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)
             store.set_present(host.present | kept, now)
@@ -98,8 +110,10 @@ class Discovery:
             records = [
                 r
                 for r in known
-                if inventory.remembered(r, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid))
-                and host.is_included(r.device)
+                if host.is_included(r.device)
+                and inventory.remembered(
+                    r, host.store, here, host.config, now, acknowledged, verdict=verdicts.get(r.device.uuid)
+                )
             ]
             # A new mapping each time: other threads iterate over the old one.
             host.devices = {r.device.uuid: r.device for r in records}

@@ -18,13 +18,14 @@ from canaryd.engine.evidence import Acknowledgements, Evidence
 from canaryd.engine.follow_ups import FollowUps
 from canaryd.engine.host import Host
 from canaryd.engine.learning import Learning
+from canaryd.engine.met import MetClasses
 from canaryd.engine.polling import Watch, poll_tasks
 from canaryd.engine.schedule import Plan, Step
 from canaryd.engine.trends import Trends
 from canaryd.engine.workers import Workers
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
-from canaryd.model import Device, Outcome, Reason, Run, Verdict
+from canaryd.model import Device, Event, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest
 
@@ -74,8 +75,9 @@ class Engine(Host):
         self.watch = Watch(self.store, lambda: self.config, lambda: self.workers.start(numeric=False), self.workers.end)
         self.watch.kernel_log.on_records = self._on_kernel_log
         self._acks = Acknowledgements(self)
-        self._evidence = Evidence(self, self._acks)
-        self._learning = Learning(self, self._evidence, self._acks)
+        self._met = MetClasses(self)
+        self._evidence = Evidence(self, self._acks, self._met)
+        self._learning = Learning(self, self._evidence, self._acks, self._met)
         self._trends = Trends(self, self._acks)
         self._discovery = Discovery(self, self.workers, self.watch, self._evidence, self._learning)
         self._decisions = Decisions(
@@ -88,11 +90,6 @@ class Engine(Host):
         self.on_change()
 
     # -- stopping and releasing ---------------------------------------------------------------------------------------
-
-    @property
-    def stopping(self) -> str:
-        """Why `stop` was called; "" until then."""
-        return self.workers.stopping
 
     @property
     def released(self) -> str:
@@ -117,16 +114,28 @@ class Engine(Host):
         """Let go of every device and use none until `take_back`; `holds` becomes false when this is done."""
         self.workers.release(reason)
         self.watch.let_go()
+        self._note_release("canaryd let go of every device")
 
     def take_back(self) -> None:
         """Use devices again."""
         self.workers.take_back()
+        self._note_release("canaryd took the devices back")
+
+    def _note_release(self, detail: str) -> None:
+        """Record that every device was released: what vanishes meanwhile was taken away on purpose."""
+        now = self.clock()
+        event = Event(device="", kind="release", name="canaryd", first=now, last=now, detail=detail)
+        self.watch.happened([replace(event, device=uuid) for uuid in list(self.devices)])
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def discover(self) -> None:
-        """Find probes and devices through workers, and record what changed."""
-        self._discovery.discover()
+    def discover(self, on_wait: Callable[[str], None] = lambda _: None) -> None:
+        """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait."""
+        self._discovery.discover(on_wait)
+
+    def ignored_probes(self) -> list[str]:
+        """Return a line for each probe that the configuration names and that cannot be used; touches no device."""
+        return self._discovery.ignored()
 
     def recall(self) -> None:
         """Load from the store what is known of devices and runs."""
@@ -302,12 +311,12 @@ class Engine(Host):
     # -- evidence and verdicts ----------------------------------------------------------------------------------------
 
     def add(self, run: Run) -> Run:
-        """Store a run, learn from its recordings, judge its device, and return the run as it was stored."""
+        """Store a run, learn from it, judge its device, and return the run as it was stored."""
         learnt: Collection[Baseline] = ()
         run = self._evidence.redated(run)
         if run.recordings:
             run, learnt = self._learning.take_in(run)
-        self.store.add_run(run, learnt)
+        self.store.add_run(run, learnt, self._met.learn([run]))
         self.take(run)
         self.decide()
         return run
@@ -334,7 +343,7 @@ class Engine(Host):
         """Judge every device by all evidence and store it, also after a restricted check: its runs may show more."""
         self.only, self.cases, self.intensity = frozenset(), (), ""
         for verdict in self.decide().values():
-            self.store.set_verdict(verdict)
+            self._decisions.keep(verdict)
 
     def verdict(self, uuid: str) -> Verdict:
         """Judge one device now."""

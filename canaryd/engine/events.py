@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import defaultdict
@@ -116,7 +117,7 @@ class EventHistory:
         The event has the time of the machine's start, because what the kernel has logged since then came after it.
         """
         with contextlib.suppress(OSError):
-            current = boot_id.read_text().strip()
+            current = _boot(boot_id)
             before, running = self._store.note(BOOT_NOTE), self._store.note(RUNNING_NOTE)
             if current and current != before:
                 unclean = bool(running) and running == before
@@ -137,7 +138,15 @@ class EventHistory:
     def note_running(self, *, running: bool, boot_id: Path = BOOT_ID) -> None:
         """Note that a daemon runs on this boot, or that it stopped in good order."""
         with contextlib.suppress(OSError):
-            self._store.set_note(RUNNING_NOTE, boot_id.read_text().strip() if running else "")
+            self._store.set_note(RUNNING_NOTE, _boot(boot_id) if running else "")
+
+
+def _boot(boot_id: Path) -> str:
+    """Return the id of this boot of the machine; "" where it is not shown.
+
+    Container managers (systemd-nspawn, LXC) mount a file of their own there, with a new id for each container.
+    """
+    return "" if os.path.ismount(boot_id) else boot_id.read_text().strip()
 
 
 def _uptime() -> float:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from canaryd.engine.host import Host
+from canaryd.engine.met import MetClasses
 from canaryd.facts import Comparison, Exactness, Reading, Recording, Subject
 from canaryd.judge import acks
-from canaryd.judge.case import DRILL_EXPIRY
-from canaryd.judge.recordings import rules
+from canaryd.judge.node import DRILL_EXPIRY
+from canaryd.judge.recordings import speed
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Ack, Outcome, Run
@@ -44,8 +45,12 @@ class Acknowledgements:
         """Rises whenever `read` finds a change."""
 
     def read(self) -> None:
-        """Read all acknowledgements from the store."""
-        found = tuple(self._host.store.acks())
+        """Read all acknowledgements from the store; those that are dated in the future are void from now on."""
+        store = self._host.store
+        found = tuple(store.acks())
+        if ahead := acks.ahead(found, self._host.clock(), store.reached):
+            store.void_acks(ahead)
+            found = tuple(store.acks())
         self._of = {uuid: tuple(a for a in found if a.device == uuid) for uuid in self._host.devices}
         if found != self._all:
             self._all = found
@@ -63,10 +68,11 @@ class Acknowledgements:
 class Evidence:
     """The runs of each device that stay in memory."""
 
-    def __init__(self, host: Host, acknowledgements: Acknowledgements) -> None:
+    def __init__(self, host: Host, acknowledgements: Acknowledgements, met: MetClasses) -> None:
         """Load nothing yet; `recall` does."""
         self._host = host
         self._acks = acknowledgements
+        self._met = met
         self._runs: dict[str, list[Run]] = {}
         self._mismatched: frozenset[str] = frozenset()
         """Devices with a mismatch on record."""
@@ -78,6 +84,7 @@ class Evidence:
     def recall(self) -> None:
         """Read the runs of new devices, and of all devices when there are new probes, from the store."""
         self._mismatched = self._host.store.mismatched()
+        self._met.read()
         new = set(self._host.entries) - self._loaded
         self._loaded |= new
         for uuid in self._host.devices:
@@ -129,6 +136,8 @@ class Evidence:
         for probe in self._host.entries:
             found += store.runs(uuid, probe, failed=False, limit=self._limit(uuid))
         found += store.runs(uuid, drill=True, since=self._host.clock() - DRILL_EXPIRY)
+        if learnt := self._met.learn(found):  # of a release that kept no such record
+            store.set_met(learnt)
         runs = {run.id: fold(run) for run in found}
         return self._kept(uuid, [runs[name] for name in sorted(runs)])
 
@@ -187,9 +196,9 @@ def without_recordings(run: Run) -> Run:
     The latency of an endpoint depends on what was asked and on whether it served others at the time. The first
     recording shows the one, the first recording that was not alone shows the other.
     """
-    compared = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in rules.LATENCIES)
+    compared = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in speed.LATENCIES)
     kept: tuple[Recording, ...] = ()
-    if any(r.name in rules.LATENCIES for r in compared):
+    if any(r.name in speed.LATENCIES for r in compared):
         kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
     learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
     return replace(run, recordings=kept, learnt=learnt, readings=compared or run.readings[:1])

@@ -51,6 +51,8 @@ class FollowUps:
         """
         host = self._host
         device, verdict = host.devices[uuid], host.store.verdict(uuid)
+        if plans := self._behind_a_departed_endpoint(device):
+            return plans
         if verdict is None or verdict.state is State.FAULTY or not verdict.doubted:
             return []
         mine = [
@@ -63,6 +65,20 @@ class FollowUps:
             tested = [device, *([] if run.wrong else self._next_sibling(device, turn + INTENSITIES.index(how)))]
             seed = schedule.new_seed()
             return [p for d in tested for p in schedule.retests(run, how, host.entries, d, seed=seed, turn=turn)]
+        return []
+
+    def _behind_a_departed_endpoint(self, device: Device) -> list[Plan]:
+        """Return one deep test of a device since an endpoint that it serves is in doubt; [] where it was made."""
+        host = self._host
+        mine = self._evidence.of(device.uuid)
+        for endpoint in (d for d in host.devices.values() if d.is_endpoint and device in host.devices_behind(d)):
+            verdict = host.store.verdict(endpoint.uuid)
+            if verdict is None or verdict.state.severity < State.SUSPECT.severity:
+                continue
+            if any(r.intensity == "content" and r.started >= verdict.since for r in mine):
+                continue
+            if schedule.may_be_retested(mine, host.clock()):
+                return schedule.deep_test(host.entries, device, trigger=f"{endpoint.name} departed")
         return []
 
     def _next_sibling(self, device: Device, turn: int) -> list[Device]:

@@ -12,7 +12,6 @@ from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
 from canaryd.model import Device
 from canaryd.probe import ProbeSpec
-from canaryd.store.clock import STEP
 from canaryd.store.store import Store
 
 
@@ -35,7 +34,13 @@ class Host:
     problems: list[str] = field(default_factory=list)
     """What is wrong with the probes or the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
-    """Vendor whose software is installed → why its devices could not be listed."""
+    """Vendor whose software is installed, or "torch" → why its devices could not be listed."""
+    unloaded: frozenset[str] = frozenset()
+    """Probes that are there and could not be loaded."""
+    looked: bool = False
+    """Whether this process has looked for devices and probes; until then it cannot judge."""
+    stopping: str = ""
+    """Why canaryd stops; "" until then."""
     present: set[str] = field(default_factory=set)
     """Devices that this process found at its last discovery."""
     in_place: set[str] = field(default_factory=set)
@@ -127,5 +132,4 @@ class Host:
 
     def certain_time(self) -> float:
         """Return the current time, limited by the last confirmed time: a wrong clock must not end a waiting period."""
-        confirmed = self.store.reached
-        return min(self.clock(), confirmed + STEP) if confirmed else self.clock()
+        return self.store.certain(self.clock())

@@ -10,11 +10,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from canaryd.config.settings import Config
+from canaryd.config.settings import Config, JudgePolicy
 from canaryd.engine import endpoints
 from canaryd.judge import acks
+from canaryd.judge.watch import is_over
 from canaryd.model import Ack, Device, Event, Verdict
 from canaryd.store.devices import DeviceRecord
+from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing
 
 PLACEHOLDER = "undriven"
@@ -29,6 +31,7 @@ UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER)
 
 def remembered(
     record: DeviceRecord,
+    store: Store,
     here: Collection[str],
     config: Config,
     now: float,
@@ -38,7 +41,8 @@ def remembered(
 ) -> bool:
     """Return whether a device is still known: it is `here`, or it disappeared recently and was not removed on purpose.
 
-    `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device.
+    `acknowledged` are the operators' acknowledgements, `verdict` is the newest of this device, `now` is in seconds
+    since the epoch. Recently: not before the daemon has tested others here on as many days as the judge watches.
     """
     device = record.device
     if device.is_endpoint:  # it exists because it is configured
@@ -49,7 +53,22 @@ def remembered(
     planned |= acks.retired(device, acknowledged, record.last_seen)
     # The GPU was divided differently, so its old instances are gone; a doubted one is still reported.
     planned |= device.parent in here and not (verdict is not None and verdict.doubted)
-    return not planned and now - record.last_seen < config.judge.watch
+    return not planned and not _outlived(record, store, here, now, config.judge)
+
+
+def _outlived(record: DeviceRecord, store: Store, here: Collection[str], now: float, policy: JudgePolicy) -> bool:
+    """Return whether the devices that are `here` were tested for a watch since a device was last seen.
+
+    By days of tests, as `is_over` counts them: a machine that was off, or a clock that jumped, forgets no device.
+    """
+    if now - record.last_seen < policy.watch:
+        return False
+    since, days = max(record.last_seen, now - 3 * policy.watch), set[int]()
+    for uuid in here:
+        days |= {day.day for day in store.days(uuid, since) if day.tested}
+        if is_over(record.last_seen, now, policy.watch, days, policy.stale_after):
+            return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +135,10 @@ def merge(described: Description, listing: Listing, known: Mapping[str, Device],
 def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: Mapping[str, Device]) -> Device:
     before = known.get(device.uuid)
     facts = {**stack, **listing.facts} if device.backend == "cpu" else {k: stack[k] for k in ("torch",) if k in stack}
+    if before is not None and device.backend != "cpu" and "driver" in before.detail.keys() - device.detail.keys():
+        # Only torch sees it this time; what torch calls its model, memory or address is no change of any.
+        detail = {**device.detail, **before.detail, **facts}
+        return replace(device, model=before.model, index=before.index, detail=detail)
     return replace(device, detail={**(before.detail if before else {}), **facts, **device.detail})
 
 
@@ -134,12 +157,17 @@ def _same(device: Device, other: Device) -> bool:
 
 
 def changes(
-    known: Mapping[str, Device], here: Collection[str], found: Iterable[Device], gone: Sequence[Device], now: float
+    known: Mapping[str, Device],
+    here: Collection[str],
+    found: Iterable[Device],
+    gone: Sequence[DeviceRecord],
+    now: float,
 ) -> list[Event]:
     """Return what changed since the last discovery: one event per component, with before and after.
 
     Of the `known` devices, `here` were present then. The first discovery on a machine changes nothing. A component that
-    could not be read is not a change.
+    could not be read is not a change. A device is gone since an unknown time between the one when it was last seen and
+    `now`, so its event begins with that.
     """
     events = []
     for device in found:
@@ -154,9 +182,10 @@ def changes(
             old, new = before.detail[key], device.detail[key]
             if old != new:
                 events.append(_change(device, key, old, new, f"{key}: {old} → {new}", now))
-    for device in gone:
-        text = f"{device.name} ({device.model}) is gone"
-        events.append(_change(device, "device", "found", "gone", text, now))
+    for record in gone:
+        text = f"{record.device.name} ({record.device.model}) is gone"
+        event = _change(record.device, "device", "found", "gone", text, now)
+        events.append(replace(event, first=min(record.last_seen, now)))
     return events
 
 

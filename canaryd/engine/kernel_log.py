@@ -12,14 +12,18 @@ from canaryd.engine.events import BUS, HOST, EventHistory
 from canaryd.engine.inventory import bus_key
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.clock import credible
+from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Device, Event
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
+from canaryd.supervisor import killed
 from canaryd.supervisor.series import Series
 
 OWN = frozenset({"xid", "off-bus", "amdgpu", "driver"})
 """Kinds of records that are about an accelerator and nothing else."""
+OF_PROCESSES = frozenset({"application", "either"})
+"""Natures of Xids that a process can cause by being killed at work; what else happens then is the device's."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
 """Kinds of records that any part on the bus can cause."""
 
@@ -100,7 +104,13 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
 
 def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     """Return the event of a record. A fault of a part that canaryd does not test is recorded, and accuses no device."""
+    fields = dict(record.fields)
+    process = fields.pop("process", "")
+    record = replace(record, fields=fields)
     event = log_event(record, addressee(record, devices))
+    own = bool(process) and killed.was_killed(int(process), record.at)
+    if own and record.kind == "xid" and xids.explain(event.code).nature in OF_PROCESSES:
+        event = replace(event, kind="elsewhere", name=f"xid {record.name} of a worker that canaryd killed")
     known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
     if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
         event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from canaryd.engine.evidence import Acknowledgements, Evidence
 from canaryd.engine.host import Host
+from canaryd.engine.met import MetClasses
 from canaryd.engine.schedule import Plan, Step
 from canaryd.judge.recordings import intake
 from canaryd.judge.recordings.baseline import Baseline, Key, key_of
@@ -19,8 +20,9 @@ STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 class Learning:
     """The baselines in memory, kept up to date with the store."""
 
-    def __init__(self, host: Host, evidence: Evidence, acknowledgements: Acknowledgements) -> None:
+    def __init__(self, host: Host, evidence: Evidence, acknowledgements: Acknowledgements, met: MetClasses) -> None:
         """Read nothing yet; `refresh` does."""
+        self.met = met
         self._host = host
         self._evidence = evidence
         self._acks = acknowledgements
@@ -37,13 +39,14 @@ class Learning:
         return self._baselines.get(uuid, {})
 
     def refresh(self, *, always: bool = False) -> None:
-        """Read baselines and acknowledgements again where another process has written to the store, or `always`."""
+        """Read all that is learnt again where another process has written to the store, or `always`."""
         with self._host.mutex:
             found = self._host.store.written_elsewhere()
             if not always and found is not None and found == self._store_version:
                 return
             self._store_version = found
             self._acks.read()
+            self.met.read()
             baselines = self._host.store.baselines()
             self._baselines = {uuid: {} for uuid in self._host.devices}
             for baseline in (b for b in baselines if b.device in self._host.devices):

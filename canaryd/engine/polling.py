@@ -246,6 +246,10 @@ class Watch:
                 if uuid == device
             }
 
+    def lost(self, device: str) -> bool:
+        """Return whether the newest poll says that a device no longer answers its driver."""
+        return any(signals.lost_because(poll.newest) for poll in self.polls(device).values())
+
     def readings(self, device: str, now: float) -> tuple[Reading, ...]:
         """Return the readings of a device's fresh polls; none of a poll that is stale."""
         return tuple(
@@ -318,6 +322,7 @@ def poll_tasks(host: Host) -> list[Task]:
                 level="quick",
                 seed=0,
                 settings=host.settings(name).settings,
+                memory=str(host.config.state_dir / "memory"),
             ),
             timeout=host.timeout(entry.spec, "quick"),
             period=periods[name],

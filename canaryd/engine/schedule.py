@@ -209,6 +209,20 @@ def retests(
     )
 
 
+def deep_test(entries: Mapping[str, Entry], device: Device, *, trigger: str) -> list[Plan]:
+    """Return one run of every numeric probe at level deep, on all instruction sets of a device."""
+    asked = [e for e in entries.values() if can_be_retested(e, device)]
+    return plan_round(
+        device,
+        asked,
+        levels={e.spec.name: "deep" for e in asked},
+        seed=new_seed(),
+        sets=instruction_sets(device, "deep"),
+        trigger=trigger,
+        intensity="content",
+    )
+
+
 def may_be_retested(runs: Iterable[Run], now: float) -> bool:
     """Return whether the retests of the last day used less than `RETEST_SHARE`; `runs` are those of one device."""
     took = sum(r.seconds for r in runs if r.intensity and not r.drill and 0 <= now - r.started < DAY)

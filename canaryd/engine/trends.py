@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from canaryd.engine.evidence import Acknowledgements
@@ -27,6 +28,8 @@ class Trends:
         self._acks_version = acknowledgements.version
         self._courses: dict[str, dict[days.Key, days.Course]] = {}
         """Device → its readings day by day."""
+        self._tested: dict[str, dict[str, frozenset[int]]] = {}
+        """Device → probe → the days on which it was tested, as far as they are summed up."""
         self._found: dict[str, tuple[int, tuple[Finding, ...]]] = {}
         """Device → the day on which its days were judged, and what was found."""
 
@@ -57,7 +60,30 @@ class Trends:
         store.add_day(days.summary(uuid, day, runs, store.polls(uuid, since=begin, until=end)))
         with self._host.mutex:
             self._courses.pop(uuid, None)
+            self._tested.pop(uuid, None)
             self._found.clear()
+
+    def tested(self, uuid: str) -> dict[str, frozenset[int]]:
+        """Return, by probe, the past days (UTC, since the epoch) on which a device was tested since its last repair."""
+        self._refresh()
+        if uuid not in self._tested:
+            days_of: dict[str, set[int]] = defaultdict(set)
+            for day in self._host.store.days(uuid, self._since(uuid)):
+                for probe in day.tested:
+                    days_of[probe].add(day.day)
+            self._tested[uuid] = {probe: frozenset(found) for probe, found in days_of.items()}
+        return self._tested[uuid]
+
+    def _refresh(self) -> None:
+        """Forget what was read before an acknowledgement: the days before a repair do not count."""
+        if self._acks_version != self._acks.version:
+            self._acks_version = self._acks.version
+            self._found.clear()
+            self._courses.clear()
+            self._tested.clear()
+
+    def _since(self, uuid: str) -> float:
+        return max(self._host.certain_time() - SEEN, self._acks.evidence_since(uuid))
 
     def findings(self, device: Device) -> tuple[Finding, ...]:
         """Return the findings of a device's days beside its own earlier days and its siblings' (docs/judgement.md).
@@ -65,16 +91,12 @@ class Trends:
         Judged once a day, and again after an acknowledgement: the days before a repair do not count.
         """
         host, now = self._host, self._host.clock()
-        if self._acks_version != self._acks.version:
-            self._acks_version = self._acks.version
-            self._found.clear()
-            self._courses.clear()
+        self._refresh()
         today = int(now // DAY)
         if self._found.get(device.uuid, (None, ()))[0] != today:
             kin = host.kin(device.uuid)
             for uuid in kin - set(self._courses):
-                since = max(now - SEEN, self._acks.evidence_since(uuid))
-                self._courses[uuid] = days.courses(host.store.days(uuid, since))
+                self._courses[uuid] = days.courses(host.store.days(uuid, self._since(uuid)))
             peers = {host.devices[u].name: self._courses[u] for u in kin - {device.uuid}}
             self._found[device.uuid] = today, tuple(findings(self._courses[device.uuid], peers, now))
         return self._found[device.uuid][1]

@@ -26,15 +26,13 @@ class Workers:
         """Series at work → whether it may use a device."""
         self._mutex = threading.Lock()
         """Guards `_series`. Never held while anything waits, so that `stop` acts at once."""
-        self.stopping = ""
-        """Why `stop` was called; "" until then."""
         self.released = ""
         """Why no device may be used at present; "" when devices may be used."""
 
     @property
     def halted(self) -> str:
         """Why nothing may be started at present; "" when it may."""
-        return self.stopping or self.released
+        return self._host.stopping or self.released
 
     @property
     def hold_devices(self) -> bool:
@@ -56,14 +54,14 @@ class Workers:
         settings = self._host.config.worker
         spec = WorkerSpec()
         if numeric:
-            # An instance of a divided GPU has to be named before CUDA starts, or the process sees another one.
-            only = {"CUDA_VISIBLE_DEVICES": device.uuid} if device is not None and device.parent else {}
+            only = None if device is None or device.is_endpoint else device
             python = settings.python or sys.executable
-            spec = WorkerSpec(python=python, command=tuple(settings.command), env={**only, **settings.env}, nice=nice)
+            command = tuple(settings.command)
+            spec = WorkerSpec(python=python, command=command, env=settings.env, nice=nice, only=only)
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._mutex:
             self._series[series] = uses_device
-            if self.stopping or (self.released and uses_device):
+            if self._host.stopping or (self.released and uses_device):
                 series.kill(self.halted)
         return series
 
@@ -84,7 +82,7 @@ class Workers:
     def stop(self, reason: str) -> None:
         """Kill every worker and start no more."""
         with self._mutex:
-            self.stopping = reason
+            self._host.stopping = reason
             for series in self._series:
                 series.kill(reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from canaryd.facts import printable
+from canaryd.hidden import hide, keep
 
 PATIENCE = 60.0
 """Seconds for all queries together unless another time is given (measured: benchmarks/results/fleet_vote.md)."""
@@ -27,6 +29,9 @@ Labels = Mapping[str, str]
 
 class FleetError(Exception):
     """Prometheus cannot be reached, or does not answer as Prometheus does; the message says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(hide(message))
 
 
 class Sample(NamedTuple):
@@ -146,13 +151,20 @@ def _authorization(path: Path) -> str:
     """Return the value of the Authorization header: the text of a file, as a bearer token unless it names a scheme."""
     try:
         text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--token-file {path}: cannot be read as ASCII: {_reason(error)}") from error
+    except OSError as error:
+        raise ValueError(f"--token-file {path}: cannot be read: {_reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--token-file {path}: is not ASCII: {_reason(error)}") from error
     if not text or not text.isprintable():
         raise ValueError(
             f"--token-file {path}: wanted one line with a token, or with 'Basic ' and base64 of user:password"
         )
-    return text if text.lower().startswith(("basic ", "bearer ")) else f"Bearer {text}"
+    scheme, _, secret = text.partition(" ") if text.lower().startswith(("basic ", "bearer ")) else ("Bearer", "", text)
+    keep(secret)
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            keep(base64.b64decode(secret).decode("ascii").partition(":")[2])
+    return f"{scheme} {secret}"
 
 
 def _reason(error: object) -> str:
@@ -163,7 +175,7 @@ def _reason(error: object) -> str:
 def _parsed(code: int, body: bytes) -> dict[str, Any]:
     """Return the object of a successful answer; raise FleetError with the server's error, or what it sent instead."""
     try:
-        answer = json.loads(body)
+        answer = hide(json.loads(body))
     except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict) and answer.get("status") == "error":

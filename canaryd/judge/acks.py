@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from canaryd.formatting import format_time
-from canaryd.judge.clock import AHEAD
+from canaryd.judge.clock import AHEAD, EPOCH
 from canaryd.model import Ack, Cause, Device, Finding, State
 
 
@@ -18,9 +18,18 @@ def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
     """Return the acknowledgements that count at `now`, oldest first.
 
     One that lies in the future does not: the clock was set back since, and by it nothing that came after the
-    acknowledgement could be told from what came before.
+    acknowledgement could be told from what came before. One that canaryd has seen there never does.
     """
-    return tuple(sorted((a for a in acks if a.at <= now + AHEAD), key=lambda a: a.at))
+    return tuple(sorted((a for a in acks if a.at <= now + AHEAD and not a.void), key=lambda a: a.at))
+
+
+def ahead(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
+    """Return the acknowledgements that a clock dated which ran ahead; `certain` is a time that has come.
+
+    They must not come into force when their date does. A clock that was never set tells of none.
+    """
+    limit = max(now, certain) + AHEAD
+    return tuple(a for a in acks if now >= EPOCH and a.at > limit and not a.void)
 
 
 def cut(device: Device, acks: Sequence[Ack]) -> float:

@@ -6,87 +6,22 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 from canaryd.config.settings import JudgePolicy
-from canaryd.facts import Subject
+from canaryd.facts import Comparison, Subject
 from canaryd.judge import cause as judge_cause
-from canaryd.judge.cause import Mismatch, operands_of
-from canaryd.judge.clock import EPOCH, age
+from canaryd.judge.cause import Mismatch
+from canaryd.judge.clock import age
 from canaryd.judge.confirmation import GROUNDS
-from canaryd.judge.statistics import Count
+from canaryd.judge.node import Node, by_time
+from canaryd.judge.statistics import RULE_OF_THREE, Count
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, Verdict
-
-DRILL_EXPIRY = 3600.0
-"""Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """The devices of a node and the runs that count, selected once for the verdicts on all of them."""
-
-    devices: Mapping[str, Device]
-    runs: Mapping[str, tuple[Run, ...]]
-    """By uuid, sorted by start, each id once; either drills only or no drills."""
-
-    @cached_property
-    def all(self) -> list[Run]:
-        """The runs of all devices, oldest first."""
-        return sorted(itertools.chain.from_iterable(self.runs.values()), key=_time)
-
-    @cached_property
-    def at(self) -> dict[str, float]:
-        """Id → start of every run."""
-        return {r.id: r.started for r in self.all}
-
-    @cached_property
-    def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
-        """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
-
-        If several single cores show the same doubt about the same golden, the reference is wrong, not a core.
-        """
-        mismatches = find_mismatches(self.all, Subject.HOST)
-        cores: dict[object, set[int | None]] = defaultdict(set)
-        for mismatch in mismatches:
-            cores[mismatch.same_story].add(mismatch.core)
-        shared = [len(cores[m.same_story] - {None}) > 1 for m in mismatches]
-        return [h for h, s in zip(mismatches, shared, strict=True) if not s], list(
-            itertools.compress(mismatches, shared)
-        )
-
-    @cached_property
-    def goldens(self) -> set[object]:
-        """The goldens that this node has made without contradiction: those that a result was compared with."""
-        return {
-            (r.probe, r.probe_version, operands_of(c))
-            for r in self.all
-            for c in r.comparisons
-            if c.subject is Subject.DEVICE
-        }
-
-    @cached_property
-    def cpu_erred(self) -> list[float]:
-        """When this host's CPU was wrong, in its goldens or in its own runs; ascending."""
-        cpus = (runs for uuid, runs in self.runs.items() if self.devices[uuid].backend == "cpu")
-        own = [h for runs in cpus for h in _accusing(runs)]
-        return sorted(h.run.started for h in (*self.host_mismatches[0], *own))
-
-
-def node(devices: Mapping[str, Device], runs: Mapping[str, Iterable[Run]], now: float, *, drill: bool = False) -> Node:
-    """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
-
-    def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
-        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
-        unique = {
-            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
-        }
-        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
-        return tuple(sorted(recent, key=_time))
-
-    return Node(devices=devices, runs={uuid: selected(runs.get(uuid, ())) for uuid in devices})
+from canaryd.judge.watch import is_over
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +44,8 @@ class Case:
     """When the device was last seen, if it is not found any more."""
     signs: Signs | None = None
     """What the device reports about itself; None where that is not judged."""
+    sightings: Mapping[str, Sequence[Event]] = field(default_factory=dict)
+    """Peer → what the inventory noticed of it in the last month, oldest first."""
     accelerators: tuple[int, int] | None = None
     """Accelerators found and expected on this host, where the configuration says how many; for the host's CPU only."""
     unlisted: Mapping[str, str] = field(default_factory=dict)
@@ -148,6 +85,17 @@ class Case:
     def is_cpu(self) -> bool:
         """Whether the device is the host's processor."""
         return self.device.backend == "cpu"
+
+    @property
+    def certain(self) -> float:
+        """A time that has come for certain: waiting ends by it."""
+        return min(self.now, self.confirmed_time)
+
+    def watched(self, since: float, probes: Collection[str], of: Iterable[str]) -> bool:
+        """Return whether the watch that began at `since` is over for probes on devices."""
+        days = {day for uuid in of for probe in probes for day in self.node.tested.get(uuid, {}).get(probe, ())}
+        fresh = min((self.limit(probe) for probe in probes if probe in self.wanted), default=0.0)
+        return is_over(since, self.certain, self.policy.watch, days, fresh)
 
     def limit(self, probe: str) -> float:
         """Return the age in seconds beyond which evidence of a wanted probe is stale."""
@@ -191,18 +139,25 @@ class Case:
     @cached_property
     def accusations(self) -> tuple[Mismatch, ...]:
         """Every mismatch that speaks against this device, with its cause, oldest first; only a cure removes one."""
-        groups: dict[tuple[Subject, str, str, bool], list[Mismatch]] = defaultdict(list)
-        for mismatch in (*_accusing(self.runs), *(self.node.host_mismatches[0] if self.is_cpu else ())):
+        groups: dict[object, list[Mismatch]] = defaultdict(list)
+        goldens = self.node.host_mismatches[0] if self.is_cpu else ()
+        for mismatch in (*self.node.accusing[self.device.uuid], *goldens):
             # A core that once gave two results says nothing of a reference that fails elsewhere.
             groups[
-                mismatch.comparison.subject, mismatch.run.probe, mismatch.run.stack_id, mismatch.makers is not None
+                mismatch.comparison.subject,
+                mismatch.run.probe,
+                mismatch.run.stack_id,
+                mismatch.makers is not None,
+                id(mismatch.comparison) in self.node.own,
             ].append(mismatch)
         accusations: list[Mismatch] = []
         for mismatches in groups.values():
-            cause, why, rivals = judge_cause.decide(scene(self, mismatches))
-            if cause is not Cause.SOFTWARE or not _cured(self, mismatches[-1].run):
-                accusations += [replace(h, cause=cause, why=why, rivals=rivals) for h in mismatches]
-        return tuple(sorted((self._doubted(h) for h in accusations), key=lambda h: _time(h.run)))
+            seen = scene(self, mismatches)
+            cause, why, rivals = judge_cause.decide(seen)
+            if cause is not Cause.SOFTWARE or not cured(self, mismatches[-1].run):
+                blamed = (replace(h, cause=cause, why=why, rivals=rivals) for h in mismatches)
+                accusations += [h if seen.insistent else self._doubted(h) for h in blamed]
+        return tuple(sorted(accusations, key=lambda h: by_time(h.run)))
 
     def _doubted(self, mismatch: Mismatch) -> Mismatch:
         if not self.host_in_doubt(mismatch.run):
@@ -231,19 +186,6 @@ class Case:
         for _, group in itertools.groupby(found, key=lambda h: h.run.probe):
             if not _cleared(self, listed := list(group)):
                 yield listed
-
-
-def _time(run: Run) -> tuple[float, str]:
-    return run.started, run.id
-
-
-def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
-    """Return the mismatches of a subject, also of runs that did not complete: a fact stays one after a crash."""
-    return [Mismatch(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
-
-
-def _accusing(runs: Iterable[Run]) -> list[Mismatch]:
-    return [h for h in find_mismatches(runs, Subject.DEVICE) if h.comparison.characterised]
 
 
 def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
@@ -282,45 +224,197 @@ def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:
     """Return whether the watch is over and enough clean trials rule the old failure rate out."""
     before, since = record(case, mismatches)
-    certain = min(case.now, case.confirmed_time)
-    return certain - mismatches[-1].run.started >= case.policy.watch and since.outlasts(before)
+    newest, of = mismatches[-1].run, [case.device.uuid]
+    if mismatches[-1].comparison.subject is Subject.HOST:  # goldens are made for every device
+        of = [*case.node.devices]
+    return case.watched(newest.started, {newest.probe}, of) and since.outlasts(before)
 
 
-def _cured(case: Case, run: Run) -> bool:
+def newest_stack(case: Case, run: Run) -> str:
+    """Return the software (`Run.stack_id`) that the probe and instruction set of a run use now."""
+    lane = _lane(case, run)
+    return lane[-1].stack_id if lane else run.stack_id
+
+
+def cured(case: Case, run: Run) -> bool:
     """Return whether the newest software on this lane differs from that of the run, and passes."""
-    lane = [
-        r
-        for r in case.scheduled(run.probe)
-        if r.instruction_set == run.instruction_set and r.outcome is Outcome.COMPLETED and r.stack
-    ]
-    stack = lane[-1].stack_id if lane else run.stack_id
-    found, _ = _tally((r for r in lane if r.stack_id == stack), Subject.DEVICE)
+    stack = newest_stack(case, run)
+    found, _ = _tally((r for r in _lane(case, run) if r.stack_id == stack), Subject.DEVICE)
     return stack != run.stack_id and found.results > 0 and found.failed == 0
 
 
 def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known around the mismatches of one subject, probe and stack."""
-    run, own = mismatches[-1].run, judge_cause.results(case.runs, mismatches[-1].run)
-    if mismatches[-1].comparison.subject is Subject.HOST:
+    newest, run = mismatches[-1], mismatches[-1].run
+    if newest.comparison.subject is Subject.HOST:
         return _scene_of_goldens(case, mismatches)
+    shared = any(id(m.comparison) in case.node.shared for m in mismatches)
+
+    def counts(comparison: Comparison) -> bool:
+        return shared or not comparison.wrong or id(comparison) in case.node.own
+
+    own = judge_cause.results(case.runs, run, counts)
     siblings = {
         device.name: theirs
         for uuid, device in sorted(case.devices.items())
-        if device.kind == case.device.kind and (theirs := judge_cause.results(case.peers[uuid], run))
+        if device.kind == case.device.kind and (theirs := judge_cause.results(case.peers[uuid], run, counts))
     }
+    company = frozenset() if shared else _company(case, run)
+    sound = siblings.keys() - company
     data = {h.operands for h in mismatches}
-    right, alike, unlike = judge_cause.same_operands(own, siblings, data)
+    enough = 1 + case.policy.confirm_runs
+    same = (
+        judge_cause.same_operands(own, siblings, data, enough)
+        if own
+        else judge_cause.Same({}, frozenset(), frozenset())
+    )
+    # Beside others that fail one wrong upload says nothing, since those were right elsewhere too.
+    right = {name: n for name, n in same.right.items() if name in sound and (n >= enough or not company)}
     return judge_cause.Scene(
         whole_host=case.is_cpu and _whole_host(case, mismatches),
-        right=right,
-        alike=alike,
-        unlike=unlike,
-        outlasting=judge_cause.long_clean(own, siblings),
+        cores=_sound_cores(case, mismatches),
+        right=frozenset(right),
+        insistent=max(right.values(), default=0) >= enough and not same.alike,
+        alike=same.alike,
+        unlike=same.unlike,
+        outlasting=judge_cause.fails_more(own, siblings, company) if own else frozenset(),
+        company=company,
+        changed=_changed(case, mismatches),
+        right_since=not sound - _wrong_too(case, run) and _right_since(case, mismatches),
+        believed=_believed(case, mismatches),
         siblings=frozenset(siblings),
         host_clean=case.host_clean(run),
-        goldens_right=any(c.trials > c.wrong_trials for key in data for c in own.get(key, ())),
+        goldens_right=any(c.trials > c.wrong_trials for key in data for c in (own.results.get(key, ()) if own else ())),
         command=repeat_command(run),
     )
+
+
+def _company(case: Case, run: Run) -> frozenset[str]:
+    """Return the siblings that began to be wrong on the same software within `repeat_window` of this device."""
+    onsets, stack = case.node.onsets, run.stack_id
+    began = onsets.get((case.device.uuid, stack))
+    return frozenset(
+        device.name
+        for uuid, device in case.devices.items()
+        if run.stack
+        and device.kind == case.device.kind
+        and began is not None
+        and (theirs := onsets.get((uuid, stack))) is not None
+        and abs(theirs - began) <= case.policy.repeat_window
+    )
+
+
+def _wrong_too(case: Case, run: Run) -> frozenset[str]:
+    """Return the other devices that were wrong with the same probe on the same software, in whatever bits."""
+    return frozenset(
+        device.name
+        for uuid, device in case.devices.items()
+        if any((m.run.probe, m.run.stack_id) == (run.probe, run.stack_id) for m in case.node.accusing[uuid])
+    )
+
+
+def _sound_cores(case: Case, mismatches: Sequence[Mismatch]) -> frozenset[str]:
+    """Return the cores that computed right what one core alone computed wrong, again and again or every time."""
+    wrong = {h.core for h in mismatches if h.core is not None}
+    if not case.is_cpu or len(wrong) != 1:
+        return frozenset()
+    of_core = {
+        core: judge_cause.results(case.runs, mismatches[-1].run, partial(_is_on, core))
+        for core in sorted({c.place.core for r in case.runs for c in r.comparisons if c.place.core is not None})
+    }
+    own = of_core.pop(wrong.pop(), None)
+    others = {f"core {core}": found for core, found in of_core.items() if found is not None}
+    if own is None:
+        return frozenset()
+    enough = 1 + case.policy.confirm_runs
+    same = judge_cause.same_operands(own, others, {h.operands for h in mismatches}, enough)
+    return frozenset(same.right) or judge_cause.fails_more(own, others, frozenset())
+
+
+def _is_on(core: int, comparison: Comparison) -> bool:
+    return comparison.place.core == core
+
+
+def _lane(case: Case, run: Run) -> list[Run]:
+    """Return the completed, whole runs of a run's probe and instruction set, oldest first."""
+    lane = (r for r in case.scheduled(run.probe) if r.instruction_set == run.instruction_set)
+    return [r for r in lane if r.outcome is Outcome.COMPLETED and r.stack]
+
+
+class OtherSoftware(NamedTuple):
+    """What a device did on other software than the one on which it was wrong."""
+
+    runs: Sequence[Run]
+    """Completed, whole runs of the same probe and instruction set, oldest first."""
+    tried: Count
+    """What they compared."""
+    accused: Count
+    """What such runs compared on the software accused, up to the newest mismatch."""
+
+    @property
+    def lasted(self) -> float:
+        """Seconds from the first run to the last."""
+        return self.runs[-1].started - self.runs[0].started if self.runs else 0.0
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing was wrong for three times the trials per failure on the software accused."""
+        failed = self.accused.failed > 0 and not self.tried.failed
+        return bool(self.runs) and failed and self.tried.outlasts(self.accused)
+
+
+def on_other_software(case: Case, mismatches: Sequence[Mismatch], *, since: bool) -> OtherSoftware:
+    """Return what the device did on other software before its first mismatch or, with `since`, after it."""
+    run, newest, lane = mismatches[0].run, mismatches[-1].run.started, _lane(case, mismatches[0].run)
+    runs = [r for r in lane if r.stack_id != run.stack_id and (r.started > run.started) is since]
+    accused = [r for r in lane if r.stack_id == run.stack_id and r.started <= newest]
+    (tried, _), (failing, _) = _tally(runs, Subject.DEVICE), _tally(accused, Subject.DEVICE)
+    return OtherSoftware(runs, tried, failing)
+
+
+def _changed(case: Case, mismatches: Sequence[Mismatch]) -> str:
+    """Return the software that changed before the first mismatch, if the device was right before; "" for none.
+
+    A change long before explains nothing: at first it must not have been right on the new software for as long as nine
+    times it then took to fail (ours; a fault of the new software would stay away so long in 1.2e-4 of cases).
+    """
+    before, run = on_other_software(case, mismatches, since=False), mismatches[0].run
+    here = [r for r in _lane(case, run) if r.stack_id == run.stack_id]
+    at_first, _ = _tally((r for r in here if r.started < run.started), Subject.DEVICE)
+    then, _ = _tally((r for r in here if run.started < r.started <= mismatches[-1].run.started), Subject.DEVICE)
+    rarer = then._replace(results=RULE_OF_THREE * then.results, uploads=RULE_OF_THREE * then.uploads)
+    if not before.right or (then.failed and at_first.outlasts(rarer)):
+        return ""
+    old, new = before.runs[-1].stack, mismatches[0].run.stack
+    return ", ".join(sorted(link for link in {*old, *new} if old.get(link) != new.get(link)))
+
+
+def _right_since(case: Case, mismatches: Sequence[Mismatch]) -> bool:
+    """Whether other software has been right for a week since the first mismatch."""
+    other = on_other_software(case, mismatches, since=True)
+    return other.right and other.lasted >= case.policy.week
+
+
+def _believed(case: Case, mismatches: Sequence[Mismatch]) -> bool:
+    """Whether an operator said after the newest mismatch that it was the software, and the evidence supports it."""
+    said = any(a.kind == "software" and a.at >= mismatches[-1].run.started for a in case.acks)
+    return said and supports(case, on_other_software(case, mismatches, since=True))
+
+
+def least_right_runs(policy: JudgePolicy) -> int:
+    """Return how many right runs on other software an operator's word needs: as many as a mismatch has with retests."""
+    return 1 + policy.confirm_runs
+
+
+def supports(case: Case, other: OtherSoftware) -> bool:
+    """Return whether runs on other software support an operator's word that it was the software.
+
+    A day of them (`judge.repeat_window`), because heat and load return daily; four runs, because one proves little;
+    and three times the trials per failure. The history alone is believed after a week. False alarms: none, it accuses
+    no device.
+    """
+    enough = len(other.runs) >= least_right_runs(case.policy) and other.lasted >= case.policy.repeat_window
+    return enough and other.right
 
 
 def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
@@ -340,7 +434,7 @@ def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause
 def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
     """Whether, within `repeat_window`, every accelerator (two or more) was wrong too and no two in the same way."""
     times, window = sorted(h.run.started for h in mismatches), case.policy.repeat_window
-    peers = [_accusing(runs) for uuid, runs in case.peers.items() if case.devices[uuid].backend != "cpu"]
+    peers = [case.node.accusing[uuid] for uuid in case.peers if case.devices[uuid].backend != "cpu"]
     accused = [mismatches, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
     ways = [{(h.run.probe, h.operands, m) for h in each for m in judge_cause.marks([h.comparison])} for each in accused]
     return len(peers) >= 2 and all(accused) and len(set().union(*ways)) == sum(map(len, ways))

@@ -15,8 +15,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from canaryd.facts import Comparison, Place, Subject
-from canaryd.judge.statistics import Count
+from canaryd.judge.characterised import Proof
+from canaryd.judge.statistics import Count, tail
 from canaryd.model import Cause, Rival, Run
+
+ALONE, AMONG = 0.02, 2e-4
+"""Chance that devices fail alike and yet so many failing runs fall on one of them, below which the fault is its own:
+where no sibling has failed, and, at each look, where siblings fail too (ours). False alarms: of four devices that share
+a fault the first 4 failing runs fall on one in 1.6 % of cases."""
+TIMES = 5
+"""Times as often as its siblings that it must fail, where these fail too (ours): heat and clocks explain less."""
 
 Operands = tuple[str, str, int]
 """Case, shape and seed: equal ones mean bit-for-bit equal operands."""
@@ -35,6 +43,8 @@ class Mismatch:
     why: str = ""
     """What the cause rests on, or what would settle it."""
     rivals: tuple[Rival, ...] = ()
+    proof: Proof | None = None
+    """By what its class is characterised; None for what accuses no device."""
     host_in_doubt: bool = False
     """True where the host's CPU erred at about the same time: such a mismatch accuses nobody firmly."""
 
@@ -74,14 +84,26 @@ class Scene:
     """A core that made a golden wrong which this host has made right elsewhere."""
     whole_host: bool = False
     """Every accelerator was wrong too, no two alike, and the host's CPU is on trial."""
+    cores: frozenset[str] = frozenset()
+    """Cores of this processor that computed right what one core alone computed wrong."""
     right: frozenset[str] = frozenset()
-    """Siblings that computed the same data right."""
+    """Siblings that computed right the same data that it always computes wrong, and did not begin to fail with it."""
+    insistent: bool = False
+    """It was wrong on data that they computed right as often as a confirmation asks, and never right since."""
     alike: frozenset[str] = frozenset()
     """Siblings that computed the same data wrong in the same bits."""
     unlike: frozenset[str] = frozenset()
     """Siblings that computed the same data, and neither clearly."""
     outlasting: frozenset[str] = frozenset()
-    """Siblings that ran the probe clean for three times the accused's trials per failure, each or together."""
+    """Siblings beside which it fails more often than chance explains."""
+    company: frozenset[str] = frozenset()
+    """Siblings that began to fail at about the same time, in bits of their own."""
+    changed: str = ""
+    """The software that changed just before it began to fail; "" for none."""
+    right_since: bool = False
+    """It has computed right for long on other software since, and no sound sibling tells more."""
+    believed: bool = False
+    """An operator says that it was the software, and the runs on other software since support it."""
     siblings: frozenset[str] = frozenset()
     """All that ran the probe on the same stack."""
     host_clean: bool | None = None
@@ -119,6 +141,40 @@ TABLE: tuple[Row, ...] = (
         lambda _: "Every device of this host is wrong, each in its own way: its memory, CPU or PCIe is at fault.",
     ),
     Row(
+        lambda s: s.cores,
+        Cause.HARDWARE,
+        lambda s: f"Other cores of this processor compute the same data correctly: {names(s.cores)}.",
+    ),
+    Row(
+        lambda s: s.right and not s.alike,
+        Cause.HARDWARE,
+        lambda s: f"Identical devices compute the same data correctly on the same software: {names(s.right)}.",
+    ),
+    Row(
+        lambda s: s.alike and not s.unlike and not s.right,
+        Cause.SOFTWARE,
+        lambda s: f"Identical devices give the same wrong bits on the same software: {names(s.alike)}.",
+    ),
+    Row(
+        lambda s: s.outlasting and not s.alike,
+        Cause.HARDWARE,
+        lambda s: f"It fails far more often than identical devices on the same software: {names(s.outlasting)}.",
+    ),
+    Row(
+        lambda s: s.changed and (s.company or s.alike),
+        Cause.SOFTWARE,
+        lambda s: (
+            f"{names(s.company)} began to fail at about the same time, after a change of {s.changed}."
+            if s.company
+            else f"Since a change of {s.changed}, {names(s.alike)} gives the same wrong bits."
+        ),
+    ),
+    Row(
+        lambda s: s.right_since or s.believed,
+        Cause.SOFTWARE,
+        lambda _: "This device computes the same test correctly on other software.",
+    ),
+    Row(
         lambda s: s.right and s.alike,
         Cause.UNDETERMINED,
         lambda s: (
@@ -127,21 +183,11 @@ TABLE: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda s: s.right,
-        Cause.HARDWARE,
-        lambda s: f"Identical devices compute the same data correctly on the same software: {names(s.right)}.",
-    ),
-    Row(
-        lambda s: s.alike and not s.unlike,
-        Cause.SOFTWARE,
-        lambda s: f"Identical devices give the same wrong bits on the same software: {names(s.alike)}.",
-    ),
-    Row(
-        lambda s: s.outlasting and not s.alike,
-        Cause.HARDWARE,
+        lambda s: s.company,
+        Cause.UNDETERMINED,
         lambda s: (
-            f"Identical devices ran the same test without an error: {names(s.outlasting)}, "
-            f"{'together ' * (len(s.outlasting) > 1)}at least 3 times as long as this device runs between failures."
+            f"Cause unknown: {names(s.company)} began to fail at about the same time. "
+            "What they share may be at fault: the host's memory, power or PCIe, or the software."
         ),
     ),
     Row(
@@ -171,8 +217,7 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
     if cause is not Cause.SOFTWARE:
         yield _software(scene)
     else:
-        text = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits"
-        yield Rival(cause=Cause.HARDWARE, why=text, rejected=True)
+        yield _this_device(scene)
     if scene.right or scene.goldens_right:
         who = names(scene.right) or "an earlier result"
         yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {who} matched it", rejected=True)
@@ -182,13 +227,24 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
         yield _host(scene)
 
 
+def _this_device(scene: Scene) -> Rival:
+    text, rejected = "a fault of this device alone: it computes right on other software", False
+    if scene.alike:
+        text, rejected = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits", True
+    elif scene.company:
+        text, rejected = f"a fault of this device alone: {names(scene.company)} began to fail with it", True
+    return Rival(cause=Cause.HARDWARE, why=text, rejected=rejected)
+
+
 def _software(scene: Scene) -> Rival:
     if scene.alike:
         text, rejected = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not", False
     elif scene.right:
         text, rejected = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}", True
     elif scene.outlasting and not scene.alike:
-        text, rejected = f"a wrong kernel: it has run on {names(scene.outlasting)} for long without an error", True
+        text, rejected = f"a wrong kernel: it would fail as often on {names(scene.outlasting)}", True
+    elif scene.company:
+        text, rejected = f"a wrong kernel: {names(scene.company)} began to fail at about the same time", False
     else:
         text, rejected = "a wrong kernel: no identical device has computed the same on the same software", False
     return Rival(cause=Cause.SOFTWARE, why=text, rejected=rejected)
@@ -214,52 +270,87 @@ def operands_of(comparison: Comparison) -> Operands:
     return comparison.case, comparison.shape, comparison.seed
 
 
-def results(runs: Iterable[Run], like: Run) -> dict[Operands, list[Comparison]]:
-    """Return what devices computed with the probe and stack of a run; a stack that was not recorded equals none."""
+class Record(NamedTuple):
+    """What a device, or a core, computed with one probe on one stack."""
+
+    results: Results
+    """The comparisons by operands, oldest first."""
+    failing: int
+    """Usual runs with a wrong result; confirmations and retests repeat what was wrong."""
+    trials: Count
+    """What the usual runs compared."""
+
+
+def results(runs: Iterable[Run], like: Run, counts: Callable[[Comparison], bool]) -> Record | None:
+    """Return what devices computed with the probe and stack of a run; None where they did not.
+
+    A stack that was not recorded equals none. Only comparisons that `counts` accepts are looked at.
+    """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
+    failing, trials = 0, Count()
     for run in runs:
         same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
-        if like.stack and same_probe and run.stack == like.stack:
-            for comparison in run.comparisons:
-                if comparison.subject is Subject.DEVICE:
-                    found[operands_of(comparison)].append(comparison)
-    return dict(found)
+        if not (like.stack and same_probe and run.stack_id == like.stack_id):
+            continue
+        mine = [c for c in run.comparisons if c.subject is Subject.DEVICE and counts(c)]
+        for comparison in mine:
+            found[operands_of(comparison)].append(comparison)
+        if run.whole:
+            of_run = counted(mine)
+            failing, trials = failing + bool(of_run.failed), trials.plus(of_run)
+    return Record(dict(found), failing, trials) if found else None
 
 
-def same_operands(
-    own: Results, siblings: Mapping[str, Results], data: set[Operands]
-) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the siblings that computed the same data: right, wrong in the same way, and neither clearly."""
-    right: set[str] = set()
+class Same(NamedTuple):
+    """How siblings compare with a device on the data that it computed wrong."""
+
+    right: Mapping[str, int]
+    """Those that are right where it is always wrong → how many of its uploads were."""
+    alike: frozenset[str]
+    """Those that are wrong in the same bits."""
+    unlike: frozenset[str]
+    """The others."""
+
+
+def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operands], enough: int) -> Same:
+    """Return which siblings computed the same data, and how.
+
+    Where the device was right before, it is always wrong after `enough` wrong uploads in a row.
+    """
+    right: dict[str, int] = {}
     alike: set[str] = set()
     unlike: set[str] = set()
-    for key, (name, theirs) in itertools.product(sorted(data & own.keys()), siblings.items()):
-        if key not in theirs:
+    for key, (name, theirs) in itertools.product(sorted(data & own.results.keys()), siblings.items()):
+        if key not in theirs.results:
             continue
-        accused, record = counted(own[key]), counted(theirs[key])
-        if record.failed:
-            (alike if marks(own[key]) & marks(theirs[key]) else unlike).add(name)
-        # One right answer is enough against a fault that always shows; a rare one must have had its chance to show.
-        elif accused.wrong == accused.results or record.outlasts(accused):
-            right.add(name)
+        mine = own.results[key]
+        since = counted(itertools.dropwhile(lambda c: not c.wrong, mine))
+        if counted(theirs.results[key]).failed:
+            (alike if marks(mine) & marks(theirs.results[key]) else unlike).add(name)
+        # One right answer is enough against a fault that always shows; a rare one is a matter of numbers.
+        elif since.wrong == since.results and (mine[0].wrong or since.failed >= enough):
+            right[name] = max(right.get(name, 0), since.failed)
         else:
             unlike.add(name)
-    return frozenset(right), frozenset(alike), frozenset(unlike)
+    return Same(right, frozenset(alike), frozenset(unlike))
 
 
-def long_clean(own: Results, siblings: Mapping[str, Results]) -> frozenset[str]:
-    """Return the siblings without a mismatch whose record is three times the accused's trials per failure.
+def fails_more(own: Record, siblings: Mapping[str, Record], company: frozenset[str]) -> frozenset[str]:
+    """Return the siblings beside which a device fails more often than chance explains; none where chance does.
 
-    Were it software, all would fail at that rate. So where none of them has failed, their records count together.
+    If the fault were the software's or the host's, failing runs would fall on the devices as their trials do.
     """
-    accused = counted(itertools.chain.from_iterable(own.values()))
-    records = {name: counted(itertools.chain.from_iterable(theirs.values())) for name, theirs in siblings.items()}
-    if not accused.failed:
+    theirs = {name: record for name, record in siblings.items() if record.trials.results}
+    failing = sum(record.failing for record in theirs.values())
+    others = functools.reduce(Count.plus, (record.trials for record in theirs.values()), Count())
+    if not own.failing or own.failing * others.results < TIMES * failing * own.trials.results:
         return frozenset()
-    together = functools.reduce(Count.plus, records.values(), Count())
-    if not together.failed and together.outlasts(accused):
-        return frozenset(name for name, record in records.items() if record.results)
-    return frozenset(n for n, record in records.items() if not record.failed and record.outlasts(accused))
+    share = max(
+        mine / max(1, mine + other)
+        for mine, other in ((own.trials.results, others.results), (own.trials.uploads, others.uploads))
+    )
+    chance = (1 + len(theirs)) * tail(own.failing, own.failing + failing, share)
+    return frozenset(theirs) if chance <= (AMONG if failing or company else ALONE) else frozenset()
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:

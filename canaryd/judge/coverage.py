@@ -19,7 +19,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
         "was skipped",
         "If that is expected, disable the probe: probes.NAME.enabled: false",
     ),
-    Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Correct the cause; if it is canaryd's, report a bug"),
+    Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Fix what the error names, or report a bug of canaryd"),
     Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", "Read the kernel log: journalctl -k -n 100"),
     Outcome.TIMED_OUT: (Cause.UNDETERMINED, "timed out", "Check whether the driver hangs or the machine is overloaded"),
     Outcome.OUT_OF_MEMORY: (Cause.ENVIRONMENT, "ran out of memory", "Free memory, or lower the level"),
@@ -31,7 +31,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.GARBLED: (
         Cause.HARNESS,
         "sent an unreadable answer",
-        "Look for a probe or library that writes to descriptors it does not own",
+        "Disable the probe, or report a bug: it or a library writes where only canaryd may write",
     ),
 }
 """Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do."""
@@ -40,7 +40,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
 def not_completed(case: Case) -> Iterator[Finding]:
     """The newest run of a wanted probe did not complete: nothing is known about the numbers."""
     for run in case.current:
-        if run.outcome is not Outcome.COMPLETED:
+        if run.outcome in OUTCOMES:  # errors of the device have a rule of their own
             cause, text, action = OUTCOMES[run.outcome]
             lane = f" ({run.instruction_set})" if run.instruction_set else ""
             reason = reason_of(run)
@@ -94,13 +94,15 @@ def devices_unlisted(case: Case) -> Iterator[Finding]:
             state=State.UNKNOWN,
             cause=Cause.ENVIRONMENT,
             message=f"The {vendor} devices of this host could not be listed: {why}",
-            action="Check the driver: until it answers, devices may be missing here",
+            action="Repair the torch installation, or set worker.python to another interpreter"
+            if vendor == "torch"
+            else "Check the driver: until it answers, devices may be missing here",
         )
 
 
 def no_fresh_evidence(case: Case) -> Iterator[Finding]:
     """No probe is enabled, none has run, or the last run is too old: unknown."""
-    if not case.wanted and not case.divided and not any(unreached(case)):
+    if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
         yield Finding(
             rule="no-evidence",
             state=State.UNKNOWN,
@@ -153,7 +155,7 @@ def history_lost(case: Case) -> Iterator[Finding]:
     if case.history_lost is None:
         return
     at, aside = case.history_lost
-    if case.now - at < case.policy.watch and not any(a.at >= at for a in case.acks):
+    if not case.watched(at, case.wanted.keys(), [case.device.uuid]) and not any(a.at >= at for a in case.acks):
         day = format_time(at, seconds=False)
         yield Finding(
             rule="history-lost",
@@ -161,7 +163,10 @@ def history_lost(case: Case) -> Iterator[Finding]:
             cause=Cause.HARNESS,
             message=f"The record of this machine was lost on {day}; earlier faults are unknown",
             action=f'If no fault was known here: canaryd ack {case.device.name} --reason "…"',
-            evidence=(f"Clears by itself after {format_duration(case.policy.watch)}.", f"What is left of it: {aside}."),
+            evidence=(
+                f"Clears by itself after {format_duration(case.policy.watch)} of tests.",
+                f"What is left of it: {aside}.",
+            ),
         )
 
 

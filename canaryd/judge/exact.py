@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
-from canaryd.judge.case import Case, find_mismatches, record
+from canaryd.judge.case import Case, cured, record
 from canaryd.judge.cause import Mismatch, names
+from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
-from canaryd.judge.findings import make_finding, strongest
+from canaryd.judge.findings import make_finding, proofs, strongest
+from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wording import count, describe
-from canaryd.model import Cause, Finding, Outcome, State
+from canaryd.model import Cause, Finding, Outcome, Run, State
 
 DOUBTS = {
     Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",
@@ -21,6 +24,21 @@ DOUBTS = {
     Doubt.DIGEST: "The reference computed on this CPU differs from the shipped one",
 }
 """How the finding about a golden in doubt begins."""
+PROVEN = {
+    By.SHIPPED: "it rounds nothing, so it is exact on devices of this kind",
+    By.ACCEPTED: "an operator accepted it as characterised on {}",
+    By.ITSELF: "this device itself passed it on this software",
+    By.SIBLING: "a sibling passed it on this software, {}",
+    By.WITNESS: "an identical device of another host passed it on this software, {}",
+    By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
+}
+"""By what a class is characterised, in words."""
+SETTLED = (
+    "another {} with the same software, in this host, or in another one (there canaryd baseline export, here import)."
+)
+INCONSTANT = "It is wrong in different ways on the same bytes: a broken device, or a kernel that is not deterministic."
+NAMED = 3
+"""Devices named in one sentence."""
 
 
 def exact_mismatch(case: Case) -> Iterator[Finding]:
@@ -50,7 +68,12 @@ def confirmed(case: Case) -> Iterator[Finding]:
             f"Wrong results in {probes}, confirmed: {grounds[0]}",
             _remedy(case, lead),
             mismatches,
-            (*(f"Confirmed: {ground}." for ground in grounds), lead.why, f"Newest: {describe(mismatches[-1])}."),
+            (
+                *(f"Confirmed: {ground}." for ground in grounds),
+                lead.why,
+                *_proven(case, mismatches),
+                f"Newest: {describe(mismatches[-1])}.",
+            ),
         )
 
 
@@ -125,19 +148,88 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
-    """A mismatch in a test that is not proven on this backend: unknown."""
-    backend = case.device.backend
-    mismatches = [m for m in find_mismatches(case.runs, Subject.DEVICE) if not m.comparison.characterised]
-    for listed in case.standing(Subject.DEVICE, mismatches):
-        yield make_finding(
-            "uncharacterised-mismatch",
-            State.UNKNOWN,
-            Cause.HARNESS,
-            f"{listed[-1].run.probe} gave an unexpected result, but this test is not proven on {backend} devices",
-            "Repeat the command below on a known good device of this model",
-            listed,
-            (f"Newest: {describe(listed[-1])}.",),
-        )
+    """A mismatch in a class that nobody has met on this software: unknown, and what would settle it.
+
+    Where identical devices give the same wrong bits, it is software or design and no single unit.
+    """
+    mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
+    alike = {id(m): _alike(case, m) for m in mismatches}
+    for shared in (True, False):
+        side = [m for m in mismatches if bool(alike[id(m)]) is shared]
+        for listed in case.standing(Subject.DEVICE, side):
+            if not shared:
+                yield _unproven(case, listed)
+            elif not cured(case, listed[-1].run):
+                yield _shared(case, listed, frozenset().union(*(alike[id(m)] for m in listed)))
+
+
+def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
+    newest, backend = mismatches[-1], case.device.backend
+    told = f"Newest: {describe(newest)}."
+    if not learns(case.device.kind):
+        text = f"{newest.run.probe} gave an unexpected result, but this test is not proven on {backend} devices"
+        action = "Repeat the command below on a known good device of this model"
+        return make_finding("uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,))
+    before = case.node.claims.before(case.device.kind, newest.run, newest.comparison.case)
+    return make_finding(
+        "uncharacterised-mismatch",
+        State.UNKNOWN,
+        Cause.UNDETERMINED,
+        f"{newest.run.probe} gave wrong results, and no {case.device.model} has passed this test on this software yet",
+        f"Do not rely on its results; repeat the command below on another {case.device.model}",
+        mismatches,
+        (
+            "Either this device is wrong, or the software is, or the test does not hold for its kernels.",
+            *([INCONSTANT] if is_inconstant(mismatches) else []),
+            *([_changed_since(before.stack, newest.run)] if before else []),
+            f"What settles it: {SETTLED.format(case.device.model)}",
+            told,
+        ),
+    )
+
+
+def _changed_since(before: Mapping[str, str], run: Run) -> str:
+    """Return that the test was passed on other software, and what differs."""
+    changed = [f"{link} {before[link]}" for link in sorted(before) if before[link] != run.stack.get(link)]
+    former = ", ".join(changed) or "software"
+    return f"It was passed on other software: going back to the former {former} settles it too."
+
+
+def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) -> Finding:
+    newest = mismatches[-1]
+    text = f"{newest.run.probe} gave wrong results, and identical devices give the same: {names(alike)}"
+    return make_finding(
+        "uncharacterised-mismatch",
+        State.UNKNOWN,
+        Cause.SOFTWARE,
+        text,
+        "Do not send it back: report a bug, or change the driver or the libraries",
+        mismatches,
+        (
+            f"No {case.device.model} has passed this test on this software.",
+            "The software, the model's design or the test is wrong, not this device alone.",
+            f"Newest: {describe(newest)}.",
+        ),
+    )
+
+
+def _alike(case: Case, mismatch: Mismatch) -> frozenset[str]:
+    """Return the siblings that gave the same wrong bits for the same data."""
+    return frozenset(case.node.devices[uuid].name for uuid in case.node.gave_alike(mismatch))
+
+
+def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
+    """Yield by what the accused classes are exact, one sentence for each kind of proof; processors are shipped so."""
+    if case.is_cpu:
+        return
+    found = proofs([m for m in mismatches if m.comparison.subject is Subject.DEVICE])
+    for by, group in itertools.groupby(found.items(), key=lambda item: item[1].by):
+        listed = list(group)
+        classes = listed[0][0] + (f" and {len(listed) - 1} more" if len(listed) > 1 else "")
+        known = case.node.devices
+        who = sorted({known[u].name if u in known else u for _, proof in listed for u in proof.devices})
+        by_whom = ", ".join(who[:NAMED]) + (f" and {len(who) - NAMED} more" if len(who) > NAMED else "")
+        yield f"Proven exact ({classes}): {PROVEN[by].format(by_whom)}."
 
 
 def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch]) -> Finding:
@@ -146,12 +238,12 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch])
     newest = f"Newest: {describe(mismatches[-1])}."
     if any(m is lead for accusations, _ in case.confirmed for m in accusations):
         message, action = f"{seen}, in {runs} (part of the confirmed fault)", ""
-        evidence: tuple[str, ...] = (newest,)
+        evidence: tuple[str, ...] = (*_proven(case, mismatches), newest)
     else:
         again = _retests(case, mismatches)
         to_come = case.policy.confirm_runs - len(again)
         message, action = f"{seen}, in {runs}", _next_step(lead, to_come)
-        evidence = (lead.why, *_progress(case, mismatches, again), newest)
+        evidence = (lead.why, *_progress(case, mismatches, again), *_proven(case, mismatches), newest)
     return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Cause, Finding, Run, State
+from canaryd.judge.characterised import By, Proof, class_of
+from canaryd.model import Cause, Characterised, Finding, Run, State
 
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
@@ -35,7 +36,19 @@ def make_finding(
         repro=runs[-1].repro,
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
         rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
+        characterised=() if isinstance(basis, Run) else _characterised(basis),
     )
+
+
+def proofs(mismatches: Sequence[Mismatch]) -> dict[str, Proof]:
+    """Return class → by what it is characterised, for the classes that accuse a device, the weakest proof last."""
+    found = {class_of(m.comparison.case): m.proof for m in mismatches if m.proof is not None}
+    return dict(sorted(found.items(), key=lambda item: (list(By).index(item[1].by), item[0])))
+
+
+def _characterised(mismatches: Sequence[Mismatch]) -> tuple[Characterised, ...]:
+    found = [Characterised(name=name, by=p.by.value, devices=p.devices) for name, p in proofs(mismatches).items()]
+    return tuple(found[:RUNS_NAMED])
 
 
 def strongest(mismatches: Sequence[Mismatch]) -> Mismatch:

@@ -35,7 +35,8 @@ class Count(NamedTuple):
 
     def plus(self, other: Count) -> Count:
         """Return both together."""
-        return Count(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        results, wrong, uploads, failed = other
+        return Count(self.results + results, self.wrong + wrong, self.uploads + uploads, self.failed + failed)
 
     def outlasts(self, accused: Count) -> bool:
         """Whether this clean record is three times as long as what the accused needs to fail once.

@@ -25,6 +25,7 @@ from canaryd.judge.coverage import (
     unreached,
     vanished,
 )
+from canaryd.judge.device_errors import device_error
 from canaryd.judge.exact import (
     comparator_disagreement,
     confirmed,
@@ -35,8 +36,10 @@ from canaryd.judge.exact import (
     uncharacterised_mismatch,
 )
 from canaryd.judge.findings import CAUSES
+from canaryd.judge.hangs import keeps_failing
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.telemetry import rules
+from canaryd.judge.vanishing import keeps_vanishing
 from canaryd.model import Cause, Finding, Run, State, Verdict
 
 
@@ -58,14 +61,19 @@ def drift(case: Case) -> Iterator[Finding]:
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
-    """An endpoint that this device serves gives unknown bits on an unchanged chain: the device is suspect."""
+    """An endpoint that this device serves gives unknown bits on an unchanged chain: a note, exact tests decide.
+
+    Only where the device is alone behind it, and the answers are sound but for their numbers, is the device suspect.
+    """
     for name, (count, findings) in sorted(case.serving.items()):
+        alone = count == 1 and not any(f.rule == "broken-output" for f in findings)
         for found in (f for f in findings if f.rule == "recording-departed"):
             among = f"{name} is served by {count} devices, this one among them." if count > 1 else ""
             yield replace(
                 found,
                 rule="endpoint-departed",
-                cause=found.cause if count == 1 else Cause.UNDETERMINED,
+                state=State.SUSPECT if alone else State.HEALTHY,
+                cause=found.cause if alone else Cause.NONE,
                 message=f"{name}, served by this device, gives wrong answers: {found.message}",
                 evidence=tuple(filter(None, (among, *found.evidence))),
                 runs=(),
@@ -74,7 +82,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
 
 def acknowledged(case: Case) -> Iterator[Finding]:
     """A note about an acknowledgement, with its end; it never makes a device healthy."""
-    if ack := acks.standing(case.acks, case.now):
+    if ack := acks.standing(case.acks, case.certain):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
         for ack in (a for a in case.acks if a.kind == "replaced"):
@@ -92,7 +100,7 @@ def _acknowledged(case: Case, finding: Finding) -> Finding:
 
     Only rules that held when it was given, about what had been seen by then, are covered; what is faulty stays so.
     """
-    ack = acks.standing(case.acks, case.now)
+    ack = acks.standing(case.acks, case.certain)
     if ack is None or not acks.covers(ack, finding):
         return finding
     times = [case.node.at.get(run, case.now) for run in finding.runs]
@@ -119,6 +127,9 @@ RULES: tuple[Rule, ...] = (
     endpoint_departed,
     uncharacterised_mismatch,
     not_completed,
+    device_error,
+    keeps_failing,
+    keeps_vanishing,
     no_fresh_evidence,
     checked_nothing,
     history_lost,

@@ -54,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_finding": Family(
         "gauge",
         (*OF_DEVICE, "rule", "state", "cause"),
-        "Always 1; one series for each rule of the judge with a finding now; state healthy is a note.",
+        "Always 1; one series for each rule with a finding now; state healthy is a note.",
     ),
     "canaryd_device_verdict_timestamp_seconds": Family(
         "gauge", OF_DEVICE, "When the device was last judged, since the epoch; absent before the first verdict."
@@ -63,10 +63,10 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", OF_DEVICE, "When the device entered its state, since the epoch; absent before the first verdict."
     ),
     "canaryd_device_acknowledged": Family(
-        "gauge", OF_DEVICE, "1 while an operator's acknowledgement of the device's state stands, 0 otherwise."
+        "gauge", OF_DEVICE, "1 while an operator's acknowledgement of the device's state is in force, 0 otherwise."
     ),
     "canaryd_device_acknowledged_timestamp_seconds": Family(
-        "gauge", OF_DEVICE, "When the acknowledgement that stands was given, since the epoch; absent where none stands."
+        "gauge", OF_DEVICE, "When the acknowledgement in force was given, since the epoch; absent if there is none."
     ),
     "canaryd_stack_info": Family(
         "gauge",
@@ -77,12 +77,10 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_probe_runs_total": Family(
         "counter",
         (*OF_PROBE, "outcome"),
-        "Runs by outcome of the worker process, which says nothing about the results.",
+        "Test runs by how their process ended, whether results were right or not.",
     ),
     "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
-    "canaryd_probe_trials_total": Family(
-        "counter", OF_PROBE, "Results of the device that were compared with a golden."
-    ),
+    "canaryd_probe_trials_total": Family("counter", OF_PROBE, "Results that were compared with a known right answer."),
     "canaryd_probe_duration_seconds": Family(
         "gauge", OF_PROBE, "Wall time of the newest run, the worker's start excluded."
     ),
@@ -100,18 +98,18 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_recordings": Family(
         "gauge",
         (*OF_PROBE, "reading", "status"),
-        "Cases without a golden, by status in the newest run: known bits, unknown bits, or still learning.",
+        "Cases without a known right answer, by status in the newest run: known bits, unknown bits, or still learning.",
     ),
     "canaryd_drift_ratio": Family(
         "gauge",
         (*OF_PROBE, "reading"),
-        "Largest distance of a recording from the nearest known one, divided by its tolerance; 0 while the bits are "
+        "Largest distance of a result from the nearest known one, divided by its tolerance; 0 while the bits are "
         "known, +Inf where a bit-stable case gave other bits.",
     ),
     "canaryd_recording_token_agreement": Family(
         "gauge",
         (*OF_PROBE, "reading"),
-        "Smallest share of tokens before the first that differs from the nearest known recording.",
+        "Smallest share of tokens before the first that differs from the nearest known answer.",
     ),
     "canaryd_recording_first_difference": Family(
         "gauge", (*OF_PROBE, "reading"), "Earliest token that differs, from 0 on; absent where none does."
@@ -120,7 +118,7 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", OF_PROBE, "Upper bound (95 %) of wrong results per compared result."
     ),
     "canaryd_budget_share_ratio": Family(
-        "gauge", (), "Largest part of an hour that rounds may take of a device's time: budget.share."
+        "gauge", (), "Largest share of a device's time in an hour that tests may use: budget.share."
     ),
     "canaryd_budget_spent_seconds_total": Family(
         "counter",
@@ -155,7 +153,7 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_stack_changes_total": Family(
         "counter",
         (*OF_DEVICE, "component"),
-        "Changes of driver, firmware, place or software that an inventory found, by component.",
+        "Changes of driver, firmware, place or software that were found, by component.",
     ),
     "canaryd_readings_absent": Family(
         "gauge", OF_PROBE, "Readings that the device does not provide; canaryd check --json lists them with the reason."
@@ -166,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
         "counter", (), "Records of the kernel log that were lost before they were read, since the daemon started."
     ),
     "canaryd_device_handles_held": Family(
-        "gauge", (), "1 while a worker holds a driver between polls because it has no persistence."
+        "gauge", (), "1 while canaryd keeps devices open between polls because persistence mode is off."
     ),
     "canaryd_released": Family("gauge", (), "1 while `canaryd release` keeps canaryd away from every device."),
     "canaryd_store_problem": Family("gauge", (), "1 while results cannot be written to disk, 0 otherwise."),

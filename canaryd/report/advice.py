@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from canaryd.formatting import format_time
 from canaryd.model import Cause, State
-from canaryd.report.status import DeviceStatus, Status
+from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
+from canaryd.report.terminal import cause_note
 
 NAMED = 4
 """Devices that are named one by one in a sentence."""
@@ -35,19 +35,44 @@ class Step(NamedTuple):
 
 def answer(status: Status) -> str:
     """Return whether this machine's numbers can be trusted, and because of which devices: one line."""
+    if status.unreadable and status.state is State.UNKNOWN:
+        return f"{ANSWERS[State.UNKNOWN]}: {status.unreadable}"
+    if status.daemon and not status.devices:
+        return f"{ANSWERS[State.UNKNOWN]}: the daemon is still looking for devices"
     if not status.devices:
         return f"{ANSWERS[State.UNKNOWN]}: no device has been tested yet"
-    alike = groupby(status.devices, key=lambda d: (d.verdict.state, d.verdict.cause))
-    return f"{ANSWERS[status.state]}: " + "; ".join(
-        _counted(state, cause, list(same)) for (state, cause), same in alike
-    )
+    if status.first_tests:
+        return f"{ANSWERS[State.UNKNOWN]}: first tests are running on {_names(status.first_tests)}"
+    alike: dict[tuple[State, Cause, str], list[DeviceStatus]] = {}
+    for d in status.devices:
+        alike.setdefault((d.verdict.state, d.verdict.cause, _what_is_wrong(d)), []).append(d)
+    # What is wrong comes before verdicts that are merely old: these say nothing of a device.
+    told = sorted(alike, key=lambda key: (-key[0].severity, _is_only_old(alike[key][0])))
+    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key]) for key in told)
 
 
-def _counted(state: State, cause: Cause, same: Sequence[DeviceStatus]) -> str:
+def _what_is_wrong(d: DeviceStatus) -> str:
+    """Return the worst finding of a device; that its verdict is old only where nothing else is as bad."""
+    state = d.verdict.state
+    if state is State.HEALTHY:
+        return ""
+    worst = sorted((f for f in d.verdict.findings if f.state is state), key=lambda f: f.rule == UNTENDED_RULE)
+    return worst[0].message.rstrip(".") if worst else ""
+
+
+def _is_only_old(d: DeviceStatus) -> bool:
+    """Whether nothing makes a device doubtful but that its verdict was not renewed."""
+    return all(f.rule == UNTENDED_RULE for f in d.verdict.findings if f.state is d.verdict.state)
+
+
+def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus]) -> str:
+    """Return which devices are in a state, and what is wrong with all of them."""
+    state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:
         return f"{len(same)} devices are healthy"
-    why = "" if cause is Cause.NONE else f" ({cause.value})"
-    return f"{_names(same)} {'is' if len(same) == 1 else 'are'} {state.value}{why}"
+    why = "" if cause is Cause.NONE or state is State.UNKNOWN else f" ({cause_note(cause)})"
+    what = f": {worst}" if worst else ""
+    return f"{_names(same)} {'is' if len(same) == 1 else 'are'} {state.value}{why}{what}"
 
 
 def _names(devices: Sequence[DeviceStatus]) -> str:
@@ -64,12 +89,16 @@ def advice(status: Status) -> str:
 
 def steps(status: Status) -> Iterator[Step]:
     """Yield what to do now about the worst devices."""
-    if status.devices:
+    if status.first_tests or (status.daemon and not status.devices):
+        yield Step("Wait some minutes, then ask again.")
+    elif status.devices:
         yield from _steps_for_devices(status)
+    elif status.unreadable:
+        yield Step("Make the stored record readable, then ask again.")
     else:
         yield _start()
-    if status.problems:
-        many = "a problem" if len(status.problems) == 1 else "problems"
+    if others := [text for text in status.problems if text != status.unreadable]:
+        many = "a problem" if len(others) == 1 else "problems"
         yield Step(f"canaryd itself has {many} (see below).")
 
 
@@ -90,6 +119,8 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         yield Step(f"Still, send {it} no work and do not use {'its' if len(worst) == 1 else 'their'} results.")
     elif state is State.FAULTY:
         yield from _steps_for_faulty(worst)
+        if not status.daemon:
+            yield Step("The daemon is not running, so nothing else is tested: start it (canaryd run).")
     elif state is State.SUSPECT:
         yield Step(f"Send {names} no new work, and hold back {'its' if len(worst) == 1 else 'their'} results.")
         if status.daemon:
@@ -108,11 +139,15 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
 
 def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
     names, first = _names(worst), worst[0]
-    its = "its" if len(worst) == 1 else "their"
     cause = first.verdict.cause
     if cause is Cause.HARDWARE:
-        yield Step(f"Take {names} out of service and do not use {its} results.")
-        yield Step("Then open a vendor case with the report:", f"canaryd report {first.device.name} -o ./case")
+        yield _out_of_service(worst)
+        case = "open a vendor case with the report:"
+        if len(worst) > 1:
+            case = "open a vendor case for each, with a report such as:"
+        if first.device.weak_identity:  # a virtual machine's part has no vendor whom this user could ask
+            case = "tell whoever runs the physical machine, with the report:"
+        yield Step(f"Then {case}", f"canaryd report {first.device.name} -o ./case")
     elif cause is Cause.SOFTWARE:
         yield Step(f"Do not use the results of {names}. Roll back or fix the software that the findings name.")
     elif cause is Cause.ENVIRONMENT:
@@ -120,8 +155,16 @@ def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
     elif cause is Cause.HARNESS:
         yield Step(f"Do not use the results of {names}. Read the findings: the test itself may be wrong.")
     else:
-        yield Step(f"Take {names} out of service and do not use {its} results.")
+        yield _out_of_service(worst)
         yield Step("The cause is not known; the findings say how to find it.")
+
+
+def _out_of_service(worst: Sequence[DeviceStatus]) -> Step:
+    its = "its" if len(worst) == 1 else "their"
+    if processors := [d for d in worst if d.device.backend == "cpu"]:
+        what = f"this whole node out of service ({_names(processors)} is its processor)"
+        return Step(f"Take {what}, and do not use the results of {_names(worst)}.")
+    return Step(f"Take {_names(worst)} out of service and do not use {its} results.")
 
 
 def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterator[Step]:
@@ -129,10 +172,14 @@ def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterato
     it, is_ = ("it", "is") if len(worst) == 1 else ("them", "are")
     if status.released_until:
         yield Step("Nothing is tested because the devices are released. To end the release:", "canaryd release --end")
-    elif not any(d.present for d in worst):
-        yield Step(f"Find out why {names} {is_} gone: look at the kernel log, the power and the slot.")
-        yield Step(f"If you removed {it}, list {it} under devices.absent in the configuration.")
-    elif not status.daemon:
+        return
+    if gone := [d for d in worst if not d.present]:
+        missed, are = ("it", "is") if len(gone) == 1 else ("them", "are")
+        yield Step(f"Find out why {_names(gone)} {are} gone: look at the kernel log, the power and the slot.")
+        yield Step(f"If you removed {missed}, list {missed} under devices.absent in the configuration.")
+    if gone == list(worst):
+        return
+    if not status.daemon:
         yield _start()
     else:
         yield Step(f"See below why {names} {is_} unknown. To test {it} now:", _check(worst))

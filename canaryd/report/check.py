@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
@@ -111,7 +112,13 @@ def _device_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[
     verdict = result.verdicts[device.uuid]
     yield from paragraph("", f"{device.name}  {device.model}  {device.uuid}", role="head")
     yield role_of(verdict.state), f"  {headline(verdict)}"
-    yield from finding_lines(verdict.findings, verbose=verbose)
+    findings = verdict.findings
+    if verdict.drill and verdict.state.severity >= State.SUSPECT.severity:
+        yield from paragraph(
+            "  ", "The injected fault was caught, as it must be; it does not count against the device."
+        )
+        findings = tuple(replace(f, action="") for f in findings)  # nothing is to be done about it
+    yield from finding_lines(findings, verbose=verbose)
     yield from _count_lines(result.runs.get(device.uuid, []), verbose=verbose)
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:

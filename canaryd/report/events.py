@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from canaryd.formatting import format_time
 from canaryd.model import Ack, Event
 
-SEPARATE = frozenset({"counter", "flag", "condition", "reset", "boot", "change"})
+SEPARATE = frozenset({"counter", "flag", "condition", "reset", "boot", "change", "release"})
 """Kinds of events that are shown one by one: each has its own values or time. Equal lines of a log are one."""
+NAMED_BY_KIND = frozenset({"off-bus", "oom", "reset", "thermal"})
+"""Kinds of events whose words already say what their name says."""
 AMOUNTS = frozenset({"counter", "condition"})
 """Kinds of events whose count is an amount (of errors, of seconds), and not how often they happened."""
+
+
+KINDS: Mapping[str, str] = {
+    "aer": "PCI Express error",
+    "amdgpu": "AMD driver",
+    "boot": "",
+    "change": "changed",
+    "clock": "clock",
+    "condition": "",
+    "counter": "",
+    "counter-fell": "",
+    "driver": "NVIDIA driver",
+    "edac": "memory error",
+    "elsewhere": "kernel log",
+    "flag": "",
+    "hang": "driver hung",
+    "lockup": "processor stuck",
+    "mce": "machine check",
+    "nvme": "disk",
+    "off-bus": "device lost",
+    "oom": "out of memory",
+    "pcie": "PCI Express",
+    "release": "",
+    "reset": "reset",
+    "sxid": "NVSwitch error, SXid",
+    "thermal": "slowed down for heat",
+    "xid": "NVIDIA error, Xid",
+}
+"""Kind of an event → the words before its text; "" where the text says it all."""
 
 
 def describe_events(events: Iterable[Event]) -> list[str]:
@@ -28,9 +59,12 @@ def describe_events(events: Iterable[Event]) -> list[str]:
 def describe_event(event: Event) -> str:
     """Return an event as a line without its time."""
     times = f" ({event.count:g} times)" if event.count > 1 and event.kind not in AMOUNTS else ""
+    lead = KINDS.get(event.kind, event.kind)
     what = event.detail or f"{event.name}: {event.before} → {event.after}"
-    name = f" {event.name}" if event.name not in what else ""
-    return f"{event.kind}{name}{times}: {what}"
+    if not lead:
+        return what
+    name = f" {event.name}" if event.kind not in NAMED_BY_KIND and event.name not in what else ""
+    return f"{lead}{name}{times}: {what}"
 
 
 def describe_ack(ack: Ack, *, dated: bool = True) -> str:
@@ -40,4 +74,5 @@ def describe_ack(ack: Ack, *, dated: bool = True) -> str:
         return f"{ack.by or 'an operator'} ended the acknowledgement{on}: {ack.reason}"
     until = f" until {format_time(ack.until)}" if ack.until else ""
     by = f" by {ack.by}" if ack.by else ""
-    return f"{ack.kind}{until}{by}{on}: {ack.reason}"
+    what = "wrong results put down to software" if ack.kind == "software" else ack.kind
+    return f"{what}{until}{by}{on}: {ack.reason}"

@@ -22,17 +22,20 @@ from typing import Any
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import printable
-from canaryd.formatting import format_duration
+from canaryd.formatting import did_you_mean, format_duration
 from canaryd.judge import clock
 from canaryd.model import Cause, Device, Outcome, State
 from canaryd.report import status
 from canaryd.report.status import DeviceStatus, Status
+from canaryd.report.terminal import cause_note, cause_words
 from canaryd.store.database import DATABASE, StoreTooNew
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.gate/1"
 PATIENCE = 5.0
 """Seconds that the store may take to answer; then the answer is unknown. A verdict is read in milliseconds."""
+END_PATIENCE = 0.5
+"""Seconds that a killed reader of the store may take to end. It needs microseconds, unless a disk hangs. Our choice."""
 SWITCH = Path("/etc/canaryd/no-enforcement")
 """This file silences enforcement, whatever it contains; so does one beside the configuration file in use."""
 VARIABLE = "CANARYD_ENFORCEMENT"
@@ -47,6 +50,8 @@ LOOKED = 50
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
 EXIT = {PASS: 0, FAIL: 2, UNKNOWN: 3}
 """Exit status where enforcement acts; where it does not, it is always 0."""
+UNTESTED = "start the daemon (canaryd run), or run canaryd check"
+NOT_A_FAILURE = "unknown: exit 3, not fail"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,8 @@ class Item:
     """Why the decision does not follow from the state alone; "" where it does."""
 
     def __str__(self) -> str:
-        text = f"{self.name} {self.state.value}/{self.cause.value}"
+        cause = "" if self.cause is Cause.NONE else f" ({cause_note(self.cause)})"
+        text = f"{self.name} {self.state.value}{cause}"
         return ": ".join(part for part in (text, self.why, self.finding) if part)
 
 
@@ -111,9 +117,10 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
     reason = ""
     if missing:
         there = ", ".join(d.device.name for d in found.devices) or "none"
-        reason = f"no device {' or '.join(missing)}; this host has {there}"
+        near = did_you_mean(missing[0], [d.device.name for d in found.devices])
+        reason = f"no device {' or '.join(missing)}; this host has {there}{near}"
     elif not items:
-        reason = "no device has been tested yet: start the daemon (canaryd run), or run canaryd check"
+        reason = f"no device has been tested yet: {UNTESTED}"
     decisions = {i.decision for i in items} | ({UNKNOWN} if reason else set())
     return Answer(decision=next(d for d in rank if d in decisions), devices=tuple(items), reason=reason)
 
@@ -158,8 +165,8 @@ def as_json(answer: Answer, question: Question, silence: str) -> dict[str, Any]:
     }
 
 
-def as_text(answer: Answer, question: Question, silence: str) -> str:
-    """Return the decision as one line, the decision first."""
+def as_text(answer: Answer, question: Question, silence: str, width: int = 0) -> str:
+    """Return the decision as one line, the decision first; of at most `width` columns unless that is 0."""
     decisive = [i for i in answer.devices if i.decision == answer.decision]
     parts = [answer.reason] if answer.reason else []
     if answer.decision == PASS:
@@ -168,10 +175,14 @@ def as_text(answer: Answer, question: Question, silence: str) -> str:
         parts += [str(i) for i in answer.devices if i.why][:1]
     elif decisive:
         more = f" (and {', '.join(i.name for i in decisive[1:])})" if len(decisive) > 1 else ""
-        parts.append(f"{decisive[0]}{more}")
+        parts.append(f"{str(decisive[0]).rstrip('.')}{more}")
     decision = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
-    aside = f" [log only: {silence}]" if silence else " [unknown does not act]" if answer.decision == UNKNOWN else ""
-    return printable(" ".join(f"{decision}: {'; '.join(parts)}{aside}".split()))
+    aside = f" [log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if answer.decision == UNKNOWN else ""
+    line = printable(" ".join(f"{decision}: {'; '.join(parts)}".split()))
+    if width and len(line) + len(aside) > width:
+        aside = " [log only]" if silence else aside
+        line = line if len(line) + len(aside) <= width else f"{line[: width - len(aside) - 1]}…"
+    return f"{line}{printable(aside)}"
 
 
 # -- one device -------------------------------------------------------------------------------------------------------
@@ -188,7 +199,7 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
     if verdict.state in _fails(question):
         decision = FAIL
         if verdict.state is not State.UNKNOWN and verdict.cause not in question.causes:
-            decision, why = PASS, f"passes because {verdict.cause.value} is not among the causes to fail for"
+            decision, why = PASS, f"passes, because the cause {cause_words(verdict.cause)} is not one to fail for"
     elif verdict.state is State.UNKNOWN:
         decision = UNKNOWN
     elif question.max_age and (newest is None or now - newest > question.max_age):
@@ -240,8 +251,11 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
     path = settings.state_dir / DATABASE
     try:
         path.stat()
+    except PermissionError:
+        pass  # the store says it, and what to type
     except OSError as error:
-        return Answer(decision=UNKNOWN, reason=f"cannot read {path}: {error.strerror}")
+        hint = f"; {UNTESTED}" if isinstance(error, FileNotFoundError) else ""
+        return Answer(decision=UNKNOWN, reason=f"cannot read {path}: {error.strerror}{hint}")
     try:
         with contextlib.closing(Store.open(settings.state_dir, for_reading=True)) as store:
             # Whether a daemon runs is not tested by its lock: that could block one that starts at this moment. A
@@ -277,15 +291,24 @@ def _within(patience: float, work: Callable[[], Answer]) -> Answer:
     try:
         written = b"".join(_chunks(reading, time.monotonic() + patience))
     except TimeoutError:
-        os.kill(child, signal.SIGKILL)  # not waited for: it may be stuck in the kernel
-        return Answer(decision=UNKNOWN, reason=f"the store did not answer within {patience:g} s")
+        os.kill(child, signal.SIGKILL)
+        _reap(child)
+        return Answer(decision=UNKNOWN, reason=f"the database did not answer within {patience:g} s")
     finally:
         os.close(reading)
     os.waitpid(child, 0)
     try:
         return from_json(Answer, json.loads(written))
     except ValueError:
-        return Answer(decision=UNKNOWN, reason=f"the store could not be read: {written.decode() or 'its reader died'}")
+        why = written.decode() or "the process that reads it died"
+        return Answer(decision=UNKNOWN, reason=f"the database could not be read: {why}")
+
+
+def _reap(child: int) -> None:
+    """Wait for a killed child, but not for one that is stuck in the kernel: that one is left to init."""
+    end = time.monotonic() + END_PATIENCE
+    while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _answer(pipe: int, work: Callable[[], Answer]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import DAY, HOUR, format_duration
+from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
@@ -25,6 +26,7 @@ from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
 from canaryd.report.svg import Line, Mark, plot
+from canaryd.report.terminal import cause_note
 from canaryd.store.store import Store
 
 SCHEMA = "canaryd.history/1"
@@ -175,7 +177,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
 
 
 def _state(verdict: Verdict) -> str:
-    return verdict.state.value + ("" if verdict.state is State.HEALTHY else f" ({verdict.cause.value})")
+    return verdict.state.value + ("" if verdict.state is State.HEALTHY else f" ({cause_note(verdict.cause)})")
 
 
 def _failures(runs: Iterable[Run]) -> Iterator[Item]:
@@ -188,7 +190,7 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
         first, last = min(r.started for r in same), max(r.started for r in same)
         times = f"{len(same)} runs" if len(same) > 1 else "a run"
         again = sum(bool(r.confirms) for r in same)
-        retests = f" ({again} of them retests)" if again else ""
+        retests = f" ({again} of them {'retests' if again > 1 else 'a retest'})" if again else ""
         if what == "wrong":
             wrong, trials = sum(c.wrong_trials for r in same for c in r.wrong), sum(r.trials for r in same)
             cases = Counter(c.case for r in same for c in r.wrong)
@@ -198,7 +200,7 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
             text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"
         else:
             why = next(filter(None, map(reason_of, reversed(same))), "")
-            text = f"{times} of {probe}{retests} {what.replace('_', ' ')}" + (f": {why}" if why else "")
+            text = f"{times} of {probe}{retests} {OUTCOMES[same[0].outcome][1]}" + (f": {why}" if why else "")
         role = "bad" if what in ("wrong", "unknown") else "calm"
         ids = tuple(r.id for r in same)
         label = f"{probe}: {what.replace('_', ' ')}"
@@ -253,7 +255,7 @@ def _pauses(
         reached = end if math.isinf(reached) else max(reached, end)
     if len(found) > MOST_PAUSES:
         longest = format_duration(max(end - start for start, end in found))
-        what = f"nothing was recorded for more than {format_duration(limit)}, {len(found)} times, at most for {longest}"
+        what = f"{len(found)} gaps of more than {format_duration(limit)} without a record, the longest {longest}"
         yield _pause(found[0][0], found[-1][1], what, len(found))
     else:
         for start, end in found:

@@ -16,6 +16,8 @@ from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.findings import CAUSES
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, State, Verdict
+from canaryd.report.terminal import cause_note
+from canaryd.store.locks import Flag
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
 
@@ -27,6 +29,10 @@ WITHHELD_RULE = "budget-withheld"
 """Rule of the note about tests that wait for the budget; made here too."""
 UNJUDGED_RULE = "unjudged"
 """Rule of the finding about what came after the verdict and is not judged yet; made here too."""
+UNTESTED_RULE = "no-evidence"
+"""Rule of the finding that a device has no verdict yet; of the judge's, that a probe has not completed a run yet."""
+UNSTORED_RULE = "unstored"
+"""Rule of the finding about a verdict whose daemon runs and cannot store a newer one; made here too."""
 RECENT = 86_400.0
 """Seconds for which an event is shown."""
 STALLED = 300.0
@@ -56,6 +62,13 @@ class DeviceStatus:
         return self.verdict.state is State.HEALTHY and not (self.verdict.findings or self.events or self.acks)
 
     @property
+    def awaits_first_tests(self) -> bool:
+        """Whether all that is doubtful about it is that its first tests have not ended."""
+        doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
+        # Without a probe and not of this module: no probe is enabled for it, and none will run.
+        return bool(doubts) and all(f.rule == UNTESTED_RULE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
+
+    @property
     def acknowledged(self) -> bool:
         """Whether an operator has acknowledged everything that makes its numbers doubtful."""
         doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
@@ -83,17 +96,28 @@ class Status:
     """Everything that `canaryd status` shows."""
 
     now: float
+    certain: float
+    """A time that has come for certain: acknowledgements end by it."""
     daemon: bool
     """Whether a daemon runs on this state directory."""
     released_until: float
     """End of a `canaryd release`, in seconds since the epoch; 0.0 where there is none."""
     devices: tuple[DeviceStatus, ...]
     problems: tuple[str, ...]
+    unreadable: str = ""
+    """Why what is recorded could not be read, one sentence; "" where it could."""
+
+    @property
+    def first_tests(self) -> tuple[DeviceStatus, ...]:
+        """The devices whose first tests a daemon runs, where nothing worse is known of any device."""
+        waiting = tuple(d for d in self.devices if d.awaits_first_tests)
+        return waiting if self.daemon and self.state is State.UNKNOWN and not self.released_until else ()
 
     @property
     def state(self) -> State:
-        """The worst device's state; unknown without devices."""
-        return judge_verdict.worst([d.verdict for d in self.devices])
+        """The worst device's state; unknown without devices. What could not be read makes nothing better."""
+        state = judge_verdict.worst([d.verdict for d in self.devices])
+        return max(state, State.UNKNOWN, key=lambda s: s.severity) if self.unreadable else state
 
 
 def gather(
@@ -103,13 +127,17 @@ def gather(
     *,
     daemon: bool | None = None,
     evidence: Mapping[str, Newest] | None = None,
+    itself: bool = False,
 ) -> Status:
     """Read the status from the store; a verdict that was not renewed is shown as unknown, with what it was.
+
+    So is one while the daemon runs and cannot store, unless the daemon `itself` reads: it has newer ones.
 
     `daemon` (whether one runs) and `evidence` (device → probe → when) are read from the store unless they are given:
     the daemon itself knows both.
     """
     now = time.time() if now is None else now
+    certain = store.certain(now)
     verdicts = store.verdicts()
     records = store.devices()
     here = {r.device.uuid for r in records if r.present}
@@ -118,7 +146,7 @@ def gather(
         r
         for r in records
         if (r.present or r.device.uuid in verdicts)
-        and remembered(r, here, config, now, verdict=verdicts.get(r.device.uuid))
+        and remembered(r, store, here, config, now, verdict=verdicts.get(r.device.uuid))
         and (r.present or not judge_acks.retired(r.device, acks, r.last_seen))
     ]
     events_of, acks_of = defaultdict(list), defaultdict(list)
@@ -126,14 +154,18 @@ def gather(
         events_of[event.device].append(event)
     for ack in acks:
         acks_of[ack.device].append(ack)
-    daemon = daemon_runs(store) if daemon is None else daemon
+    if daemon is None:
+        daemon = not store.unreadable and daemon_runs(store)
     postponed = _postponed(store) if daemon else {}
     if evidence is None:
         evidence = _stored_evidence(store, config, {r.device.uuid for r in shown})
+    unstored = not itself and Flag.flies(store.state_dir)
     found = []
     for record in shown:
         device, own = record.device, acks_of[record.device.uuid]
-        verdict = _up_to_date(store, verdicts.get(device.uuid), device, own, now)
+        verdict = _up_to_date(store, verdicts.get(device.uuid), device, own, now, daemon=daemon)
+        if unstored:
+            verdict = _unless_alarm(verdict, _note(UNSTORED_RULE, UNSTORED, READ_LOG, f"It was {_was(verdict)}."))
         if note := postponed.get(device.uuid):
             verdict = replace(verdict, findings=(*verdict.findings, note))
         found.append(
@@ -142,16 +174,18 @@ def gather(
                 present=record.present,
                 verdict=verdict,
                 events=tuple(events_of[device.uuid]),
-                acks=_in_force(own, now),
+                acks=_in_force(own, now, certain),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
             )
         )
     return Status(
         now=now,
+        certain=certain,
         daemon=daemon,
         released_until=released_until(store, now),
         devices=_worst_first(found),
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
+        unreadable=store.unreadable,
     )
 
 
@@ -194,17 +228,19 @@ def _since_repair(evidence: Newest, repaired: float) -> Newest:
 def as_of(status: Status, now: float) -> Status:
     """Return a status that was gathered earlier as it reads now: old verdicts are unknown, old events are gone."""
     old = now - status.now
-    stalled = f"no new results for {format_duration(old)}: see the log of the daemon"
+    stalled = f"no new results for {format_duration(old)}: read the daemon's log (journalctl -u canaryd)"
+    certain = status.certain + max(0.0, old)
     return Status(
         now=now,
+        certain=certain,
         daemon=status.daemon,
         released_until=status.released_until if status.released_until > now else 0.0,
         devices=_worst_first(
             replace(
                 d,
-                verdict=_unless_old(d.verdict, d.device, now),
+                verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
                 events=tuple(e for e in d.events if e.last >= now - RECENT),
-                acks=_in_force(d.acks, now),
+                acks=_in_force(d.acks, now, certain),
             )
             for d in status.devices
         ),
@@ -239,10 +275,10 @@ def _stored_evidence(store: Store, config: Config, devices: set[str]) -> dict[st
     return found
 
 
-def _in_force(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
+def _in_force(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
     """Return every repair and replacement, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
-    standing = judge_acks.standing(heeded, now)
+    standing = judge_acks.standing(heeded, certain)
     return tuple(a for a in heeded if a.kind != "acknowledged" or a is standing)
 
 
@@ -256,25 +292,29 @@ def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
     return dict(sorted(found.items(), key=lambda item: (item[1] or 0.0, item[0])))
 
 
-JUDGE_NOW = "wait some minutes for the daemon to judge it, or run canaryd check"
+JUDGE_NOW = "wait some minutes for the daemon, or run canaryd check"
+UNSTORED = "The daemon cannot store its results, so this verdict may be old."
+READ_LOG = "free disk space, or give the files to the daemon's user; its log says which"
 START = "start the daemon (canaryd run), or run canaryd check"
 
 
-def _up_to_date(store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float) -> Verdict:
+def _up_to_date(
+    store: Store, verdict: Verdict | None, device: Device, acks: Sequence[Ack], now: float, *, daemon: bool
+) -> Verdict:
     """Return the verdict with what came after it and is not judged yet: acknowledgements, and runs that were wrong."""
-    shown = _unless_old(verdict, device, now)
+    shown = _unless_old(verdict, device, now, daemon=daemon)
     if verdict is None:
         return shown
     cut = judge_acks.cut(device, acks)
     if cut > verdict.decided:
         note = _note(
             UNJUDGED_RULE,
-            f"It was repaired or replaced on {format_time(cut, seconds=False)} and is not judged again yet.",
+            f"It was repaired or replaced on {format_time(cut, seconds=False)} and has no new verdict yet.",
             JUDGE_NOW,
-            f"Before, it was {_was(verdict)}. Earlier failures no longer count; unknown until every probe has run.",
+            f"Before, it was {_was(verdict)}. Earlier failures no longer count. Wait until every probe has run.",
         )
         return replace(_unknown(device.uuid, cut, note), decided=verdict.decided)
-    shown = _with_acks(shown, judge_acks.standing(acks, now), now)
+    shown = _with_acks(shown, judge_acks.standing(acks, store.certain(now)), now)
     if shown.state.severity > State.UNKNOWN.severity:
         return shown
     judged = {run for f in verdict.findings for run in f.runs}
@@ -317,7 +357,7 @@ def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
             rule=UNJUDGED_RULE,
             state=State.SUSPECT,
             cause=min((f.cause for f in covered), key=CAUSES.index),
-            message="The acknowledgement has ended, so it is suspect again (see below).",
+            message="The acknowledgement has ended; the device is suspect again (see below).",
             action=JUDGE_NOW,
         )
         return _with(replace(verdict, findings=_without_ack_note(verdict)), note, now)
@@ -342,20 +382,28 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 
 def _was(verdict: Verdict) -> str:
-    return verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({verdict.cause.value})")
+    return verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({cause_note(verdict.cause)})")
 
 
-def _unless_old(verdict: Verdict | None, device: Device, now: float) -> Verdict:
+def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
     """Return a verdict, or where it is missing or was not renewed, unknown; an alarm stays, with a note."""
+    action = JUDGE_NOW if daemon else START
     if verdict is None:
-        return _unknown(device.uuid, now, _note(UNTENDED_RULE, "It has not been judged yet.", START))
+        return _unknown(device.uuid, now, _note(UNTESTED_RULE, "It has no verdict yet.", action))
     age = now - verdict.decided
     if -AHEAD <= age <= UNTENDED or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
-    note = _note(UNTENDED_RULE, f"Not judged for {age / 3600:.1f} h; before, it was {_was(verdict)}.", START)
+    old = f"{format_duration(age)} old" if age > 0 else "dated ahead of the clock"
+    if verdict.state.severity > State.UNKNOWN.severity:
+        return _unless_alarm(verdict, _note(UNTENDED_RULE, f"This verdict is {old}; no newer one was stored.", action))
+    return _unless_alarm(verdict, _note(UNTENDED_RULE, f"The last verdict is {old}; it was {_was(verdict)}.", action))
+
+
+def _unless_alarm(verdict: Verdict, note: Finding) -> Verdict:
+    """Return unknown, with the note; an alarm stays, and gets the note too."""
     if verdict.state.severity > State.UNKNOWN.severity:
         return replace(verdict, findings=(*verdict.findings, note))
-    return _unknown(device.uuid, verdict.decided, note, *verdict.findings)
+    return _unknown(verdict.device, verdict.decided, note, *verdict.findings)
 
 
 def _note(rule: str, message: str, action: str, *evidence: str) -> Finding:

@@ -11,12 +11,13 @@ from datetime import datetime, timezone
 from urllib.parse import quote
 
 from canaryd.formatting import format_duration, format_time
-from canaryd.model import Cause, Finding, Rival, State
+from canaryd.model import Cause, Finding, State
 from canaryd.report import html
 from canaryd.report.advice import advice, answer
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.status import DeviceStatus, Newest, Status, as_of, newest_of
+from canaryd.report.terminal import cause_words, label, rival_words
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
@@ -116,7 +117,7 @@ def _problems(status: Status) -> list[str]:
     lines = list(status.problems)
     if status.released_until:
         until = format_time(status.released_until)
-        lines.append(f"released until {until}: no device is tested, and results grow old")
+        lines.append(f"devices are released until {until} (canaryd release): nothing is tested")
     if not lines:
         return []
     listed = "".join(f"<li>{_text(line)}</li>" for line in lines)
@@ -130,7 +131,7 @@ def _section(title: str, devices: Iterable[DeviceStatus], now: float) -> list[st
 
 def _card(d: DeviceStatus, now: float) -> str:
     verdict, device = d.verdict, d.device
-    cause = "" if verdict.cause is Cause.NONE else f" cause: <strong>{verdict.cause.value}</strong>,"
+    cause = "" if verdict.cause is Cause.NONE else f" cause: <strong>{cause_words(verdict.cause)}</strong>,"
     gone = "" if d.present else " <strong>GONE</strong>"
     findings = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
     notes = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
@@ -155,11 +156,9 @@ def _card(d: DeviceStatus, now: float) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value}/{finding.cause.value}"
-    rivals = "".join(_rival(r) for r in finding.rivals)
+    rivals = "".join(f"<li>{_text(rival_words(r))}</li>" for r in finding.rivals)
     evidence = "".join(f"<li>{_text(sentence)}</li>" for sentence in finding.evidence)
     runs = f"; runs {_text(', '.join(finding.runs))}" if finding.runs else ""
-    probe = f"{_text(finding.probe)}; " if finding.probe else ""
     return "".join(
         [
             f'<li class="finding {finding.state.value}">{_text(finding.message)}',
@@ -167,14 +166,8 @@ def _finding(finding: Finding) -> str:
             f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else "",
             f"<p>To repeat the test: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
             f"<p>Other explanations:</p><ul>{rivals}</ul>" if rivals else "",
-            f'<p class="faint">{_text(kind)}; {probe}rule {_text(finding.rule)}{runs}</p></li>',
+            f'<p class="faint">{_text(label(finding))}; rule {_text(finding.rule)}{runs}</p></li>',
         ]
-    )
-
-
-def _rival(rival: Rival) -> str:
-    return (
-        f"<li><strong>{rival.cause.value}: {'rejected' if rival.rejected else 'open'}.</strong> {_text(rival.why)}</li>"
     )
 
 
@@ -189,7 +182,7 @@ def _evidence(newest: Newest, now: float) -> str:
     probe, at = next(iter(newest.items()))
     oldest = f"none yet from {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
     many = f"{len(newest)} probes" if len(newest) > 1 else "1 probe"
-    return f"<details><summary>Newest evidence of {many}: {oldest}</summary><table>{rows}</table></details>"
+    return f"<details><summary>Newest results of {many}: {oldest}</summary><table>{rows}</table></details>"
 
 
 def _state(state: State) -> str:

@@ -70,7 +70,7 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
         lines += paragraph("problem: ", problem, role="calm")
     if status.released_until:
         until = format_time(status.released_until)
-        lines += paragraph("", f"released until {until}: no device is tested, and results grow old", role="calm")
+        lines += paragraph("", f"devices are released until {until} (canaryd release): nothing is tested", role="calm")
     lines.append(("", "daemon: running" if status.daemon else "daemon: not running on this state directory"))
     lines.append((role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"))
     return paint(lines, color=color)

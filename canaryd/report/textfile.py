@@ -22,11 +22,11 @@ MODE = 0o644
 
 
 FAMILIES: Mapping[str, Family] = {
-    "canaryd_check_info": Family("gauge", ("version", "level"), "Always 1; which canaryd looked, and how hard."),
+    "canaryd_check_info": Family("gauge", ("version", "level"), "Always 1; version of canaryd and level of the check."),
     "canaryd_check_start_time_seconds": Family("gauge", (), "When the check began, since the epoch."),
     "canaryd_check_duration_seconds": Family("gauge", (), "How long the check took."),
     "canaryd_check_exit_code": Family(
-        "gauge", (), "What the check exited with: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."
+        "gauge", (), "Exit status of the check: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown."
     ),
     "canaryd_check_device_state": Family(
         "gauge", (*OF_DEVICE, "state"), "1 for the state that the check found the device in, 0 for every other state."
@@ -35,14 +35,14 @@ FAMILIES: Mapping[str, Family] = {
         "gauge", (*OF_DEVICE, "cause"), "1 for the cause of that state, 0 for every other cause."
     ),
     "canaryd_check_finding": Family(
-        "gauge", (*OF_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule of the judge that spoke."
+        "gauge", (*OF_DEVICE, "rule", "state", "cause"), "Always 1; one series for each rule with a finding."
     ),
-    "canaryd_check_trials": Family("gauge", OF_PROBE, "Results of the device that the check compared with a golden."),
+    "canaryd_check_trials": Family("gauge", OF_PROBE, "Results that the check compared with a known right answer."),
     "canaryd_check_mismatches": Family("gauge", OF_PROBE, "Comparisons of the check that found a wrong bit."),
     "canaryd_check_fault_rate_upper_bound": Family(
         "gauge",
         OF_PROBE,
-        "Wrong results per compared result that the check does not rule out; absent after a mismatch.",
+        "Highest rate of wrong results that the check may have missed (95 %); absent after a mismatch.",
     ),
 }
 """Every metric that `render` may write, in this order; docs/metrics.md lists them too, and a test compares the two."""

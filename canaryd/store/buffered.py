@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from canaryd.facts import printable
-from canaryd.store.clock import REACHED_NOTE, Clock
+from canaryd.store.clock import Clock
 from canaryd.store.database import READ_ONLY, REFUSED, Database, connect
+from canaryd.store.locks import refusal
 from canaryd.store.migrations import Migration
 from canaryd.store.rows import (
     ACK,
@@ -27,11 +28,13 @@ from canaryd.store.rows import (
     COUNTER,
     DEVICE,
     EVENT,
+    MET,
     NOTE,
     POLL,
     RUN,
     SUMMARY,
     VERDICT,
+    add_met,
     add_verdict,
     unpack,
 )
@@ -65,10 +68,13 @@ class BufferedDatabase:
         self.state_dir = state_dir
         self.problem = ""
         """One sentence while something cannot be stored; "" when all is well."""
+        self.unreadable = ""
+        """Why the record could not be read, one sentence; "" when it could, and where there is none. Of a store for
+        reading this stays: some of its answers lack what is on record."""
         self._clock = Clock(
             now,
-            load=lambda: float(self.note(REACHED_NOTE) or 0.0),
-            save=lambda confirmed: self.set_note(REACHED_NOTE, repr(confirmed)),
+            load=lambda note: float(self.note(note) or 0.0),
+            save=lambda note, at: self.set_note(note, repr(at)),
         )
         self._database = Database(state_dir, now, migrations, for_reading=for_reading, on_open=self._note_newest)
         self.path = self._database.path
@@ -115,6 +121,9 @@ class BufferedDatabase:
     def _write(self, write: Callable[[sqlite3.Connection], Any]) -> bool:
         """Do `write` on disk, after all that waits in memory; where the disk refuses, in memory."""
         with self._lock:
+            if self._database.for_reading:
+                write(self._memory)
+                return False
             try:
                 self._move_to_disk()
                 self._commit(write)
@@ -132,8 +141,10 @@ class BufferedDatabase:
             try:
                 stored = self._database.attempt(lambda db: db.execute(query, args).fetchall())
                 self._check_writable()
+                if not self._database.for_reading:
+                    self.unreadable = ""
             except REFUSED as error:
-                self._fail(error)
+                self._fail_to_read(error)
                 stored = []
             return stored, self._memory.execute(query, args).fetchall()
 
@@ -162,6 +173,15 @@ class BufferedDatabase:
         (runs,) = self._memory.execute("SELECT count(*) FROM runs").fetchone()
         self.problem = f"{self.path}: {error}; runs waiting in memory: {runs}"
 
+    def _fail_to_read(self, error: Exception) -> None:
+        missing = isinstance(error, FileNotFoundError)
+        if not missing:
+            self.unreadable = refusal(self.path, error)
+        if not self._database.for_reading:
+            self._fail(error)
+        elif not missing:
+            self.problem = self.unreadable
+
     def _check_writable(self) -> None:
         if self._database.read_only and not self._database.for_reading and not self.problem:
             self._fail(PermissionError(READ_ONLY))
@@ -175,6 +195,7 @@ class BufferedDatabase:
         while self._waiting:
             runs = memory.execute(f"SELECT number, {RUN} FROM runs ORDER BY number LIMIT {BATCH}").fetchall()
             verdicts = memory.execute(f"SELECT {VERDICT} FROM verdicts ORDER BY number").fetchall()
+            met = memory.execute(f"SELECT {MET} FROM met").fetchall()
             others = [
                 (add, memory.execute(f"SELECT {columns} FROM {table} ORDER BY rowid").fetchall())
                 for table, columns, add in _COPIED
@@ -186,9 +207,11 @@ class BufferedDatabase:
                     db.executemany(add, rows)
                 for verdict in verdicts:  # noqa: B023
                     add_verdict(db, verdict)
+                for row in met:  # noqa: B023
+                    add_met(db, row)
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))
-            for table in ("verdicts", *(name for name, _, _ in _COPIED)):
+            for table in ("verdicts", "met", *(name for name, _, _ in _COPIED)):
                 memory.execute(f"DELETE FROM {table}")
             self._waiting = len(runs) == BATCH

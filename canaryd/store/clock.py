@@ -18,6 +18,8 @@ JUMP = 60.0
 """Seconds by which the clock may part from the monotonic one between two prunes; more means it was set (ours)."""
 REACHED_NOTE = "reached"
 """Note: the confirmed time, in seconds since the epoch."""
+AGED_NOTE = "aged"
+"""Note: the time by which records are deleted, in seconds since the epoch."""
 
 
 class Clock:
@@ -27,8 +29,10 @@ class Clock:
     prune and never goes back, unless the clock has run for a day without a jump: then the clock is right.
     """
 
-    def __init__(self, now: Callable[[], float], load: Callable[[], float], save: Callable[[float], object]) -> None:
-        """`now` is the system clock; `load` and `save` keep the confirmed time, 0.0 at first."""
+    def __init__(
+        self, now: Callable[[], float], load: Callable[[str], float], save: Callable[[str, float], object]
+    ) -> None:
+        """`now` is the system clock; `load` and `save` keep the times of the notes above, 0.0 at first."""
         self.now = now
         self._load = load
         self._save = save
@@ -40,7 +44,7 @@ class Clock:
     @property
     def confirmed(self) -> float:
         """A time that has come for certain; 0.0 at first."""
-        return self._load()
+        return self._load(REACHED_NOTE)
 
     def saw(self, stored: float) -> None:
         """Take note of a time of storing in the database."""
@@ -57,16 +61,22 @@ class Clock:
         return self._newest
 
     def advance(self, now: float) -> float:
-        """Let the confirmed time follow the clock, and return the time by which age is reckoned."""
+        """Let the confirmed time follow the clock, and return the time by which records are deleted.
+
+        That time follows by at most `STEP` at each prune, however long the clock has run: one that stands years ahead
+        for days must delete nothing that the years would. The price is that all is kept longer after an outage.
+        """
         confirmed, tick = self.confirmed, time.monotonic()
         if now < EPOCH:
-            return confirmed or self._newest
+            return min(filter(None, (confirmed or self._newest, self._load(AGED_NOTE))), default=0.0)
         if self._set is None or abs((now - self._set[0]) - (tick - self._set[1])) > JUMP:
             self._set = now, tick
         before = confirmed or self._newest or now
         # A clock that has run for a day without a jump is right, however far it is from what was believed.
         after = now if tick - self._set[1] >= DAY else min(now, before + STEP)
         if after > confirmed or (after < confirmed - MAX_LAG and after == now):
-            self._save(after)
+            self._save(REACHED_NOTE, after)
             self._newest = min(self._newest, after)
-        return after
+        aged = min(after, (self._load(AGED_NOTE) or before) + STEP)
+        self._save(AGED_NOTE, aged)
+        return aged

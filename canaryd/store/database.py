@@ -30,6 +30,8 @@ OPEN_TIMEOUT = 10.0
 LOST_NOTE = "history lost"
 """Note: when a database was lost last and what is left of it, as "seconds path"."""
 READ_ONLY = "it can only be read here; run as its owner, or choose another --state-dir"
+WAL = b"\2\2"
+"""Bytes 18 and 19 of a database with a write-ahead log (sqlite.org/fileformat.html)."""
 T = TypeVar("T")
 
 
@@ -72,6 +74,7 @@ class Database:
         self._now = now
         self._on_open = on_open
         self._opened = 0
+        self._resting = False  # opened while no other process had it open
         self._identity: tuple[int, int] | None = None
         self._replaced = False  # since it was opened last, by any process
         self._lost = ""  # what the new file's `LOST_NOTE` will say
@@ -134,13 +137,14 @@ class Database:
 
     def connect(self) -> sqlite3.Connection:
         """Return the connection; open it where there is none, the file was replaced, or it can be written again."""
-        if self.connection is not None and (self._moved() or (self.read_only and self._may_write())):
+        if self.connection is not None and (self._moved() or (self.read_only and self._is_outdated())):
             self._replaced = self._replaced or self._is_gone()
             self.close()
         if self.connection is not None:
             return self.connection
         try:
-            self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+            if not self.for_reading:
+                self.state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
             db = self._open_as_allowed()
             self._on_open(db)
         except REFUSED:
@@ -156,7 +160,10 @@ class Database:
                 # After an error of its own ext4 refuses every write, while access(2) still promises them.
                 if error.errno != errno.EROFS:
                     raise
-        return self._open_to_read("mode=ro")
+        self.read_only = True
+        # SQLite would make a log beside a database that nobody has open, only to read it.
+        self._resting = _is_resting(self.path)
+        return self._open_to_read("mode=ro&immutable=1" if self._resting else "mode=ro")
 
     def _open_to_write(self) -> sqlite3.Connection:
         with flock(self._open_lock, OPEN_TIMEOUT):
@@ -217,7 +224,7 @@ class Database:
             self.close()
             return self._open_to_read("mode=ro&immutable=1")
         if version < len(self.migrations):
-            raise PermissionError("was written by an older canaryd; run canaryd once as its owner to migrate it")
+            raise OSError("an older canaryd wrote it: start the daemon or run canaryd check to convert it")
         return db
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
@@ -263,6 +270,10 @@ class Database:
             return False
         return self._moved()
 
+    def _is_outdated(self) -> bool:
+        """Return whether a connection that only reads should be opened anew: to write, or to see what is written."""
+        return self._may_write() or (self._resting and _log(self.path).exists())
+
     def _may_write(self) -> bool:
         # The directory too: SQLite keeps its log beside the database.
         if self.for_reading or not os.access(self.state_dir, os.W_OK):
@@ -301,6 +312,22 @@ def _create(path: Path) -> None:
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA user_version = 0")
     new.replace(path)
+
+
+def _log(path: Path) -> Path:
+    return Path(f"{path}-wal")
+
+
+def _is_resting(path: Path) -> bool:
+    """Return whether no process has a database with a write-ahead log open. Raises what stands in the way of reading.
+
+    The last process that closes such a database removes its log.
+    """
+    with path.open("rb") as file:
+        head = file.read(20)
+    if not head:
+        raise sqlite3.DatabaseError("it is empty")
+    return head[18:] == WAL and not _log(path).exists()
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

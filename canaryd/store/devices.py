@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canaryd.model import Ack, Device, Verdict
 from canaryd.store.buffered import BufferedDatabase
 from canaryd.store.migrations import Migration
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack
+
+VOID_NOTE = "void acks"
+"""Note: device, kind and time of the operators' statements that were dated in the future, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,4 +117,15 @@ class DeviceTables(BufferedDatabase):
         stored, waiting = self._read(
             "SELECT device, body FROM acks WHERE device = ? OR ? IS NULL ORDER BY number", device, device
         )
-        return sorted(self._decode(Ack, [*stored, *waiting]), key=lambda a: a.at)
+        void = {tuple(key) for key in json.loads(self.note(VOID_NOTE) or "[]")}
+        found = (replace(a, void=_key(a) in void) for a in self._decode(Ack, [*stored, *waiting]))
+        return sorted(found, key=lambda a: a.at)
+
+    def void_acks(self, acks: Iterable[Ack]) -> bool:
+        """Mark statements as void, for good. False: only in memory so far."""
+        keys = {_key(a) for a in self.acks() if a.void} | {_key(a) for a in acks}
+        return self.set_note(VOID_NOTE, json.dumps(sorted(keys)))
+
+
+def _key(ack: Ack) -> tuple[str, str, float]:
+    return ack.device, ack.kind, ack.at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import shlex
 import sys
 import time
@@ -17,6 +18,81 @@ RETRY = 0.05
 
 class Busy(TimeoutError):
     """Another process held the lock for longer than the timeout; the message names it."""
+
+
+class Unreadable(OSError):
+    """What is recorded cannot be read; the message says why, and what to type."""
+
+
+def user_name() -> str:
+    """Return the name of this process's user, or its number where it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def refusal(path: Path, error: Exception) -> str:
+    """Return what cannot be read and why, with what to type where another user may read it."""
+    if not isinstance(error, PermissionError):
+        return f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+    return f"cannot read {path.parent} as user {user_name()}: {'use sudo' if os.geteuid() else error.strerror}"
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock file `path`. Creates nothing. Raises `OSError` where it cannot tell."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look at once must not see each other
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+class Flag:
+    """A sign to other processes, as a lock on a directory: it needs no right to write and ends with its process."""
+
+    def __init__(self, directory: Path) -> None:
+        """The flag is down at first."""
+        self._directory = directory
+        self._fd: int | None = None
+
+    def fly(self, raised: bool) -> None:
+        """Raise or lower the flag. Where the directory cannot be opened or locked, it stays down."""
+        if raised and self._fd is None:
+            with contextlib.suppress(OSError):
+                fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(fd)
+                    raise
+                self._fd = fd
+        elif not raised and self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    @staticmethod
+    def flies(directory: Path) -> bool:
+        """Return whether another process has raised the flag of a directory; False where that is unknown."""
+        try:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return False
 
 
 def make(path: Path) -> int:
@@ -63,8 +139,8 @@ def flock(
     except FileExistsError:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except PermissionError:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # Another user's file can be locked, but not signed.
+        except OSError:  # Another user's file, or one on a read-only disk, can be locked, but not signed.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         start = time.monotonic()
         while True:

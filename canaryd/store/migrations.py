@@ -83,9 +83,16 @@ def _version_7(db: sqlite3.Connection) -> None:
         db.execute("UPDATE events SET code = ?, reading = ?, labels = ?, fields = ? WHERE rowid = ?", row)
 
 
+def _version_8(db: sqlite3.Connection) -> None:
+    """The classes of exact cases that devices met; those of runs on record are learnt when they are read."""
+    db.execute(
+        "CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"
+    )
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(_version_1, _version_2, _version_3, _version_4),
-    *(_version_5, _version_6, _version_7),
+    *(_version_5, _version_6, _version_7, _version_8),
 )
 """In order; `user_version` of the database says how many were applied."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 
 BUDGET_NOTE = "budget"
@@ -10,12 +9,8 @@ BUDGET_NOTE = "budget"
 
 
 def daemon_runs(store: Store) -> bool:
-    """Return whether a daemon uses this state directory."""
-    try:
-        with store.lock(DAEMON_LOCK):
-            return False
-    except Busy:
-        return True
+    """Return whether a daemon uses this state directory; raises `Unreadable` where this user may not know it."""
+    return store.is_locked(DAEMON_LOCK)
 
 
 LOG_PROBLEM_NOTE = "kernel log problem"

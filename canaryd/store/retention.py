@@ -47,6 +47,7 @@ def prune(database: Database, keep: Retention, max_bytes: int, now: float) -> No
         (f"verdicts WHERE decided < ? AND number NOT IN ({newest})", oldest),
         ("events WHERE last < ?", oldest),
         ("baselines WHERE last < ?", oldest),
+        ("met WHERE last < ?", oldest),
         ("days WHERE day < ?", oldest // DAY),
     ):
         database.commit(lambda db: db.execute(f"DELETE FROM {condition}", (limit,)))  # noqa: B023 - called at once

@@ -3,6 +3,7 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -13,6 +14,7 @@ from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import whole
+from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.trends.days import Day
@@ -57,6 +59,11 @@ SUMMARY = "device, day, body"
 ADD_SUMMARY = (
     f"INSERT INTO days ({SUMMARY}) VALUES (?, ?, ?) ON CONFLICT (device, day) DO UPDATE SET body = excluded.body"
 )
+MET = "device, line, last, body"
+ADD_MET = (
+    f"INSERT INTO met ({MET}) VALUES (?, ?, ?, ?) ON CONFLICT (device, line) DO UPDATE"
+    " SET last = max(last, excluded.last), body = excluded.body"
+)
 NOTE = "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 
@@ -74,7 +81,7 @@ FORMAT = 2
 """How the body of a run is written; release 0.1.0 named none."""
 
 
-def pack(value: Run | Device | Verdict | Baseline | Ack | Day) -> bytes:
+def pack(value: Run | Device | Verdict | Baseline | Ack | Day | Met) -> bytes:
     """Return a model object as compressed JSON."""
     data = to_json(value) | ({"format": FORMAT} if isinstance(value, Run) else {})
     # zlib: a run takes a twelfth of the space, and the checksum notices bytes that rotted.
@@ -169,6 +176,22 @@ def facts_from_0_1_0(
 def encode_labels(labels: Mapping[str, str]) -> str:
     """Return labels as one sorted text."""
     return urlencode(sorted(labels.items()))
+
+
+def met_row(met: Met, last: float) -> tuple[Any, ...]:
+    """Return the row of a record of classes; `last` is when it was last needed, as far as pruning goes."""
+    return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
+
+
+def add_met(db: sqlite3.Connection, row: Sequence[Any]) -> None:
+    """Add a record of classes to the one of its line: another process may have stored others meanwhile."""
+    device, line, last, body = row
+    stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
+    if stored:
+        # A record that rotted is learnt anew from here.
+        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
+            body = pack(unpack(Met, stored[0]).merged(unpack(Met, body)))
+    db.execute(ADD_MET, (device, line, last, body))
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
+from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.trends.days import Day
 from canaryd.model import Run
@@ -17,7 +18,9 @@ from canaryd.store.rows import (
     ADD_COUNT,
     ADD_RUN,
     ADD_SUMMARY,
+    add_met,
     baseline_key,
+    met_row,
     pack,
     run_counts,
     run_row,
@@ -32,8 +35,10 @@ FOREVER = 1e18
 class RunTables(BufferedDatabase):
     """The tables of runs, baselines and days."""
 
-    def add_run(self, run: Run, baselines: Iterable[Baseline] = ()) -> bool:
-        """Store and count a run, and the `baselines` that it has changed, in one transaction. Never raises.
+    def add_run(self, run: Run, baselines: Iterable[Baseline] = (), met: Iterable[Met] = ()) -> bool:
+        """Store and count a run, and the `baselines` and classes `met` that it has changed, in one transaction.
+
+        Never raises.
 
         True: it is on disk and survives `kill -9`.
 
@@ -42,12 +47,14 @@ class RunTables(BufferedDatabase):
         """
         with self._lock:
             row, counts = run_row(run, self._clock.stamp()), run_counts(run)
-            changed = self._baseline_rows(baselines)
+            changed, classes = self._baseline_rows(baselines), self._met_rows(met)
 
             def write(db: sqlite3.Connection) -> None:
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
                     db.executemany(ADD_BASELINE, changed)
+                    for met_classes in classes:
+                        add_met(db, met_classes)
 
             if self._write(write):
                 return True
@@ -112,6 +119,32 @@ class RunTables(BufferedDatabase):
         stored, waiting = self._read(query, device, device)
         newest = {(uuid, key): body for uuid, key, body in (*stored, *waiting)}
         return self._decode(Baseline, [(f"{uuid} {key}", body) for (uuid, key), body in newest.items()])
+
+    # Classes of exact cases
+
+    def set_met(self, records: Iterable[Met]) -> bool:
+        """Add classes that were met or accepted, in one transaction. False: only in memory so far."""
+        with self._lock:
+            rows = self._met_rows(records)
+
+            def write(db: sqlite3.Connection) -> None:
+                for row in rows:
+                    add_met(db, row)
+
+            return self._write(write)
+
+    def _met_rows(self, records: Iterable[Met]) -> list[tuple[Any, ...]]:
+        now = self._clock.stamp()
+        return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
+
+    def met(self, device: str | None = None) -> list[Met]:
+        """Return which classes a device, or any, has met; what waits in memory is part of it."""
+        query = "SELECT device, line, body FROM met WHERE device = ? OR ? IS NULL ORDER BY device, line"
+        stored, waiting = self._read(query, device, device)
+        found: dict[Line, Met] = {}
+        for met in self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in (*stored, *waiting)]):
+            found[met.line] = found[met.line].merged(met) if met.line in found else met
+        return list(found.values())
 
     # Days
 

@@ -8,15 +8,17 @@ damaged file costs durability for a while, says so in `Store.problem`, and nothi
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from canaryd.store.clock import STEP
 from canaryd.store.database import LOST_NOTE, REFUSED, StoreTooNew
 from canaryd.store.devices import DeviceTables
-from canaryd.store.locks import Busy, flock, make_directory
+from canaryd.store.locks import Busy, Unreadable, flock, is_held, make_directory, refusal
 from canaryd.store.migrations import MIGRATIONS, Migration
 from canaryd.store.retention import DEFAULT, Retention, prune
 from canaryd.store.runs import RunTables
@@ -53,7 +55,8 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     ) -> Store:
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
 
-        `for_reading`: open read-only; never create, repair, migrate or lock, and do not call that a problem.
+        `for_reading`: open read-only; never create, repair, migrate or rename a file. What is written stays in memory,
+        and a missing record is an empty one: neither is a problem.
 
         Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
         be stored, the store works from memory and `problem` says why.
@@ -65,7 +68,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
             store.close()
             raise
         except (OSError, sqlite3.Error) as error:
-            store._fail(error)
+            store._fail_to_read(error)
         return store
 
     def __enter__(self) -> Store:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -84,6 +87,14 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     def reached(self) -> float:
         """A time that has come for certain, in seconds since the epoch, however wrong the clock was; 0.0 at first."""
         return self._clock.confirmed
+
+    def certain(self, now: float) -> float:
+        """Return a time that has come at `now` (by the clock): it is limited by the confirmed time.
+
+        A wrong clock must not end a waiting period, nor an acknowledgement.
+        """
+        confirmed = self.reached
+        return min(now, confirmed + STEP) if confirmed else now
 
     def written_elsewhere(self) -> object:
         """Return a value that changes whenever another connection has written; None where it is unknown."""
@@ -124,13 +135,29 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         `Busy`, which names the holder. The kernel releases the lock of a process that dies. Where lock files cannot
         exist, the device is used unlocked and `problems` says so.
         """
-        path = self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"
+        path = self._lock_file(device_uuid)
         with contextlib.ExitStack() as held:
             try:
-                make_directory(path.parent)
-                held.enter_context(flock(path, timeout, on_wait, stopped))
+                if not self._database.for_reading or path.exists():
+                    make_directory(path.parent)
+                    held.enter_context(flock(path, timeout, on_wait, stopped))
             except Busy:
                 raise
             except OSError as error:
                 self._problems["lock"] = f"{path}: no lock ({error}); another canaryd may use the device meanwhile"
             yield
+
+    def is_locked(self, device_uuid: str) -> bool:
+        """Return whether a process holds a device's lock; raises `Unreadable` where this user may not know it."""
+        try:
+            return is_held(self._lock_file(device_uuid))
+        except OSError as error:
+            raise Unreadable(refusal(self.path, error)) from error
+
+    def may_lock(self, device_uuid: str) -> bool:
+        """Return whether this user may take a device's lock."""
+        path = self._lock_file(device_uuid)
+        return os.access(path, os.R_OK) if path.exists() else os.access(path.parent, os.W_OK)
+
+    def _lock_file(self, device_uuid: str) -> Path:
+        return self.state_dir / "locks" / f"{quote(device_uuid, safe='')}.lock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -24,10 +25,12 @@ Multi-Process Service, "Client Priority Level Control"). torch's streams have th
 of streams count within one process only."""
 SCRUBBED = (
     # Not set to 0 either: that would keep the tfloat32 cases, which allow TF32 themselves, off its units.
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
     # Emulated float32 and float64 products split their operands: the exact goldens' bound does not cover that.
     *("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY"),
-    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "IPEX_FP32_MATH_MODE"),
+    # float16 operands rounded to bfloat16; kernels chosen by a race at the first call; Metal's fast arithmetic.
+    *("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_MPS_FAST_MATH"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
@@ -35,3 +38,13 @@ SCRUBBED = (
     *("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_"),
 )
 """Environment that no worker inherits: it would change numbers or times without anybody's knowledge."""
+MPS = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
+"""Where the control daemon of MPS has its pipes, unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
+
+
+def beside_mps(environment: Mapping[str, str]) -> bool:
+    """Return whether processes share this host's NVIDIA devices through MPS.
+
+    A client that is killed at work may take the other clients with it (NVIDIA Multi-Process Service, "Limitations").
+    """
+    return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or MPS) / "control").exists()

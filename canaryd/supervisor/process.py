@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from canaryd.codec import to_json
 from canaryd.facts import whole
 from canaryd.model import Outcome, Reason
-from canaryd.supervisor import cgroup
+from canaryd.supervisor import cgroup, killed
 from canaryd.supervisor.environment import BELOW_NORMAL, INSTRUCTION_SETS, SCRUBBED, STRICT
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.remote import BOOTSTRAP, ENTRY, PACKAGE, own_files, pack
@@ -33,6 +34,9 @@ MAX_LINE = 16 * 1024 * 1024
 """Longest line of the protocol, in bytes; a longer one is garbled."""
 MAX_RUN = 64 * 1024 * 1024
 """Most bytes of protocol in one run; a run with more is garbled."""
+MAX_TOLD = 16 * 1024 * 1024
+"""The same for a run that is not numeric, whose length others decide: servers, drivers. An endpoint's longest run
+sends about 5 MB (probes/endpoint_canary.py)."""
 LONGEST_INTEGER = 40
 """Most characters of an integer. No device reports a longer one, and not every JSON reader could hold it."""
 TICK = 0.1
@@ -127,6 +131,7 @@ class Worker:
         self._nonce = secrets.token_hex(8)
         self._messages: deque[dict[str, Any]] = deque()
         self._received = 0
+        self._most = MAX_RUN
         self._line = bytearray()
         self._outgoing = bytearray()
         self._shipped: dict[Path, str] = {}
@@ -143,7 +148,8 @@ class Worker:
         priority = {"CANARYD_NICE": str(spec.nice), **BELOW_NORMAL} if spec.nice else {}
         if spec.nice and not self._remote and cgroup.apart(_place.group):  # a remote worker's group is unknown
             priority |= {"CANARYD_IDLE": "1"}
-        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **priority, **spec.env}
+        only = {"CANARYD_ONLY": json.dumps(to_json(spec.only))} if spec.only is not None else {}
+        setting = {**STRICT, **INSTRUCTION_SETS[instruction_set], **priority, **spec.env, **only}
         if self._remote:
             try:
                 self._process = _spawn([*spec.command, "-c", BOOTSTRAP], stderr=subprocess.PIPE)
@@ -175,10 +181,10 @@ class Worker:
         self._selector.register(chatter, selectors.EVENT_READ, self._read_chatter)
         self._write_later()
 
-    def begin(self) -> None:
-        """Forget what was printed and received so far, because a new run starts."""
+    def begin(self, most: int = MAX_RUN) -> None:
+        """Forget what was printed and received so far, because a new run starts; it may send `most` bytes."""
         self.chatter.clear()
-        self._received = 0
+        self._received, self._most = 0, most
         self._looked, self._away = time.monotonic(), 0.0
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -246,20 +252,23 @@ class Worker:
         """Send a signal to the worker and its children."""
         with self._lock:
             if not self._reaped:
+                if not self.exited():
+                    killed.note(self._process.pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, number)
 
-    def end(self, *, ask: Callable[[], None] | None, grace: float) -> bool:
+    def end(self, *, ask: Callable[[], None] | None, grace: float, afterlife: float = AFTERLIFE) -> bool:
         """End the whole process group; return False if the worker survived and was abandoned.
 
-        `ask` asks the worker to end. SIGKILL follows when it has ended, or after `grace` seconds.
+        `ask` asks the worker to end. SIGKILL follows when it has ended, or after `grace` seconds; `afterlife` is the
+        time in seconds within which it has to end then.
         """
         if ask is not None:
             ask()
             self._await_exit(grace)
         self.signal(signal.SIGKILL)
         patience = time.monotonic() + WAKE
-        while not (gone := self._await_exit(AFTERLIFE)) and time.monotonic() < patience:
+        while not (gone := self._await_exit(afterlife)) and time.monotonic() < patience:
             if not _runnable(self._process.pid):
                 break
         with self._lock:
@@ -274,6 +283,10 @@ class Worker:
         for pipe in self._pipes:
             pipe.close()
         return gone
+
+    def leave(self) -> None:
+        """Ask the worker to finish what its device does, and to end."""
+        self.send({"op": "leave"})
 
     def hang_up(self) -> None:
         """Close standard input, which asks the worker to end."""
@@ -358,7 +371,7 @@ class Worker:
             *lines, self._line = self._line.split(b"\n")
             for line in lines:
                 self._take(bytes(line))
-        if len(self._line) > MAX_LINE or self._received > MAX_RUN:
+        if len(self._line) > MAX_LINE or self._received > self._most:
             raise LostError(Outcome.GARBLED, f"the worker sent too much: {self._received} bytes in one run")
 
     def _take(self, line: bytes) -> None:

@@ -29,6 +29,8 @@ class WorkerSpec:
     """Environment variables that override everything that canaryd sets or removes."""
     nice: int = 0
     """Nice level of a worker that yields to a server; it is also the first to be killed for memory. 0 for neither."""
+    only: Device | None = None
+    """The one device that the worker may see; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,12 @@ class Description:
     """Version of torch; None without torch."""
     torch_reason: str = ""
     """Why there is no torch, or why the worker failed."""
+    lost: str = ""
+    """Which interpreter could not be asked for its torch and devices; "" where it answered. `torch_reason` says why."""
     devices: tuple[Device, ...] = ()
     stack: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[Path, ProbeSpec | str] = field(default_factory=dict)
-    """Probe file → its spec, or what is wrong with it."""
+    """Probe file → its spec, or what is wrong with it; without the files that could not be loaded because of `lost`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 def own_files() -> dict[str, str]:
     """Return the files that a remote worker needs: path in the archive → base64."""
-    paths = [PACKAGE / name for name in ("__init__.py", "codec.py", "facts.py", "model.py", "probe.py")]
+    paths = [PACKAGE / name for name in ("__init__.py", "codec.py", "facts.py", "hidden.py", "model.py", "probe.py")]
     paths += [path for kind in ("*.py", "*.json") for path in (PACKAGE / "worker").rglob(kind)]
     return {str(path.relative_to(PACKAGE.parent)): base64.b64encode(path.read_bytes()).decode() for path in paths}
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import LogPosition, LogRecord, whole
-from canaryd.model import Device, Outcome, Run
+from canaryd.model import MPS_CLIENT, Device, Outcome, Run
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor import capabilities
 from canaryd.supervisor.environment import INSTRUCTION_SETS
-from canaryd.supervisor.process import LostError, Worker
+from canaryd.supervisor.process import MAX_RUN, MAX_TOLD, LostError, Worker
 from canaryd.supervisor.protocol import (
     Answer,
     Description,
@@ -34,6 +34,10 @@ from canaryd.supervisor.slot import Slot, decoding
 
 STARVED = 4.0
 """How many times its timeout a low-priority worker may wait for a core in addition, before it counts as hung (ours)."""
+IMPORT = 120.0
+"""Seconds that the import of torch may take: ten times a slow one, from a cold disk or on a loaded host (ours)."""
+PATIENCE = 10.0
+"""Seconds of it after which the wait is told (ours)."""
 
 
 class Series:
@@ -79,42 +83,65 @@ class Series:
         """Processor time of its workers that have ended; None where that of one is unknown."""
         return self._slot.processor_seconds
 
-    def describe(self, paths: Sequence[Path], timeout: float = 60.0) -> Description:
+    def describe(
+        self,
+        paths: Sequence[Path],
+        timeout: float = 60.0,
+        *,
+        import_timeout: float = IMPORT,
+        on_wait: Callable[[str], None] = lambda _: None,
+    ) -> Description:
         """Ask for the interpreter, the devices and the specs of the probes at `paths`.
 
-        Never raises for what a worker does. `timeout` is the time limit of each single answer, in seconds. A probe that
+        Never raises for what a worker does. `timeout` is the time limit of each single answer, in seconds, and
+        `import_timeout` that of the import of torch, which comes first; `on_wait` is told once when that takes long.
+        Where torch hangs or crashes at import, the probes that do not need it are described all the same. A probe that
         crashes or hangs the worker is described by that failure, and the others are asked for again.
         """
         probes: dict[Path, ProbeSpec | str] = {}
-        python = ""
+        python = lost_torch = ""
+        where = self._slot.where
         while True:
             waiting = [path for path in paths if path not in probes]
+            imported = False
             try:
                 worker = self._slot.ready(time.monotonic() + timeout)
                 python = worker.python
-                worker.send({"op": "describe", "probes": [worker.place(path) for path in waiting]})
+                places = [worker.place(path) for path in waiting]
+                worker.send({"op": "describe", "probes": places, "torch": not lost_torch})
+                self._await_import(worker, import_timeout, on_wait)
+                imported = True
                 while True:
                     message = self._slot.receive(worker, time.monotonic() + timeout)
                     with decoding(message):
                         if message["kind"] == "described":
-                            return Description(
-                                python=python,
-                                torch=None if message["torch"] is None else parse_text(message["torch"]),
-                                torch_reason=parse_text(message["torch_reason"] or ""),
-                                devices=from_json(tuple[Device, ...], message["devices"]),
-                                stack=from_json(dict[str, str], message["stack"]),
-                                probes=probes,
-                            )
+                            return _description(where, python, message, probes, lost_torch)
                         if message["kind"] == "probe":
                             error = message["error"]
                             probes[waiting[0]] = parse_text(error) if error else from_json(ProbeSpec, message["spec"])
                             del waiting[0]
             except LostError as lost:
-                _, reason = self._slot.discard(lost)
-                if waiting and python and not self._slot.stopped:
+                _, reason = self._slot.discard(lost, brief=True)
+                if python and not self._slot.stopped and not (imported or lost_torch):
+                    lost_torch = reason
+                elif waiting and imported and not self._slot.stopped:
                     probes[waiting[0]] = reason
-                    continue
-                return Description(python=python, torch_reason=reason, probes=probes | dict.fromkeys(waiting, reason))
+                else:
+                    return Description(python=python, torch_reason=reason, lost=f"{where} failed", probes=probes)
+
+    def _await_import(self, worker: Worker, timeout: float, on_wait: Callable[[str], None]) -> None:
+        """Wait until the worker has tried to import torch. Raises `LostError` when it did not survive that."""
+        begun = time.monotonic()
+        try:
+            message = self._slot.receive(worker, begun + min(PATIENCE, timeout))
+        except LostError as lost:
+            if lost.outcome is not Outcome.TIMED_OUT or timeout <= PATIENCE:
+                raise
+            on_wait(f"waiting for torch of {self._slot.where} to import, for at most {timeout:.0f} s")
+            message = self._slot.receive(worker, begun + timeout)
+        with decoding(message):
+            if message["kind"] != "imported":
+                raise ValueError(message["kind"])
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
         """Ask vendor modules for the devices of this machine; `settings` maps each module to its probe's settings.
@@ -217,6 +244,7 @@ class Series:
             ready_at = time.monotonic()
             lenience = STARVED * timeout if self._slot.spec.nice else 0.0
             worker.be_lenient(lenience)
+            worker.begin(MAX_RUN if request.spec.numeric else MAX_TOLD)
             worker.send(self._run_message(worker, request, run, deadline - ready_at + lenience + self._slot.grace))
             answer = self._receive_result(worker, run, facts, deadline)
             self._slot.wall_seconds -= answer.paused
@@ -243,7 +271,7 @@ class Series:
             skipped=tuple(facts.skipped),
             absent=facts.absent | dict(answer.absent),
             stack=answer.stack,
-            environment=answer.environment,
+            environment={**answer.environment, **({MPS_CLIENT: "yes"} if self._slot.is_mps_client else {})},
             detail=answer.detail,
             reason=answer.reason,
             repro=_repro(request, self._slot.instruction_set),
@@ -320,7 +348,7 @@ class Series:
             return outcome, {}, detail
 
     def close(self) -> None:
-        """End the worker, politely first; waits at most grace + 1 seconds."""
+        """End the worker, politely first; waits at most grace + 1 seconds, on an accelerator 30."""
         self._slot.close()
 
     @property
@@ -331,6 +359,24 @@ class Series:
     def kill(self, reason: str = "canaryd is shutting down") -> None:
         """Kill the worker from another thread or a signal handler; this and every later run ends at once as errored."""
         self._slot.kill(reason)
+
+
+def _description(
+    where: str, python: str, message: Mapping[str, Any], probes: Mapping[Path, ProbeSpec | str], lost_torch: str
+) -> Description:
+    """Return what a worker described; where torch was lost, without the probes that need it."""
+    lost = f"torch of {where} does not import" if lost_torch else ""
+    if lost:
+        probes = {path: spec for path, spec in probes.items() if isinstance(spec, ProbeSpec) and not spec.numeric}
+    return Description(
+        python=python,
+        torch=None if message["torch"] is None else parse_text(message["torch"]),
+        torch_reason=f"{lost}: {lost_torch}" if lost else parse_text(message["torch_reason"] or ""),
+        lost=lost,
+        devices=from_json(tuple[Device, ...], message["devices"]),
+        stack=from_json(dict[str, str], message["stack"]),
+        probes=probes,
+    )
 
 
 def _repro(request: RunRequest, instruction_set: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +12,33 @@ from contextlib import contextmanager
 from typing import Any
 
 from canaryd.model import Outcome, Reason
-from canaryd.supervisor.process import LostError, Worker
+from canaryd.supervisor.environment import beside_mps
+from canaryd.supervisor.process import AFTERLIFE, LostError, Worker
 from canaryd.supervisor.protocol import WorkerSpec
 
 DETAIL = 4096
 """Bytes of a lost worker's last output that become part of its run."""
 PING = 5.0
 """Seconds within which a worker has to answer between two runs; otherwise a new one takes its place."""
+TEARDOWN = 15.0
+"""Seconds that a worker on an accelerator may take to end, asked or after SIGKILL: the driver frees its memory and its
+context first, beside a server and on a node of eight (ours)."""
+STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x")
+"""How a dump of stacks begins (Python's faulthandler)."""
+ABORTS = re.compile(r"^Memory access fault by GPU|HSA_STATUS_ERROR_(EXCEPTION|MEMORY|ILLEGAL_INS)", re.MULTILINE)
+"""What ROCm's runtime prints before it aborts a process whose device failed: no exception arrives (ROCR-Runtime,
+runtime.cpp and hsa.cpp)."""
+SAID, WIDTH = 2, 200
+"""Lines that `telling` keeps of what was printed before such a dump, and characters of each."""
+
+
+def telling(printed: str) -> str:
+    """Return in one line what tells why a worker was lost: its last words, and the place where its main thread was."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    dump = next((i for i, line in enumerate(lines) if STACKS.match(line)), len(lines))
+    current = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+    place = next((line for line in lines[current:] if line.startswith('File "') and "<frozen" not in line), "")
+    return "; ".join(line[:WIDTH] for line in (*lines[:dump][-SAID:], place) if line)
 
 
 class Slot:
@@ -54,9 +76,13 @@ class Slot:
     def _why_stopped(self) -> str:
         return self.stopped
 
+    @property
+    def where(self) -> str:
+        """The setting that names the interpreter, with its value where that is one."""
+        return "worker.command" if self.spec.command else f"worker.python ({self.spec.python})"
+
     def _started(self, deadline: float) -> Worker:
-        spec = self.spec
-        where = "worker.command" if spec.command else f"worker.python ({spec.python})"
+        spec, where = self.spec, self.where
         self._began = time.monotonic()
         try:
             self._worker = worker = Worker(spec, self.instruction_set)
@@ -84,25 +110,31 @@ class Slot:
             return False
         return True
 
-    def discard(self, lost: LostError) -> tuple[Outcome, str]:
-        """End a worker that was lost; return the outcome, and the reason with the worker's last output."""
+    def discard(self, lost: LostError, *, brief: bool = False) -> tuple[Outcome, str]:
+        """End a worker that was lost; return the outcome, and the reason with its last output: one line if `brief`."""
         worker, self._worker = self._worker, None
         outcome, detail = lost.outcome, lost.detail
         if worker is None:
             return outcome, detail
         # Only a worker that overran gets SIGTERM first, which makes it print where it hangs.
         ask = functools.partial(worker.signal, signal.SIGTERM) if outcome is Outcome.TIMED_OUT else None
-        if not self._end(worker, ask):
+        shares = ask is not None and self.is_mps_client
+        # Beside a server under MPS it may finish first: killed at work, it could take the server with it.
+        if not self._end(worker, worker.leave if shares else ask, self._patience if shares else self.grace):
             outcome = Outcome.UNKILLABLE
             detail += "; it survived SIGKILL (uninterruptible sleep, as in a hung driver) and was abandoned"
         printed = worker.chatter[-DETAIL:].decode(errors="replace").strip()
+        if outcome is Outcome.CRASHED and self._on_device and ABORTS.search(printed):
+            outcome = Outcome.DEVICE_ERROR
+        if brief:
+            return outcome, "; ".join(filter(None, (detail, telling(printed))))
         return outcome, f"{detail}\nlast output:\n{printed}" if printed else detail
 
     def close(self) -> None:
-        """End the worker, politely first; waits at most grace + 1 seconds."""
+        """End the worker, politely first; waits at most grace + 1 seconds, on an accelerator 30."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._end(worker, worker.hang_up)
+            self._end(worker, worker.leave if self._on_device else worker.hang_up, self._patience)
 
     def kill(self, reason: str) -> None:
         """Kill the worker from another thread or a signal handler, and start no more."""
@@ -111,9 +143,28 @@ class Slot:
         if worker is not None:
             worker.signal(signal.SIGKILL)
 
-    def _end(self, worker: Worker, ask: Callable[[], None] | None) -> bool:
+    @property
+    def _on_device(self) -> bool:
+        """Whether the worker has an accelerator to itself, which it should leave without work."""
+        return self.spec.only is not None and self.spec.only.backend != "cpu"
+
+    @property
+    def is_mps_client(self) -> bool:
+        """Whether the worker is a client of MPS, as the server beside it."""
+        on_cuda = self.spec.only is not None and self.spec.only.backend == "cuda"
+        return on_cuda and beside_mps({**os.environ, **self.spec.env})
+
+    @property
+    def _patience(self) -> float:
+        return max(self.grace, TEARDOWN) if self._on_device else self.grace
+
+    @property
+    def _afterlife(self) -> float:
+        return TEARDOWN if self._on_device else AFTERLIFE
+
+    def _end(self, worker: Worker, ask: Callable[[], None] | None, grace: float) -> bool:
         """End a worker and add up what it took; return False where it could not be killed."""
-        ended = worker.end(ask=ask, grace=self.grace)
+        ended = worker.end(ask=ask, grace=grace, afterlife=self._afterlife)
         self.wall_seconds += time.monotonic() - self._began
         known = self.processor_seconds is not None and worker.processor_seconds is not None
         self.processor_seconds = (self.processor_seconds or 0.0) + (worker.processor_seconds or 0.0) if known else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from canaryd.config.schema import (
     setting,
 )
 
+MAKE_HASH = "import bcrypt, getpass; print(bcrypt.hashpw(getpass.getpass().encode(), bcrypt.gensalt(10)).decode())"
+"""Python that asks for a password and prints its hash: canaryd's interpreter has all it needs."""
 COSTS = (4, 15)
 """Least and largest cost of a bcrypt hash: bcrypt's own minimum; above the second, one check takes longer than a
 scrape's usual 10 s (ours)."""
@@ -88,7 +91,7 @@ def _client_auth(text: str) -> str:
 def _hash(text: str) -> str:
     found = re.fullmatch(r"\$2[abxy]\$([0-9]{2})\$[./A-Za-z0-9]{53}", text)
     if not found:  # not repeated: it may be a password
-        raise ValueError('not a bcrypt hash; make one with: htpasswd -nBC 10 "" | tr -d ":\\n"')
+        raise ValueError(f"not a bcrypt hash; make one with: {sys.executable} -c '{MAKE_HASH}'")
     if not COSTS[0] <= int(found[1]) <= COSTS[1]:
         raise ValueError(f"a bcrypt hash of cost {int(found[1])}; make one of cost {COSTS[0]} to {COSTS[1]}, e.g. 10")
     return text

@@ -1,7 +1,7 @@
 """The worker's entry, a script for any interpreter from Python 3.10 on, with or without canaryd installed there.
 
-It makes only `canaryd.codec`, `.facts`, `.model`, `.probe` and `.worker.*` importable, from its own directory:
-a probe runs in the serving stack's own environment. Then it starts `canaryd.worker.runner`.
+It makes only `canaryd.codec`, `.facts`, `.hidden`, `.model`, `.probe` and `.worker.*` importable, from its own
+directory: a probe runs in the serving stack's own environment. Then it starts `canaryd.worker.runner`.
 `--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines. Arguments
 are parsed by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-OPEN = ("canaryd.codec", "canaryd.facts", "canaryd.model", "canaryd.probe", "canaryd.worker")
+OPEN = ("canaryd.codec", "canaryd.facts", "canaryd.hidden", "canaryd.model", "canaryd.probe", "canaryd.worker")
 """What a worker may import of canaryd, and everything below `canaryd.worker`."""
 OOM_SCORE = 500
 """`oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before the server beside it. Our

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ LONGEST_REST = 0.5
 TAKEN = "busy or unavailable"
 """CUDA's message where the device's compute mode or its holder admits no further process (CUDA Runtime API,
 cudaErrorDevicesUnavailable)."""
+ENDPOINT_MEMORY = 1 << 30
+"""Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it takes about 30 MiB)."""
 SKIPPED = "budget: "
 """Beginning of the detail of a run that the budget prevented: it is neither a fault nor evidence."""
 
@@ -50,6 +53,16 @@ def step_back() -> None:
     for name, value in (("autogroup", wanted), ("oom_score_adj", str(FIRST_TO_GO))):
         with contextlib.suppress(OSError):
             Path("/proc/self", name).write_text(value)
+
+
+def bound_memory() -> None:
+    """Set a hard limit on this process's memory, so that no answer of a server can take the machine's.
+
+    RLIMIT_DATA and not RLIMIT_AS, which would count address space that threads only reserve (getrlimit(2)).
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = ENDPOINT_MEMORY if hard == resource.RLIM_INFINITY else min(hard, ENDPOINT_MEMORY)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 class Bursts:

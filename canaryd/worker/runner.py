@@ -13,6 +13,7 @@ import errno
 import faulthandler
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -27,13 +28,14 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import Comparison, LogPosition, Reading, Recording, Skipped
+from canaryd.hidden import hide
 from canaryd.model import Device, Outcome, Reason
 from canaryd.probe import Absent, Context, ProbeSpec, Skip
-from canaryd.worker import limits
+from canaryd.worker import limits, visible
 
 GRACE = 5.0
 """Seconds past the supervisor's deadline after which a worker ends itself, even with the interpreter lock held."""
@@ -45,20 +47,24 @@ BATCH = 256
 """Readings of telemetry sent in one message; all other facts are sent at once, to survive a crash."""
 ANSWERS = {
     "capture": "canaryd.worker.canary.capture",
+    "characterise": "canaryd.worker.characterise.parts",
     "compare": "canaryd.worker.canary.compare",
     "reproducer": "canaryd.worker.numeric.reproducer",
 }
 """Requests that are not probes → the module that answers them."""
 INSTEAD = "convert tensors with .item() or .tolist(), and yield Absent for what is not a number"
+OWN = ("kind", "id", "type", "outcome")
+"""Fields whose values are words of the protocol."""
+HOSTS = ("cpu", "endpoint")
+"""Backends without a device of their own that could fail."""
 FACTS = (Reading, Comparison, Recording, Skipped, Absent)
-MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""Texts of a plain `RuntimeError` by which backends report that memory ran out."""
 
 
 def serve(protocol: int, nonce: str) -> None:
     """Answer requests on standard input, one after the other, until it ends."""
     # Only this file uses the pipes to the supervisor: a probe's input() and its children get neither.
     limits.step_back()
+    visible.narrow()
     requests = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path to compute with
         os.dup2(nothing.fileno(), 0)
@@ -67,6 +73,7 @@ def serve(protocol: int, nonce: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # SIGTERM prints where the probe hangs, even inside a C call that holds the interpreter lock, and then ends it.
     faulthandler.register(signal.SIGTERM, chain=True)
+    sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     # No core dumps, they fill disks. A limit of 1 byte stops files and the pipe to a collector, 0 only files (core(5)).
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
@@ -82,6 +89,32 @@ def _listen(requests: int, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # the probe's children go too
     os._exit(0)
+
+
+class Lines(io.TextIOWrapper):
+    """Standard output or error: whole lines, without secrets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        buffering = bool(getattr(stream, "line_buffering", False))
+        super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=buffering)
+        self._stream = stream  # it would close the buffer when it is collected
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Keep a line until it is whole: a secret may come in parts."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            super().write(hide("\n".join([*lines, ""])))
+        if len(self._rest) > DETAIL:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the line that has begun, too."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            super().write(hide(rest))
+        super().flush()
 
 
 class Runner:
@@ -104,6 +137,7 @@ class Runner:
             "answer": self.answer,
             "follow": self.follow,
             "unpack": self.unpack,
+            "leave": self.leave,
         }
         self.ping({})
         while True:
@@ -121,8 +155,23 @@ class Runner:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(base64.b64decode(content))
 
+    def leave(self, _: dict[str, Any]) -> None:
+        """End this process with no work left on its device; the supervisor ends its children."""
+        with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
+            if (tensors := sys.modules.get("canaryd.worker.numeric.tensors")) is not None:
+                tensors.let_go()
+        os._exit(0)
+
     def describe(self, request: dict[str, Any]) -> None:
-        """Send each probe's spec or its error, then the devices and the software found."""
+        """Import torch and say so; send each probe's spec or its error, then the devices and the software found.
+
+        With `torch` false in the request, torch is as good as missing: it did not survive its import.
+        """
+        if not request["torch"]:
+            sys.modules["torch"] = None  # type: ignore[assignment]  # its import raises ImportError
+        with contextlib.suppress(BaseException):  # what a broken installation raises shows below
+            importlib.import_module("canaryd.worker.numeric.tensors")
+        self._send(kind="imported")
         for path in request["probes"]:
             try:
                 spec, error = to_json(self._load(path).SPEC), None
@@ -185,6 +234,8 @@ class Runner:
         readings: list[list[Any]] = []
         faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
         try:
+            if device.is_endpoint:
+                limits.bound_memory()
             probe = self._load(request["probe"])
             numeric = probe.SPEC.numeric
             retest = bool(numeric and request["intensity"])
@@ -207,9 +258,11 @@ class Runner:
         except Skip as skip:
             outcome, detail, reason = Outcome.SKIPPED, str(skip), skip.reason
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
-            outcome = Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
+            outcome = _outcome_of(error, device)
             traceback.clear_frames(error.__traceback__)  # frees what filled the memory before anything is written
-            detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-DETAIL:]
+            detail = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))[-DETAIL:]
+            if isinstance(error, MemoryError) and device.is_endpoint:
+                detail = f"the server's answers need more than {limits.ENDPOINT_MEMORY >> 20} MiB of memory"
             if excuse := limits.excuse(error, capped=capped) if numeric else "":
                 outcome, detail = Outcome.SKIPPED, excuse
         surroundings = _surroundings(device, request["instruction_set"]) if numeric else {}
@@ -272,7 +325,7 @@ class Runner:
         except Skip as skip:
             value, outcome, detail = {}, Outcome.SKIPPED, str(skip)
         except BaseException as error:  # noqa: BLE001 - every error must reach the supervisor
-            value, outcome = {}, Outcome.OUT_OF_MEMORY if _is_memory(error) else Outcome.ERRORED
+            value, outcome = {}, _outcome_of(error, None)
             traceback.clear_frames(error.__traceback__)
             bad_input = isinstance(error, (ValueError, OSError))
             lines = traceback.format_exception(type(error), error, error.__traceback__)
@@ -316,7 +369,9 @@ class Runner:
         return progress
 
     def _send(self, **message: Any) -> None:
-        body = json.dumps(message, allow_nan=False).encode()
+        """Send a message, without secrets: everything that a probe learns leaves the worker here or by `Lines`."""
+        own = {name: message.pop(name) for name in OWN if name in message}
+        body = json.dumps(own | hide(message), allow_nan=False).encode()
         # The leading newline ends an unfinished line that a probe may have left on the same descriptor.
         data = memoryview(b"\n" + self._nonce + b" " + body + b"\n")
         with self._lock:
@@ -367,12 +422,22 @@ def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
         return {"absent": {"stack": _last_line(error)}}
 
 
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in MEMORY_TEXTS)
+def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
+    """Return what an exception makes of a run: the table of backends' messages decides about a `RuntimeError`.
+
+    An error of the device is one also where cleaning up after it raised another: nothing works on it any more.
+    """
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return Outcome.OUT_OF_MEMORY
+    errors = importlib.import_module("canaryd.worker.numeric.errors")
+    if device is None or device.backend not in HOSTS:
+        chain: list[BaseException] = [error]
+        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+            chain.append(before)
+        if any(isinstance(e, RuntimeError) and errors.kind_of(e) is errors.ErrorKind.DEVICE for e in chain):
+            return Outcome.DEVICE_ERROR
+    memory = isinstance(error, (MemoryError, RuntimeError)) and errors.kind_of(error) is errors.ErrorKind.MEMORY
+    return Outcome.OUT_OF_MEMORY if memory else Outcome.ERRORED
 
 
 def _last_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("CANARYD_BOOT") or Path.home() / ".cache/canaryd-boot")
@@ -28,6 +28,29 @@ PATIENCE = 120.0
 CLONE = ("canaryd", "deploy", "packaging", "probes", "scripts", "systemd", "LICENSE", "README.md", "pyproject.toml")
 """What of the repository an installation needs."""
 TOOLS = ("systemd-nspawn", "nsenter", "pgrep", "tar")
+
+
+GET = """
+import sys, urllib.error, urllib.request
+try:
+    answer = urllib.request.urlopen(sys.argv[1], timeout=20)
+except urllib.error.HTTPError as error:
+    answer = error
+print(answer.read().decode(), answer.status, sep="\\n", end="")
+"""
+"""Inside there is what Debian's smallest installation has beside systemd and Python: no curl, no ps, no kill."""
+
+
+class Task(NamedTuple):
+    """A process of the container."""
+
+    pid: int
+    """Inside."""
+    age: float
+    """Seconds since its start."""
+    idle: bool
+    """Whether it computes only on cores that nobody else wants."""
+    args: str
 
 
 def why_not(*, torch: bool = False) -> str:
@@ -151,16 +174,23 @@ class Machine:
         return self.out("journalctl", "--no-pager", "-o", "cat", "-u", unit)
 
     def get(self, path: str) -> tuple[int, str]:
-        """Ask the daemon with curl; return status (0: no connection) and body."""
-        url = f"http://127.0.0.1:19469{path}"
-        done = self.run("curl", "-s", "-m", "20", "-w", "\n%{http_code}", url, check=False)
+        """Ask the daemon; return status (0: no connection) and body."""
+        done = self.run("python3", "-c", GET, f"http://127.0.0.1:19469{path}", check=False)
         body, _, code = done.stdout.rpartition("\n")
         return int(code or 0), body
 
-    def processes(self) -> list[str]:
-        """Return the command lines of canaryd's living processes, the daemon's and its workers'."""
-        lines = self.out("ps", "-eo", "stat=,user=,args=").splitlines()
-        return [line for line in lines if "/opt/canaryd" in line and not line.startswith("Z")]
+    def processes(self) -> list[Task]:
+        """Return canaryd's living processes, the daemon's and its workers'."""
+        inside, found = Path(f"/proc/{self.leader}/root/proc"), []
+        uptime = float((inside / "uptime").read_text().split()[0])
+        for path in inside.glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                args = (path / "cmdline").read_text().replace("\0", " ")
+                stat = (path / "stat").read_text().rpartition(")")[2].split()  # from the third field on, proc(5)
+                if "/opt/canaryd" in args and stat[0] != "Z":
+                    age = uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK")
+                    found.append(Task(int(path.name), age, stat[38] == str(os.SCHED_IDLE), args))
+        return found
 
     def runs(self) -> dict[str, str]:
         """Return the stored runs: id → probe, read from the database itself."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, pin
+from canaryd.cli.baseline import Selection, accept_unknown, chosen, document, import_document, met_by, pin
 from canaryd.facts import Recording
+from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import LEARN, Baseline, empty_baseline, learn
 from canaryd.model import Device, Outcome, Run
 from canaryd.store.clock import REACHED_NOTE
@@ -106,6 +107,40 @@ def test_what_one_host_exports_is_a_witness_on_another(store, tmp_path):
     assert lost.baselines(GPUS[0].uuid) == [learnt(GPUS[0])]
 
 
+def met(of: Device) -> Met:
+    """Return the class of exact cases that a device met."""
+    stack = {"torch": "2.13"}
+    return Met(
+        device=of.uuid, kind=of.kind, probe="exact_matmul", probe_version=1, stack=stack, classes={"x/y": NOW}, used=NOW
+    )
+
+
+def test_the_classes_that_were_met_travel_with_the_baselines(store, tmp_path):
+    """Elsewhere they are those of a witness; on the device's own host, whose history was lost, its own."""
+    store.set_met([met(GPUS[0]), met(GPUS[1])])
+    assert [m.device for m in met_by(store, Selection(device="cuda:1"))] == ["GPU-1"]
+    assert met_by(store, Selection(probe="exact_integer")) == []
+    text = json.dumps(document([], met_by(store, Selection(device="cuda:0"))))
+    for place, imported in (("elsewhere", True), ("lost", False)):
+        other = Store.open(tmp_path / place, now=lambda: NOW)
+        if not imported:
+            other.see_device(GPUS[0], NOW)
+        assert import_document(other, text) == (0, 0)
+        assert other.met() == [replace(met(GPUS[0]), imported=imported)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"used": 1e300}, {"classes": {"\x1b[2J": 1.0}}, {"classes": 7}, {"device": 7}, None]
+)
+def test_classes_that_cannot_be_are_refused_whole(store, change):
+    """A file that was tampered with or damaged changes nothing."""
+    data = document([], [met(GPUS[0])])
+    data["met"] = [data["met"][0] | change] if change else 7
+    with pytest.raises(ValueError, match="met"):
+        import_document(store, json.dumps(data))
+    assert store.met() == []
+
+
 def test_an_export_of_release_0_1_0_is_still_read(store):
     """It has `imported` where `imported_kind` stands now; the export of today has both."""
     store.set_baselines([replace(learnt(Device(uuid="GPU-9", backend="cuda", index=0, model="H100")), used=NOW)])
@@ -141,7 +176,7 @@ def test_the_commands(store, tmp_path):
     store.set_baselines([learnt(GPUS[0])])
     common = ("--state-dir", tmp_path / "state")
     listed = canaryd("baseline", "list", *common)
-    assert "witness" in listed.out.splitlines()[0]
+    assert "confirmed by" in listed.out.splitlines()[0]
     assert "nobody" in listed.out
     assert canaryd("baseline", "pin", "cuda:0", *common).code == 64
     assert "pinned" in canaryd("baseline", "pin", "cuda:0", "--reason", "golden unit", *common).out

@@ -15,8 +15,9 @@ import pytest
 
 from canaryd import __version__
 from canaryd.cli.common import use_color
-from canaryd.cli.main import main, parser
-from tests.command import BUILTIN, ROOT, canaryd, configure, environment
+from canaryd.cli.main import parser
+from canaryd.config import permissions
+from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure
 
 COMMANDS = ("check", "drill", "run", "config", "probes", "devices")
 
@@ -69,7 +70,8 @@ def test_probes_lists_the_catalogue(tmp_path):
     assert (answer.code, answer.err) == (0, "")
     listed = [line.split()[0] for line in answer.out.splitlines()]
     assert sorted([*listed, "model_canary"]) == list(BUILTIN)  # that one runs only where it is asked for
-    assert [name for name in listed if name.startswith("exact")] == ["exact_integer", "exact_matmul", "exact_attention"]
+    exact = [name for name in listed if name.startswith("exact")]
+    assert exact == ["exact_integer", "exact_matmul", "exact_attention", "exact_canary"]
     for line in answer.out.splitlines():
         assert f"(builtin: {ROOT}/probes/{line.split()[0]}.py)" in line
 
@@ -115,6 +117,75 @@ def test_config_check_says_everything_at_once(tmp_path):
         assert any(f"{config}:{number}: " in line and words in line for line in lines), lines
 
 
+def test_config_check_refuses_an_endpoint_without_an_address(tmp_path):
+    """Whatever else it is given; exit 64. A name alone is a heading."""
+    for settings, code in (({"timeout": "60s"}, 64), ({"apis": ["chat"]}, 64), (None, 0)):
+        config = configure(tmp_path, endpoints={"main": settings})
+        answer = canaryd("config", "check", "--config", config)
+        assert (answer.code, "endpoints.main: url is missing" in answer.err) == (code, code == 64), answer
+
+
+def test_config_check_says_what_a_run_would_go_without(tmp_path):
+    """Probes of no file, drop-ins that cannot be loaded, missing files: each on a line, all at once, exit 3."""
+    gone = str(tmp_path / "gone")
+    config = configure(
+        tmp_path,
+        *("passes", "raises_at_import", "wrong_name"),
+        each={"exact_matmull": {"period": "1h"}},
+        endpoints={"main": {"url": "http://127.0.0.1:1/v1", "key_file": gone, "ca_file": gone}},
+        telemetry={"kernel_log": gone},
+        worker={"python": bare_python(), "env": {}},
+    )
+    answer = canaryd("config", "check", "--config", config, "--state-dir", tmp_path / "state")
+    assert (answer.code, answer.out) == (3, "")
+    lines = answer.err.splitlines()
+    assert all(line.startswith(f"canaryd: {config}: ") for line in lines)
+    for said in (
+        f"endpoints.main.key_file: {gone} does not exist",
+        f"endpoints.main.ca_file: {gone} does not exist",
+        f"telemetry.kernel_log: {gone} does not exist",
+        "raises_at_import.py: ImportError: no module named unobtainium",
+        "wrong_name.py: its SPEC.name is",
+        'probes.exact_matmull: no probe of that name was found; did you mean "exact_matmul"?',
+    ):
+        assert sum(said in line for line in lines) == 1, (said, lines)
+    assert len(lines) == 6
+    assert not (tmp_path / "state").exists()
+
+
+def test_config_check_says_that_a_worker_command_is_not_there(tmp_path):
+    """A program that cannot be run here: nothing would be tested."""
+    config = tmp_path / "canaryd.yaml"
+    config.write_text(json.dumps({"worker": {"command": ["dokcer", "exec"]}}))
+    answer = canaryd("config", "check", "--config", config)
+    assert (answer.code, "worker.command: dokcer cannot be run here" in answer.err) == (3, True)
+
+
+def test_config_check_refuses_an_interpreter_that_cannot_run(tmp_path):
+    """One that is not there, is no program, or that the service's user may not reach: exit 64, with its name."""
+    config, text = tmp_path / "canaryd.yaml", tmp_path / "python3"
+    text.write_text("no program\n")
+    for python, words in (("/nonexistent/python", "no such file"), (text, "may not read and execute")):
+        config.write_text(json.dumps({"worker": {"python": str(python)}}))
+        answer = canaryd("config", "check", "--config", config)
+        assert (answer.code, answer.out) == (64, "")
+        assert answer.err.startswith(f"canaryd: {config}: worker.python: {python}: ")
+        assert words in answer.err
+    config.write_text(json.dumps({"worker": {"python": sys.executable}}))
+    assert canaryd("config", "check", "--config", config).code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask for another user")
+def test_an_interpreter_that_the_service_may_not_reach_is_refused(tmp_path):
+    """Root may run all of it, and the service cannot: the question is the service's."""
+    program = tmp_path / "python3"
+    shutil.copy("/bin/true", program)
+    tmp_path.chmod(0o700)
+    assert permissions.unusable(str(program), "nobody").startswith("user nobody may not")
+    assert permissions.unusable("/bin/true", "nobody") == ""
+    assert permissions.unusable(str(program), "nobody-of-that-name") == ""
+
+
 def test_config_example_is_a_configuration(tmp_path):
     """It can be written to a file and used as it is."""
     answer = canaryd("config", "example")
@@ -139,9 +210,12 @@ def test_config_schema_is_a_json_schema():
     ("arguments", "said"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("chekc",), "invalid choice: 'chekc'"),
+        (("chekc",), "invalid choice: 'chekc'; did you mean \"check\"?"),
         (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
-        (("check", "--level", "quickly"), "invalid choice: 'quickly'"),
+        (
+            ("check", "--level", "quickly"),
+            "invalid choice: 'quickly' (choose from quick, standard, deep); did you mean \"quick\"?",
+        ),
         (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
         (("check", "--for", "30"), '"30" has no unit; write "30s"'),
         (("check", "--wait", "-1s"), "--wait"),
@@ -152,7 +226,10 @@ def test_config_schema_is_a_json_schema():
         (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
         (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
         (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
-        (("config", "chekc"), "invalid choice: 'chekc'"),
+        (("config", "chekc"), "invalid choice: 'chekc' (choose from check, example, schema); did you mean \"check\"?"),
+        (("gate", "--on", "healthy"), "(choose from degraded, unknown, suspect, faulty)"),
+        (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
+        (("drill", "--fault", "fire"), "(choose from flip, zero, swap, nan, stuck, consistent)"),
         (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
         (("check", "--config", "/"), "/: is a directory"),
         (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
@@ -174,6 +251,9 @@ def test_an_unknown_device_or_probe_is_told_with_those_there_are(common, command
     assert (answer.code, answer.out) == (64, "")
     assert "--device cuda:99: no such device; this host has cpu:0" in answer.err
     assert "--probe exact_matmull: no such probe; choose from passes" in answer.err
+    near = canaryd(command, "--device", "cpu0", "--probe", "pases", *common).err
+    assert '--device cpu0: no such device; this host has cpu:0; did you mean "cpu:0"?' in near
+    assert '--probe pases: no such probe; choose from passes; did you mean "passes"?' in near
 
 
 @pytest.mark.parametrize("command", [("check",), ("run", "--listen", "127.0.0.1:0"), ("probes",), ("devices",)])
@@ -217,18 +297,6 @@ def test_a_case_that_does_not_exist_is_unknown(tmp_path):
     assert answer.code == 3
     reasons = [part["reason"] for part in answer.document["devices"][0]["skipped"]]
     assert any("no case matches int64/nonsense" in reason for reason in reasons)
-
-
-def test_a_reader_that_goes_away_is_no_error():
-    """`canaryd config example | head -1` leaves no complaint."""
-    read, write = os.pipe()
-    os.close(read)
-    argv = [sys.executable, "-m", "canaryd", "config", "example"]
-    done = subprocess.run(
-        argv, cwd=ROOT, env=environment(), stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=30
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_locale_without_unicode_costs_no_report(tmp_path):
@@ -310,19 +378,6 @@ def test_details_are_shown_on_request(tmp_path):
     full = canaryd("check", "-v", *common).out
     assert "  skipped exact_matmul: disabled in the configuration\n" in full
     assert len(re.findall("^not tested: ", full, re.MULTILINE)) > 3
-
-
-def test_a_store_of_another_user_is_said_to_be_unreadable(tmp_path, monkeypatch, capsys):
-    """And nobody is told to start a daemon."""
-    state = tmp_path / "state"
-    state.mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: mode == os.F_OK)
-    for command in ("status", "history"):
-        assert main([command, "--state-dir", str(state)]) == 3
-        shown = capsys.readouterr()
-        assert (shown.out, shown.err.count("\n")) == ("", 1)
-        assert f"canaryd: cannot read {state} as user " in shown.err
-        assert "use sudo" in shown.err
 
 
 def test_colour_is_for_terminals(monkeypatch):

@@ -267,7 +267,7 @@ def test_bad_file(path):
 def test_named_file_must_exist(tmp_path, monkeypatch):
     """A file named on the command line or in the environment must be there; the message says who named it."""
     path = tmp_path / "nowhere.yaml"
-    advice = "name an existing file, or none for the defaults"
+    advice = "name an existing file, or leave it out"
     assert problems(path) == [f"{path}: no such file; {advice}"]
     monkeypatch.setenv("CANARYD_CONFIG", str(path))
     assert problems(None) == [f"{path}: no such file (named by $CANARYD_CONFIG); {advice}"]
@@ -388,6 +388,26 @@ def test_each_line_of_the_example_can_be_uncommented(tmp_path, number):
     loaded = load(write(tmp_path, "\n".join(lines)))
     told = "".join(itertools.takewhile(lambda line: re.match(" *# ", line), reversed(lines[:number])))
     assert loaded == untouched or "Default: " in told
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [b for page in PAGES for b in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if {*re.findall(r"^(\w+):", b, re.MULTILINE)} <= SECTIONS])
+def test_each_block_of_the_documentation_can_be_appended_to_the_shipped_file(tmp_path, block):
+    """The shipped file has the headings already, with nothing below them."""
+    loaded = load(write(tmp_path, example() + block))
+    assert loaded != load(write(tmp_path, example()))
+    assert loaded == dataclasses.replace(load(write(tmp_path, block + example())), file=loaded.file)
+
+
+@pytest.mark.parametrize("first", ["judge: {watch: 30d}", "judge:\n  watch: 30d"])
+def test_a_section_with_a_setting_is_given_once(tmp_path, first):
+    """Which of two would count is anybody's guess."""
+    with pytest.raises(ConfigError, match="judge: given twice, on lines 1 and"):
+        load(write(tmp_path, f"{first}\njudge:\n  stale_after: 2h\n"))
 
 
 def test_example_and_schema_have_every_setting():

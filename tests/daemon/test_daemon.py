@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from canaryd.model import State
 from canaryd.store.store import Store
 from tests.command import (
     ROOT,
@@ -249,6 +250,28 @@ def test_it_stops_at_once_while_it_looks_for_devices(tmp_path, state):
         code, seconds = daemon.end()
         assert (code, daemon.others()) == (0, [])
         assert seconds < STOP
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_a_stop_while_it_looks_for_probes_changes_no_verdict(tmp_path, state, reloaded):
+    """What was healthy stays so: what is not known yet says nothing of the device."""
+    config = configure(tmp_path, "passes")
+    assert canaryd("check", "--config", config, "--state-dir", state).code == 0
+    if not reloaded:
+        configure(tmp_path, "passes", "hangs_at_import")
+    with running(Daemon(config, state)) as daemon:
+        assert daemon.address
+        if reloaded:
+            eventually(lambda: daemon.get("/readyz")[0] == 200)
+            catalogue(tmp_path / "probes.d", "hangs_at_import")
+            daemon.send(signal.SIGHUP)
+            daemon.line("configuration reloaded")
+        eventually(daemon.others)
+        time.sleep(0.5)
+        assert daemon.end()[0] == 0
+    with Store.open(state) as store:
+        (verdict,) = store.verdicts().values()
+    assert verdict.state is State.HEALTHY, verdict.findings
 
 
 def test_it_goes_on_after_a_restart(tmp_path, state):

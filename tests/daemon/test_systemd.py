@@ -63,6 +63,18 @@ def ear(tmp_path, monkeypatch):
     found.close(address)
 
 
+def test_a_start_says_what_the_unit_lets_through(ear, tmp_path):
+    """An address that others should reach, and a firewall that stops them in silence: the log names the setting."""
+    config = configure(tmp_path, "passes")
+    words = "only addresses in IPAddressAllow= of the unit reach it"
+    with running(Daemon(config, tmp_path / "state", "--listen", "0.0.0.0:0")) as daemon:
+        daemon.line(words)
+    with running(Daemon(config, tmp_path / "state")) as daemon:
+        assert daemon.address
+        eventually(daemon.others)
+        assert not any(words in line for line in daemon.lines)
+
+
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
 

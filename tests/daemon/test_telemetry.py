@@ -238,6 +238,29 @@ def test_nothing_is_held_between_polls(fleet):
     assert daemon.value("canaryd_device_handles_held") == 0
 
 
+# --- A GPU that falls off the bus -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [("lost",), ("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByIndex_v2")])
+def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
+    """Not present, suspect, hardware, with the part and its slot by name; its sibling stays as it is."""
+    site = Site(tmp_path, gpus=2)
+    lost, other = site.uuids
+    with site.daemon() as daemon:
+        for uuid in site.uuids:
+            eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
+        begun = time.monotonic()
+        for key in where:
+            site.machine.set(0, key, 1 if key == "lost" else 15)
+        eventually(lambda: daemon.value("canaryd_device_present", device=lost) == 0, within=4 * SWEEP)
+        eventually(lambda: state_of(daemon, lost) == ("suspect", "hardware"))
+        assert time.monotonic() - begun < 2 * SWEEP + 3.0  # on a busy machine; one sweep comes every `SWEEP`
+        found = next(f for f in site.status()[lost]["findings"] if f["rule"] == "gpu-lost")
+        assert "serial 1650423000000, PCI address 0000:10:00.0" in " ".join(found["evidence"])
+        assert state_of(daemon, other) == ("healthy", "none")
+        assert daemon.value("canaryd_device_present", device=other) == 1
+
+
 # --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------
 
 

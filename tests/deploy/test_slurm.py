@@ -25,7 +25,7 @@ SNIPPET = ROOT / "deploy/slurm/slurm.conf.snippet"
 NODE = "canarynode"
 NEEDED = ("slurmctld", "slurmd", "scontrol", "sbatch", "munged", "mungekey")
 GPU = Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H200")
-FAULTY = "canaryd: cuda:3 faulty/hardware: a row could not be remapped"
+FAULTY = "canaryd: cuda:3 faulty (hardware): a row could not be remapped"
 
 
 def test_shellcheck_takes_the_script():
@@ -63,13 +63,13 @@ def call(directory: Path, answer: str, code: int, **extra: str) -> tuple[int, st
     ("answer", "code"),
     [
         ("pass: 9 devices, none to fail on (faulty)", 0),
-        ("would fail: cuda:3 faulty/hardware: a row [log only: enforcement is log in the defaults]", 0),
-        ("unknown: cuda:3 unknown/harness: nobody has judged it [unknown does not act]", 3),
+        ("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in the defaults]", 0),
+        ("unknown: cuda:3 unknown (canaryd itself): It has no verdict yet. [unknown: exit 3, not fail]", 3),
         ("canaryd: /etc/canaryd/canaryd.yaml:1: no such setting", 64),
         ("Killed", 137),
         ("Traceback", 1),
         ("/usr/bin/python3: can't open file '/opt/canaryd/bin/canaryd': [Errno 24] Too many open files", 2),
-        ("would fail: cuda:3 faulty/hardware: a row [log only: enforcement is log in the defaults]", 2),
+        ("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in the defaults]", 2),
         ("", 2),
     ],
 )
@@ -81,15 +81,15 @@ def test_only_a_failed_gate_drains(tmp_path, answer, code):
 
 def test_a_failed_gate_drains_with_the_reason(tmp_path):
     """Only a prolog also fails, so that its job goes back into the queue."""
-    said = "update NodeName=n State=DRAIN Reason=canaryd: cuda:3 faulty/hardware: a row"
+    said = "update NodeName=n State=DRAIN Reason=canaryd: cuda:3 faulty (hardware): a row"
     for context, code in (("prolog_slurmd", 1), ("epilog_slurmd", 0), ("", 0)):
-        assert call(tmp_path, "fail: cuda:3 faulty/hardware: a row", 2, SLURM_SCRIPT_CONTEXT=context) == (code, said)
+        assert call(tmp_path, "fail: cuda:3 faulty (hardware): a row", 2, SLURM_SCRIPT_CONTEXT=context) == (code, said)
 
 
 @pytest.mark.parametrize("state", ["IDLE+DRAIN", "DOWN", "MIXED+DRAIN"])
 def test_the_reason_of_somebody_else_is_kept(tmp_path, state):
     """A node that is out already stays out for the reason that an operator gave."""
-    assert call(tmp_path, "fail: cuda:3 faulty/hardware: a row", 2, STATE=state) == (0, "")
+    assert call(tmp_path, "fail: cuda:3 faulty (hardware): a row", 2, STATE=state) == (0, "")
 
 
 def test_it_ends_before_slurm_kills_it():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.config.load import ConfigError, load
-from canaryd.config.settings import BudgetConfig, Config
+from canaryd.config.settings import BudgetConfig, Config, ScheduleConfig
 from canaryd.daemon import daemon as daemon_daemon
 from canaryd.daemon.snapshot import stale
 from canaryd.engine import budget
@@ -621,6 +621,7 @@ class Beside(daemon_daemon.Daemon):
         engine.entries = {n: Entry(spec=ProbeSpec(name=n, summary="s", period=1800.0), file=file) for n in PERIODS}
         self.said = dict.fromkeys(engine.devices, BUSY)
         self.ran: list[tuple[str, tuple[str, ...], str]] = []
+        self._rounds._last = {(u, n): 0.0 for u in engine.devices for n in PERIODS}  # the first round is over
         engine.watch.readings = lambda uuid, _: self.said[uuid]
         engine.carry_out = self._note
 
@@ -732,6 +733,24 @@ def test_a_test_out_of_turn_is_no_measure_of_a_round(served):
     assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT)]
     assert served.engine.account.cost(CARD.uuid, ("a", "b")) == 16.0
     assert served.waits() == ""
+
+
+def test_the_first_quick_round_of_a_start_is_not_put_off(served):
+    """Whatever a check before it found, and once: a longer one, and every further one, keeps to the budget."""
+    for probe in PERIODS:
+        served.know(probe, 60)
+    assert served.chosen() == ([], ROUND)
+    served._rounds._last.clear()
+    assert served.chosen() == (["a", "b"], FORCED)
+    served.engine.config = replace(served.engine.config, schedule=ScheduleConfig(level="standard"))
+    assert served.chosen() == ([], ROUND)
+    served.engine.config = replace(served.engine.config, schedule=ScheduleConfig())
+    served._rounds.tick(CARD.uuid)
+    assert served.ran == [(CARD.uuid, ("a", "b"), FORCED)]
+    assert served.chosen() == ([], ROUND)
+    served._rounds._last.clear()
+    served.said[CARD.uuid] = PROHIBITED
+    assert served.chosen() == ([], ROUND)
 
 
 @pytest.mark.parametrize(
@@ -854,6 +873,35 @@ def test_load_withholds_until_it_falls(tmp_path):
         before = completed(daemon)
         load(0.1)
         eventually(lambda: completed(daemon) > before)
+
+
+def test_a_verdict_comes_within_two_minutes_of_a_start_on_loaded_cores(tmp_path):
+    """Two busy loops, and a load of 228 % that telemetry reports first: a check's young evidence puts nothing off."""
+    said = tmp_path / "said.json"
+    readings = [["load_average", 4.56, {}], ["cpu_cores", 2, {"state": "online"}]]
+    said.write_text(json.dumps({"readings": readings}))
+    each = {"says": {"settings": {"file": str(said)}, "timeout": "20s"}, "computes": {"period": "30m"}}
+    config, state = prepared(tmp_path, "says", each=each), tmp_path / "state"
+    assert canaryd("check", "--config", config, "--state-dir", state).code == 0
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    try:
+        for loop, core in zip(loops, cores, strict=True):
+            os.sched_setaffinity(loop.pid, {core})
+        begun = time.monotonic()
+        with running(Daemon(config, state)) as daemon:
+            os.sched_setaffinity(daemon.popen.pid, cores)
+            with Store.open(state) as store:
+                (device,) = store.devices()
+                with store.lock(device.device.uuid, timeout=20):
+                    eventually(lambda: daemon.value("canaryd_load_average"), 120)
+            eventually(lambda: completed(daemon) == 2, 120)
+            eventually(lambda: daemon.value("canaryd_device_state", state="healthy") == 1, 120)
+            assert time.monotonic() - begun < 120
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def test_the_share_withholds(tmp_path):

@@ -16,9 +16,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from canaryd.model import Outcome
+from canaryd.model import Outcome, State
 from canaryd.store.store import Store
-from tests.command import ROOT, Process, bare_python, canaryd, configure, eventually, intervals, running
+from tests.command import ROOT, Process, bare_python, canaryd, catalogue, configure, eventually, intervals, running
 from tests.documented import objects, unexplained
 
 SCHEMA = json.loads((ROOT / "docs/check.schema.json").read_text())
@@ -148,6 +148,19 @@ def test_the_printed_command_repeats_the_case_with_its_seed(drill):
 
 
 @pytest.mark.torch
+def test_a_drill_that_is_caught_asks_for_nothing(tmp_path):
+    """It says that this is its success; how many results were wrong is the same in the progress and below it."""
+    answer = canaryd("drill", "--device", "cpu:0", "--probe", "exact_integer", "--state-dir", tmp_path / "state")
+    assert answer.code == 2, answer.err
+    told = " ".join(answer.out.split())
+    assert "The injected fault was caught, as it must be" in told
+    assert "Do now" not in told
+    progress = sum(int(n.replace(",", "")) for n in re.findall(r"results, ([\d,]+) WRONG", answer.err))
+    (whole,) = re.findall(r"results, ([\d,]+) wrong\n", answer.out)
+    assert progress == int(whole.replace(",", "")) > 0
+
+
+@pytest.mark.torch
 def test_a_drill_leaves_no_trace_in_the_record(drill):
     """Its runs are stored as drills; real evidence and verdicts know nothing of it."""
     _, common = drill
@@ -193,9 +206,35 @@ def test_without_torch_a_device_is_unknown(tmp_path):
     assert device["state"] == "unknown"
     assert {run["outcome"] for run in device["runs"]} == {"skipped"}
     reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
-    assert sorted(reasons) == ["canary_prompts", "exact_attention", "exact_integer", "exact_matmul", "recorded_kernels"]
+    assert sorted(reasons) == [
+        *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul", "recorded_kernels")
+    ]
     assert all("torch" in reason for reason in reasons.values())
     assert any("cannot import torch" in problem for problem in document["problems"])
+
+
+def test_a_torch_that_aborts_is_told_once(tmp_path):
+    """One line with the interpreter's name, exit 3, also for a probe or device that only torch could show."""
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    worker = {"python": bare_python(), "env": {"PYTHONPATH": str(tmp_path)}}
+    each = {name: {"enabled": True} for name in ("exact_matmul", "exact_attention")}
+    config = configure(tmp_path, "passes", each=each, worker=worker)
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    answer = canaryd("check", *common)
+    assert answer.code == 3
+    assert answer.out.count("SIGABRT") == 1, answer.out
+    assert bare_python() in "".join(answer.out.split())
+    assert len((answer.out + answer.err).splitlines()) < 30
+    document = valid(canaryd("check", "--json", *common).document)
+    assert [text for text in document["problems"] if bare_python() in text] == document["problems"]
+    assert len(document["problems"]) == 1
+    assert [f["message"] for f in document["devices"][0]["findings"] if bare_python() in f["message"]]
+    for wanted in (("--probe", "exact_matmul"), ("--device", "cuda:0")):
+        answer = canaryd("check", *wanted, *common)
+        assert (answer.code, answer.out) == (3, "")
+        assert "could not be loaded" in answer.err or "no such device" in answer.err
+        assert answer.err.count("SIGABRT") == 1
+    assert canaryd("check", "--probe", "nonsense", "--device", "cpu:0", *common).code == 3
 
 
 @pytest.mark.parametrize(
@@ -258,6 +297,18 @@ def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, num
     assert "Traceback" not in "".join(process.lines)
 
 
+def test_an_interrupted_drill_says_nothing_of_its_alarm(tmp_path):
+    """The fault was never seen by a run that ended: exit 3, and the interruption is the reason."""
+    log = tmp_path / "log"
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "seconds": 600}}})
+    options = ("--probe", "records", "--config", config, "--state-dir", tmp_path / "state")
+    with running(Process("drill", *options)) as process:
+        eventually(log.exists)
+        assert process.end(signal.SIGINT)[0] == 3
+        assert "interrupted by SIGINT" in process.popen.stdout.read()
+        assert not any("no alarm" in line for line in process.lines), process.lines
+
+
 def test_two_checks_never_use_a_device_at_once(tmp_path):
     """The second waits for the first, says for whom, and then runs."""
     log = tmp_path / "log"
@@ -304,6 +355,21 @@ def test_an_interrupt_while_devices_are_sought_is_no_usage_error(tmp_path):
         assert (code, process.others()) == (3, [])
         assert seconds < 5
         assert "interrupted by SIGINT" in process.popen.stdout.read()
+
+
+def test_an_interrupt_while_probes_are_sought_changes_no_verdict(tmp_path):
+    """A check that has not looked yet judges nothing: the daemon's verdict stays."""
+    config = configure(tmp_path, "passes")
+    options = ("--config", config, "--state-dir", tmp_path / "state")
+    assert canaryd("check", *options).code == 0
+    catalogue(tmp_path / "probes.d", "hangs_at_import")
+    with running(Process("check", *options)) as process:
+        eventually(process.others)
+        time.sleep(0.3)
+        assert process.end(signal.SIGINT)[0] == 3
+    with Store.open(tmp_path / "state") as store:
+        (verdict,) = store.verdicts().values()
+    assert verdict.state is State.HEALTHY
 
 
 def test_a_terminal_shows_one_moving_line(tmp_path):
@@ -371,7 +437,8 @@ def test_the_schema_is_one():
 
 def test_every_field_is_explained():
     """docs/json.md has a row for each field of each object, and no row for anything else."""
-    assert unexplained("`canaryd check --json`", SCHEMA, ("findings[]", "rivals[]", "events[]")) == []
+    shared = ("findings[]", "rivals[]", "characterised[]", "events[]")
+    assert unexplained("`canaryd check --json`", SCHEMA, shared) == []
 
 
 def test_the_schema_refuses_what_is_not_a_report(tmp_path):
@@ -397,7 +464,7 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
 
     free = {"rules_out", "telemetry", "labels", "fields", "absent"}
     paths = [path for path in places(good) if not free.intersection(path[-1:])]
-    objects = {"devices", "findings", "rivals", "runs", "skipped", "telemetry", "readings", "events"}
+    objects = {"devices", "findings", "rivals", "characterised", "runs", "skipped", "telemetry", "readings", "events"}
     assert {path[-2] for path in paths if len(path) > 1} == objects
     for path in paths:
         for field in at(good, path):

@@ -209,7 +209,26 @@ def test_check_and_status_show_it(host):
     assert "endpoint:main" in status.out
 
 
-ACCEPTED = "endpoint:main recalls story: 1 result accepted\nthe verdict follows with the next run\n"
+def test_that_it_is_judged_by_text_alone_is_told_everywhere(host, tmp_path):
+    """By check, as text and as JSON, in the dossier, and in the list of baselines."""
+    told = "Judged by text alone: no log probabilities in 1 of 1 case."
+    host.say(vector(tokens=[], values=[]))
+    done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main", "--json")
+    found = {f["rule"]: f["message"] for f in done.document["devices"][0]["findings"]}
+    assert (done.code, found["recording-text-only"]) == (0, told)
+    done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main")
+    assert told in " ".join(done.out.split())
+    assert "bit-stable, text alone" in canaryd("baseline", "list", "--config", host.path).out
+    assert "judged by text alone" in canaryd("baseline", "show", "--config", host.path).out
+    document = canaryd("baseline", "list", "--json", "--config", host.path).document
+    assert [b["text_only"] for b in document["baselines"]] == [True]
+    report = canaryd("report", "endpoint:main", "-o", tmp_path / "case", "--config", host.path)
+    assert report.code == 0, report.err
+    pages = [p.read_text() for p in (tmp_path / "case").rglob("*.html")]
+    assert any("Judged by text alone" in page for page in pages)
+
+
+ACCEPTED = "endpoint:main recalls story: 1 result accepted\nthe next run updates the verdict\n"
 
 
 def test_an_operator_can_accept_another_model(host):
@@ -220,7 +239,7 @@ def test_an_operator_can_accept_another_model(host):
     ask(engine)
     assert engine.verdict("endpoint:main").state is State.UNKNOWN
     done = canaryd("baseline", "accept", "endpoint:main", "--reason", "deployed v2", "--config", host.path)
-    assert "its new chain is accepted" in done.out
+    assert "accepted with its changed model or software" in done.out
     assert engine.verdict("endpoint:main").state is State.HEALTHY
 
 

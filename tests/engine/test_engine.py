@@ -16,8 +16,8 @@ from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.engine.evidence import FEW, NEWEST, SHOWN, fold
 from canaryd.facts import Comparison, Evidence, Exactness, Reading, Recording
-from canaryd.judge import case
-from canaryd.judge.recordings import rules
+from canaryd.judge import node
+from canaryd.judge.recordings import speed
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
@@ -168,7 +168,7 @@ def test_an_expired_drill_is_forgotten(idle):
     """An hour later nothing shows it any more, in a process that has run all the while."""
     idle.take(made(0, wrong=True, at=NOW - 10, drill="flip"))
     assert idle.drill_verdict(CPU.uuid).state is not State.UNKNOWN
-    idle.clock = lambda: NOW + case.DRILL_EXPIRY
+    idle.clock = lambda: NOW + node.DRILL_EXPIRY
     assert idle.evidence(CPU.uuid) == ()
 
 
@@ -216,7 +216,7 @@ def test_a_disabled_probe_does_not_run_and_is_not_health(tmp_path):
 def test_a_setting_for_a_probe_that_does_not_exist_is_said(tmp_path):
     """A typing error must not look like a disabled probe."""
     engine = start(settings(tmp_path, "passes", pases=ProbeSettings(enabled=False)))
-    assert "probes.pases: no probe of that name was found" in engine.problems
+    assert 'probes.pases: no probe of that name was found; did you mean "passes"?' in engine.problems
 
 
 def test_an_interpreter_that_cannot_start_is_a_problem_and_no_device(tmp_path):
@@ -398,14 +398,14 @@ def test_an_endpoint_that_is_asked_much_at_a_time_may_become_slow(idle, recordin
     )
     slow = []
     for number in range(2 * NEWEST):
-        seconds = 0.1 if number < NEWEST else 0.1 * (rules.SLOWER + 1)
-        speed = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
+        seconds = 0.1 if number < NEWEST else 0.1 * (speed.SLOWER + 1)
+        took = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
         at = NOW - 3600
-        idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(speed,)))
+        idle.take(made(number, "asks", at=at, device=served.uuid, recordings=cases, readings=(took,)))
         if "endpoint-slow" in {finding.rule for finding in idle._decisions._recording_findings(served, drill=False)}:
             slow.append(number)
     # Until what is slow is half of what is remembered.
-    assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + rules.NEWEST) // 2))
+    assert slow == list(range(NEWEST + 1, NEWEST + (NEWEST + speed.NEWEST) // 2))
 
 
 def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from canaryd.engine.inventory import PLACEHOLDER, bus_key, changes, merge
 from canaryd.model import Device
+from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description, Listing
 
 NOW = 1_790_000_000.0
@@ -92,6 +93,16 @@ def test_where_torch_knows_nothing_but_a_number_that_will_do():
     assert (gpu.uuid, gpu.torch_index) == ("XPU-0000:03:00.0", 0)
 
 
+def test_what_only_torch_sees_for_once_has_not_changed():
+    """A GPU that its driver has lost and torch still lists keeps its name, its number and its facts."""
+    whole = replace(SEEN, detail={**SEEN.detail, "driver": "580.95", "capability": "9.0", "memory_bytes": "85"})
+    torch = replace(TORCH, detail={**TORCH.detail, "memory_bytes": "84"})
+    found = merge(described(CPU, torch), listing(nvidia=[]), {SEEN.uuid: whole}, {SEEN.uuid})
+    (gpu,) = [d for d in found.devices if d.backend == "cuda"]
+    assert (gpu.model, gpu.index, gpu.torch_index) == (SEEN.model, SEEN.index, TORCH.torch_index)
+    assert changes({SEEN.uuid: whole}, {SEEN.uuid}, [gpu], [], NOW) == []
+
+
 def test_instances_are_reached_one_at_a_time():
     """CUDA shows a process one instance: each is first in a worker of its own; the divided GPU is not reached."""
     parts = [
@@ -157,7 +168,8 @@ def test_changes_have_before_and_after():
     after = replace(SEEN, detail={"serial": "165", "bus_id": "0000:66:00.0", "driver": "580.2", "boot_id": "b"})
     before = replace(SEEN, detail={**SEEN.detail, "driver": "570.1", "boot_id": "a"})
     new = replace(SEEN, uuid="GPU-new")
-    events = changes({SEEN.uuid: before}, {SEEN.uuid}, [after, new], [CPU], NOW)
+    lost = DeviceRecord(device=CPU, first_seen=0.0, last_seen=NOW - 900, present=True)
+    events = changes({SEEN.uuid: before}, {SEEN.uuid}, [after, new], [lost], NOW)
     told = [(e.device, e.name, e.before, e.after) for e in events]
     assert told == [
         (SEEN.uuid, "bus_id", "0000:65:00.0", "0000:66:00.0"),
@@ -165,7 +177,8 @@ def test_changes_have_before_and_after():
         ("GPU-new", "device", "", "found"),
         (CPU.uuid, "device", "found", "gone"),
     ]
-    assert all(e.kind == "change" and e.first == e.last == NOW for e in events)
+    assert all(e.kind == "change" and e.last == NOW for e in events)
+    assert [NOW - e.first for e in events] == [0, 0, 0, 900]  # lost at some time since it was last seen
     assert changes({}, (), [after, new], [], NOW) == []
     (back,) = changes({SEEN.uuid: SEEN}, (), [SEEN], [], NOW)
     assert (back.name, back.before, back.after) == ("device", "gone", "found")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from canaryd.facts import LogRecord
 from canaryd.judge.telemetry.events import log_event
 from canaryd.model import Device, Event, Outcome, State
 from canaryd.store.store import Store
+from canaryd.supervisor import killed
 from tests.command import BUILTIN, bare_python, catalogue, eventually
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC")
@@ -342,6 +344,26 @@ def test_a_poll_that_is_not_due_waits(host):
 # The kernel log
 
 
+def test_a_containers_own_boot_id_is_no_reboot(host, tmp_path):
+    """systemd-nspawn mounts a new one for each container that it starts: the machine was up all the time."""
+    boot, own = tmp_path / "boot_id", Path("/dev/shm", f"canaryd-{os.getpid()}")
+    boot.write_text("one\n")
+    host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
+    host.watch.history.note_running(running=True, boot_id=boot)
+    own.write_text("two\n")
+    try:
+        if subprocess.run(["mount", "--bind", own, boot], capture_output=True, check=False).returncode:
+            pytest.skip("NOT TESTED: nothing can be mounted here")
+        try:
+            host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
+            assert boot.read_text() == "two\n"
+            assert [e for e in host.watch.events(host.device) if e.kind == "boot" and e.after == "two"] == []
+        finally:
+            subprocess.run(["umount", boot], check=True)
+    finally:
+        own.unlink()
+
+
 def test_a_line_is_counted_once_per_boot(host):
     """Read twice, or by the next canaryd, the same record of the same boot is the same event."""
     host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)", "nothing of interest")
@@ -356,6 +378,19 @@ def test_a_line_is_counted_once_per_boot(host):
     again.engine.read_log(until_end=True)
     (name,) = {e.name for e in events}
     assert counter(again.store, "kernel_log_events", device=again.cpu, kind="thermal", name=name) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "pid", "kind"), [(43, 4242, "elsewhere"), (31, 4242, "elsewhere"), (43, 4243, "xid"), (79, 4242, "xid")]
+)
+def test_what_a_killed_worker_leaves_behind_accuses_nobody(host, code, pid, kind):
+    """An Xid that names a worker of ours shortly after we killed it; what a process cannot cause is the device's."""
+    killed.note(4242)
+    host.hear(f"NVRM: Xid (PCI:0000:65:00): {code}, pid={pid}, name=python3, Ch 00000008")
+    host.engine.read_log(until_end=True)
+    (event,) = host.watch.history.of(replace(GPU, uuid="bus 0000:65:00"))
+    assert (event.kind, event.code) == (kind, code)
+    assert str(pid) not in f"{event.fields} {event.detail} {event.name}"
 
 
 def test_what_a_user_writes_to_the_log_is_nothing(host):

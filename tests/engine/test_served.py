@@ -14,7 +14,7 @@ import pytest
 from canaryd.config import load
 from canaryd.model import Cause, State
 from tests import checkpoints
-from tests.servers import KINDS
+from tests.servers import KINDS, UNKNOWN
 from tests.watched import Watched
 
 pytestmark = pytest.mark.servers
@@ -123,6 +123,26 @@ def test_a_flipped_bit_that_no_link_shows_is_a_departure(name, tmp_path):
         assert blind.behind["endpoint-departed"].state is State.SUSPECT
     finally:
         blind.server.stop()
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_server_without_a_dialect_is_learnt_and_compared(name, tmp_path):
+    """A GPT-NeoX behind a proxy, or on a server that canaryd does not know: clean runs are healthy, flips depart."""
+    strange = Watched(name, tmp_path, told=False, family="gpt_neox")
+    strange.server.start()
+    try:
+        strange.learn()
+        for _ in range(3):
+            strange.ask()
+            assert strange.state is State.HEALTHY, strange.found()
+        with strange.restarted():
+            for seed in range(11):  # the twelfth makes infinities: FastChat answers those with 500, which is `unknown`
+                checkpoints.flip_bit(strange.checkpoint, seed)
+        strange.ask()
+        found = strange.found()["recording-departed"]
+        assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
+    finally:
+        strange.server.stop()
 
 
 def test_a_slow_server_is_degraded(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import json
@@ -482,6 +483,10 @@ class Hostile(http.server.BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", "/elsewhere/api/v1/query")
             self.end_headers()
+        elif what == "echo":
+            key = self.headers["Authorization"].partition(" ")[2]
+            words = f"bad {key} {key.upper()} {base64.b64decode(key + '==')}"
+            self.reply(400, json.dumps({"status": "error", "errorType": "bad_data", "error": words}).encode())
         elif what == "cut":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
@@ -606,6 +611,15 @@ def test_a_token_comes_from_a_file_and_goes_nowhere_else(hostile, tmp_path, text
         with pytest.raises(FleetError):
             vote.gather(Prometheus(f"{hostile}/{what}", token_file=path))
     assert Hostile.seen == {"empty": sent, "redirect": sent}
+
+
+def test_a_token_that_the_server_repeats_is_not_printed(hostile, tmp_path):
+    """Nor the password in it."""
+    path = tmp_path / "token"
+    path.write_text(f"Basic {base64.b64encode(b'alice:hunter2-and-more').decode()}")
+    with pytest.raises(FleetError) as caught:
+        vote.gather(Prometheus(f"{hostile}/echo", token_file=path))
+    assert str(caught.value) == "answers 400: bad_data: bad … … b'alice:…'"
 
 
 @pytest.mark.parametrize(

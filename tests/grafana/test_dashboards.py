@@ -31,8 +31,8 @@ OURS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
 """Series that Prometheus itself makes of every target."""
 
 EMPTY = {
-    "Fleet / Stacks that differ / A": "both nodes have one stack",
-    "Fleet / Values that some nodes share against the majority / A": "the odd value is on one node alone",
+    "Fleet / Software versions that differ / A": "both nodes have one stack",
+    "Fleet / Results shared by a minority of nodes / A": "the odd value is on one node alone",
     "Itself / Answering / A": "no node is silent in this story",
     "Itself / Trouble / A": "the stores work",
     "Itself / Trouble / B": "the configurations are right",
@@ -444,7 +444,7 @@ def test_the_vote_names_the_device_that_differs(seen):
     _, nodes, _ = seen
     rows = rows_of("Outvoted devices", "canaryd-fleet", seen)
     assert [(row["instance"], row["device name"]) for row in rows] == [(nodes[0].name, "cuda:6")]
-    votes = rows_of("Its votes", "canaryd-device", seen, instance=nodes[0].name, device="cuda:6")
+    votes = rows_of("Comparison with the fleet", "canaryd-device", seen, instance=nodes[0].name, device="cuda:6")
     assert [(row["probe"], row.get("outvoted")) for row in votes] == [("says_all", 1.0)]
 
 

@@ -21,9 +21,10 @@ import pytest
 from canaryd.config.settings import JudgePolicy, TelemetryConfig
 from canaryd.engine import schedule
 from canaryd.facts import Reading
-from canaryd.judge.case import DRILL_EXPIRY
+from canaryd.judge import cause
 from canaryd.judge.clock import EPOCH, POLL_AHEAD
-from canaryd.judge.recordings import baseline, rules, triage
+from canaryd.judge.node import DRILL_EXPIRY
+from canaryd.judge.recordings import baseline, rules, speed, triage
 from canaryd.judge.statistics import RULE_OF_THREE, rate_bound, tail
 from canaryd.judge.telemetry import link_rules, xid_rules
 from canaryd.judge.telemetry.memory_rules import LEAST_STEP
@@ -53,6 +54,7 @@ MODULES = (*sorted(set(JUDGING) - set(CATALOGUES)), "engine.schedule")
 SECTIONS = {"judge": JudgePolicy, "telemetry": TelemetryConfig}
 
 NOT_THRESHOLDS = {
+    "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.rules.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
@@ -183,13 +185,13 @@ def known_since(runs):
     return "recording-departed" not in history.found(t.NOW + 31 * DAY)
 
 
-def slow(before=rules.EARLIER, late=rules.NEWEST, extra=1.0):
+def slow(before=speed.EARLIER, late=speed.NEWEST, extra=1.0):
     """Whether an idle endpoint is called slow that needs so much longer to the first token in the newest runs."""
     t = test_recorded
     asked = dataclasses.replace(t.GOOD, condition="idle")
     history = t.History().learn(9 * DAY, asked)
-    for n in range(before + rules.NEWEST):
-        seconds = 0.001 + extra * (n >= before + rules.NEWEST - late)
+    for n in range(before + speed.NEWEST):
+        seconds = 0.001 + extra * (n >= before + speed.NEWEST - late)
         reading = Reading(name="endpoint_first_token_seconds", value=seconds, unit="seconds")
         history.add(2 * HOUR - n, asked, readings=(reading,))
     return "endpoint-slow" in history.found()
@@ -402,7 +404,7 @@ LONG = " ".join([FULL, *(test_triage.LANGUAGES[name] for name in ("german", "fre
 CIRCLE = ["the", "reef", "of", "the", "coast"] * 7
 CROSSINGS: Mapping[str, Crossing] = {
     # the judge
-    "judge.case.DRILL_EXPIRY": Crossing(drill, DRILL_EXPIRY, State.SUSPECT, DRILL_EXPIRY + 1, State.UNKNOWN),
+    "judge.node.DRILL_EXPIRY": Crossing(drill, DRILL_EXPIRY, State.SUSPECT, DRILL_EXPIRY + 1, State.UNKNOWN),
     "judge.watch: comparator": Crossing(
         compared_twice, POLICY.watch, test_judge.H, POLICY.watch + 1, test_judge.U
     ),
@@ -418,9 +420,9 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.week: a new chain is told": Crossing(new_chain, POLICY.week, True, POLICY.week + 1, False),
     # recordings
     "judge.recordings.rules.ALPHA": Crossing(came_back, too_often() - 1, False, too_often(), True),
-    "judge.recordings.rules.NEWEST": Crossing(lambda n: slow(late=n), 1, False, 2, True),
-    "judge.recordings.rules.EARLIER": Crossing(lambda n: slow(before=n), rules.EARLIER - 1, False, rules.EARLIER, True),
-    "judge.recordings.rules.LATENCIES": Crossing(lambda s: slow(extra=s), 0.099, False, 0.101, True),
+    "judge.recordings.speed.NEWEST": Crossing(lambda n: slow(late=n), 1, False, 2, True),
+    "judge.recordings.speed.EARLIER": Crossing(lambda n: slow(before=n), speed.EARLIER - 1, False, speed.EARLIER, True),
+    "judge.recordings.speed.LATENCIES": Crossing(lambda s: slow(extra=s), 0.099, False, 0.101, True),
     "judge.recordings.baseline.Baseline.rate": Crossing(unsteady, 2, State.UNKNOWN, 3, State.SUSPECT),
     # 1 departure in 1 known run and itself: 6 known ones since outlast that.
     "judge.recordings.rules.departed": Crossing(known_since, 2 * RULE_OF_THREE - 1, False, 2 * RULE_OF_THREE, True),
@@ -627,14 +629,19 @@ FORMULAS: Mapping[str, Callable[[], float]] = {
     "same-place": lambda: poisson(2, 400 * 24 * LIMIT) / 2,
     "two-a-watch": lambda: poisson(2, 720 * LIMIT),
     "three-expected": lambda: math.exp(-RULE_OF_THREE),
+    "alone": lambda: max(
+        n ** (1 - next(k for k in itertools.count(1) if n * n**-k <= cause.ALONE)) for n in range(2, 17)
+    ),
+    "among": lambda: 2 * tail(17, 18, 0.5),
     "learnt": lambda: BOUND,
     "steady": lambda: rate_bound(baseline.STEADY),
     "recorded-reruns": lambda: BOUND**POLICY.confirm_runs,
+    "at-once": lambda: tail(12, 23, BOUND),
     "too-often": lambda: ever_too_often(BOUND, BOUND, 1000),
     "too-often-half": lambda: ever_too_often(BOUND / 2, BOUND, 1000),
     "unsteady": lambda: 2 / (baseline.LEARN + 1),
     "unsteady-reruns": lambda: (2 / (baseline.LEARN + 1)) ** POLICY.confirm_runs,
-    "two-of-three": lambda: tail(2, rules.NEWEST, 0.01),
+    "two-of-three": lambda: tail(2, speed.NEWEST, 0.01),
     "trend-split": lambda: change.FALSE_ALARMS / change.LOOKS / len(change.SPLITS),
     "trend-seven": lambda: 1 / math.comb(21, 7),
     "trend-eight": lambda: 1 / math.comb(22, 8),
@@ -728,7 +735,9 @@ def settings() -> dict[str, list[float]]:
 
 
 NO_LIMITS: Mapping[str, set[float]] = {
+    "judge.characterised.class_of": {4096},  # a cache
     "judge.coverage.vanished": {60},  # whole minutes, in words
+    "judge.vanishing.outages": {2},  # found and gone take turns
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
     "judge.trends.days.tracks": {2},  # polls that are remembered
     "judge.trends.change._ways": {4096},  # a cache
@@ -780,8 +789,12 @@ def test_every_threshold_has_a_line():
     assert [n for n in listed if n not in wanted and n not in literals() and n not in WITHOUT_LITERAL] == []
 
 
-WITHOUT_LITERAL = {"judge.confirmation.confirmed_in_place", "judge.recordings.rules.departed"}
-"""Functions with a threshold that they spell without a number: a second one, and `RULE_OF_THREE`."""
+WITHOUT_LITERAL = {
+    "judge.confirmation.confirmed_in_place",
+    "judge.recordings.rules.departed",
+    "judge.recordings.rounds.rate_of_any",
+}
+"""Functions with a threshold that they spell without a number: a second one, `RULE_OF_THREE`, `judge.confirm_runs`."""
 
 
 def test_every_number_within_a_function_has_a_line():

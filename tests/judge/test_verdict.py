@@ -12,10 +12,11 @@ from canaryd.config.settings import JudgePolicy, TelemetryConfig
 from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Span, Subject
 from canaryd.judge import case, findings
 from canaryd.judge import verdict as judge_verdict
-from canaryd.judge.case import Case, node
+from canaryd.judge.case import Case
+from canaryd.judge.node import node
 from canaryd.judge.telemetry.signals import Poll, Signs
 from canaryd.judge.verdict import decide, exit_code, fault_rate_bound, worst
-from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Verdict
+from canaryd.model import MPS_CLIENT, Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from tests.places import line, place
 
 NOW = 1_790_000_000.0
@@ -80,13 +81,17 @@ def fresh(of=GPU, **changes):
     return run(MINUTE, right(seed=99), of=of, **changes)
 
 
-def ask(*runs, of=GPU, peers=(), **changes):
-    """Judge `of` by its runs; `peers` are (device, runs) pairs."""
+TODAY = int(NOW // DAY)
+
+
+def ask(*runs, of=GPU, peers=(), days=range(TODAY - 120, TODAY + 1), **changes):
+    """Judge `of` by its runs; `peers` are (device, runs) pairs, `days` the days on which all of them were tested."""
     given = {"wanted": WANTED, "policy": POLICY, "now": NOW, "previous": None}
     given |= changes
     devices = {**{d.uuid: d for d, _ in peers}, of.uuid: of}
     evidence = {**{d.uuid: r for d, r in peers}, of.uuid: runs}
-    among = node(devices, evidence, given["now"], drill=given.get("drill", False))
+    summed = {uuid: {"exact_matmul": days} for uuid in devices}
+    among = node(devices, evidence, given["now"], drill=given.get("drill", False), summed=summed)
     return decide(Case(device=of, node=among, **given))
 
 
@@ -94,14 +99,14 @@ def rules(verdict):
     return {f.rule for f in verdict.findings}
 
 
-def signs(*, remap_failed=0, age=5.0):
+def signs(*, remap_failed=0, age=5.0, events=()):
     """Return the telemetry of a device that its driver was asked about so many seconds ago."""
     reading = Reading(name="row_remap_failed", value=remap_failed)
     poll = run(age, probe="nvidia_telemetry", readings=(reading,))
     return Signs(
         device=GPU,
         polls={"nvidia_telemetry": Poll(period=15.0, newest=poll, completed=poll)},
-        events=(),
+        events=tuple(events),
         last_pass=None,
         last_mismatch=None,
         now=NOW,
@@ -109,7 +114,35 @@ def signs(*, remap_failed=0, age=5.0):
     )
 
 
+def sighted(*hours, gone=1.0, seen=0.25, of=GPU, **changes):
+    """Return the inventory's events of a device that vanished so many hours ago, each time for `gone` hours.
+
+    It was last found `seen` hours before it was missed.
+    """
+    found = []
+    for ago in hours:
+        lost, back = NOW - ago * HOUR, NOW - (ago - gone) * HOUR
+        common = {"device": of.uuid, "kind": "change", "name": "device", **changes}
+        found.append(Event(first=lost - seen * HOUR, last=lost, before="found", after="gone", **common))
+        found.append(Event(first=back, last=back, before="gone", after="found", **common))
+    return sorted(found, key=lambda e: e.last)
+
+
+def happened(kind, name, *hours, **changes):
+    """Return events of GPU so many hours ago."""
+    times = [NOW - ago * HOUR for ago in hours]
+    return [Event(device=GPU.uuid, kind=kind, name=name, first=t, last=t, **changes) for t in times]
+
+
+def vanishing(*hours, besides=(), peer=(), alone=False, of=GPU, **changes):
+    """Judge a device that vanished so many hours ago; `besides` are its other events, `peer` those of a sibling."""
+    events = sorted([*sighted(*hours, of=of, **changes), *besides], key=lambda e: e.last)
+    peers = () if alone else [(TWIN, [fresh(of=TWIN)])]
+    return ask(fresh(of=of), of=of, peers=peers, signs=signs(events=events), sightings={TWIN.uuid: peer})
+
+
 DEPARTED = Finding(rule="recording-departed", state=State.SUSPECT, cause=Cause.HARDWARE, message="story: unknown bits")
+GARBAGE = Finding(rule="broken-output", state=State.FAULTY, cause=Cause.UNDETERMINED, message="story: !!!!")
 CHANGED = Finding(rule="chain-changed", state=State.UNKNOWN, cause=Cause.SOFTWARE, message="story: another model")
 SLOWER = Finding(rule="slower-than-before", state=State.DEGRADED, cause=Cause.ENVIRONMENT, message="12 % slower")
 H, S, E, N, U = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.HARNESS, Cause.UNDETERMINED
@@ -134,6 +167,37 @@ def spots(*pairs):
     return [run(HOUR + i, wrong(seed=i, place=place(where), **fields)) for i, (where, fields) in enumerate(pairs)]
 
 
+def turned(times):
+    """Return a run that was right and so many that are wrong on the same bytes, too close together to confirm."""
+    return [run(DAY, right()), *(run(HOUR - n, wrong()) for n in range(times))]
+
+
+def beside(failing, *siblings):
+    """Judge a device with so many failing runs of 50, beside siblings with theirs; no two share seeds or bits."""
+
+    def record(of, count, first):
+        ages = [HOUR * (1 + n) for n in range(50)]
+        facts = [wrong(seed=first + n, trials=100) if n < count else right(first + n, 100) for n in range(50)]
+        return [run(age, fact, of=of) for age, fact in zip(ages, facts, strict=True)]
+
+    peers = [(of, record(of, count, 1000 * (2 + n))) for n, (of, count) in enumerate(siblings)]
+    return ask(*record(GPU, failing, 1000), fresh(), peers=peers)
+
+
+def hanging(answers, sibling="1111111111", apart=HOUR):
+    """Judge a device that completed ("1") or timed out ("0") in its runs, the newest last, beside a sibling."""
+
+    def runs(of, told):
+        ends = {"1": {}, "0": {"outcome": Outcome.TIMED_OUT}}
+        return [
+            run(MINUTE + apart * (len(told) - 1 - n), *[right(seed=9)] * (answer == "1"), of=of, **ends[answer])
+            for n, answer in enumerate(told)
+        ]
+
+    return ask(*runs(GPU, answers), peers=[(TWIN, runs(TWIN, sibling))])
+
+
+ERR = Outcome.DEVICE_ERROR
 SUSPECT, FAULTY, UNKNOWN, HEALTHY = State.SUSPECT, State.FAULTY, State.UNKNOWN, State.HEALTHY
 
 SCENARIOS = {
@@ -251,21 +315,39 @@ SCENARIOS = {
         ask(run(HOUR, wrong(), stack={}), fresh(), peers=[(TWIN, [run(HOUR, right(), of=TWIN, stack={})])]),
         SUSPECT, U, {"exact-mismatch"},
     ),
-    "a rare fault, sibling right on the same bytes 2.9 times as long": lambda: (
-        ask(run(HOUR, wrong(trials=100)), peers=[(TWIN, [run(HOUR, right(trials=290), of=TWIN)])]),
+    "a rare fault, right on the same bytes by a sibling for long": lambda: (
+        ask(run(HOUR, wrong(trials=100)), peers=[(TWIN, [run(HOUR, right(trials=900), of=TWIN)])]),
         SUSPECT, U, {"exact-mismatch"},
     ),
-    "a rare fault, sibling right on the same bytes 3 times as long": lambda: (
-        ask(run(HOUR, wrong(trials=100)), peers=[(TWIN, [run(HOUR, right(trials=300), of=TWIN)])]),
-        SUSPECT, H, {"exact-mismatch"},
+    "right on the same bytes before, and 3 times wrong": lambda: (
+        ask(*turned(3), fresh(), peers=[(TWIN, [run(HOUR, right(), of=TWIN)])]), SUSPECT, U, {"exact-mismatch"},
     ),
-    "sibling's clean record 2.9 times the trials per failure": lambda: (
-        ask(run(HOUR, wrong(trials=50)), run(60, right(9, 50)), peers=[(TWIN, [run(HOUR, right(8, 290), of=TWIN)])]),
-        SUSPECT, U, {"exact-mismatch"},
+    "right on the same bytes before, and 4 times wrong": lambda: (
+        ask(*turned(4), fresh(), peers=[(TWIN, [run(HOUR, right(), of=TWIN)])]), SUSPECT, H, {"exact-mismatch"},
     ),
-    "sibling's clean record 3 times the trials per failure": lambda: (
-        ask(run(HOUR, wrong(trials=50)), run(60, right(9, 50)), peers=[(TWIN, [run(HOUR, right(8, 300), of=TWIN)])]),
-        SUSPECT, H, {"exact-mismatch"},
+    "6 failing runs beside a sibling that ran as long without one": lambda: (
+        beside(6, (TWIN, 0)), FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "7 failing runs beside a sibling that ran as long without one": lambda: (
+        beside(7, (TWIN, 0)), FAULTY, H, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "4 failing runs beside two siblings without one": lambda: (
+        beside(4, (TWIN, 0), (THIRD, 0)), FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "5 failing runs beside two siblings without one": lambda: (
+        beside(5, (TWIN, 0), (THIRD, 0)), FAULTY, H, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "16 failing runs beside a sibling with one": lambda: (
+        beside(16, (TWIN, 1)), FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "17 failing runs beside a sibling with one": lambda: (
+        beside(17, (TWIN, 1)), FAULTY, H, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "less than 5 times as often as a sibling": lambda: (
+        beside(44, (TWIN, 9)), FAULTY, U, {"exact-mismatch", "exact-mismatch-confirmed"},
+    ),
+    "5 times as often as a sibling": lambda: (
+        beside(46, (TWIN, 9)), FAULTY, H, {"exact-mismatch", "exact-mismatch-confirmed"},
     ),
     "sibling wrong in the same bits": lambda: (
         ask(*mismatches(2 * HOUR, HOUR), fresh(), peers=[(TWIN, [run(HOUR, wrong(seed=1000), of=TWIN)])]),
@@ -412,7 +494,28 @@ SCENARIOS = {
     # not characterised
     "uncharacterised": lambda: (
         ask(run(2 * HOUR, wrong(characterised=False)), run(HOUR, wrong(characterised=False)), fresh()),
+        UNKNOWN, U, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, on a processor": lambda: (
+        ask(run(HOUR, wrong(characterised=False), of=CPU), fresh(CPU), of=CPU),
         UNKNOWN, N, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, one of two results wrong": lambda: (
+        ask(run(HOUR, wrong(trials=2, characterised=False)), fresh()), SUSPECT, U, {"exact-mismatch"},
+    ),
+    "uncharacterised, wrong in two ways on the same bytes": lambda: (
+        ask(
+            run(HOUR, wrong(characterised=False), wrong(characterised=False, first=OTHER_FIRST, bits=("1",))), fresh()
+        ),
+        UNKNOWN, U, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, contradicts itself on a processor": lambda: (
+        ask(run(HOUR, wrong(trials=2, characterised=False), of=CPU), fresh(CPU), of=CPU),
+        UNKNOWN, N, {"uncharacterised-mismatch"},
+    ),
+    "uncharacterised, right and wrong in other classes": lambda: (
+        ask(run(HOUR, wrong(characterised=False), wrong(case="other", trials=2, characterised=False)), fresh()),
+        SUSPECT, U, {"exact-mismatch", "uncharacterised-mismatch"},
     ),
     # outcomes
     "never ran": lambda: (ask(), UNKNOWN, U, {"no-evidence"}),
@@ -426,6 +529,66 @@ SCENARIOS = {
             Outcome.CRASHED: U, Outcome.TIMED_OUT: U, Outcome.UNKILLABLE: U,
         }.items()
     },
+    "an error of the device, alone": lambda: (
+        ask(run(HOUR, right()), run(MINUTE, outcome=ERR)), UNKNOWN, U, {"device-error"},
+    ),
+    "an error of the device, a sibling ran before": lambda: (
+        ask(run(HOUR, right()), run(MINUTE, outcome=ERR), peers=[(TWIN, [run(HOUR, right(), of=TWIN)])]),
+        UNKNOWN, U, {"device-error"},
+    ),
+    "an error of the device, a sibling runs": lambda: (
+        ask(run(HOUR, outcome=ERR), fresh(), peers=[(TWIN, [run(MINUTE, right(), of=TWIN)])]),
+        SUSPECT, U, {"device-error"},
+    ),
+    "two errors of the device, alone": lambda: (
+        ask(run(5 * HOUR, outcome=ERR), run(HOUR, outcome=ERR), fresh()), SUSPECT, U, {"device-error"},
+    ),
+    "two errors of the device alone, in what it has never completed": lambda: (
+        ask(run(5 * HOUR, outcome=ERR, level="deep"), run(HOUR, outcome=ERR, level="deep"), fresh()),
+        UNKNOWN, U, {"device-error"},
+    ),
+    "two errors of the device alone, on software on which it has completed nothing": lambda: (
+        ask(
+            run(HOUR + 3, right()), run(HOUR, outcome=ERR, stack={"torch": "newer"}),
+            run(MINUTE, outcome=ERR, stack={"torch": "newer"}),
+        ),
+        UNKNOWN, U, {"device-error"},
+    ),
+    "two errors of the device that aborted the worker, which left no stack": lambda: (
+        ask(run(5 * HOUR, outcome=ERR, stack={}), run(HOUR, outcome=ERR, stack={}), fresh()),
+        SUSPECT, U, {"device-error"},
+    ),
+    "two errors of the device under MPS, a sibling runs": lambda: (
+        ask(
+            *(run(hours * HOUR, outcome=ERR, environment={MPS_CLIENT: "yes"}) for hours in (5, 1)), fresh(),
+            peers=[(TWIN, [run(MINUTE, right(), of=TWIN)])],
+        ),
+        UNKNOWN, U, {"device-error"},
+    ),
+    "two errors of the device, a sibling runs something smaller": lambda: (
+        ask(
+            run(5 * HOUR, outcome=ERR, level="deep"), run(HOUR, outcome=ERR, level="deep"), fresh(),
+            peers=[(TWIN, [run(MINUTE, right(), of=TWIN)])],
+        ),
+        UNKNOWN, U, {"device-error"},
+    ),
+    "two errors of the device, a sibling runs": lambda: (
+        ask(
+            run(5 * HOUR, outcome=ERR), run(HOUR, outcome=ERR), fresh(),
+            peers=[(TWIN, [run(MINUTE, right(), of=TWIN)])],
+        ),
+        SUSPECT, H, {"device-error"},
+    ),
+    "two errors of the device, and of its sibling": lambda: (
+        ask(
+            run(5 * HOUR, outcome=ERR), run(HOUR, outcome=ERR), fresh(),
+            peers=[(TWIN, [run(MINUTE, of=TWIN, outcome=ERR)])],
+        ),
+        UNKNOWN, Cause.SOFTWARE, {"device-error"},
+    ),
+    "two errors of the device a day ago": lambda: (
+        ask(run(26 * HOUR, outcome=ERR), run(25 * HOUR, outcome=ERR), fresh()), HEALTHY, Cause.NONE, set(),
+    ),
     "a crash before a completed run": lambda: (
         ask(run(HOUR, outcome=Outcome.CRASHED), fresh()), HEALTHY, Cause.NONE, set(),
     ),
@@ -492,6 +655,27 @@ SCENARIOS = {
     "30 days and 3/p clean trials": lambda: (
         ask(run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=29)), fresh()), HEALTHY, Cause.NONE, set(),
     ),
+    "30 days, and one of them without a test": lambda: (
+        ask(
+            run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=29)), fresh(),
+            days={*range(TODAY - 120, TODAY + 1)} - {TODAY - 9},
+        ),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
+    "30 days, and a run that is wanted every second day": lambda: (
+        ask(
+            run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=29)), fresh(),
+            days=range(TODAY - 30, TODAY, 2), wanted={"exact_matmul": 2 * DAY},
+        ),
+        HEALTHY, Cause.NONE, set(),
+    ),
+    "30 days by a clock that is not believed": lambda: (
+        ask(
+            run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=29)), fresh(),
+            confirmed_time=NOW - DAY,
+        ),
+        SUSPECT, U, {"exact-mismatch"},
+    ),
     "30 days and one clean trial too few": lambda: (
         ask(run(30 * DAY, wrong(trials=10)), run(DAY, right(trials=28)), fresh()), SUSPECT, U, {"exact-mismatch"},
     ),
@@ -507,7 +691,10 @@ SCENARIOS = {
         SUSPECT, U, {"exact-mismatch"},
     ),
     "wrong trials that cannot accuse are not clean ones either": lambda: (
-        ask(run(30 * DAY, wrong(trials=10)), run(DAY, wrong(2, 30, wrong_trials=9, characterised=False)), fresh()),
+        ask(
+            run(30 * DAY, wrong(trials=10), of=CPU),
+            run(DAY, wrong(2, 30, wrong_trials=9, characterised=False), of=CPU), fresh(CPU), of=CPU,
+        ),
         SUSPECT, U, {"exact-mismatch", "uncharacterised-mismatch"},
     ),
     "a golden disagreement clears too": lambda: (
@@ -570,22 +757,58 @@ SCENARIOS = {
     ),
     "an endpoint behind which it is one of two departed": lambda: (
         ask(fresh(), serving={"endpoint:main": (2, [DEPARTED])}),
-        SUSPECT, U, {"endpoint-departed"},
+        HEALTHY, Cause.NONE, {"endpoint-departed"},
+    ),
+    "the endpoint behind which it is alone answers garbage": lambda: (
+        ask(fresh(), serving={"endpoint:main": (1, [DEPARTED, GARBAGE])}),
+        HEALTHY, Cause.NONE, {"endpoint-departed"},
+    ),
+    "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
+    "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
+    "hung three times in a row, siblings answer": lambda: (hanging("100011"), HEALTHY, Cause.NONE, set()),
+    "hung three separate times, as a sibling did": lambda: (
+        hanging("10110101", "10111111"), UNKNOWN, U, {"keeps-failing"},
+    ),
+    "hung three separate times, alone": lambda: (hanging("10110101", ""), UNKNOWN, U, {"keeps-failing"}),
+    "hung three separate times, within 20 runs": lambda: (
+        hanging("101010" + "1" * 14, apart=2 * HOUR), SUSPECT, U, {"keeps-failing"},
+    ),
+    "hung three separate times, 20 runs ago": lambda: (
+        hanging("101010" + "1" * 15, apart=2 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished twice, a sibling stayed": lambda: (vanishing(60, 26), HEALTHY, Cause.NONE, set()),
+    "vanished three times, a sibling stayed": lambda: (vanishing(60, 40, 26), SUSPECT, H, {"keeps-vanishing"}),
+    "vanished three times, the first over a week ago": lambda: (vanishing(169, 40, 26), HEALTHY, Cause.NONE, set()),
+    "vanished three times, alone": lambda: (vanishing(60, 40, 26, alone=True), UNKNOWN, U, {"keeps-vanishing"}),
+    "vanished three times, once with its sibling": lambda: (
+        vanishing(60, 40, 26, peer=sighted(60, of=TWIN)), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished three times beside a sibling that had vanished long before": lambda: (
+        vanishing(60, 40, 26, peer=sighted(100, gone=99.5, of=TWIN)), UNKNOWN, U, {"keeps-vanishing"},
+    ),
+    "vanished three times, at a reboot": lambda: (
+        vanishing(60, 40, 26, besides=happened("boot", "clean", 40.1)), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished three times, rebooted before it was last seen": lambda: (
+        vanishing(60, 40, 26, besides=happened("boot", "clean", 40.3)), SUSPECT, H, {"keeps-vanishing"},
+    ),
+    "vanished three times, once while released": lambda: (
+        vanishing(60, 40, 26, besides=happened("release", "canaryd", 40.1)), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished three times, once for another driver": lambda: (
+        vanishing(60, 40, 26, besides=happened("change", "driver", 39, before="580", after="590")),
+        HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished three times within an hour": lambda: (
+        vanishing(26, count=5), SUSPECT, H, {"keeps-vanishing"},
+    ),
+    "an instance vanished three times": lambda: (
+        vanishing(60, 40, 26, of=dataclasses.replace(GPU, parent="GPU-whole")), HEALTHY, Cause.NONE, set(),
     ),
     "an endpoint's own troubles are none of its devices'": lambda: (
         ask(fresh(), serving={"endpoint:main": (1, [CHANGED])}), HEALTHY, Cause.NONE, set(),
     ),
     "slower than before": lambda: (ask(fresh(), trends=[SLOWER]), State.DEGRADED, E, {"slower-than-before"}),
-    "clean siblings count together, for software would fail on all of them": lambda: (
-        ask(
-            run(HOUR, wrong(seed=7), right(2, trials=98)), fresh(),
-            peers=[
-                (TWIN, [run(HOUR, right(3, trials=150), of=TWIN)]),
-                (THIRD, [run(HOUR, right(3, trials=150), of=THIRD)]),
-            ],
-        ),
-        SUSPECT, H, {"exact-mismatch"},
-    ),
     "results alone do not outlast a fault that strikes uploads": lambda: (
         ask(
             run(31 * DAY, wrong(trials=3, wrong_trials=3)), run(HOUR, right(trials=1000, uploads=1)), fresh(),
@@ -594,16 +817,6 @@ SCENARIOS = {
     ),
     "nor do uploads alone one that strikes results": lambda: (
         ask(run(31 * DAY, wrong(trials=1000)), run(HOUR, right(trials=1000, uploads=1000)), fresh()),
-        SUSPECT, U, {"exact-mismatch"},
-    ),
-    "clean siblings that are too short together": lambda: (
-        ask(
-            run(HOUR, wrong(seed=7), right(2, trials=98)), fresh(),
-            peers=[
-                (TWIN, [run(HOUR, right(3, trials=150), of=TWIN)]),
-                (THIRD, [run(HOUR, right(3, trials=149), of=THIRD)]),
-            ],
-        ),
         SUSPECT, U, {"exact-mismatch"},
     ),
     # an operator's word
@@ -622,6 +835,13 @@ SCENARIOS = {
     "an acknowledgement that has run out": lambda: (
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), acks=[said("acknowledged", HOUR, until=NOW)]),
         SUSPECT, U, {"exact-mismatch"},
+    ),
+    "an acknowledgement that has run out by a clock that is not believed": lambda: (
+        ask(
+            run(2 * HOUR, wrong(), right(9)), fresh(), acks=[said("acknowledged", HOUR, until=NOW)],
+            confirmed_time=NOW - MINUTE,
+        ),
+        UNKNOWN, U, {"exact-mismatch", "acknowledged"},
     ),
     "an acknowledgement that a newer one has ended": lambda: (
         ask(
@@ -647,6 +867,10 @@ SCENARIOS = {
     ),
     "the records were lost a watch ago": lambda: (
         ask(fresh(), history_lost=(NOW - POLICY.watch, "canaryd.db.corrupt-X")), HEALTHY, Cause.NONE, set(),
+    ),
+    "the records were lost, and the machine was off for a watch": lambda: (
+        ask(fresh(), history_lost=(NOW - POLICY.watch, "canaryd.db.corrupt-X"), days=()),
+        UNKNOWN, Cause.HARNESS, {"history-lost"},
     ),
     "the records were lost, and somebody has looked": lambda: (
         ask(fresh(), history_lost=(NOW - DAY, "canaryd.db.corrupt-X"), acks=[said("acknowledged", HOUR, NOW - 1)]),
@@ -764,6 +988,7 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
     assert found.evidence == (
         "Cause unknown: no identical device here to compare with.",
         "Clears after 30 days with 3 clean uploads and 3 clean results.",
+        "Proven exact (bfloat16/wide): it rounds nothing, so it is exact on devices of this kind.",
         (
             "Newest: bfloat16/wide (M=32, seed 7) on core 3: 12 of 4096 elements wrong: 12 elements, row 17; "
             "2 of 3 fresh uploads wrong."

@@ -1,4 +1,4 @@
-"""Allocates until the address space that it was given is full."""
+"""Allocates until the address space that it was given is full; with `limit` false, until the worker's own limit."""
 
 import resource
 
@@ -8,7 +8,8 @@ SPEC = ProbeSpec(name="exhausts_memory", summary="Host memory runs out", numeric
 
 
 def run(ctx):
-    resource.setrlimit(resource.RLIMIT_AS, (512 << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if ctx.settings.get("limit", True):
+        resource.setrlimit(resource.RLIMIT_AS, (512 << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     kept = []
     while True:
         kept.append(bytearray(8 << 20))

@@ -17,9 +17,10 @@ from canaryd.config.settings import Config
 from canaryd.model import Ack, Cause, Device, Finding, Outcome, Run, State, Verdict
 from canaryd.report import gate
 from canaryd.store.database import DATABASE
+from canaryd.store.locks import Flag
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
-from tests.command import ROOT, canaryd, environment
+from tests.command import ROOT, canaryd, children, environment
 
 GPU = Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H200")
 OTHER = Device(uuid="GPU-4", backend="cuda", index=4, model="NVIDIA H200")
@@ -112,7 +113,23 @@ def test_a_healthy_node_passes(state, acting):
 def test_a_faulty_device_fails_with_its_name_its_cause_and_why(state, acting):
     """One line, the worst device first."""
     told(state, FINE, FAULTY, (OTHER, State.FAULTY, Cause.UNDETERMINED))
-    assert ask(state, acting) == ("fail", 2, "fail: cuda:3 faulty/hardware: a row (and cuda:4)")
+    assert ask(state, acting) == ("fail", 2, "fail: cuda:3 faulty (hardware): a row (and cuda:4)")
+
+
+def test_a_daemon_that_cannot_store_makes_it_unknown(state, acting):
+    """What is stored may be older than what the daemon knows; an alarm stands."""
+    told(state, FINE)
+    flag = Flag(state)
+    flag.fly(True)
+    decision, code, line = ask(state, acting)
+    assert (decision, code) == ("unknown", 3)
+    assert "cannot store" in line
+    flag.fly(False)
+    assert ask(state, acting)[0] == "pass"
+    told(state, FAULTY)
+    flag.fly(True)
+    assert ask(state, acting)[0] == "fail"
+    flag.fly(False)
 
 
 def test_by_default_it_only_says_what_it_would_do(state, tmp_path):
@@ -122,7 +139,7 @@ def test_by_default_it_only_says_what_it_would_do(state, tmp_path):
         (tmp_path / "quiet.yaml").write_text(text)
         decision, code, line = ask(state, tmp_path / "quiet.yaml")
         assert (decision, code) == ("fail", 0)
-        assert line.startswith("would fail: cuda:3 faulty/hardware: a row [log only: enforcement is log in ")
+        assert line.startswith("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in ")
 
 
 def test_one_file_silences(state, acting):
@@ -170,13 +187,13 @@ def test_drills_are_ignored(state, acting):
     assert ask(state, acting)[:2] == ("pass", 0)
 
 
-@pytest.mark.parametrize("cause", [Cause.SOFTWARE, Cause.HARNESS])
-def test_wrong_software_drains_no_fleet(state, acting, cause):
+@pytest.mark.parametrize(("cause", "words"), [(Cause.SOFTWARE, "software"), (Cause.HARNESS, "canaryd itself")])
+def test_wrong_software_drains_no_fleet(state, acting, cause, words):
     """It would be every node at once; it is told, and acts where it is asked for."""
     told(state, FINE, (GPU, State.FAULTY, cause))
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("pass", 0)
-    assert f"cuda:3 faulty/{cause.value}: passes because {cause.value} is not among the causes" in line
+    assert f"cuda:3 faulty ({words}): passes, because the cause {words} is not one to fail for" in line
     assert ask(state, acting, "--cause", "hardware", "--cause", cause.value)[:2] == ("fail", 2)
 
 
@@ -222,7 +239,7 @@ def test_no_store_is_unknown_and_nothing_is_made(state, acting):
     """Not even the directory: the question may come from a node that has no canaryd yet."""
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("unknown", 3)
-    assert f"{state / DATABASE}: No such file or directory" in line
+    assert f"{state / DATABASE}: No such file or directory; start the daemon (canaryd run), or run canaryd" in line
     assert not state.exists()
 
 
@@ -234,8 +251,8 @@ def test_a_stopped_daemon_is_unknown(state, acting):
             assert store.set_verdict(replace(verdict, decided=time.time() - 7200))
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("unknown", 3)
-    assert "Not judged for 2.0 h" in line
-    assert line.endswith("[unknown does not act]")
+    assert "The last verdict is 2 hours old" in line
+    assert line.endswith("[unknown: exit 3, not fail]")
     assert ask(state, acting, "--on", "unknown")[:2] == ("fail", 2)
     told(state, FAULTY)
     with Store.open(state) as store:
@@ -286,7 +303,7 @@ def test_a_disk_that_hangs_does_not_hang_the_answer(state, acting):
     os.mkfifo(state / DATABASE)
     answer = canaryd("gate", "--config", acting, "--state-dir", state, timeout=gate.PATIENCE + 50)
     assert answer.code == 3
-    assert answer.out == "unknown: the store did not answer within 5 s [unknown does not act]\n"
+    assert answer.out == "unknown: the database did not answer within 5 s [unknown: exit 3, not fail]\n"
 
 
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -298,9 +315,11 @@ def test_silence_is_a_failure_where_unknown_was_named(state):
     """Whatever it was that could not be known."""
     state.mkdir()
     os.mkfifo(state / DATABASE)
+    before = children()
     strict = gate.Question(on=(State.UNKNOWN,))
     answer = gate.ask(Config(state_dir=state), strict, patience=0.2)
-    assert (answer.decision, answer.reason) == ("fail", "the store did not answer within 0.2 s")
+    assert (answer.decision, answer.reason) == ("fail", "the database did not answer within 0.2 s")
+    assert children() == before
 
 
 @FORKS
@@ -311,7 +330,7 @@ def test_a_reader_that_fails_is_unknown():
         raise OSError("boom")
 
     assert "OSError: boom" in gate._within(60, failing).reason
-    assert "its reader died" in gate._within(60, lambda: os.kill(os.getpid(), 9)).reason
+    assert "the process that reads it died" in gate._within(60, lambda: os.kill(os.getpid(), 9)).reason
 
 
 def test_a_configuration_that_cannot_be_read_is_a_usage_error(state, tmp_path):
@@ -388,7 +407,7 @@ def test_only_the_devices_of_a_job(state, acting, words, decision):
 def test_a_whole_device_is_no_better_than_its_instance(state, acting):
     """Whoever asks for the device is told of the instance."""
     told(state, (GPU, State.HEALTHY, Cause.NONE), (SLICE, State.FAULTY, Cause.HARDWARE))
-    assert ask(state, acting, "--device", GPU.uuid)[2].startswith("fail: cuda:3.1 faulty/hardware")
+    assert ask(state, acting, "--device", GPU.uuid)[2].startswith("fail: cuda:3.1 faulty (hardware)")
 
 
 def test_a_name_that_is_nobodys_is_said(state, acting):
@@ -396,6 +415,27 @@ def test_a_name_that_is_nobodys_is_said(state, acting):
     told(state, FINE)
     assert "no device cuda:9; this host has cpu:0" in ask(state, acting, "--device", "cuda:9")[2]
     assert canaryd("gate", "--device", ",", "--state-dir", state).code == 64
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("silence", ["", "enforcement is log in /etc/canaryd/canaryd.yaml"])
+def test_on_a_terminal_the_line_fits(width, silence):
+    """The decision and whether it acts are never cut, and --json has everything; a pipe gets the whole line."""
+    item = gate.Item(
+        device="GPU-1",
+        name="cuda:3",
+        state=State.FAULTY,
+        cause=Cause.HARDWARE,
+        finding="wrong results " * 20,
+        decision="fail",
+    )
+    told = gate.Answer(decision="fail", devices=(item,))
+    line = gate.as_text(told, gate.Question(), silence, width)
+    assert len(line) == width
+    assert line.startswith("would fail: cuda:3 faulty (hardware): " if silence else "fail: cuda:3 faulty (hardware): ")
+    assert line.endswith("… [log only]" if silence else "…")
+    assert len(gate.as_text(told, gate.Question(), silence)) > 280
+    assert len(gate.as_text(replace(told, devices=(replace(item, finding=""),)), gate.Question(), silence, 79)) < 80
 
 
 # --- Beside the daemon ------------------------------------------------------------------------------------------------
@@ -423,4 +463,4 @@ def test_nothing_that_a_device_calls_itself_breaks_the_line(state, acting):
         found = Finding(rule="r", state=State.FAULTY, cause=Cause.HARDWARE, message='a\n"row"\x1b[31m')
         told = {"device": GPU.uuid, "state": State.FAULTY, "cause": Cause.HARDWARE, "findings": (found,)}
         store.set_verdict(Verdict(**told, decided=now, since=now))
-    assert ask(state, acting)[2] == 'fail: cuda:3 faulty/hardware: a "row"?[31m'
+    assert ask(state, acting)[2] == 'fail: cuda:3 faulty (hardware): a "row"?[31m'

@@ -12,11 +12,13 @@ from canaryd.cli.main import parser
 from canaryd.config.settings import Config, ProbeSettings
 from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.formatting import format_duration, format_time
+from canaryd.judge.trends.days import Day
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.advice import advice, answer
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
+from canaryd.store.clock import REACHED_NOTE, STEP
 from canaryd.store.notes import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
@@ -90,11 +92,11 @@ def test_a_verdict_that_nobody_renews_is_unknown(store):
     store.set_verdict(verdict(State.HEALTHY, Cause.NONE, decided=NOW - 3 * 3600))
     found = ask(store)
     assert found.state is State.UNKNOWN
-    assert "Not judged for 3.0 h; before, it was healthy." in status_text(found)
+    assert "The last verdict is 3 hours old; it was healthy." in status_text(found)
     store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, "broken", decided=NOW - 3 * 3600))
     found = ask(store)
     assert found.state is State.FAULTY
-    assert "Not judged for 3.0 h; before, it was faulty (hardware)." in status_text(found)
+    assert "This verdict is 3 hours old; no newer one was stored." in unwrapped(status_text(found))
 
 
 def test_a_device_without_verdict_and_one_that_is_gone_are_not_healthy(store):
@@ -104,7 +106,13 @@ def test_a_device_without_verdict_and_one_that_is_gone_are_not_healthy(store):
     store.set_verdict(verdict(State.UNKNOWN, Cause.UNDETERMINED, "vanished"))
     store.set_present(set(), NOW)
     assert "GONE" in status_text(ask(store))
-    assert ask(store, now=NOW + 40 * 86400).devices == ()
+    store.see_device(CPU, NOW)
+    for day in range(1, 31):
+        shown = [d.device for d in ask(store, now=NOW + 40 * 86400).devices]
+        assert GPU in shown, f"{day - 1} days of tests without it: the machine may have been off"
+        store.add_day(Day(device=CPU.uuid, day=int(NOW // 86400) + day, levels=(), tested=("exact_matmul",)))
+    assert [d.device for d in ask(store, now=NOW + 40 * 86400).devices] == [CPU]
+    store.set_present(set(), NOW)
     taken_out = Config().devices.__class__(absent=(GPU.uuid,))
     assert ask(store, config=Config(devices=taken_out)).devices == ()
 
@@ -173,7 +181,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
         (
             [(State.SUSPECT, U), SOUND],
             True,
-            "NO, do not trust this node's numbers: cuda:0 is suspect (undetermined); cuda:1 is healthy",
+            "NO, do not trust this node's numbers: cuda:0 is suspect (cause undetermined); cuda:1 is healthy",
             "Send cuda:0 no new work, and hold back its results. canaryd tests it again automatically.",
         ),
         (
@@ -189,6 +197,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
             "do not use its results. Then open a vendor case with the report: canaryd report cuda:1 -o ./case",
         ),
         ([(State.FAULTY, S)], True, "NO", "Roll back or fix the software"),
+        ([(State.FAULTY, S)], False, "NO", "nothing else is tested: start it (canaryd run)."),
         ([(State.FAULTY, E)], True, "NO", "Fix what the findings name: heat"),
         ([(State.FAULTY, U)], True, "NO", "the findings say how to find it"),
         ([(State.FAULTY, X)], True, "NO", "the test itself may be wrong"),
@@ -210,6 +219,92 @@ def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daem
     assert unwrapped(status_text(found)).startswith(f"{answer(found)} Do now: {advice(found)}")
     document = status_json(found)
     assert (document["answer"], document["advice"]) == (answer(found), advice(found))
+
+
+@pytest.mark.parametrize(
+    ("weak", "then"), [(False, "open a vendor case"), (True, "tell whoever runs the physical machine")]
+)
+def test_a_faulty_processor_takes_the_whole_node_out_of_service(store, weak, then):
+    """It computes for every device; and a virtual machine's user has no vendor to send it to."""
+    cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", weak_identity=weak)
+    store.see_device(cpu, NOW)
+    store.set_verdict(replace(verdict(State.FAULTY, H), device=cpu.uuid))
+    told = advice(ask(store))
+    assert told.startswith("Take this whole node out of service (cpu:0 is its processor)")
+    assert f"Then {then} with the report:" in told.replace(", with", " with")
+
+
+def test_the_first_line_says_what_is_wrong_with_what(store):
+    """The device, its state and the worst finding; those of devices alike are said once."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.FAULTY, Cause.HARDWARE, "27 of 4,310 results of exact_matmul are wrong."))
+    first = "cuda:3 is faulty (hardware): 27 of 4,310 results of exact_matmul are wrong"
+    assert answer(ask(store)) == f"NO, do not trust this node's numbers: {first}"
+
+
+def test_the_first_line_says_of_each_device_what_is_wrong_with_it(store):
+    """What is found on one device is said of no other, and an old verdict hides nothing that it found."""
+    facts = {"rule": "device-vanished", "state": State.UNKNOWN, "cause": U}
+    for index, text in enumerate(("", "it is gone", "")):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        found = (Finding(message=text, **facts),) if text else ()
+        told = verdict(State.UNKNOWN if text else State.HEALTHY, U if text else Cause.NONE, decided=NOW - 7200)
+        store.set_verdict(replace(told, device=device.uuid, findings=found))
+    store.set_present({"GPU-0", "GPU-2"}, NOW)
+    found = ask(store)
+    assert answer(found).endswith(
+        "cuda:1 is unknown: it is gone; cuda:0 and cuda:2 are unknown: The last verdict is 2 hours old; it was healthy"
+    )
+    assert advice(found).startswith("Find out why cuda:1 is gone")
+    assert advice(found).endswith("canaryd check")
+
+
+def test_a_record_that_cannot_be_read_sends_nobody_to_text_that_is_not_there(store):
+    """JSON has the advice too, and no "below"; a further problem is still pointed at."""
+    found = replace(ask(store), unreadable="cannot read /x: use sudo", problems=("cannot read /x: use sudo",))
+    assert advice(found) == "Make the stored record readable, then ask again."
+    assert "see below" in advice(replace(found, problems=(*found.problems, "the kernel log is not read")))
+
+
+def waiting(**facts):
+    """Return a verdict of a device that no probe has tested yet, but for a finding with these facts."""
+    finding = {"rule": "no-evidence", "state": State.UNKNOWN, "cause": Cause.UNDETERMINED, "probe": "exact_matmul"}
+    found = Finding(message="exact_matmul has not completed a run on this device yet", **finding | facts)
+    return replace(verdict(State.UNKNOWN, Cause.UNDETERMINED), findings=(found,))
+
+
+@pytest.mark.parametrize("judged", [None, waiting()])
+def test_right_after_a_start_the_first_tests_are_running(store, judged):
+    """Nobody who asks too early is told to start the daemon that runs."""
+    store.see_device(GPU, NOW)
+    if judged:
+        store.set_verdict(judged)
+    with store.lock(DAEMON_LOCK):
+        found = ask(store)
+    assert answer(found) == "UNKNOWN whether this node's numbers are right: first tests are running on cuda:3"
+    assert advice(found) == "Wait some minutes, then ask again."
+    assert "tart the daemon" not in status_text(found)
+    assert "tart the daemon" in status_text(ask(store)) or judged
+
+
+def test_a_daemon_that_has_found_no_device_yet_is_not_started_again(store):
+    """Its first look takes some seconds."""
+    with store.lock(DAEMON_LOCK):
+        found = ask(store)
+    assert "tart the daemon" not in status_text(found)
+    assert answer(found) == "UNKNOWN whether this node's numbers are right: the daemon is still looking for devices"
+
+
+def test_a_device_that_nothing_tests_waits_for_no_first_test(store):
+    """No probe is enabled for it, or it is unknown for another reason too."""
+    store.see_device(GPU, NOW)
+    other = Finding(rule="not-completed", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message="exact_matmul hung")
+    both = waiting()
+    for judged in (waiting(probe=""), replace(both, findings=(*both.findings, other))):
+        store.set_verdict(judged)
+        with store.lock(DAEMON_LOCK):
+            assert "first tests" not in answer(ask(store))
 
 
 def test_every_command_that_is_advised_exists(store):
@@ -260,10 +355,12 @@ def test_devices_alike_share_a_paragraph(store):
         store.set_verdict(replace(verdict(State.DEGRADED, H), device=device.uuid, findings=(finding,)))
     store.add_ack(Ack(device="GPU-2", kind="repaired", at=NOW - 60, reason="new riser"))
     text = status_text(ask(store), verbose=True)
-    assert text.count("a link lost lanes") == 3
+    assert text.count("- degraded (hardware): a link lost lanes") == 3
     assert "cuda:0  NVIDIA H200  GPU-0\ncuda:1  NVIDIA H200  GPU-1\n  DEGRADED" in text
     brief = status_text(ask(store))
-    assert brief.count("a link lost lanes") == 2  # the rivals are not shown, so they make no difference
+    assert (
+        brief.count("- degraded (hardware): a link lost lanes") == 2
+    )  # the rivals are not shown, so they make no difference
     assert "cuda:1  NVIDIA H200  GPU-1\ncuda:3  NVIDIA H200  GPU-3\n  DEGRADED" in brief
 
 
@@ -409,6 +506,24 @@ def test_a_word_that_ended_leaves_the_suspicion(store):
     assert "Nothing new" not in status_text(found)
 
 
+def test_a_clock_that_jumped_ends_no_acknowledgement(store):
+    """It ends by the time that has come for certain, as in verdicts; `canaryd ack` and the metrics ask the same."""
+    store.see_device(GPU, NOW)
+    store.set_note(REACHED_NOTE, repr(NOW))
+    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    acknowledge(store, until=NOW + 2 * STEP)
+    (one,) = status.gather(store, Config(), NOW + 30 * 86_400).devices
+    assert one.acks
+    assert one.verdict.state is State.UNKNOWN
+    cached = status.gather(store, Config(), NOW + 30 * 86_400)
+    assert status.as_of(cached, cached.now + 60).devices[0].acks
+    assert not status.as_of(cached, cached.now + 2 * STEP).devices[0].acks
+    store.set_note(REACHED_NOTE, repr(NOW + STEP))
+    assert store.certain(NOW) == NOW
+    assert not status.gather(store, Config(), NOW + 30 * 86_400).devices[0].acks
+
+
 @pytest.mark.parametrize(
     "found",
     [
@@ -500,7 +615,7 @@ def test_equal_lines_of_the_log_are_one_with_their_number(store):
     found = ask(store)
     text = unwrapped(status_text(found))
     assert text.count("Out of memory") == 1
-    assert f"* {format_time(NOW - 60)} oom system (6 times): {line}" in text
+    assert f"* {format_time(NOW - 60)} out of memory (6 times): {line}" in text
     assert text.count("→ 570") == 2
     assert len(status_json(found)["devices"][0]["events"]) == 5
 
@@ -576,7 +691,8 @@ def test_the_schema_is_closed_and_every_field_is_explained():
     for part in objects(SCHEMA):
         assert part["additionalProperties"] is False
         assert sorted(part["required"]) == sorted(part["properties"])
-    assert unexplained("`canaryd status --json`", SCHEMA, ("findings[]", "rivals[]", "events[]")) == []
+    shared = ("findings[]", "rivals[]", "characterised[]", "events[]")
+    assert unexplained("`canaryd status --json`", SCHEMA, shared) == []
 
 
 def test_the_schema_refuses_what_is_no_status(store):
@@ -616,6 +732,7 @@ def test_a_running_daemon_and_a_release_are_told(store):
 
 def test_nothing_to_release_without_a_daemon(tmp_path):
     """Between two commands nothing is held: said, and no error."""
+    (tmp_path / "state").mkdir()
     answer = canaryd("release", "--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
     assert answer.code == 0
     assert "no daemon runs" in answer.out

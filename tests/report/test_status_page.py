@@ -21,7 +21,9 @@ from canaryd.facts import printable
 from canaryd.formatting import format_time
 from canaryd.model import Ack, Cause, Device, Event, Finding, Rival, State, Verdict
 from canaryd.report import status, status_page
+from canaryd.report.events import KINDS
 from canaryd.report.status_text import as_json as status_json
+from canaryd.report.terminal import cause_words, rival_words
 from canaryd.store.notes import LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from canaryd.web.server import Answer, Server
@@ -84,7 +86,7 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
         yield format_time(document["released_until"])
     for device in document["devices"]:
         yield from (device["device"], device["name"], device["model"], device["state"], format_time(device["since"]))
-        yield from () if device["cause"] == "none" else (device["cause"],)
+        yield from () if device["cause"] == "none" else (in_words(device["cause"]),)
         yield from () if device["present"] else ("GONE",)
         for probe, at in device["evidence"].items():
             yield from (probe, "none yet" if at is None else format_time(at))
@@ -98,7 +100,7 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
                 *finding["runs"],
             )
             for rival in finding["rivals"]:
-                yield f"{rival['cause']}: {'rejected' if rival['rejected'] else 'open'}. {rival['why']}"
+                yield rival_words(Rival(**rival | {"cause": Cause(rival["cause"])}))
         for ack in device["acks"]:
             yield from (
                 ack["kind"],
@@ -107,8 +109,15 @@ def facts(document: dict[str, Any]) -> Iterator[str]:
                 format_time(ack["until"], seconds=False) if ack["until"] else "",
             )
         for event in device["events"]:
-            yield from (event["kind"], event["name"], event["before"], event["after"], event["detail"])
+            as_values = event["kind"] in ("counter", "flag")
+            yield KINDS[event["kind"]]
+            yield from () if event["detail"] else (event["name"], event["before"], event["after"])
+            yield from (f"{event['count']:g}",) if as_values else (event["detail"],)
             yield format_time(event["last"])
+
+
+def in_words(cause: str) -> str:
+    return cause_words(Cause(cause))
 
 
 def missing(document: dict[str, Any], text: str) -> list[str]:
@@ -192,7 +201,7 @@ def test_a_fact_that_is_left_out_is_missed(store):
     text = read(gathered(store)).text
     assert missing(document, text) == []
     assert missing(document, text.replace("7 siblings", "")) == [
-        "software: rejected. 7 siblings are clean on the same <bytes>."
+        "not software: 7 siblings are clean on the same <bytes>."
     ]
     assert missing(document, text.replace("cuda:3", "")) != []
 

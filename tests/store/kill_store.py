@@ -56,6 +56,7 @@ def begin(state_dir: str):
     store.see_device(Device(uuid=DEVICE, backend="cpu", index=0, model="a processor", weak_identity=True), time.time())
     engine = Engine(Config(state_dir=Path(state_dir)), store)
     engine.recall()
+    engine.looked = True
     return engine
 
 

@@ -27,7 +27,7 @@ from canaryd.config.settings import Config
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Recording
-from canaryd.judge import case
+from canaryd.judge import node
 from canaryd.judge.recordings.baseline import EVERY, LEARN, Baseline
 from canaryd.model import Ack, Device, Event, Outcome, Reason, Run, State, Verdict
 from canaryd.probe import ProbeSpec
@@ -633,7 +633,8 @@ def test_a_verdict_from_the_future_is_not_tended_for_a_year(host):
     assert host.verdict.state is State.HEALTHY
     host.now = right
     (shown,) = status.gather(host.store, host.engine.config, host.now + DAY).devices
-    assert "untended" in {f.rule for f in shown.verdict.findings}
+    assert shown.verdict.state is State.UNKNOWN
+    assert {f.rule for f in shown.verdict.findings} == {"no-evidence"}
 
 
 @pytest.mark.parametrize(
@@ -656,7 +657,7 @@ def test_an_acknowledgement_from_the_future_hides_no_new_mismatch(host, judged):
     host.now = right + HOUR
     host.add(wrong=True)
     assert host.verdict.state is State.SUSPECT
-    assert host.store.acks() == [word, repaired]
+    assert [dataclasses.replace(ack, void=False) for ack in host.store.acks()] == [word, repaired]
 
 
 @pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET])
@@ -687,7 +688,7 @@ def test_a_drill_of_a_wrong_time_is_no_result_of_the_next(host, wrong):
     right, host.now = host.now, wrong
     host.add(wrong=True, drill="flip", recordings=())
     assert host.engine.drill_verdict(GPU.uuid).state is State.SUSPECT
-    host.now = right + 2 * case.DRILL_EXPIRY
+    host.now = right + 2 * node.DRILL_EXPIRY
     host.add()
     assert host.verdict.state is State.HEALTHY
     begun = host.now
@@ -773,13 +774,16 @@ def test_a_device_whose_history_was_lost_is_not_healthy(host, how):
 
 
 def test_a_lost_history_ends_with_an_operators_word_or_with_the_watch(host):
-    """Either somebody has looked, or the device was watched as long as a suspect would have been."""
+    """Either somebody has looked, or the device was tested on as many days as a suspect would have been."""
     damaged(host, overwritten)
     lost = host.now
     host.live(HOUR)
     assert "history-lost" in host.rules
-    host.now = lost + 31 * DAY
-    host.live(HOUR)
+    for day in range(1, 32):
+        host.now = lost + day * DAY
+        host.live(HOUR)
+        while host.engine.sum_up():
+            pass
     assert "history-lost" not in host.rules
     host.now = lost + DAY
     assert "history-lost" in host.rules

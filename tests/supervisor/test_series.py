@@ -12,17 +12,20 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from canaryd.facts import Reading
-from canaryd.model import Device, Outcome, Run
+from canaryd.model import MPS_CLIENT, Device, Outcome, Run
 from canaryd.probe import Absent, ProbeSpec
-from canaryd.supervisor import protocol
+from canaryd.supervisor import killed, protocol
+from canaryd.supervisor import series as supervisor_series
 from canaryd.supervisor.process import abandoned
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec, new_run_id
 from canaryd.supervisor.series import Series
+from tests.command import children
 
 PROBES = Path(__file__).parents[1] / "probes"
 DEVICE = Device(uuid="CPU-test", backend="cpu", index=0, model="a processor")
@@ -229,6 +232,47 @@ def test_misbehaviour_becomes_an_outcome(name, settings, outcome, detail):
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "backend", "outcome"),
+    [
+        ("fails_on_device", {}, "cuda", Outcome.DEVICE_ERROR),
+        ("fails_on_device", {"cleaning": True}, "rocm", Outcome.DEVICE_ERROR),
+        ("fails_on_device", {}, "cpu", Outcome.ERRORED),
+        ("aborts_on_device", {}, "rocm", Outcome.DEVICE_ERROR),
+        ("aborts_on_device", {}, "cpu", Outcome.CRASHED),
+        ("aborts", {}, "cuda", Outcome.CRASHED),
+    ],
+)
+def test_an_error_of_the_device_is_an_outcome_of_its_own(name, settings, backend, outcome):
+    """Where there is a device that can fail; also where the runtime aborts, and where cleaning up failed too."""
+    device = replace(DEVICE, backend=backend)
+    run = run_once(name, spec=WorkerSpec(only=device), device=device, settings=settings)
+    assert run.outcome is outcome, run.detail
+
+
+def test_a_run_whose_length_others_decide_may_send_less(tmp_path):
+    """What a server answered reaches the daemon up to 16 MiB, and no further."""
+    said = tmp_path / "said"
+    said.write_text(json.dumps({"cases": {"a": [{"digest": "0" * 16, "text": "a" * 4096}]}, "repeat": 5000}))
+    asked = request("recalls", settings={"file": str(said)}, baselining=True)
+    with Series(WorkerSpec()) as series:
+        assert series.run(asked, 60.0).outcome is Outcome.COMPLETED
+        run = series.run(replace(asked, spec=replace(asked.spec, numeric=False)), 60.0)
+    assert (run.outcome, "the worker sent too much" in run.detail) == (Outcome.GARBLED, True)
+
+
+def test_a_server_that_fills_a_workers_memory_is_one_sentence():
+    """The kernel refuses what is beyond the limit."""
+    served = Device(uuid="endpoint:main", backend="endpoint", index=0, model="x")
+    run = run_once("exhausts_memory", device=served)
+    assert (run.outcome, run.detail) == (
+        Outcome.OUT_OF_MEMORY,
+        "the server's answers need more than 1024 MiB of memory",
+    )
+    run = run_once("exhausts_memory", device=served, settings={"limit": False})
+    assert run.outcome is Outcome.OUT_OF_MEMORY
+
+
 def test_facts_survive_an_exception_and_a_crash():
     """What was measured before the end is evidence, above all a wrong bit just before the crash."""
     assert readings(run_once("raises")) == {"before": 1}
@@ -351,6 +395,53 @@ def test_a_worker_that_survives_sigkill_is_abandoned(tmp_path):
         assert abandoned() == before + 1
 
 
+def test_canaryd_knows_whom_it_killed():
+    """A worker that hung, and none that ended when it was asked to."""
+    before = list(killed._killed)
+    with Series(WorkerSpec(only=replace(DEVICE, backend="cuda")), grace=0.5) as series:
+        assert series.run(request("passes"), PATIENCE).outcome is Outcome.COMPLETED
+    assert list(killed._killed) == before
+    run = run_once("hangs", timeout=3.0)
+    assert run.outcome is Outcome.TIMED_OUT
+    pid, when = killed._killed[-1]
+    assert {other for other, _ in killed._killed} - {other for other, _ in before} == {pid}
+    assert killed.was_killed(pid, when + 1.0)
+    assert not killed.was_killed(pid, when + killed.LATE + 1.0)
+    assert not killed.was_killed(pid + 1, when)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_beside_mps_a_slow_run_may_finish(tmp_path, shared):
+    """A client of MPS that is killed at work may take the server with it: only one that hangs on is killed."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "from canaryd.probe import ProbeSpec\n"
+        'SPEC = ProbeSpec(name="slow", summary="Slow", version=3, numeric=False)\n'
+        "def run(ctx):\n    time.sleep(4.0)\n    yield from ()\n"
+    )
+    if shared:
+        (tmp_path / "control").touch()
+    device = replace(DEVICE, backend="cuda")
+    spec = WorkerSpec(only=device, env={"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    before = len(killed._killed)
+    run = run_once("slow", timeout=2.0, spec=spec, device=device, probe_path=tmp_path / "slow.py")
+    assert run.outcome is Outcome.TIMED_OUT
+    assert (len(killed._killed) == before) is shared
+    assert (MPS_CLIENT in run.environment) is shared, "what other clients do may end its runs"
+
+
+def test_a_context_may_take_its_time_to_be_torn_down(tmp_path):
+    """A worker on an accelerator that ends some seconds after SIGKILL was slow, not unkillable."""
+    release = tmp_path / "release"
+    device = replace(DEVICE, backend="cuda")
+    threading.Timer(6.0, release.touch).start()
+    with Series(WorkerSpec(only=device), grace=0.5) as series:
+        run = series.run(request("unkillable", device=device, settings={"release": str(release)}), 2.0)
+    if run.outcome is Outcome.SKIPPED:
+        pytest.skip(f"no unkillable process can be had: {run.detail}")
+    assert run.outcome is Outcome.TIMED_OUT, run.detail
+
+
 # --- Floods and leftovers --------------------------------------------------------------------------------------------
 
 
@@ -404,14 +495,13 @@ def test_a_child_that_escapes_the_group_blocks_nothing():
 def test_descriptors_and_zombies_do_not_pile_up():
     """Worker after worker, the daemon's process stays as it was."""
     run_once("passes")
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before, begun = len(list(Path("/proc/self/fd").iterdir())), children()
     for name in ("passes", "crashes", "garbles_protocol", "raises"):
         run_once(name, settings={"how": "text"})
     run_once("passes", spec=WorkerSpec(python="/nonexistent/python"))
     run_once("passes", spec=WorkerSpec(command=("/nonexistent/docker",)))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() == begun
 
 
 # --- The series ------------------------------------------------------------------------------------------------------
@@ -470,12 +560,11 @@ def test_close_ends_a_busy_worker_within_the_grace():
     def interrupt(fraction, text):
         raise KeyboardInterrupt
 
-    begun = time.monotonic()
+    begun, before = time.monotonic(), children()
     with pytest.raises(KeyboardInterrupt), Series(WorkerSpec(), grace=0.5, on_progress=interrupt) as series:
         series.run(request("hangs"), 60.0)
     assert time.monotonic() - begun < 3
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() == before
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_ignoring_sigterm"])
@@ -527,14 +616,15 @@ def test_a_killed_supervisor_leaves_no_orphans(name):
     ],
 )
 def test_a_worker_that_cannot_start_is_an_error_with_its_reason(spec, words):
-    """The message names the setting and what the system or the command said; describe says the same of every probe."""
+    """The message names the setting and what the system or the command said; describe says the same, once."""
     run = run_once("passes", spec=spec)
     assert run.outcome is Outcome.ERRORED
     assert all(word in run.detail for word in words), run.detail
     with Series(spec) as series:
         described = series.describe([PROBES / "passes.py"])
-    assert all(word in str(described.probes[PROBES / "passes.py"]) for word in words)
-    assert described.python == ""
+    assert all(word in described.torch_reason for word in words)
+    assert described.lost.startswith("worker.")
+    assert (described.python, described.probes) == ("", {})
 
 
 def test_an_old_interpreter_gets_one_clear_line(tmp_path):
@@ -693,6 +783,61 @@ def test_describe_survives_probes_that_crash_or_hang(bare_python):
     assert isinstance(found["raises"], ProbeSpec)
     assert "SIGSEGV" in str(found["crashes_at_import"])
     assert "did not answer before its deadline" in str(found["hangs_at_import"])
+
+
+HANGS = "import time\nwhile True:\n    time.sleep(1)\n"
+ABORTS = """import ctypes
+import os
+import sys
+print("loading libraries", *range(100), sep="\\n", flush=True)
+print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr)
+print("  what():  std::bad_alloc", file=sys.stderr, flush=True)
+os.abort()
+"""
+
+
+def interpreter(python: str, directory: Path, torch: str) -> WorkerSpec:
+    """Return an interpreter whose torch is this text."""
+    (directory / "torch.py").write_text(torch)
+    return WorkerSpec(python=python, env={"PYTHONPATH": str(directory)})
+
+
+@pytest.mark.parametrize(("torch", "words"), [(HANGS, "before its deadline"), (ABORTS, "SIGABRT; terminate called")])
+def test_a_torch_that_hangs_or_aborts_is_one_cause(bare_python, tmp_path, torch, words):
+    """It is asked once, in its own time; what needs no torch is described, and the cause is one line."""
+    matmul = PROBES.parents[1] / "probes/exact_matmul.py"
+    bare = tmp_path / "probes"
+    bare.mkdir()
+    (bare / "imports_torch.py").write_text("import torch\n")
+    told: list[str] = []
+    with Series(interpreter(bare_python, tmp_path, torch), grace=0.5) as series:
+        begun = time.monotonic()
+        paths = [matmul, PROBES / "passes.py", bare / "imports_torch.py"]
+        described = series.describe(paths, timeout=60.0, import_timeout=3.0, on_wait=told.append)
+        assert time.monotonic() - begun < 30.0
+        assert series.workers_started == 2
+    assert described.lost == f"torch of worker.python ({bare_python}) does not import"
+    reason = described.torch_reason
+    assert reason.startswith(f"{described.lost}: the worker ")
+    assert words in reason
+    assert "torch.py" in reason
+    assert len(reason.splitlines()) == 1
+    assert len(reason) < 1000
+    assert [path.stem for path in described.probes] == ["passes"]
+    assert described.torch is None
+    assert [d.backend for d in described.devices] == ["cpu"]
+
+
+def test_a_long_import_is_told_live_and_waited_for(bare_python, tmp_path, monkeypatch):
+    """A slow disk is no fault: one line says what is waited for, with the interpreter's name."""
+    monkeypatch.setattr(supervisor_series, "PATIENCE", 0.5)
+    told: list[str] = []
+    slow = "import time\ntime.sleep(2)\nraise ImportError('slow')\n"
+    with Series(interpreter(bare_python, tmp_path, slow)) as series:
+        described = series.describe([PROBES / "passes.py"], on_wait=told.append)
+    assert told == [f"waiting for torch of worker.python ({bare_python}) to import, for at most 120 s"]
+    assert described.lost == ""
+    assert isinstance(described.probes[PROBES / "passes.py"], ProbeSpec)
 
 
 @pytest.mark.torch

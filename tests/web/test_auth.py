@@ -24,6 +24,7 @@ from canaryd.config.load import ConfigError
 from canaryd.web import auth
 from canaryd.web.auth import LONGEST, SHARE, WAITING, WebConfig
 from canaryd.web.server import SECURITY, Answer, Limits, Server
+from canaryd.web.settings import MAKE_HASH
 from tests.command import ROOT, eventually
 from tests.pki import Authority
 
@@ -637,6 +638,22 @@ def test_hashes_that_htpasswd_makes(tmp_path):
     """$2y$ is taken as $2b$."""
     with serving(write(tmp_path, users(alice=hashed().replace("$2b$", "$2y$")))) as server:
         assert get(server, **basic("alice", PASSWORD))[0] == 200
+
+
+def test_the_documented_line_makes_a_hash_with_what_is_installed(tmp_path):
+    """docs/security.md: canaryd's own interpreter asks for the password; a bad hash names the line too."""
+    (line,) = re.findall(r'^printf "basic_auth_users.*$', (ROOT / "docs/security.md").read_text(), re.MULTILINE)
+    assert MAKE_HASH in line
+    here = line.replace("/opt/canaryd/bin/python3", sys.executable).replace("-o root -g canaryd ", "")
+    script = here.replace("/etc/canaryd/web.yml", str(tmp_path / "web.yml"))
+    subprocess.run(["/bin/sh", "-c", script], input=f"{PASSWORD}\n", text=True, start_new_session=True, check=True)
+    (tmp_path / "web.yml").chmod(0o640)
+    with serving(tmp_path / "web.yml") as server:
+        assert get(server, **basic("prometheus", PASSWORD))[0] == 200
+        assert get(server, **basic("prometheus", "another"))[0] == 401
+    with pytest.raises(ConfigError) as caught:
+        WebConfig(write(tmp_path, users(alice="typed")))
+    assert MAKE_HASH in str(caught.value)
 
 
 def seconds(server, user: str, password: str) -> float:

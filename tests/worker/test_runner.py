@@ -187,7 +187,8 @@ def test_a_long_traceback_keeps_its_end(worker, tmp_path):
 def test_unpacked_files_are_found_by_relative_names(tmp_path):
     """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
     tree = tmp_path / "tree"
-    for path in ("canaryd/__init__.py", "canaryd/codec.py", "canaryd/facts.py", "canaryd/model.py", "canaryd/probe.py"):
+    for name in ("__init__", "codec", "facts", "hidden", "model", "probe"):
+        path = Path("canaryd", f"{name}.py")
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ENTRY.parents[2] / path, tree / path)
     shutil.copytree(ENTRY.parent, tree / "canaryd" / "worker", ignore=shutil.ignore_patterns("__pycache__"))
@@ -195,7 +196,7 @@ def test_unpacked_files_are_found_by_relative_names(tmp_path):
     argv = [sys.executable, str(tree / "canaryd/worker/__main__.py"), "--fd", str(theirs), "--nonce", "abc"]
     requests = [
         {"op": "unpack", "files": {"probes/0/data/golden.txt": "NDIK", "probes/0/none.py": ""}},
-        {"op": "describe", "probes": ["probes/0/none.py"]},
+        {"op": "describe", "probes": ["probes/0/none.py"], "torch": False},
     ]
     text = "".join(json.dumps(request) + "\n" for request in requests)
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs]) as process:
@@ -203,11 +204,13 @@ def test_unpacked_files_are_found_by_relative_names(tmp_path):
         process.stdin.write(text.encode())
         process.stdin.flush()
         with os.fdopen(ours, "rb") as protocol:
-            lines = [line for line in (protocol.readline() for _ in range(5)) if line.strip()]
+            lines = [line for line in (protocol.readline() for _ in range(6)) if line.strip()]
         process.stdin.close()
         process.wait(5)
-    assert b'"kind": "ready"' in lines[0]
-    assert b"SPEC is missing" in lines[1]
+    ready, imported, probe = lines
+    assert b'"kind": "ready"' in ready
+    assert b'"kind": "imported"' in imported
+    assert b"SPEC is missing" in probe
     assert (tree / "probes" / "0" / "data" / "golden.txt").read_text() == "42\n"
 
 

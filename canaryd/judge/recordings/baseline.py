@@ -77,6 +77,8 @@ class Baseline:
     """Condition → runs with known vectors since then; `EVERY` for all together."""
     strange: int = 0
     """Runs with unknown vectors since then; re-runs are not counted."""
+    beside: int = 0
+    """Runs with known vectors since then, beside unknown ones of another case that repeats exactly."""
     calm: Mapping[str, int] = field(default_factory=dict)
     """`passed` as it was at the first unknown vector: unknown vectors are judged by this record."""
     since: int = 0
@@ -130,6 +132,12 @@ class Baseline:
     def is_endpoint(self) -> bool:
         """Whether a server gave the results, rather than a device of this host."""
         return self.device.startswith(f"{ENDPOINT}:")
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether answers came without log probabilities: faults that change no word stay unseen."""
+        answers = [mode.recording for mode in self.known]
+        return bool(answers) and all((a.text or a.tokens) and not a.values for a in answers)
 
     @property
     def complete(self) -> bool:
@@ -206,15 +214,15 @@ class Baseline:
         """Return an upper bound of the rate at which a healthy device gives a vector as far out as an unknown one.
 
         A stable case: n independent samples in a row without a new vector bound the rate of new ones by
-        1 - 0.05^(1/n) at 95 % (the rule of three); for a server, stable baselines among `others` count as well. An
-        unsteady case: among m + 1 exchangeable samples the last is one of the two farthest out with a probability of
-        2 / (m + 1).
+        1 - 0.05^(1/n) at 95 % (the rule of three). Stable baselines among `others` count as well: of a server its other
+        cases, of a device the same case of its siblings. An unsteady case: among m + 1 exchangeable samples the last is
+        one of the two farthest out with a probability of 2 / (m + 1).
         """
         condition = self.effective_condition(condition)
         if self.stable(condition):
-            pool = [self]
-            if self.is_endpoint:  # the cases of one worker share its process and are not independent of each other
-                pool += [b for b in others if b.key != self.key and b.complete and b.stable(condition)]
+            # The cases of one worker share its process and are not independent of each other.
+            apart = [b for b in others if (b.key != self.key if self.is_endpoint else b.device != self.device)]
+            pool = [self, *(b for b in apart if b.complete and b.stable(condition))]
             return rate_bound(sum(b.independent_samples(condition) for b in pool))
         return min(1.0, 2 / (self.learnt.get(condition, 0) + 1))
 
@@ -226,7 +234,7 @@ class Deviation:
     distance: float
     """Largest difference of log probabilities on the common prefix, in nats; infinite where values are lost."""
     position: int | None
-    """First token that differs; None where all are equal."""
+    """First token that differs, or first character of an answer that is text alone; None where all are equal."""
     margin: float | None
     """By how much the known vector preferred its own token there, in nats."""
     noise: float | None
@@ -239,8 +247,10 @@ class Deviation:
     def sentence(self) -> str:
         """Return the difference as one sentence."""
         noise = f" (known results differ by {self.noise:.3g})" if self.noise else ""
-        if not self.nearest.tokens:
+        if self.nearest.of_kernel:
             return f"{self._of_tiles(noise)}."
+        if not self.nearest.tokens:
+            return f"{self._of_text()}; there are no log probabilities to compare."
         tokens = "All tokens are equal"
         if self.position is not None:
             margin = f" (the known one led by {self.margin:.3g} nats)" if self.margin is not None else ""
@@ -250,6 +260,11 @@ class Deviation:
         if math.isinf(self.distance):
             return f"{tokens}; a log probability is missing or not finite."
         return f"{tokens}; log probabilities differ by up to {self.distance:.3g} nats{noise}."
+
+    def _of_text(self) -> str:
+        if self.position is None:
+            return "The text is equal, the answer is not"
+        return f"The text differs from character {self.position + 1} on"
 
     def _of_tiles(self, noise: str) -> str:
         if self.position is None:
@@ -311,10 +326,10 @@ def _meets_reference(run: Run, recording: Recording) -> bool:
     return bool(bounded) and not any(c.wrong for c in compared)
 
 
-def count_run(before: Baseline, run: Run, condition: str, *, strange: bool) -> Baseline:
+def count_run(before: Baseline, run: Run, condition: str, *, strange: bool, beside: bool = False) -> Baseline:
     """Return a complete baseline with one more run counted: with a known vector, or with an unknown (`strange`) one.
 
-    Not for re-runs.
+    `beside`: another case of the run, one that repeats exactly, gave an unknown vector. Not for re-runs.
     """
     if strange:
         calm = before.calm if before.strange else before.passed
@@ -323,14 +338,17 @@ def count_run(before: Baseline, run: Run, condition: str, *, strange: bool) -> B
     passed = dict(before.passed)
     for each in dict.fromkeys((EVERY, condition)):
         passed[each] = passed.get(each, 0) + 1
-    return replace(before, passed=passed, since=before.since + 1, used=run.started)
+    since, shared = before.since + 1, before.beside + beside
+    return replace(before, passed=passed, since=since, beside=shared, used=run.started)
 
 
 def accept(before: Baseline, run: Run, recording: Recording, why: str) -> Baseline:
     """Return the baseline with an unknown vector that an operator accepted; it is complete from then on."""
     learnt = {**before.learnt, EVERY: max(LEARN, before.learnt.get(EVERY, 0))}
     known = _with_sample(before.known, run, recording)
-    return replace(before, known=known, learnt=learnt, strange=0, calm={}, since=0, strange_at=0.0, accepted=why)
+    return replace(
+        before, known=known, learnt=learnt, strange=0, beside=0, calm={}, since=0, strange_at=0.0, accepted=why
+    )
 
 
 def _seen_under(mode: Mode, condition: str) -> bool:
@@ -389,9 +407,14 @@ def _nearest(recording: Recording, others: Iterable[Recording]) -> Recording | N
 
 
 def _common_prefix(a: Recording, b: Recording) -> int:
-    """Return how many tokens at the start are equal."""
-    pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
+    """Return how many tokens at the start are equal, or characters where neither has tokens."""
+    ones, others = _units(a, b)
+    pairs = enumerate(zip(ones, others, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(ones), len(others)))
+
+
+def _units(a: Recording, b: Recording) -> tuple[Sequence[str], Sequence[str]]:
+    return (a.tokens, b.tokens) if a.tokens or b.tokens else (a.text, b.text)
 
 
 def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
@@ -403,7 +426,7 @@ def _distance(a: Recording, b: Recording) -> tuple[float, int | None]:
     if not a.tokens and not b.tokens and a.values and len(a.values) == len(b.values):
         return _distance_of_tiles(a.values, b.values)
     common = _common_prefix(a, b)
-    position = common if common < max(len(a.tokens), len(b.tokens)) else None
+    position = common if common < max(map(len, _units(a, b))) else None
     if not a.tokens or len(a.values) < common or len(b.values) < common:
         return (0.0 if a.digest == b.digest else math.inf), position
     pairs = list(zip(a.values[:common], b.values[:common], strict=True))

@@ -11,6 +11,11 @@ def kind_of(case: str) -> str:
     return case.partition("/")[0]
 
 
+def is_templated(case: str) -> bool:
+    """Whether a chat template may be part of the case: a continuation and a scored prompt go without."""
+    return kind_of(case) not in ("completions", "forced")
+
+
 def same_question(case: str) -> tuple[str, ...]:
     """Return the cases that ask the same question, with an empty or a filled cache; this one is among them."""
     question, _, state = case.rpartition("/")

@@ -50,13 +50,15 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
         kept[number] = recording
         if own is not None and own.complete and (found := deviation(own, recording)) is not None and found.is_outlier:
             unknown[key] = recording
+    exact = {key for key, recording in unknown.items() if _repeats_exactly(current.get(key), recording)}
     if not run.confirms and not run.drill:
         for key in {**known, **unknown}:
             own = current.get(key)
             recording = unknown.get(key) or known[key]
             counts = key not in unknown or is_comparable(own, recording)
             if own is not None and own.complete and own.case not in learnt and counts:
-                changed[key] = count_run(own, run, recording.condition, strange=key in unknown)
+                strange, beside = key in unknown, bool(exact - {key})
+                changed[key] = count_run(own, run, recording.condition, strange=strange, beside=beside)
     names = tuple(dict.fromkeys(recording.case for recording in unknown.values()))
     return (
         replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))),
@@ -67,6 +69,11 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
 def _certainly_broken(recording: Recording) -> bool:
     found = None if recording.of_kernel else triage(recording)
     return found is not None and found.name in BROKEN and found.certainty == "certain"
+
+
+def _repeats_exactly(baseline: Baseline | None, recording: Recording) -> bool:
+    stable = baseline is not None and baseline.stable(recording.condition)
+    return stable and is_comparable(baseline, recording)
 
 
 def is_comparable(baseline: Baseline | None, recording: Recording) -> bool:

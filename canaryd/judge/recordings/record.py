@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -56,6 +56,11 @@ class Observation:
         """Whether it deviates from the baseline by more than noise."""
         return self.deviation is not None and self.deviation.is_outlier
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether it can be called right or wrong; an unknown vector of a case whose noise is not known cannot."""
+        return self.deviation is None or self.deviation.is_outlier or self.deviation.noise is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -70,6 +75,10 @@ class Record:
     """By name."""
     reached: float = math.inf
     """A time that has certainly come, however wrong the clock was."""
+    tested: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Probe → days (UTC, since the epoch) on which it completed a run of the device."""
+    wanted: Mapping[str, float] = field(default_factory=dict)
+    """Probe → its period in seconds."""
     imported: Sequence[Baseline] = ()
     """Baselines of devices on other hosts."""
 

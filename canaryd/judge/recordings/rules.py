@@ -7,22 +7,24 @@ accuses a device. `RULES` run one by one; docs/baselines.md lists them, each wit
 from __future__ import annotations
 
 import enum
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from canaryd.facts import LINKS, Recording
+from canaryd.judge.case import freshness
 from canaryd.judge.recordings.baseline import (
     EVERY,
     IDLE,
     LEARN,
     Baseline,
+    Key,
     LinkChange,
     changed_links,
     key_of,
 )
 from canaryd.judge.recordings.intake import is_comparable
+from canaryd.judge.recordings.learning import learning, text_alone, uncompared
 from canaryd.judge.recordings.record import (
     Observation,
     Record,
@@ -31,29 +33,24 @@ from canaryd.judge.recordings.record import (
     known_digests,
     variant_of,
 )
+from canaryd.judge.recordings.rounds import Round, rate_of_any, rounds
+from canaryd.judge.recordings.speed import slow
 from canaryd.judge.recordings.symptoms import symptom, triaged
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
+from canaryd.judge.watch import is_over
 from canaryd.judge.wording import and_more, count, listed
-from canaryd.model import Cause, Finding, Outcome, Rival, Run, State
+from canaryd.model import Cause, Finding, Rival, Run, State
 
 ALPHA = 1e-3
 """Probability at which a healthy device may fail a test of unknown vectors, each time it is made (ours): by re-runs
 9.5e-4 at most; by their frequency 1.4 % within 1,000 runs at the bound."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding."""
-NEWEST = 3
-"""Runs whose median is the current latency, so that one busy moment does not count (ours). False alarms: 3.0e-4 a look
-if one run in 100 is so slow."""
-EARLIER = 10
-"""Earlier runs that a comparison of latencies needs at least (ours)."""
-SLOWER, BUSY_SLOWER = 3.0, 10.0
-"""Times the earlier median from which an endpoint is slow: when it is known that it served nobody else, and when it is
-not, since waiting for others is no fault (ours)."""
-MODEL_LINKS = LINKS[: LINKS.index("prompt")]
-"""Links that make it another model: an operator should confirm that the change was intended."""
-LATENCIES = {"endpoint_first_token_seconds": 0.1, "endpoint_token_seconds": 0.01}
-"""Readings of an endpoint's speed, and by how many seconds one must have grown to matter (ours)."""
+NEXT_RUN = "Wait for the next run: it shows whether the results are known again."
+MODEL_LINKS = LINKS[: LINKS.index("prompt") + 1]
+"""Links that make it another model: an operator should confirm that the change was intended. A prompt that the server
+renders in another way shows another tokenizer or chat template."""
 
 
 # --- Outliers on an unchanged chain ----------------------------------------------------------------------------------
@@ -96,20 +93,56 @@ _DEPARTURE_RULES = {
 
 def departed(record: Record) -> Iterator[Finding]:
     """Outliers on an unchanged chain: confirmed by re-runs, or too frequent for the baseline."""
-    by_probe: dict[str, list[_Weighed]] = defaultdict(list)
+    by_probe: dict[str, dict[Key, list[Observation]]] = defaultdict(dict)
     for key, observations in sorted(record.observations.items()):
         outliers = [o for o in observations if o.is_outlier]
         if outliers and not _cleared(record, outliers[-1].baseline):
-            by_probe[key.probe].append(_weigh(record, outliers))
-    for probe, weighed in by_probe.items():
-        yield _departure(record, probe, weighed)
+            by_probe[key.probe][key] = outliers
+    for probe, cases in by_probe.items():
+        every = sorted((o for outliers in cases.values() for o in outliers), key=lambda o: o.run.started)
+        together = [_alone(record, every), _weigh_runs(record, probe, cases)]
+        yield _departure(record, probe, [*filter(None, together)], [_weigh(record, c) for c in cases.values()])
 
 
-def _departure(record: Record, probe: str, cases: Sequence[_Weighed]) -> Finding:
-    """Return the finding on all outliers of one probe; the most severe case stands for them."""
-    worst = max(cases, key=lambda each: each.state.severity)
+def _alone(record: Record, outliers: Sequence[Observation]) -> _Weighed | None:
+    """Return what the outliers of all cases of a probe amount to beside the siblings' runs; None where by chance.
+
+    If all devices gave such results alike, they would fall on the devices as their runs do.
+    """
+    keys = {o.baseline.key for o in outliers if o.baseline.stable(EVERY) and is_comparable(o.baseline, o.recording)}
+    runs = {o.run.id for o in outliers if o.baseline.key in keys and not o.run.confirms}
+    voters = {name for o in outliers for name, _ in record.voters(o.baseline) if name in record.peers}
+    own = max((_compared(record.baselines[key]) for key in keys), default=0)
+    theirs = sum(
+        max((_compared(b) for key in keys if (b := record.peers[name].baselines.get(key))), default=0)
+        for name in voters
+    )
+    others = sum(b.strange for name in voters for key in keys if (b := record.peers[name].baselines.get(key)))
+    if not runs or not theirs or others:
+        return None
+    chance = (1 + len(voters)) * tail(len(runs), len(runs), own / (own + theirs))
+    if chance > ALPHA:
+        return None
+    names = listed(sorted(voters))
+    return _Weighed(
+        outliers=outliers,
+        state=State.SUSPECT,
+        differs=f"differed from its baseline in {len(runs)} of {own} runs",
+        outcome="",
+        evidence=f"{names} never did in {theirs} runs; the probability that chance picks one device is {chance:.1g}.",
+    )
+
+
+def _compared(baseline: Baseline) -> int:
+    """Return how many runs were compared with a baseline."""
+    return baseline.passed.get(EVERY, 0) + baseline.strange
+
+
+def _departure(record: Record, probe: str, together: Sequence[_Weighed], cases: Sequence[_Weighed]) -> Finding:
+    """Return the finding on all outliers of one probe; the most severe case, or all `together`, stand for them."""
+    worst = max((*together, *cases), key=lambda each: each.state.severity)
     newest = worst.newest
-    action, evidence = worst.action, ["The chain and the stack did not change."]
+    action, evidence = worst.action, ["Neither the model nor its settings nor the software changed."]
     if newest.deviation is not None:
         evidence.append(newest.deviation.sentence())
     evidence.append(worst.evidence)
@@ -120,7 +153,7 @@ def _departure(record: Record, probe: str, cases: Sequence[_Weighed]) -> Finding
         cause, action, rivals = blame.cause, blame.action, blame.rivals
         kind = None if newest.recording.of_kernel else triaged(record, newest.run, newest.recording, newest.baseline)
         if kind is not None:
-            next_test = f"Next boundary to test: {kind.next_boundary}, with: {kind.command}"
+            next_test = f"Test this next: {kind.next_boundary}, with: {kind.command}"
             evidence += [f"The answer is: {kind.name}.", next_test]
         evidence += blame.evidence
     where = f"(case {newest.recording.case}{and_more(len(cases))})"
@@ -142,9 +175,9 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     """Return what the outliers of one case amount to, and by which test."""
     wanted, newest = record.policy.confirm_runs, outliers[-1]
     baseline, condition = newest.baseline, newest.recording.condition
-    # What healthy hardware rarely does in one case of a probe, it does as rarely in another.
-    others = [b for b in record.baselines.values() if b.probe == baseline.probe and b.stack == baseline.stack]
-    rate = baseline.rate(condition, others)
+    # Siblings compute the same: what none of them gave is as rare on this one.
+    siblings = [b for _, b in record.voters(baseline) if b.digests & baseline.digests]
+    rate = baseline.rate(condition, [*_alike(record, baseline), *siblings])
     grounds = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
     first_runs = [o.run for o in outliers if not o.run.confirms]
     repeated = max((sum(1 for o in outliers if o.run.confirms == run.id) for run in first_runs), default=0)
@@ -161,7 +194,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
         by_chance = f"the probability that re-runs in new processes repeat it by chance is {rate**wanted:.1g}"
         return weighed(State.SUSPECT, repeats, f"{grounds}; {by_chance}.")
     # Of this case alone: that other cases are steadier does not tell how often this one gives new vectors.
-    chance = tail(baseline.strange, baseline.trials, baseline.rate(condition))
+    chance = tail(baseline.strange, baseline.trials, baseline.rate(condition, siblings))
     # Gauges are read before and after a request: what a server serves for a moment in between looks like a rare fault.
     reliable = condition != IDLE or baseline.stable(EVERY)
     if reliable and baseline.strange > 1 and chance <= ALPHA:
@@ -179,7 +212,54 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
         return weighed(State.UNKNOWN, "; not judged yet", f"{grounds}.", f"Wait for {missing} in new processes.")
     outcome = "; re-runs match the baseline again" if any(reruns.values()) else "; it was not run again in time"
     why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
+    if record.is_endpoint and _stands(record, outliers):
+        return weighed(State.UNKNOWN, f"{outcome}; not judged yet", why, NEXT_RUN)
     return weighed(State.HEALTHY, outcome, why)
+
+
+def _weigh_runs(record: Record, probe: str, cases: Mapping[Key, Sequence[Observation]]) -> _Weighed | None:
+    """Return what the outliers of all cases that repeat exactly amount to, run by run; None where that is nothing."""
+    found, wanted = rounds(record, probe, cases), record.policy.confirm_runs
+    if not found:
+        return None
+    newest, most = found[-1], max(found, key=lambda each: (each.repeats, each.run.started))
+    others = _alike(record, newest.outliers[-1].baseline)
+
+    def weighed(of: Round, state: State, outcome: str, evidence: str, action: str = "", seen: str = "") -> _Weighed:
+        at_once = f"differs from its baseline in {len(of.outliers)} of {len(of.compared)} cases at once"
+        outliers = (*of.outliers, *of.repeated)
+        return _Weighed(
+            outliers=outliers, state=state, differs=seen or at_once, outcome=outcome, evidence=evidence, action=action
+        )
+
+    rate = rate_of_any(most.asked, others) if most.asked else 1.0
+    if len(most.outliers) > 1 and most.repeats >= wanted and rate**wanted <= ALPHA:
+        grounds = f"A healthy device differs in any of the {len(most.asked)} repeated cases in at most"
+        by_chance = f"the probability that every re-run does so by chance is {rate**wanted:.1g}"
+        outcome = f"; {count(most.repeats, 're-run')} differ too"
+        return weighed(most, State.SUSPECT, outcome, f"{grounds} {100 * rate:.2g} % of its runs; {by_chance}.")
+    times, runs, chance = newest.often(others)
+    if times > 1 and chance <= ALPHA:
+        often = f"differed from its baseline in {times} of {runs} runs"
+        why = f"The probability that any case differs in so many runs by chance is {chance:.1g}."
+        return weighed(newest, State.SUSPECT, "", why, seen=often)
+    if newest.chance <= ALPHA and any(_stands(record, cases[o.baseline.key]) for o in newest.outliers):
+        why = f"The probability of so many at once is {newest.chance:.1g} if cases vary independently of each other."
+        return weighed(newest, State.UNKNOWN, "; not judged yet", why, NEXT_RUN)
+    return None
+
+
+def _stands(record: Record, outliers: Sequence[Observation]) -> bool:
+    """Whether the newest scheduled run of a case, today's, gave unknown bits: nothing shows known ones since."""
+    baseline = outliers[-1].baseline
+    newest = max((o.run.started for o in outliers if not o.run.confirms), default=0.0)
+    current = record.keys_in_order[variant_of(baseline)][-1] == baseline.key
+    return current and baseline.since == 0 and record.now - newest <= record.policy.repeat_window
+
+
+def _alike(record: Record, baseline: Baseline) -> list[Baseline]:
+    """Return the baselines of the same probe and stack: what is rare in one case is as rare in another."""
+    return [b for b in record.baselines.values() if b.probe == baseline.probe and b.stack == baseline.stack]
 
 
 def _cleared(record: Record, baseline: Baseline) -> bool:
@@ -194,7 +274,9 @@ def _cleared(record: Record, baseline: Baseline) -> bool:
         for b in record.baselines.values()
         if variant_of(b) == variant_of(baseline) and b.first > baseline.strange_at
     ]
-    watched = min(record.now, record.reached) - baseline.strange_at >= record.policy.watch
+    days, now = record.tested.get(baseline.probe, ()), min(record.now, record.reached)
+    fresh = freshness(record.policy, record.wanted[baseline.probe]) if baseline.probe in record.wanted else 0.0
+    watched = is_over(baseline.strange_at, now, record.policy.watch, days, fresh)
     return watched and outlasts(baseline.since + sum(later), baseline.trials, baseline.strange)
 
 
@@ -205,14 +287,16 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> _Blame:
     behind = devices_behind(record.device) if record.is_endpoint else [device]
     deep = "Run: canaryd check --level deep" + "".join(f" --device {name}" for name in behind)
     no_golden = Rival(
-        cause=Cause.HARNESS, why="a wrong golden: results are compared with earlier ones, not a golden", rejected=True
+        cause=Cause.HARNESS,
+        why="a wrong reference: results are compared with earlier ones, not with a reference",
+        rejected=True,
     )
     if clean and not alike:
         names = listed(clean)
         software = Rival(
-            cause=Cause.SOFTWARE, why=f"a change outside the chain: it would show on {names} too", rejected=True
+            cause=Cause.SOFTWARE, why=f"a change that canaryd does not see: it would show on {names} too", rejected=True
         )
-        found = f"Matching the baseline on the same chain: {names}."
+        found = f"Same model and software, and no difference from the baseline: {names}."
         return _Blame(cause=Cause.HARDWARE, action=deep, evidence=(found,), rivals=(software, no_golden))
     if alike and not clean:
         names = listed(alike)
@@ -221,36 +305,38 @@ def _blame(record: Record, outliers: Sequence[Observation]) -> _Blame:
             why=f"a fault of this device alone: {names} would not give the same new results",
             rejected=True,
         )
-        found = f"Same new results on the same chain: {names}."
+        found = f"Same model and software, and the same new results: {names}."
         look = f"Find out what changed for {device} and {names}."
         return _Blame(cause=Cause.SOFTWARE, action=look, evidence=(found,), rivals=(hardware, no_golden))
     other = "server of the same model, version" if record.is_endpoint else "device of the same model"
     peers = "nothing else on this host computes the same"
     if clean:
         peers = f"the baseline is matched by {listed(clean)}, the new results by {listed(alike)}"
-    evidence = [f"Cause unknown: {peers}.", f"Compare with another {other} and stack."]
+    evidence = [f"Cause unknown: {peers}.", f"Compare with another {other} and software."]
     if record.is_endpoint and "checkpoint" not in newest.recording.chain:
         evidence.append(
-            "The checkpoint is not in the chain: name its directory in the configuration, so that canaryd can tell a"
+            "Name the model's directory in the configuration (endpoints.NAME.directory): then canaryd can tell a"
             " changed model from a fault."
         )
     evidence.append(f'If the new results are right: canaryd baseline accept {device} --reason "…"')
-    unseen = Rival(cause=Cause.SOFTWARE, why=f"a change outside the chain: {peers}", rejected=False)
+    unseen = Rival(cause=Cause.SOFTWARE, why=f"a change that canaryd does not see: {peers}", rejected=False)
     return _Blame(cause=Cause.UNDETERMINED, action=deep, evidence=tuple(evidence), rivals=(unseen, no_golden))
 
 
 def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[list[str], list[str]]:
-    """Return the peers that still gave known vectors since the first outlier, and those that gave the same outliers."""
+    """Return the peers that gave nothing but known vectors since the first outlier, and those that gave the same."""
     key, since = outliers[-1].baseline.key, outliers[0].run.started
     digests = {o.recording.digest for o in outliers}
-    clean, alike = set(), set()
+    clean, alike, odd = set(), set(), set()
     for name, peer in sorted(record.peers.items()):
         for o in find_observations((r for r in peer.runs if r.started >= since), peer.baselines).get(key, ()):
             if o.recording.digest in digests:
                 alike.add(name)
             elif o.recording.digest in outliers[-1].baseline.digests:
                 clean.add(name)
-    return sorted(clean), sorted(alike)
+            elif o.is_outlier:
+                odd.add(name)
+    return sorted(clean - odd), sorted(alike)
 
 
 # --- Changes of the chain --------------------------------------------------------------------------------------------
@@ -298,7 +384,7 @@ def _chain_change(
     accept = f'canaryd baseline accept {record.device.name} --reason "…"'
     # Where no link differs, the probe has another version: its older results cannot be compared either.
     what = ", ".join(map(str, changes)) or "the version of the probe"
-    evidence = [f"Changed: {what}.", "The device itself is not accused."]
+    evidence = [f"Changed: {what}.", "The device itself is not suspected."]
     if complete:
         action = f"If the change was intended: {accept}"
         evidence.append("The new results have their own baseline, which nothing has confirmed; the old one is kept.")
@@ -308,10 +394,10 @@ def _chain_change(
     cause, unknown = Cause.SOFTWARE, kind is not _Change.OTHER or (record.is_endpoint and not complete)
     if kind is _Change.OPERANDS:
         cause, evidence = Cause.HARDWARE, [*evidence, action]
-        action = "Check this host's CPU and memory: they made other operands from the same seed."
+        action = "Check this host's CPU and memory: they made other inputs from the same seed."
     elif kind is _Change.UNKNOWN_LINK:
         cause = Cause.HARNESS
-        evidence.append("A link that is not known does not prove a change: the results may differ for another reason.")
+        evidence.append("What is unknown may not have changed: the results may differ for another reason.")
     names = listed([change.link for change in changes]) or "the probe"
     return Finding(
         rule="chain-changed",
@@ -334,106 +420,14 @@ def _kind_of_change(record: Record, changes: Sequence[LinkChange]) -> _Change:
     return _Change.UNKNOWN_LINK if all(not (c.before and c.after) for c in changes) else _Change.OTHER
 
 
-# --- Baselines that say little yet -----------------------------------------------------------------------------------
-
-
-def learning(record: Record) -> Iterator[Finding]:
-    """Report baselines that are not ready, or too new to be trusted: a first answer cannot be called wrong."""
-    samples: dict[str, list[int]] = defaultdict(list)
-    fresh: dict[str, list[Baseline]] = defaultdict(list)
-    for (probe, _, _), (run, recording) in record.newest.items():
-        own = record.baselines.get(key_of(run, recording))
-        if (own is None or not own.complete) and record.before(run, recording) is None:
-            samples[probe].append(own.learnt.get(EVERY, 0) if own is not None else 0)
-        if own is None or not own.complete or not record.is_endpoint or own.accepted:
-            continue
-        if not (own.passed or own.strange) or record.now - own.first <= record.policy.week:
-            fresh[probe].append(own)
-    for probe, baselines in sorted(fresh.items()):
-        yield _fresh(probe, baselines)
-    for probe, counts in sorted(samples.items()):
-        least = f"at least {min(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
-        have = "has" if len(counts) == 1 else "have"
-        message = (
-            f"Baseline not ready: {count(len(counts), 'case')} {have} {least} of {LEARN} samples; not checked yet."
-        )
-        yield Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message=message, probe=probe)
-
-
-def _fresh(probe: str, baselines: Sequence[Baseline]) -> Finding:
-    """Return the finding on baselines of an endpoint that are new."""
-    what = count(len(baselines), "case")
-    if not any(b.passed or b.strange for b in baselines):
-        return Finding(
-            rule="baseline-fresh",
-            state=State.UNKNOWN,
-            cause=Cause.UNDETERMINED,
-            message=f"New baseline: {what} learnt just now; not compared with a run yet.",
-            probe=probe,
-        )
-    exact = sum(b.stable(IDLE) for b in baselines)
-    return Finding(
-        rule="baseline-fresh",
-        state=State.HEALTHY,
-        cause=Cause.NONE,
-        message=f"New baseline: {what} learnt within the last week; not confirmed by another source.",
-        evidence=(
-            "A model that was broken from the start would pass.",
-            f"{exact} of {len(baselines)} are compared bit by bit, the others within their noise.",
-        ),
-        probe=probe,
-    )
-
-
-# --- Speed -----------------------------------------------------------------------------------------------------------
-
-
-def slow(record: Record) -> Iterator[Finding]:
-    """The same chain answers several times slower than before: the results are right, but late."""
-    values: dict[tuple[str, str, str], list[tuple[Run, float]]] = defaultdict(list)
-    for run in (r for r in record.runs if r.outcome is Outcome.COMPLETED and r.whole):
-        for reading in run.readings:
-            if reading.name in LATENCIES:
-                values[run.probe, reading.name, reading.key].append((run, float(reading.value)))
-    for (probe, name, key), series in sorted(values.items()):
-        serving = _serving_links(series[-1][0])
-        series = [(run, v) for run, v in series if _serving_links(run) == serving]  # noqa: PLW2901
-        factor = BUSY_SLOWER
-        if all(_idle(run) for run, _ in series[-NEWEST:]):  # it served nobody else: others cannot explain it
-            factor, series = SLOWER, [(run, v) for run, v in series if _idle(run)]  # noqa: PLW2901
-        now, before = [v for _, v in series[-NEWEST:]], [v for _, v in series[:-NEWEST]]
-        if len(now) < NEWEST or len(before) < EARLIER:
-            continue
-        usual, present = statistics.median(before), statistics.median(now)
-        if present > factor * usual and present - usual > LATENCIES[name]:
-            yield Finding(
-                rule="endpoint-slow",
-                state=State.DEGRADED,
-                cause=Cause.ENVIRONMENT,
-                message=f"Slow: {key} is {present:.3g} s, {present / usual:.1f} times the usual {usual:.3g} s.",
-                action="Look for other load, throttling or a lost cache.",
-                evidence=(f"Medians of the newest {NEWEST} runs and of the {len(before)} runs before.",),
-                probe=probe,
-                runs=(series[-1][0].id,),
-            )
-
-
-def _serving_links(run: Run) -> object:
-    """Return the links of a run's chain that decide how fast it is answered."""
-    chain = run.recordings[0].chain if run.recordings else {}
-    return tuple(chain.get(link, "") for link in ("dtype", "checkpoint", "config", "server", "client"))
-
-
-def _idle(run: Run) -> bool:
-    return bool(run.recordings) and all(r.condition == IDLE for r in run.recordings)
-
-
 RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (
     departed,
     outvoted,
     unwitnessed,
     chain_changed,
+    uncompared,
     learning,
+    text_alone,
     symptom,
     slow,
 )

@@ -36,9 +36,10 @@ def symptom(record: Record) -> Iterator[Finding]:
         if found.name in reported:
             continue
         reported.add(found.name)
+        lasts = found.certainty == "certain" and known is not None and _lasts(record, probe, case, known)
         yield Finding(
             rule="broken-output",
-            state=State.SUSPECT if complete else State.UNKNOWN,
+            state=(State.FAULTY if lasts else State.SUSPECT) if complete else State.UNKNOWN,
             cause=Cause.UNDETERMINED if complete or known is None else Cause.SOFTWARE,
             message=f"Broken output in case {case}: {found.name} ({found.evidence}).",
             action=f"Run: {found.command}",
@@ -49,13 +50,29 @@ def symptom(record: Record) -> Iterator[Finding]:
         )
 
 
+def _lasts(record: Record, probe: str, case: str, known: Baseline) -> bool:
+    """Whether the answers of the last two rounds are broken beyond doubt: two, as of wrong runs."""
+    rounds = [
+        (run, recording)
+        for run in record.runs
+        if run.probe == probe and not run.confirms
+        for recording in run.recordings
+        if recording.case == case
+    ][-2:]
+    if len(rounds) < 2 or rounds[1][0].started - rounds[0][0].started < record.policy.repeat_gap:
+        return False
+    answers = [mode.recording for mode in known.known]
+    found = [triage(_whole(recording, known), answers) for _, recording in rounds]
+    return all(f is not None and f.name in BROKEN and f.certainty == "certain" for f in found)
+
+
 def _evidence(record: Record, found: Symptom, *, complete: bool) -> tuple[str, ...]:
     scope = f" Seen on: {found.scope}." if found.scope else ""
     likely = "; ".join(f"{cause.what} ({cause.why})" for cause in found.causes[:CAUSES_NAMED])
     sentences = [
         f"Certainty: {found.certainty}.{scope}",
         f"Likely causes, the likeliest first: {likely}.",
-        f"Next boundary to test: {found.next_boundary}.",
+        f"Test this next: {found.next_boundary}.",
     ]
     if not complete:
         sentences.append(f'If this output is intended: canaryd baseline accept {record.device.name} --reason "…"')

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Literal
 
 from canaryd.facts import LINKS, Recording
+from canaryd.judge.recordings import cases
 
 SENTINEL = -9999.0
 """What some servers write for a log probability that is not finite (ROCm/vllm#572)."""
@@ -129,6 +130,15 @@ CAUSES: Mapping[str, LikelyCause] = {
         ("clocks", "device", "throttled clocks or a degraded link", "results stay right but come late"),
     )
 }
+SHOWN_BY: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "checkpoint": (("checkpoint",),),
+    "dtype": (("dtype",),),
+    "tokenizer": (("tokenizer",), ("prompt",)),
+    "template": (("template",), ("prompt",)),
+    "stop": (("settings", "server"),),
+    "sampling": (("settings", "server"),),
+}
+"""Cause → links that would have changed with it. It is not named where all links of one group are known to be equal."""
 DIFFERENT = ("server", "template", "checkpoint", "attention", "device", "peer")
 _CAPTURE = "canaryd capture --device {device} --out suspect.safetensors"
 NEXT: Mapping[str, str] = {
@@ -283,11 +293,13 @@ def triage(
     time. `device`: the name to put into the command.
     """
     others = others or {}
+    excluded = _excluded(now, known)
     for rule in RULES:
         evidence = rule.find(now, known)
         if evidence and (rule.always or not any(rule.find(k, ()) for k in known)):
+            causes = [key for key in rule.causes if key not in excluded]
             return _symptom(
-                rule.name, rule.certainty, evidence, rule.causes, _changed_link(now, known), others, devices, device
+                rule.name, rule.certainty, evidence, causes, _changed_link(now, known), others, devices, device
             )
     if known and not any(now.text == k.text and now.tokens in (k.tokens, ()) for k in known):
         position, unit, margin = _first_difference(now, known)
@@ -297,7 +309,7 @@ def triage(
             "coherent but different",
             "possible" if tie or margin is None else "likely",
             f"differs from the known answer from {unit} {position} on, {at}{', a near tie' if tie else ''}",
-            (*(("batch",) if tie else ()), *DIFFERENT),
+            (*(("batch",) if tie else ()), *(key for key in DIFFERENT if key not in excluded)),
             _changed_link(now, known),
             others,
             devices,
@@ -340,6 +352,16 @@ def _symptom(
     boundary = ordered[0].boundary
     return Symptom(name=name, certainty=certainty, evidence=evidence, scope=scope, causes=tuple(ordered),
                    next_boundary=boundary, command=NEXT[boundary].format(device=device))  # fmt: skip
+
+
+def _excluded(now: Recording, known: Sequence[Recording]) -> set[str]:
+    """Return the causes that cannot be: their links are those of every known answer, or the request used none."""
+    chains = [k.chain for k in known]
+    equal = {
+        link for link, value in now.chain.items() if value and chains and all(c.get(link) == value for c in chains)
+    }
+    found = {key for key, groups in SHOWN_BY.items() if any(equal.issuperset(group) for group in groups)}
+    return found if cases.is_templated(now.case) else {*found, "template"}
 
 
 def _changed_link(now: Recording, known: Sequence[Recording]) -> str:

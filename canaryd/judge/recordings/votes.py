@@ -64,14 +64,14 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
         message=f"{device} differs from {count(len(differ), 'identical device')} ({_where(own, votes)}).",
         action=f"Run: canaryd check --level deep --device {device}",
         evidence=(
-            f"Same model, stack and chain, and a majority agrees on other results: {others}.",
+            f"Most identical devices with the same software agree on other results: {others}.",
             f"{device} has given its results since it was first recorded: it may have been faulty from the start.",
         ),
         probe=probe,
         rivals=(
             Rival(
                 cause=Cause.SOFTWARE,
-                why=f"another kernel: {others} have the same chain and the same stack",
+                why=f"another kernel: {others} run the same software",
                 rejected=True,
             ),
         ),
@@ -81,7 +81,7 @@ def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
 def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     own, agree, differ = votes[0]
     device = record.device.name
-    evidence = [f"Same model and stack, other results: {listed(differ)}."]
+    evidence = [f"Same model and software, other results: {listed(differ)}."]
     if agree:
         evidence.append(f"Same results as {device}: {listed(agree)}.")
     if not _names_kernels(record, own):
@@ -139,7 +139,7 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
             rule="baseline-unwitnessed",
             state=State.HEALTHY,
             cause=Cause.NONE,
-            message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by a sibling or a reference.",
+            message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by another device or a reference.",
             action="Import the same baselines from another host: canaryd baseline import",
             evidence=("They hold what this device gave when it was first recorded; a faulty one would look the same.",),
             probe=probe,

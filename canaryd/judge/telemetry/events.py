@@ -12,7 +12,7 @@ from functools import partial
 
 from canaryd.facts import LogRecord, Reading, reading_key
 from canaryd.judge.telemetry import xids
-from canaryd.judge.telemetry.readings import READINGS
+from canaryd.judge.telemetry.readings import READINGS, in_words
 from canaryd.model import Event, Run
 
 STEP = 3 * 15.0
@@ -33,12 +33,25 @@ LOAD = 0.5
 """Share of time in use above which a link should run at full speed (ours): many links slow down when idle."""
 PRESSURE = 0.1
 """Share of a minute in which every task waits for memory (ours): a tenth of all time is lost."""
-HARMFUL = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-"""Reasons for lower clocks that point to heat or power. Idleness, settings and software's power cap do not."""
+HARMFUL = {
+    "hw_slowdown": "heat or power",
+    "hw_thermal": "heat",
+    "hw_power_brake": "the power supply",
+    "sw_thermal": "heat",
+}
+"""Reasons for lower clocks that point to heat or power, in words. Idleness and software's power cap do not."""
 FLAGS = frozenset(
     {
         *("ecc_enabled", "ecc_sram_threshold_exceeded", "row_remap_pending", "row_remap_failed"),
-        *("retired_pages_pending", "persistence_mode", "mig_enabled", "nvlink_up", "fabric_ready", "pcie_width_max"),
+        *(
+            "retired_pages_pending",
+            "persistence_mode",
+            "mig_enabled",
+            "nvlink_up",
+            "fabric_ready",
+            "pcie_width",
+            "pcie_width_max",
+        ),
     }
 )
 """Gauges whose change is an event."""
@@ -71,7 +84,7 @@ def changes(before: Run, after: Run) -> list[Event]:
             name="driver or device",
             before=f"{key} {was}",
             after=f"{key} {now}",
-            detail=f"{key} fell from {was} to {now}",
+            detail=f"{in_words(key)} fell from {was} to {now}",
             reading=new[key].name,
             labels=new[key].labels,
         )
@@ -80,7 +93,7 @@ def changes(before: Run, after: Run) -> list[Event]:
     for key, (reading, value) in is_set.items():
         if key in was_set and was_set[key][1] != value:
             was = was_set[key][1]
-            text = f"{key}: {was} → {value}"
+            text = f"{in_words(key)} changed from {was} to {value}"
             flag = event(kind="flag", name=key, before=was, after=value, detail=text, reading=reading.name)
             events.append(replace(flag, labels=reading.labels if reading.name in FLAGS else {}))
     if (seconds := min(after.started - before.started, STEP)) > 0:
@@ -104,12 +117,12 @@ def _counter_events(
             cleared.setdefault(reading.name if READINGS[reading.name].volatile else key, []).append(key)
         came_back = 0 < was_online < is_online and reading.name in HOST_SUMS
         if rise > 0 and _is_judged(reading) and not came_back:
-            text = f"{key} rose by {rise:g}"
+            text = f"{in_words(key)} rose by {rise:g}"
             rose = event(kind="counter", name=key, count=rise, before=was, after=now, detail=text)
             events.append(replace(rose, reading=reading.name, labels=reading.labels))
     for name, keys in cleared.items():
         reading, was, now = new[keys[0]], _text(old[keys[0]]), _text(new[keys[0]])
-        text = f"{keys[0]} fell from {was} to {now}"
+        text = f"{in_words(keys[0])} fell from {was} to {now}"
         text += f", and {len(keys) - 1} more of its kind" if len(keys) > 1 else ""
         fell = event(kind="counter-fell", name=name, before=was, after=now, detail=text, reading=reading.name)
         events.append(replace(fell, labels={} if READINGS[reading.name].volatile else reading.labels))
@@ -224,7 +237,7 @@ def numbers(run: Run) -> dict[str, Reading]:
 def _is_judged(reading: Reading) -> bool:
     """Whether a rise of this counter is an event; idle and capped time rises at every poll and is judged by no rule."""
     kind = READINGS.get(reading.name)
-    return kind is not None and kind.event and reading.labels.get("reason", HARMFUL[0]) in HARMFUL
+    return kind is not None and kind.event and reading.labels.get("reason", "hw_slowdown") in HARMFUL
 
 
 def _flags(facts: Facts) -> dict[str, tuple[Reading, str]]:
@@ -246,10 +259,11 @@ def _conditions(facts: Facts, event: partial[Event]) -> list[Event]:
             f"all tasks waited for memory {pressure:.0%} of the last minute (limit {PRESSURE:.0%})"
         )
     events = [event(name=name, detail=text) for name, text in found.items()]
-    for reason in HARMFUL:
+    for reason, words in HARMFUL.items():
         # Where the time is counted, the counter tells it better.
         if value("throttle_active", reason=reason) and value("throttle_seconds_total", reason=reason) is None:
-            held = event(name=f"throttle {reason}", detail=f"clocks held down by {reason}", reading="throttle_active")
+            text = f"{words} holds the clocks down ({reason})"
+            held = event(name=f"throttle {reason}", detail=text, reading="throttle_active")
             events.append(replace(held, labels={"reason": reason}))
     return events
 

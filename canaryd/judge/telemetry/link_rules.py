@@ -77,6 +77,29 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
             )
 
 
+def lanes_lost(signs: Signs) -> Iterator[Finding]:
+    """A link came back from a reset with fewer lanes, and has had no more since, loaded or not.
+
+    A link that narrows by itself when it is idle is known by having done so: `conditions` judges it under load.
+    """
+    changes = [e for e in signs.seen("flag", WATCH, "pcie_width") if e.before and e.after]
+    falls = [e for e in changes if float(e.after) < float(e.before)]
+    now = signs.value("pcie_width", signs.policy.settle)
+    if not falls or now is None:
+        return
+    across = any(falls[-1].first <= reset <= falls[-1].last for reset in signs.resets)
+    before = float(falls[-1].before)
+    if across and len(falls) == 1 and 0 < now < before:
+        yield finding(
+            *("pcie-width", State.DEGRADED, Cause.ENVIRONMENT),
+            f"PCIe link uses {now:g} of {before:g} lanes since the last reset or reboot.",
+            "Reseat the device; if it stays, check riser, slot and board.",
+            f"Found at {signs.moment(falls[-1].last)}.",
+            "The link lost lanes (our rule).",
+            f"Clears when the lanes are back, or after {format_duration(WATCH)}.",
+        )
+
+
 def nvlink_errors(signs: Signs) -> Iterator[Finding]:
     """A link between devices had to recover or could not, or corrects more errors than DCGM allows."""
     settle = signs.policy.settle
@@ -104,10 +127,10 @@ def _nvlink_error(signs: Signs, events: Sequence[Event]) -> str:
     if kind == "recovery_failed" and signs.now - events[-1].last <= settle and times:
         return f"{link} could not recover"
     if kind in ("replay", "recovery"):
-        return f"{link}: {times:.3g} errors of kind {kind} in {format_duration(settle)} (limit 0)" if times >= 1 else ""
+        return f"{link}: {times:.3g} {kind} errors in {format_duration(settle)} (limit 0)" if times >= 1 else ""
     rate = signs.most(events, MINUTE, signs.trained) / MINUTE
     limit = CRC_PER_SECOND
-    return f"{link}: {rate:.3g} errors of kind {kind} a second (limit {limit})" if rate >= limit else ""
+    return f"{link}: {rate:.3g} {kind} errors a second (limit {limit})" if rate >= limit else ""
 
 
 def nvlink_down(signs: Signs) -> Iterator[Finding]:

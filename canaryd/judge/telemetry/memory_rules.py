@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, WATCH, Signs, finding, recovery
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, RECURRENCES, WATCH, Signs, finding, recovery, returns
 from canaryd.model import Cause, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
@@ -122,6 +122,17 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen("reset", WATCH, ECC[0], kind="uncorrected")
     logged = [*signs.contained, *signs.named("amdgpu", "ras-uncorrected")]
+    if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
+        yield finding(
+            *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
+            f"Uncorrected memory errors came back after {back} resets or reboots"
+            f" (limit {RECURRENCES} in {format_duration(WATCH)}).",
+            RETURN,
+            "Clean tests in between do not clear it: it comes back.",
+            "Class: RMA (gpud's escalation, ours).",
+            f"Clears after {format_duration(WATCH)} without another.",
+        )
+        return
     events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]
     events += [e for e in wiped if not signs.passed(e.last)]
     standing = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected" and r.value]

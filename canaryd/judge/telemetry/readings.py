@@ -7,6 +7,7 @@ The exposition, docs/metrics.md and the tests of every telemetry probe go by thi
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -172,11 +173,24 @@ READINGS: Mapping[str, Kind] = {
 }
 
 
+ACRONYMS = {"cpu": "CPU", "ecc": "ECC", "edac": "EDAC", "nvlink": "NVLink", "pcie": "PCIe", "sram": "SRAM"}
+"""Parts of names that people do not write in lower case."""
+
+
 @functools.lru_cache(maxsize=4096)
 def split_key(key: str) -> tuple[str, Mapping[str, str]]:
     """Return name and labels of a `Reading.key`: the inverse of `model.reading_key`."""
     name, _, inside = key.removesuffix("}").partition("{")
     return name, dict(pair.split("=", 1) for pair in inside.split(",") if "=" in pair)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_words(key: str) -> str:
+    """Return a `Reading.key` as people read it: "ECC errors (uncorrected, dram)", "NVLink up (link 3)"."""
+    name, labels = split_key(key)
+    words = " ".join(ACRONYMS.get(word, word) for word in name.removesuffix("_total").split("_"))
+    values = ", ".join(f"{label} {value}" if re.search("[0-9]", value) else value for label, value in labels.items())
+    return f"{words} ({values})" if values else words
 
 
 def metric(name: str) -> str:

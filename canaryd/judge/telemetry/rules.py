@@ -23,7 +23,7 @@ from canaryd.judge.telemetry.host_rules import (
     machine_check,
     unclean_reboot,
 )
-from canaryd.judge.telemetry.link_rules import nvlink_down, nvlink_errors, pcie_errors, pcie_uncorrected
+from canaryd.judge.telemetry.link_rules import lanes_lost, nvlink_down, nvlink_errors, pcie_errors, pcie_uncorrected
 from canaryd.judge.telemetry.memory_rules import (
     corrected_errors_rising,
     flags,
@@ -57,7 +57,7 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_unknown,
 )
 from canaryd.judge.wording import count, reason_of
-from canaryd.model import Cause, Event, Finding, Outcome, State
+from canaryd.model import Cause, Device, Event, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE
 """Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
@@ -90,7 +90,7 @@ OUTCOMES: Mapping[Outcome, Failure] = {
     Outcome.ERRORED: Failure(Cause.HARNESS, "the probe raised an error", "Report the error as a bug of the probe."),
     Outcome.GARBLED: Failure(Cause.HARNESS, "the worker's answer was garbled", "Report the error as a bug of canaryd."),
 }
-NO_POLL = Failure(Cause.HARNESS, "none was made", "Check whether the daemon is overloaded or stopped.")
+NO_POLL = Failure(Cause.HARNESS, "canaryd did not read it", "Check whether the daemon is overloaded or stopped.")
 
 
 def telemetry_stale(signs: Signs) -> Iterator[Finding]:
@@ -107,11 +107,11 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
         since = "since the clock was set back" if seen is None else f"for {format_duration(signs.now - seen)}"
         yield finding(
             *("telemetry-stale", State.UNKNOWN, failure.cause),
-            f"{probe}: no poll has completed {since} (limit {format_duration(limit)}): {failure.why}.",
+            f"No readings from {probe} {since} (limit {format_duration(limit)}): {failure.why}.",
             failure.action,
             f"Reason: {reason.rstrip('.')}." if reason else "",
-            f"{poll.failures} polls in a row failed.",
-            "Clears when a poll completes.",
+            f"{count(poll.failures, 'attempt')} in a row failed.",
+            "Clears with the next complete reading.",
             probe=probe,
         )
 
@@ -126,6 +126,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     answers = any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values())
     what = [
         *(f"{text.rstrip('.')}." for text in lost),
+        _identity(signs.device),
         *(f"Last event at {signs.moment(e.last)}." for e in events[-1:]),
         *(source_of(e) for e in events[-1:]),
         "The device answers again." if answers else "",
@@ -136,7 +137,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"The device was lost again after {count(back, 'reboot')} within {format_duration(WATCH)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
-            "Class: inspection (NVIDIA's Xid catalogue: contact support; when to return it is ours).",
+            "Class: inspection (NVIDIA's Xid catalogue: contact support; when to return it is canaryd's own rule).",
             f"Clears after {format_duration(WATCH)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
@@ -149,6 +150,13 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             "Class: reboot (NVIDIA's Xid catalogue).",
             clears,
         )
+
+
+def _identity(device: Device) -> str:
+    """Return which part in which slot a device is, as it was when it last answered."""
+    known = (("serial", "serial {}"), ("bus_id", "PCI address {}"), ("slot", "slot {}"))
+    told = [text.format(device.detail[name]) for name, text in known if device.detail.get(name)]
+    return f"It was {', '.join([device.model, *told])}."
 
 
 def throttled(signs: Signs) -> Iterator[Finding]:
@@ -166,11 +174,11 @@ def throttled(signs: Signs) -> Iterator[Finding]:
         yield finding(
             *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
             (
-                f"Clocks held down by {reason} for {format_duration(longest)} in {format_duration(settle)}"
+                f"Slowed down by {HARMFUL[reason]} for {format_duration(longest)} in {format_duration(settle)}"
                 f" (limit {limit})."
             ),
             "Check cooling and power.",
-            "Limit: telemetry.throttle (ours).",
+            f"The driver names the reason {reason}. Limit: telemetry.throttle (ours).",
             clears,
         )
     counts = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
@@ -239,10 +247,10 @@ def recovery_action(signs: Signs) -> Iterator[Finding]:
         grade, action = RECOVERY.get(advice, ("reset", "Drain the device and follow the driver's advice."))
         yield finding(
             *("recovery-action", State.SUSPECT if advice in RECOVERY else State.DEGRADED, Cause.UNDETERMINED),
-            f"The NVIDIA driver advises: {advice}.",
+            f"The NVIDIA driver asks for recovery: {advice.replace('_', ' ')}.",
             action,
             f"Class: {grade} (NVIDIA's driver).",
-            "Clears when the driver advises nothing.",
+            "Clears when the driver no longer asks for it.",
         )
 
 
@@ -442,6 +450,7 @@ RULES: tuple[Callable[[Signs], Iterator[Finding]], ...] = (
     # Links.
     pcie_errors,
     pcie_uncorrected,
+    lanes_lost,
     nvlink_errors,
     nvlink_down,
     # Settings, other lines, changes.

@@ -26,6 +26,9 @@ TRAINING = 10 * MINUTE
 """Seconds after a reset in which links train and the fabric forms: errors in that time are not faults (ours)."""
 
 
+RECURRENCES = 2
+"""Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `WATCH`: gpud's
+escalation to an inspection of the hardware."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
 OFF_BUS, CONTAINED, ADVICE = 79, 94, 154

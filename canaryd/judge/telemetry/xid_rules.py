@@ -11,6 +11,7 @@ from canaryd.judge.telemetry.signals import (
     DAY,
     DRAIN_AND_RESET,
     MINUTE,
+    RECURRENCES,
     WATCH,
     Incident,
     Signs,
@@ -27,8 +28,6 @@ APART = MINUTE
 """Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
 REPEATS = 3
 """Occasions of an application's Xid in a day that are more than one crash (ours; NVIDIA's workflows say "repeat")."""
-RECURRENCES = 2
-"""Resets or reboots after which the same Xid has come back: gpud's escalation to an inspection of the hardware."""
 ACTIONS = {
     "reset": DRAIN_AND_RESET,
     "reboot": "Restart the machine.",

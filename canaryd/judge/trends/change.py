@@ -22,6 +22,8 @@ SPLITS = (6, 7, 8, 10, 14, 20, 28)
 BEFORE, LEAST_BEFORE, WEEK = 56, 14, 7
 """Days before the change that are compared, and the least of them (ours). Fewer days before need more days after: 6
 against 14 are that far apart by chance once in 38,760 looks, which is too often; 8 against 14 once in 319,770."""
+STEP_SPLITS = (2, 3, 4, 5)
+"""Numbers of days after a sudden change (ours): one may be a day's work, and from six on the rank test decides."""
 APART = 4.0
 """Times the scatter of the days before (normal days: 1.4826 times the median absolute deviation) that a change must
 measure (ours). Days depend on each other, and then the rank test alone is often wrong: if each day's level takes over
@@ -114,6 +116,31 @@ def change(
                 chance=by_chance,
             )
     return best
+
+
+def step(course: Course, worse: int) -> Change | None:
+    """Return the sudden change for the worse that still holds on the last day; None without one.
+
+    Each of the last days is worse than every day before, so `worst` is the worst day; how much worse is the caller's
+    to judge. `Change.chance` is that of so few days being the worst of all, which is far too often for an alarm.
+    """
+    days = sorted(course.days)
+    for count in STEP_SPLITS:
+        early, late = days[-count - BEFORE : -count], days[-count:]
+        if len(early) < LEAST_BEFORE:
+            break
+        before, after = ([worse * course.days[d] for d in part] for part in (early, late))
+        if min(after) > max(before):
+            return Change(
+                since=late[0],
+                before=worse * statistics.median(before),
+                worst=worse * max(before),
+                after=worse * min(after),
+                early=tuple(early),
+                late=tuple(late),
+                chance=1 / math.comb(len(days[-count - BEFORE :]), count),
+            )
+    return None
 
 
 def _weeks(values: Sequence[float]) -> list[float]:

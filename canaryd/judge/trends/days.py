@@ -12,6 +12,7 @@ from typing import NamedTuple
 from canaryd.facts import Reading, reading_key
 from canaryd.formatting import DAY, HOUR, MINUTE
 from canaryd.judge.telemetry.readings import split_key
+from canaryd.judge.watch import days_of_tests
 from canaryd.model import Outcome, Run
 
 BAND = 1.05
@@ -98,6 +99,8 @@ class Day:
     levels: tuple[Level, ...]
     stacks: tuple[Stack, ...] = ()
     """The stacks of the day's runs, in order of their first run."""
+    tested: tuple[str, ...] = ()
+    """The probes that completed a whole run on it."""
 
 
 @dataclass(kw_only=True)
@@ -223,7 +226,8 @@ def summary(device: str, day: int, runs: Iterable[Run], polls: Iterable[Run]) ->
         for k, track in sorted(tracks(*here).items())
         for value, count in _levels(k, track.points).values()
     )
-    return Day(device=device, day=day, levels=levels, stacks=tuple(stacks(here[0])))
+    tested = tuple(days_of_tests(here[0]))
+    return Day(device=device, day=day, levels=levels, stacks=tuple(stacks(here[0])), tested=tested)
 
 
 def stacks(runs: Iterable[Run]) -> list[Stack]:

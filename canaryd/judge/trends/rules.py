@@ -18,13 +18,17 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from canaryd.formatting import DAY, number, quantity
-from canaryd.judge.trends.change import FALSE_ALARMS, LOOKS, NORMAL, SPLITS, Change, change
+from canaryd.judge.telemetry.readings import in_words
+from canaryd.judge.trends.change import FALSE_ALARMS, LOOKS, NORMAL, SPLITS, Change, change, step
 from canaryd.judge.trends.days import HEAT, SHOWN, Course, Courses, Key, followed
 from canaryd.model import Cause, Finding, Rival, State
 
 SLOWER = 1.10
 """Times as long as in the slowest week before (ours): healthy GPUs of one model differ by 8 % on average (Sinha et al.,
 SC 2022), and a device differs less from itself. False alarms: `FALSE_ALARMS`, and 0 in the simulations of the tests."""
+AT_ONCE = 1.20
+"""Times as long on each of the last two days as on the slowest day before, while no peer changed and nothing else used
+the device (ours): a quarter of the speed lost makes 1.33. False alarms: 0 in the simulations of the tests."""
 PEERS_SLOWER = 1.25
 """Times as long as the peers' median: healthy GPUs of one model differ by 22 % at most in five clusters (Sinha et al.,
 SC 2022). False alarms: at most 3e-6 per device, once, where units scatter by 4 % (log-normal)."""
@@ -98,24 +102,47 @@ class Trends:
 
 def slower_than_before(trends: Trends) -> Iterator[Finding]:
     """Kernels take longer than they did on this device and stack; the results are still right."""
-    worst = _worst(trends, "slower", SLOWER)
+    worst = _worst(trends, trends.changed("slower"), SLOWER)
     if worst is None:
         return
     key, seen, unit = worst.key, worst.seen, trends.own[worst.key].unit
     was, is_ = ({name: trends.context(trends.own, name, days) for name in CONTEXT} for days in (seen.early, seen.late))
     explained, settings = _settings(was, is_)
     rivals = [*worst.rivals, SAME_STACK, *settings]
-    rivals.append(
-        Rival(cause=Cause.HARDWARE, why="a worn part that repeats work: clocks would show it", rejected=False)
-    )
+    rivals.append(Rival(cause=Cause.HARDWARE, why="a worn part that repeats work: its clocks show it", rejected=False))
     yield _finding(
         *("slower-than-before", Cause.ENVIRONMENT, key),
-        f"{_since(key, unit, seen)}: {number(worst.times)} times as slow as in its slowest week before "
+        f"Slower {_since(key, unit, seen)}, {number(worst.times)} times as slow as in its slowest week before "
         f"({quantity(seen.worst, unit)}).",
         "Check clocks, heat, power limit and other work on the device.",
         [*_before(seen, unit), worst.more, f"Limit: {SLOWER:g} times as slow.", RIGHT, ODDS],
         rivals,
         excuse=worst.alike or explained,
+    )
+
+
+def slower_at_once(trends: Trends) -> Iterator[Finding]:
+    """Kernels take much longer from one day to the next, while the peers and the load stay as they were.
+
+    Too few days for the rank test, so it takes peers with which to compare, and telemetry that rules out other work.
+    """
+    steps = {k: step(c, (followed(k.reading) or SHOWN).worse) for k, c in trends.examined("slower").items()}
+    worst = _worst(trends, {k: s for k, s in steps.items() if s is not None}, AT_ONCE)
+    if worst is None or not any(_moved(peer, worst.key, worst.seen) for peer in trends.peers.values()):
+        return
+    key, seen, unit = worst.key, worst.seen, trends.own[worst.key].unit
+    was, is_ = ({name: trends.context(trends.own, name, days) for name in CONTEXT} for days in (seen.early, seen.late))
+    explained, settings = _settings(was, is_)
+    if worst.alike or explained or not any(was[name].keys() & is_[name].keys() for name in WORK):
+        return
+    yield _finding(
+        *("slower-at-once", Cause.ENVIRONMENT, key),
+        f"{_since(key, unit, seen)}: {number(worst.times)} times as slow as on its slowest day before "
+        f"({quantity(seen.worst, unit)}).",
+        "Check clocks, heat, power limit and memory bandwidth of the device.",
+        [f"Median of {len(seen.early)} days before: {quantity(seen.before, unit)}.", worst.more, RIGHT],
+        [*worst.rivals, SAME_STACK, *settings],
+        excuse="",
     )
 
 
@@ -133,7 +160,7 @@ def slower_than_peers(trends: Trends) -> Iterator[Finding]:
     heat, hot = _heat(usual["temperature_celsius"], own["temperature_celsius"])
     silicon = f"normal variation: units of one model rarely differ by {PEERS_SLOWER - 1:.0%} (Sinha et al., SC 2022)"
     rivals = [
-        Rival(cause=Cause.SOFTWARE, why="software: the peers run the same stack", rejected=True),
+        Rival(cause=Cause.SOFTWARE, why="its peers run the same software", rejected=True),
         *rivals,
         heat,
         Rival(cause=Cause.HARDWARE, why=silicon, rejected=count > 1),
@@ -142,12 +169,15 @@ def slower_than_peers(trends: Trends) -> Iterator[Finding]:
     course = trends.own[key]
     now = quantity(statistics.median(course.days[d] for d in days if d in course.days), course.unit)
     whom = f"the median of its {count} peers" if count > 1 else "its only peer"
-    only = "With two devices nobody can tell which one is as it should be." if count == 1 else ""
+    only = "With two devices it is not known which one is normal." if count == 1 else ""
     yield _finding(
         *("slower-than-peers", Cause.HARDWARE if known else Cause.ENVIRONMENT, key),
-        f"{key.reading} is {now}, median of {PEERS_DAYS} days: {number(times)} times as slow as {whom}.",
+        f"Slower than identical devices: {in_words(key.reading)} is {now}, {number(times)} times as slow as {whom}.",
         "Check clocks, heat and power limit.",
-        ["The peers have the same model and stack.", _more(slow), f"Limit: {PEERS_SLOWER:g} times as slow.", RIGHT],
+        [
+            f"Medians of {PEERS_DAYS} days. The peers have the same model and software.",
+            *(_more(slow), f"Limit: {PEERS_SLOWER:g} times as slow.", RIGHT),
+        ],
         rivals,
         excuse=only or explained,
     )
@@ -174,20 +204,20 @@ def _behind(trends: Trends, key: Key, days: Iterable[int]) -> tuple[float, int] 
 
 def error_growing(trends: Trends) -> Iterator[Finding]:
     """Results are farther from the exact ones than they were, within what is allowed."""
-    worst = _worst(trends, "error", ERROR_GREW)
+    worst = _worst(trends, trends.changed("error"), ERROR_GREW)
     if worst is None:
         return
     key, seen, unit = worst.key, worst.seen, trends.own[worst.key].unit
     size = f"{number(worst.times)} times as large as in its worst week before ({quantity(seen.worst, unit)})"
     yield _finding(
         *("error-growing", Cause.HARDWARE, key),
-        f"{_since(key, unit, seen)}: {size if worst.times < NO_END else 'there was none before'}.",
+        f"Less exact {_since(key, unit, seen)}, {size if worst.times < NO_END else 'there was none before'}.",
         "Run an exact test: it shows whether the device computes right.",
         [
             *_before(seen, unit),
             worst.more,
             f"Limit: {ERROR_GREW:g} times as large.",
-            "It is within what is allowed.",
+            "The error is still within its limit.",
             ODDS,
         ],
         [*worst.rivals, SAME_STACK],
@@ -212,13 +242,13 @@ def hotter_at_same_power(trends: Trends) -> Iterator[Finding]:
         what = f"the room: no peer to compare with; air may vary by 9 °C, this is {number(rise)} °C"
     rivals = [
         Rival(cause=Cause.ENVIRONMENT, why=what, rejected=own >= HOTTER),
-        Rival(cause=Cause.ENVIRONMENT, why="a change of fan control: fan_ratio would show it", rejected=False),
+        Rival(cause=Cause.ENVIRONMENT, why="another fan control: compare fan speeds before and after", rejected=False),
         Rival(cause=Cause.HARDWARE, why="the sensor, or the contact to the heat sink", rejected=False),
     ]
     limit = f"Limit: {HOTTER:g} °C more than its peers, {HOTTER_ALONE:g} °C without peers."
     yield _finding(
         *("hotter-at-same-power", Cause.ENVIRONMENT, key),
-        f"{_since(key, unit, seen)}: {number(rise)} °C hotter at the same power than in its hottest week before.",
+        f"Hotter {_since(key, unit, seen)}, {number(rise)} °C more than in its hottest week before at the same power.",
         "Check dust, fans, heat sink and incoming air.",
         [*_before(seen, unit), _more(warmer), limit, RIGHT, ODDS],
         rivals,
@@ -226,11 +256,11 @@ def hotter_at_same_power(trends: Trends) -> Iterator[Finding]:
     )
 
 
-RULES: tuple[Finder, ...] = (slower_than_before, slower_than_peers, error_growing, hotter_at_same_power)
+RULES: tuple[Finder, ...] = (slower_than_before, slower_at_once, slower_than_peers, error_growing, hotter_at_same_power)
 """Every rule of trends. Their order has no effect."""
 RIGHT = "The results are still right."
-ODDS = f"Chance of a false alarm: at most once in {1 / FALSE_ALARMS:.0f} device-years, where days are exchangeable."
-SAME_STACK = Rival(cause=Cause.SOFTWARE, why="software: the stack is the same before and after", rejected=True)
+ODDS = f"Chance of a false alarm: at most once in {1 / FALSE_ALARMS:.0f} device-years, if one day is like another."
+SAME_STACK = Rival(cause=Cause.SOFTWARE, why="the software is the same before and after", rejected=True)
 
 
 def findings(own: Courses, peers: Mapping[str, Courses], now: float) -> Iterator[Finding]:
@@ -313,14 +343,14 @@ class _Worst(NamedTuple):
     rivals: list[Rival]
 
 
-def _worst(trends: Trends, rule: str, least: float) -> _Worst | None:
+def _worst(trends: Trends, changes: Mapping[Key, Change], least: float) -> _Worst | None:
     """Return the series that became worse by the largest factor, if that is at least `least`."""
 
     def grown(item: tuple[Key, Change]) -> float:
         key, seen = item
         return _times(key, seen.worst, seen.after)
 
-    found = {key: seen for key, seen in trends.changed(rule).items() if grown((key, seen)) >= least}
+    found = {key: seen for key, seen in changes.items() if grown((key, seen)) >= least}
     if not found:
         return None
     key, seen = max(found.items(), key=grown)
@@ -381,7 +411,7 @@ def _heat(usual: Mapping[str, float], here: Mapping[str, float]) -> tuple[Rival,
         return Rival(cause=Cause.ENVIRONMENT, why="heat: no temperature of both is known", rejected=False), False
     key, rise = max(rises.items(), key=lambda item: item[1])
     hot = rise >= HOTTER
-    why = f"heat: {key} is {number(here[key])} °C, {number(usual[key])} °C on its peers"
+    why = f"heat: {in_words(key)} is {number(here[key])} °C, {number(usual[key])} °C on its peers"
     return Rival(cause=Cause.ENVIRONMENT, why=why, rejected=not hot), hot
 
 
@@ -391,9 +421,9 @@ def _middle(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _since(key: Key, unit: str, seen: Change) -> str:
-    """Return what a reading is, and since when, in words."""
+    """Return since when, and what a reading is since then."""
     since = f"{datetime.fromtimestamp(seen.since * DAY, tz=timezone.utc):%Y-%m-%d}"
-    return f"{key.reading} is {quantity(seen.after, unit)} since {since}"
+    return f"since {since}: {in_words(key.reading)} is {quantity(seen.after, unit)}"
 
 
 def _before(seen: Change, unit: str) -> tuple[str, str]:

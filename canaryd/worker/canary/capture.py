@@ -28,11 +28,11 @@ from canaryd.worker.canary.checkpoint import links
 from canaryd.worker.canary.golden import Golden, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
 from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import (
     FORMATS,
     as_text,
     bits,
-    is_refusal,
     need_torch,
     strict_switches,
     torch,

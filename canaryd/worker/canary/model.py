@@ -75,14 +75,13 @@ class Shape:
         return named
 
 
-class Cache:
+class KeyValues:
     """Keys and values of the positions seen so far; per layer a tensor (rows, KV heads, length, head size)."""
 
-    def __init__(self, model: Canary, rows: int, length: int) -> None:
-        shape, like = model.shape, model.weights["embedding"]
-        sizes = (rows, shape.kv_heads, length, shape.head)
-        self.keys = [like.new_zeros(sizes) for _ in range(shape.layers)]
-        self.values = [like.new_zeros(sizes) for _ in range(shape.layers)]
+    def __init__(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> None:
+        """Make tensors of `sizes`, in the format and on the device of the tensor `like`."""
+        self.keys = [like.new_zeros(sizes) for _ in range(layers)]
+        self.values = [like.new_zeros(sizes) for _ in range(layers)]
         self.used = 0
 
     def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
@@ -91,6 +90,14 @@ class Cache:
         self.keys[layer][:, :, self.used : end] = key
         self.values[layer][:, :, self.used : end] = value
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+class Cache(KeyValues):
+    """The keys and values of a canary."""
+
+    def __init__(self, model: Canary, rows: int, length: int) -> None:
+        shape = model.shape
+        super().__init__(model.weights["embedding"], shape.layers, (rows, shape.kv_heads, length, shape.head))
 
     def positions(self, count: int) -> Any:
         """Return the positions (count,) of the next tokens."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,13 @@ from canaryd.worker.endpoint.dialects import TOP, Dialect, digest, text_of
 
 MINUS_INFINITY = -9999.0
 """Servers write this for a log probability of minus infinity; llama-server writes the lowest float32."""
+
+ABOVE_ZERO = 0.25
+"""Largest log probability that rounding can give: in bfloat16 two logits below 64 round by up to 0.125 each."""
+LONGEST_TOKEN = 256
+"""Characters of a token; the longest of OpenAI's and Qwen's vocabularies have 128 (ours)."""
+MOST_ALTERNATIVES = 50
+"""Alternatives at a position: ten times as many as are asked for (ours)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,6 @@ class Answer:
     """True: these are the tokens of the prompt, of which the first has no probability."""
     prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
-    cached_tokens: int | None = None
     fingerprint: str = ""
     sent: str = ""
     """The fields of the request, as text."""
@@ -82,8 +89,8 @@ class Answer:
         return digest([self.text, self.finish, exact])
 
 
-def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
-    """Parse a server's answer; raise `Skip` for an unknown shape.
+def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False) -> Answer:
+    """Parse a server's answer of at most so many `tokens`; raise `Skip` for an unknown shape, or one that is no answer.
 
     Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
@@ -99,34 +106,73 @@ def parse(dialect: Dialect, data: Any, *, forced: bool = False) -> Answer:
         ids = choice.get("token_ids") or ()
         if not forced and ids and len(ids) == len(positions or ids):
             rest = positions or tuple(Position(token="") for _ in ids)
-            positions = tuple(Position(token=str(i), value=p.value, top=p.top) for i, p in zip(ids, rest, strict=True))
+            positions = tuple(
+                Position(token=str(_whole(i)), value=p.value, top=p.top) for i, p in zip(ids, rest, strict=True)
+            )
         message = choice.get("message") or {}
         usage = data.get("usage") or {}
-        return Answer(
+        answer = Answer(
             text=_text(choice, message),
-            finish=str(choice.get("finish_reason") or ""),
+            finish=_texts(choice.get("finish_reason"))[:LONGEST_TOKEN],
             positions=positions,
             scored=scores is not None,
             forced=forced,
-            prompt_ids=tuple(choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()),
-            prompt_tokens=usage.get("prompt_tokens"),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            prompt_ids=tuple(map(_whole, choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
+            prompt_tokens=None if usage.get("prompt_tokens") is None else _whole(usage["prompt_tokens"]),
             fingerprint=text_of(data, "system_fingerprint"),
         )
+        spelled = () if forced or dialect.greedy_is_best else _spelled(choice.get("logprobs"))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration, OverflowError):
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
         keys = printable(keys)[:200]
         raise Skip(f"the answer of this {dialect.name} server has an unknown shape, with the keys {keys}") from None
+    if wrong := _mistake(answer, spelled, tokens):
+        raise Skip(f"the answer of this {dialect.name} server {wrong}")
+    return answer
+
+
+def _mistake(answer: Answer, spelled: tuple[str, ...], tokens: int) -> str:
+    """Return what no right answer of at most so many tokens has; "" for nothing."""
+    if len(answer.positions) > tokens:
+        return f"has {len(answer.positions):,} tokens; at most {tokens:,} were asked for"
+    if len(answer.text) > tokens * LONGEST_TOKEN:
+        return f"has {len(answer.text):,} characters; at most {tokens:,} tokens were asked for"
+    values = [value for p in answer.positions for value in (p.value, *(value for _, value in p.top))]
+    above = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
+    if above > ABOVE_ZERO:
+        return f"has the log probability {above:g}; the logarithm of a probability is at most 0"
+    if not _spells(spelled, answer.text):
+        return "has a text that its tokens do not spell"
+    return ""
+
+
+def _spelled(scores: Any) -> tuple[str, ...]:
+    """Return the texts of the tokens, without special ones; empty where they are not given, or given as ids."""
+    given: Iterable[Any] = ()
+    if isinstance(scores, dict):
+        given = scores.get("tokens") or [item["token"] for item in scores.get("content") or () if "token" in item]
+    texts = [text for text in given if isinstance(text, str)]
+    special = re.compile(r"<.*>|\[.*\]|token_id:\d+", re.DOTALL)
+    return tuple(text for text in texts if not special.fullmatch(text))
+
+
+def _spells(tokens: tuple[str, ...], text: str) -> bool:
+    """Return whether tokens and text can be of one answer.
+
+    Servers leave tokens out of the text (control tokens, what a parser of reasoning takes away) and text out of the
+    tokens, and they spell spaces and bytes beyond ASCII in several ways. So letters and digits of the shorter one must
+    stand in the other, in the same order.
+    """
+    letters = sorted((re.sub(r"[^0-9A-Za-z]", "", given) for given in ("".join(tokens), text)), key=len)
+    rest = iter(letters[1])
+    return all(letter in rest for letter in letters[0])
 
 
 def _text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
     """Return the text, with the reasoning of a model that gives it, because the tokens cover both."""
     if "text" in choice:
-        return str(choice["text"] or "")
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if "content" not in message:
-        raise KeyError("content")
-    return str(reasoning) + str(message["content"] or "")
+        return _texts(choice["text"])
+    return _texts(message.get("reasoning_content") or message.get("reasoning")) + _texts(message["content"])
 
 
 def _positions(choice: Mapping[str, Any]) -> tuple[Position, ...] | None:
@@ -141,14 +187,14 @@ def _positions(choice: Mapping[str, Any]) -> tuple[Position, ...] | None:
     tops = scores.get("top_logprobs") or [None] * len(tokens)
     return tuple(
         Position(
-            token=str(token), value=_number(value), top=tuple((str(k), _number(v)) for k, v in (top or {}).items())
+            token=_named(token), value=_number(value), top=_few((str(k), _number(v)) for k, v in (top or {}).items())
         )
         for token, value, top in zip(tokens, values, tops, strict=True)
     )
 
 
 def _position(item: Mapping[str, Any]) -> Position:
-    top = tuple((_token(entry), _number(entry["logprob"])) for entry in item.get("top_logprobs") or ())
+    top = _few((_token(entry), _number(entry["logprob"])) for entry in item.get("top_logprobs") or ())
     return Position(token=_token(item), value=_number(item["logprob"]), top=top)
 
 
@@ -157,17 +203,17 @@ def _prompt_positions(choice: Mapping[str, Any], data: Mapping[str, Any]) -> tup
     entries = choice.get("prompt_logprobs") or data.get("prompt_logprobs")
     if not entries:
         return None
-    ids = [str(i) for i in choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()]
+    ids = [str(_whole(i)) for i in choice.get("prompt_token_ids") or data.get("prompt_token_ids") or ()]
     positions = []
     for index, entry in enumerate(entries):
         if entry is None:
             positions.append(Position(token=ids[index] if ids else ""))
             continue
         own = ids[index] if ids and ids[index] in entry else next(iter(entry))
-        top = tuple(
+        top = _few(
             (key, _number(value["logprob"])) for key, value in entry.items() if (value.get("rank") or TOP) <= TOP
         )
-        positions.append(Position(token=own, value=_number(entry[own]["logprob"]), top=top))
+        positions.append(Position(token=_named(own), value=_number(entry[own]["logprob"]), top=top))
     return tuple(positions)
 
 
@@ -183,11 +229,38 @@ def _best(position: Position) -> Position:
 
 
 def _token(entry: Mapping[str, Any]) -> str:
-    return str(entry["id"]) if "id" in entry else str(entry["token"])
+    return str(_whole(entry["id"])) if "id" in entry else _named(entry["token"])
+
+
+def _named(token: Any) -> str:
+    if not isinstance(token, str) or len(token) > LONGEST_TOKEN:
+        raise TypeError("not a token")
+    return token
+
+
+def _texts(value: Any) -> str:
+    if not isinstance(value, (str, type(None))):
+        raise TypeError("not a text")
+    return value or ""
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise TypeError("not a count or an id")
+    return value
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float, type(None))) or isinstance(value, bool):
+        raise TypeError("not a number")
+    return None if value is None else float(value)
+
+
+def _few(top: Iterable[tuple[str, float | None]]) -> tuple[tuple[str, float | None], ...]:
+    found = tuple(top)
+    if len(found) > MOST_ALTERNATIVES:
+        raise ValueError("too many alternatives")
+    return found
 
 
 def _finite(value: float | None) -> float | None:

@@ -26,7 +26,10 @@ CLIENT = 1
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 LISTED = 8
 """Names of models that a message lists."""
-MAX_TEXT = 4096
+MAX_TEXT, MAX_TOKEN = 4096, 64
+"""Characters that a recording keeps of a text and of a token; its digest is over all of them."""
+SPARE = 8
+"""Tokens that an answer may have beyond those asked for: those that begin and end a text (ours)."""
 TIMED_TEXT = "Count from one to thirty in words, one number after the other, and nothing else."
 TIMED_TOKENS = 16
 
@@ -83,14 +86,19 @@ class Endpoint:
             extra[cold] = salt if cold == "cache_salt" else not fresh
         base = self._base(api, prompt.text, prompt.tokens)
         data, sent = self._send(api, base, extra)
-        return replace(parse(self.dialect, data), sent=sent)
+        return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE), sent=sent)
 
     def score(self, prompt: Prompt) -> Answer:
         """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""
         base = {**self._base("completions", prompt.text, 1), **self.dialect.forced}
         extra = {self.dialect.cold: new_salt()} if self.cold("completions") == "cache_salt" else {}
         data, sent = self._send("completions", base, extra)
-        return replace(parse(self.dialect, data, forced=True), sent=sent)
+        most = len(prompt.text.encode()) + SPARE  # a token has at least one byte
+        answer = parse(self.dialect, data, tokens=most, forced=True)
+        if len(answer.values) < 2:  # a proxy may drop what asks for it
+            where = f"POST {self.settings.url}{PATHS['completions']}"
+            raise Refused(where, 200, "an answer without the prompt's tokens")
+        return replace(answer, sent=sent)
 
     def running(self) -> int | None:
         """Return how many requests the server serves or queues now; None if unknown."""
@@ -119,7 +127,7 @@ class Endpoint:
             digest=answer.digest,
             chain=self._chain(api, prompt, answer),
             condition=condition,
-            tokens=answer.tokens,
+            tokens=tuple(token[:MAX_TOKEN] for token in answer.tokens),
             values=answer.values,
             margins=answer.margins,
             text=answer.text[:MAX_TEXT],

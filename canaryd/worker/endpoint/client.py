@@ -1,14 +1,12 @@
 """HTTP for endpoint canaries: one request at a time; every failure becomes a readable reason.
 
-Only the standard library. Each request has its own connection, one deadline, and a limit on what is read. No message
+Only the standard library. Each request has its own connection, and one deadline that includes all attempts. No message
 contains the API key, and a server's texts are shortened before they are quoted.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.facts import printable, whole
+from canaryd.facts import printable
+from canaryd.hidden import hide, keep
 from canaryd.probe import Skip
+from canaryd.worker.endpoint import documents
+from canaryd.worker.endpoint.wire import Exchange, NotListening, Site
 
-CONNECT = 10.0
-"""Seconds to wait for a connection; a server on this host needs almost none."""
 ATTEMPTS = 4
 """One request and three more: only after a refused connection, 429 or 503 (`GATEWAY` too on an optional path)."""
 PATIENCE = 10.0
 """Longest wait in seconds between two attempts; a server that wants more gets no further request."""
-MAX_BYTES = 32 << 20
-"""Largest answer in bytes; 1,024 tokens with their alternatives take about 1 MB."""
+MOST_WORDS = 4096
+"""Characters of a server's own text that are looked at."""
+LONGEST_EVENT = 1 << 20
+"""Bytes of an event of a stream; one of a token has some hundred (ours)."""
 QUOTED = 200
 """Characters of a server's own text that a message quotes."""
 BUSY = (429, 503)
@@ -44,10 +45,6 @@ class Refused(Skip):
         self.words = words
 
 
-class _NotListening(Skip):
-    """The connection was refused, so no server received the request."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reply:
     """An answer with any status."""
@@ -58,7 +55,9 @@ class Reply:
     server: str
     """The Server header."""
     data: Any
-    """The body as JSON, None where it is not JSON."""
+    """The body as JSON; None where it is not JSON that can be read."""
+    fault: str = ""
+    """Why not."""
     text: str
     """The body as text."""
     words: str
@@ -71,7 +70,7 @@ class Reply:
         if self.data is None:
             if self.text.lstrip()[:1] == "<":
                 raise Skip(f"{self.where}: got a web page, wanted JSON: set url to the API, e.g. ending in /v1")
-            raise Skip(f"{self.where}: the answer of {len(self.text)} characters is not JSON, or incomplete")
+            raise Skip(f"{self.where}: the answer of {len(self.text)} characters {self.fault}")
         return self.data
 
 
@@ -84,11 +83,12 @@ class Client:
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
-    """Seconds for one request, from connection to last byte."""
+    """Seconds for one request, from the first connection to the last byte of the last attempt."""
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
         """Parse the address; raise `Skip` for a wrong one, or for certificates that cannot be read."""
+        keep(self.key)
         try:
             parts = urlsplit(self.url)
             self.host, port = parts.hostname or "", parts.port
@@ -116,15 +116,15 @@ class Client:
         Returns a reply for every status except temporary failures (429, 502, 503, 504), which do not mean that the path
         is missing: they are tried again. Raises `Skip` where they persist, or where no complete answer comes.
         """
-        return self._exchange("GET", self._root + path, None, optional=True)
+        return self._ask("GET", self._root + path, None, optional=True)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         """Send JSON to a path below the server's root, e.g. "/tokenize"; otherwise like `get`."""
-        return self._exchange("POST", self._root + path, body, optional=True)
+        return self._ask("POST", self._root + path, body, optional=True)
 
     def api(self, path: str, body: Mapping[str, Any] | None = None) -> Reply:
         """Send JSON to a path of the API, or request it without a body; raise `Skip` where no complete answer comes."""
-        return self._exchange("GET" if body is None else "POST", self._prefix + path, body)
+        return self._ask("GET" if body is None else "POST", self._prefix + path, body)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
         """Send JSON to a path of the API; yield (seconds since the request, event) until the stream's end.
@@ -133,24 +133,26 @@ class Client:
         """
         where = f"POST {self.origin}{self._prefix}{path}"
         begun = time.monotonic()
-        with closing(_Answer(self, "POST", self._prefix + path, body)) as answer:
+        with closing(self._exchange("POST", self._prefix + path, body, begun + self.timeout)) as answer:
             if answer.status >= 400 or "text/event-stream" not in answer.header("Content-Type"):
                 text = b"".join(answer.parts()).decode(errors="replace")
-                words = self._words(_parsed(text), text, body) if answer.status >= 400 else "no stream of events"
+                words = _words(documents.read(text)[0], text, body) if answer.status >= 400 else "no stream of events"
                 raise Refused(where, answer.status, words)
             count, finished, rest = 0, False, b""
             for part in answer.parts():
                 *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > LONGEST_EVENT:
+                    raise Skip(f"{where}: the stream contains an event of more than {LONGEST_EVENT >> 20} MiB")
                 for line in lines:
                     kind, _, value = line.decode(errors="replace").strip().partition(":")
                     if kind != "data":
                         continue
                     if value.strip() == "[DONE]":
                         return
-                    event = _parsed(value)
+                    event, fault = documents.read(value)
                     if not isinstance(event, dict) or "error" in event:
-                        words = self._words(event, value, body)
-                        instead = words[:QUOTED] or "data that is not JSON"
+                        words = _words(event, value, body)
+                        instead = words[:QUOTED] or f"data that {fault or 'is no object'}"
                         raise Skip(f"{where}: after {count} events the stream contains: {instead}")
                     count += 1
                     finished = finished or bool(first_choice(event).get("finish_reason"))
@@ -158,17 +160,22 @@ class Client:
         if not finished:
             raise Skip(f"{where}: the stream broke off after {count} events, before the server words that it ends")
 
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
-        where = f"{method} {self.origin}{path}"
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Exchange:
+        address = (self.host, self.port)
+        site = Site(origin=self.origin, address=address, tls=self.tls, key=self.key, timeout=self.timeout)
+        return Exchange(site, method, path, body, end)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, optional: bool = False) -> Reply:
+        where, end = f"{method} {self.origin}{path}", time.monotonic() + self.timeout
         for attempt in range(1, ATTEMPTS + 1):
             wait = 0.5 * 2 ** (attempt - 1)
             try:
-                with closing(_Answer(self, method, path, body)) as answer:
+                with closing(self._exchange(method, path, body, end)) as answer:
                     text = b"".join(answer.parts()).decode(errors="replace")
                     status, server, after = answer.status, answer.header("Server"), answer.header("Retry-After")
                     location = answer.header("Location")
-            except _NotListening:
-                if attempt == ATTEMPTS:
+            except NotListening:
+                if attempt == ATTEMPTS or wait > end - time.monotonic():
                     raise
                 self.sleep(wait)
                 continue
@@ -177,12 +184,13 @@ class Client:
             wait = float(after) if after.isdecimal() else wait
             if wait > PATIENCE:
                 raise Skip(f"{where}: refused with {status}: it asks to wait for {wait:g} s")
-            if attempt < ATTEMPTS:
-                self.sleep(wait)
-        data = _parsed(text)
-        words = self._words(data, text, body)
+            if attempt == ATTEMPTS or wait > end - time.monotonic():
+                break
+            self.sleep(wait)
+        data, fault = documents.read(text)
+        words = _words(data, text, body)
         if status in BUSY or (optional and status in GATEWAY):
-            raise Skip(f"{where}: refused with {status}, {ATTEMPTS} times: {words[:QUOTED] or 'without a message'}")
+            raise Skip(f"{where}: refused with {status}, {_times(attempt)}: {words[:QUOTED] or 'without a message'}")
         if optional:
             good = data if status < 300 else None
             return Reply(where=where, status=status, server=server, data=good, text=text, words=words)
@@ -190,123 +198,22 @@ class Client:
             key = "the key of key_file" if self.key else "a request without a key; set key_file"
             raise Skip(f"{where}: refused with {status}: the server does not accept {key}")
         if 300 <= status < 400:
-            target = self._hidden(printable(_bare(location)))[:QUOTED]
+            target = hide(printable(_bare(location)))[:QUOTED]
             raise Skip(f"{where}: redirected with {status} to {target or 'nowhere'}: set url to the server itself")
-        return Reply(where=where, status=status, server=server, data=data, text=text, words=words)
-
-    def _words(self, data: Any, text: str, body: Mapping[str, Any] | None) -> str:
-        """Return an answer's text about a failure, in one line, without the key and without what was sent."""
-        words = _message(data)
-        if not words and data is None and text.lstrip()[:1] != "<":
-            words = text
-        words = self._hidden(printable(" ".join(words.split())))[:1000]
-        return _without(words, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
-
-    def _hidden(self, words: str) -> str:
-        return words.replace(self.key, "…") if self.key else words
+        return Reply(where=where, status=status, server=server, data=data, fault=fault, text=text, words=words)
 
 
-class _Answer:
-    """One exchange: connects and sends at once; the caller closes it."""
-
-    def __init__(self, client: Client, method: str, path: str, body: Mapping[str, Any] | None) -> None:
-        self._where = f"{method} {client.origin}{path}"
-        self._timeout = client.timeout
-        self._end = time.monotonic() + client.timeout
-        self._size = 0
-        wait = min(CONNECT, client.timeout)
-        if client.tls is None:
-            self._connection = http.client.HTTPConnection(client.host, client.port, timeout=wait)
-        else:
-            self._connection = http.client.HTTPSConnection(client.host, client.port, timeout=wait, context=client.tls)
-        try:
-            self._connect(wait)
-            headers = {"Accept": "application/json, text/event-stream", "User-Agent": "canaryd"}
-            if client.key:
-                headers["Authorization"] = f"Bearer {client.key}"
-            if body is not None:
-                headers["Content-Type"] = "application/json"
-            data = None if body is None else json.dumps(body).encode()
-            self._guarded(lambda: self._connection.request(method, path, data, headers))
-            self._response: http.client.HTTPResponse = self._guarded(self._connection.getresponse)
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def close(self) -> None:
-        self._response.close()
-        self._connection.close()
-
-    @property
-    def status(self) -> int:
-        return self._response.status
-
-    def header(self, name: str) -> str:
-        return self._response.getheader(name) or ""
-
-    def parts(self) -> Iterator[bytes]:
-        """Yield the body as it comes; raise `Skip` where it is late, incomplete or too long."""
-        while part := self._guarded(lambda: self._response.read1(1 << 16)):
-            self._size += len(part)
-            if self._size > MAX_BYTES:
-                raise Skip(f"{self._where}: the answer is longer than the limit of {MAX_BYTES >> 20} MiB")
-            yield part
-        wanted = self.header("Content-Length")
-        if wanted.isdecimal() and self._size < int(wanted[:20]):
-            raise Skip(f"{self._where}: the answer was cut off after {self._size} of {wanted[:20]} bytes")
-
-    def _connect(self, wait: float) -> None:
-        try:
-            self._connection.connect()
-        except ConnectionRefusedError:
-            raise _NotListening(
-                f"{self._where}: connection refused: nothing listens there; start the server, or correct url"
-            ) from None
-        except TimeoutError:
-            secure = (
-                ", or a server that speaks http" if isinstance(self._connection, http.client.HTTPSConnection) else ""
-            )
-            why = f"wrong address, a firewall{secure}" if secure else "wrong address, or a firewall"
-            raise Skip(f"{self._where}: no connection within {wait:g} s: {why}") from None
-        except OSError as error:
-            raise Skip(f"{self._where}: {_unreachable(error)}") from None
-        self._socket = self._connection.sock
-
-    def _guarded(self, action: Callable[[], Any]) -> Any:
-        """Return what an action on the connection returns, within the deadline; raise `Skip` where it fails."""
-        left = self._end - time.monotonic()
-        try:
-            if left <= 0:
-                raise TimeoutError  # noqa: TRY301 - the same message as for a socket that times out
-            self._socket.settimeout(left)
-            return action()
-        except TimeoutError:
-            raise Skip(
-                f"{self._where}: connected, but no complete answer within {self._timeout:g} s ({self._size} bytes "
-                "came): slow, overloaded or hung"
-            ) from None
-        except http.client.IncompleteRead:
-            raise Skip(f"{self._where}: the answer was cut off after {self._size} bytes") from None
-        except (http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
-            # RemoteDisconnected: a server that crashed on the request, or one that does not speak HTTP.
-            raise Skip(f"{self._where}: {_broken(error, self._size)}") from None
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
-def _broken(error: Exception, size: int) -> str:
-    if isinstance(error, http.client.RemoteDisconnected):
-        return "the server closed the connection without an answer: it crashed on the request, or expects https"
-    if isinstance(error, ConnectionError):
-        return f"the connection was lost after {size} bytes of the answer: {error.strerror or error}"
-    if isinstance(error, ssl.SSLError):
-        return f"TLS failed after {size} bytes of the answer: {error.reason or error}"
-    return f"the server does not speak HTTP ({type(error).__name__})"
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return whole(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
+def _words(data: Any, text: str, body: Mapping[str, Any] | None) -> str:
+    """Return an answer's text about a failure, in one line, without the key and without what was sent."""
+    words = _message(data)
+    if not words and data is None and text.lstrip()[:1] != "<":
+        words = text
+    words = hide(printable(" ".join(words[:MOST_WORDS].split())))[:1000]
+    return _without(words, " ".join(json.dumps(body, ensure_ascii=False).split()) if body else "")
 
 
 def _bare(location: str) -> str:
@@ -316,16 +223,6 @@ def _bare(location: str) -> str:
     except ValueError:
         return ""
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
-
-
-def _unreachable(error: OSError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {error.verify_message}; name its authority with ca_file"
-    if isinstance(error, ssl.SSLError):
-        return f"the server does not speak TLS ({error.reason or error}): write http://, or configure the server"
-    if isinstance(error, socket.gaierror):
-        return f"unknown host name: {error.strerror}"
-    return f"cannot be reached: {error.strerror or error}"
 
 
 def first_choice(data: Any) -> dict[str, Any]:

@@ -25,6 +25,10 @@ TOP = 5
 SEED = 1
 """Sampling seed; at temperature 0 it chooses nothing, but mlx_lm.server batches requests that have none."""
 
+LONGEST_NAME = 256
+"""Characters of a model's name (ours)."""
+MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
+"""Samples of one metric that are read, and characters of each (ours): there is one for each engine."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
 READS = 4
@@ -290,7 +294,7 @@ def listed(data: Any) -> list[Mapping[str, Any]]:
     """Return the entries of /v1/models; empty where the server gives no such list."""
     entries = data.get("data") if isinstance(data, dict) else None
     known = entries if isinstance(entries, list) else []
-    return [entry for entry in known if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    return [entry for entry in known if isinstance(entry, dict) and 0 < len(text_of(entry, "id")) <= LONGEST_NAME]
 
 
 def text_of(data: Any, key: str) -> str:
@@ -313,8 +317,8 @@ def _samples(exposition: str, names: tuple[str, ...]) -> list[float]:
 
 def _labels(exposition: str, name: str) -> list[list[list[str]]]:
     """Return the lasting labels of each sample of a Prometheus page's metric, all in order of the alphabet."""
-    samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)
-    pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample) for sample in samples]
+    samples = re.findall(rf"^{name}\{{(.*)\}} ", exposition, re.MULTILINE)[:MOST_SAMPLES]
+    pairs = [re.findall(r'\b(\w+)="((?:[^"\\]|\\.)*)"', sample[:LONGEST_SAMPLE]) for sample in samples]
     return sorted(sorted([key, value] for key, value in sample if key not in VOLATILE) for sample in pairs)
 
 

@@ -14,10 +14,14 @@ from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
 from canaryd.worker.endpoint.canary import Endpoint, new_salt
 from canaryd.worker.endpoint.client import Refused
-from canaryd.worker.endpoint.dialects import digest
+from canaryd.worker.endpoint.dialects import GENERIC, digest
 from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
 
+MOST_POSITIONS = 100_000
+"""Tokens that a run may record, about 5 MB of protocol (ours); a baselining of the shipped prompts records 20,000."""
+BLIND = "the server gives no logprobs: only the text is compared; other faults stay unseen"
+UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
 """An API, or "forced" for the prompt's own tokens, and a prompt."""
 
@@ -36,13 +40,19 @@ class Recorder:
     def __init__(self, ctx: Context, endpoint: Endpoint) -> None:
         self.ctx, self.endpoint = ctx, endpoint
         self.recorded = 0
+        self._positions = 0
         self.nonfinite = 0
         self.answers: dict[Item, Answer] = {}
         """Newest answer of each item."""
         self.refused: dict[Item, str] = {}
         """Items that the server declines, with the reason; they are not asked again."""
         self.strained = ""
-        """What went wrong under our own load; "" for nothing."""
+        """Why nothing further is asked: what failed after the first recordings; "" for nothing."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether the run must end: its time is used up, or it has recorded as much as one run may."""
+        return self.ctx.left <= 0 or self._positions >= MOST_POSITIONS
 
     def wanted(self, case: str) -> bool:
         """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
@@ -90,6 +100,8 @@ class Recorder:
                 first, between = self.endpoint.latency(api)
             except Refused as refused:
                 why = f"the server does not stream: {refused}"
+            except Skip as error:
+                why = self.strained = str(error)
         if why:
             for name in ("endpoint_first_token_seconds", "endpoint_token_seconds"):
                 yield Absent(name=reading_key(name, labels), reason=why)
@@ -100,6 +112,30 @@ class Recorder:
             yield Absent(name=reading_key("endpoint_token_seconds", labels), reason=reason)
         else:
             yield Reading(name="endpoint_token_seconds", value=between, unit="seconds", labels=labels)
+
+    def readings(self) -> Iterator[Fact]:
+        """Yield what is known of the server and of its answers, or why it is not."""
+        endpoint = self.endpoint
+        yield Reading(name="switches", value=endpoint.switches())
+        if endpoint.dialect is GENERIC:
+            yield Absent(name="endpoint_server", reason=UNKNOWN)
+        if endpoint.started is None:
+            reason = f"the server ({endpoint.dialect.name}) does not report when it started"
+            yield Absent(name="endpoint_start_time_seconds", reason=reason)
+        else:
+            yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
+        for (api, prompt), answer in self.answers.items():
+            if answer.prompt_tokens is not None:
+                labels = {"api": api, "prompt": prompt.name}
+                yield Reading(name="endpoint_prompt_tokens", value=answer.prompt_tokens, unit="1", labels=labels)
+        scored = {api for (api, _), answer in self.answers.items() if answer.scored}
+        for api in dict.fromkeys(api for api, _ in self.answers):
+            if api not in scored:
+                yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
+        if scored:
+            yield Reading(name="endpoint_nonfinite", value=self.nonfinite, unit="1")
+        else:
+            yield Absent(name="endpoint_nonfinite", reason=BLIND)
 
     def _exchange(self, item: Item) -> list[Answer]:
         """Return the answers for the cases of an item: a fresh one, then a warm one to the same request."""
@@ -115,6 +151,7 @@ class Recorder:
             if self.wanted(name):
                 answer = injected(given, self.ctx.drill) if self.ctx.drill else given
                 self.recorded += 1
+                self._positions += len(answer.positions)
                 self.nonfinite += answer.nonfinite
                 yield self.endpoint.recording(name, *item, answer, condition)
 

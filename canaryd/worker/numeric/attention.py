@@ -18,10 +18,15 @@ of 2**k ones is exact, and so is the sum of their values by the bound.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from canaryd.facts import Exactness
+from canaryd.model import Device
 from canaryd.worker.numeric.integers import below, bit_length, permutation, signed, significant_bits
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
 from canaryd.worker.numeric.tensors import Format, torch
@@ -51,11 +56,71 @@ class Attention:
     L: int
     S: int
     D: int
+    bits: int = 53
+    """Most significant bits of a value: fewer than the format's where the kernel multiplies by fewer."""
 
     @property
     def shape(self) -> str:
         """Sizes in words."""
         return f"B={self.B} H={self.H} G={self.G} L={self.L} S={self.S} D={self.D}"
+
+
+THREE_PRODUCTS = 20
+"""Significant bits of a float32 value that three TF32 products carry whole: each half holds 11 bits, the second one of
+what the first one's rounding left (NVIDIA CUTLASS, example 27_ampere_3xtf32_fast_accurate_tensorop_gemm)."""
+
+
+def value_bits(device: Device, form: str, kernel: str) -> int:
+    """Return how many significant bits of a value a kernel carries: memory-efficient float32 is made of TF32 products.
+
+    On processors, and in every other kernel and format, all bits of the format.
+    """
+    three = device.backend != "cpu" and form == "float32" and kernel.upper() == "EFFICIENT_ATTENTION"
+    return THREE_PRODUCTS if three else 53
+
+
+def blank(spec: Attention) -> Problem:
+    """Return a problem of the right kinds and sizes that holds only zeros: enough to ask whether a kernel takes it."""
+    dtype = spec.form.dtype
+    query = torch.zeros((spec.B, spec.H, spec.L, spec.D), dtype=dtype)
+    key = torch.zeros((spec.B, spec.G, spec.S, spec.D), dtype=dtype)
+    kinds = {"bool": torch.bool, "float": dtype}
+    mask = torch.zeros((spec.L, spec.S), dtype=kinds[spec.mask]) if spec.mask in kinds else torch.zeros(0)
+    return Problem((query, key, key.clone(), mask), torch.zeros_like(query), Exactness.MARGIN, Bound(0, 1), spec.shape)
+
+
+def attend(kernel: str, query: Any, key: Any, value: Any, *, causal: bool, mask: Any = None) -> Any:
+    """Return the attention of operands on their device by one of torch's kernels ("": by torch's own choice).
+
+    Where torch says only that it has no kernel, raises `NotImplementedError` with the reason, which torch gives as a
+    warning.
+    """
+    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    function = torch.nn.functional.scaled_dot_product_attention
+    call = partial(function, query, key, value, attn_mask=mask, is_causal=causal, **options)
+    if not kernel:
+        return call().contiguous()
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
+        try:
+            return call().contiguous()
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise NotImplementedError(_why_no_kernel(kernel, call) or str(error)) from error
+
+
+def _why_no_kernel(kernel: str, call: Any) -> str:
+    """Return the warning that follows "… kernel not used because:" when torch has to do without this kernel."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(RuntimeError):
+            call()
+    texts = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
+    word = kernel.partition("_")[0].lower()
+    for heading, text in itertools.pairwise(texts):
+        if "not used because" in heading and word in heading.lower() and "not used because" not in text:
+            return text
+    return ""
 
 
 def build(spec: Attention, seed: int) -> Problem:
@@ -169,7 +234,7 @@ def _allowed(spec: Attention, seed: int, size: int) -> Any:  # noqa: ARG001  one
 
 def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
     """Full significands: any for a group of one; for a larger group pairs that cancel and two that leave the mean."""
-    p = spec.form.bits if size == 1 else min(spec.form.bits, _accumulator(spec.form) - 4)
+    p = min(spec.form.bits, spec.bits if size == 1 else min(spec.bits, _accumulator(spec.form) - 4))
     values = signed(seed, "v", (spec.B, spec.G, spec.S, spec.D), 1 << (p - 1), (1 << p) - 1)
     if size == 1:
         return values

@@ -13,7 +13,10 @@ EXAMINED = 65_536
 """Wrong elements looked at for the bit histogram."""
 
 _AXES = ("batch", "head", "row", "column")
-_MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}
+_MANTISSA = {
+    "float64": 52, "float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2,
+    "float8_e4m3fnuz": 3, "float8_e5m2fnuz": 2,
+}  # fmt: skip
 
 
 def collect(golden: Any, observed: Any) -> Evidence:

@@ -27,9 +27,10 @@ from canaryd.facts import (
 from canaryd.model import Device
 from canaryd.probe import Absent, Fact
 from canaryd.worker.numeric import error_bounds, evidence, verify
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import combine, derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
-from canaryd.worker.numeric.tensors import host_same_bits, is_refusal, on_core, synchronize, torch, torch_device
+from canaryd.worker.numeric.tensors import host_same_bits, on_core, synchronize, torch, torch_device
 
 GRID = 8
 """Tiles along each axis of a result (as a matrix of its last axis) whose means a recording keeps."""
@@ -105,9 +106,7 @@ class Recorder:
             except Exception as error:
                 if not is_refusal(error):
                     raise
-                text = (str(error).splitlines() or ["no reason given"])[0][: verify.QUOTED]
-                reason = f"this torch on {self.session.ctx.device.backend} does not support it: {text}"
-                self._not_run[kernel.name] = NotRun(kernel, reason)
+                self._not_run[kernel.name] = NotRun(kernel, verify.why_refused(self.session.ctx.device, error))
                 return
             self._made[kernel.name] = made
         else:
@@ -238,7 +237,7 @@ class Recorder:
             trials=trials,
             wrong_trials=wrong,
             evidence=found,
-            characterised=verify.accumulator(device, "float32").characterised,
+            characterised=verify.is_characterised(device, "float32"),
         )
 
     def _fingerprint(self) -> Reading | Absent:
@@ -304,9 +303,10 @@ def _time(device: Device, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[An
     """Return the result of one call and the seconds it took: by the device's own events where it has them."""
     if device.backend in ("cuda", "rocm"):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        stream = torch.cuda.current_stream(torch_device(device))
+        start.record(stream)
         result = kernel.compute(*operands)
-        end.record()
+        end.record(stream)
         end.synchronize()
         return result, start.elapsed_time(end) / 1e3
     synchronize(device)

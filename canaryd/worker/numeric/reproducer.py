@@ -35,6 +35,8 @@ DESCRIPTIONS = {
     "bfloat16": "<i2",
     "float8_e4m3fn": "|u1",
     "float8_e5m2": "|u1",
+    "float8_e4m3fnuz": "|u1",
+    "float8_e5m2fnuz": "|u1",
     "int64": "<i8",
     "int32": "<i4",
     "int8": "|i1",
@@ -214,7 +216,7 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
         compute = f"torch._scaled_mm(a, b, scale_a={one}, scale_b={one}, out_dtype={output})"
     else:
         compute = "torch.matmul(a, b)" if FORMATS[source].dtype == FORMATS[target].dtype else ""
-        compute = compute or f"torch.mm(a, b, out_dtype={output})"
+        compute = compute or f"torch.{'bmm' if batch else 'mm'}(a, b, out_dtype={output})"
     switches = (
         f"torch.backends.cuda.matmul.allow_tf32 = {source == 'tfloat32'}",
         "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
@@ -223,9 +225,10 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
     return Exhibit(build(product, seed), compute, ("a", "b"), switches)
 
 
-def _attention(case: str, seed: int, device: Device) -> Exhibit:  # noqa: ARG001  one signature for the makers
+def _attention(case: str, seed: int, device: Device) -> Exhibit:
     (form, content, _, kernel, mask), (B, H, G, L, S, D) = _sizes(case)
-    problem = attention.build(attention.Attention(content, FORMATS[form], mask, B, H, G, L, S, D), seed)
+    width = attention.value_bits(device, form, kernel)
+    problem = attention.build(attention.Attention(content, FORMATS[form], mask, B, H, G, L, S, D, width), seed)
     options = ", is_causal=True" if mask == "causal" else ""
     options += ", enable_gqa=True" if H != G else ""
     options += ", attn_mask=mask" if mask in ("bool", "float") else ""

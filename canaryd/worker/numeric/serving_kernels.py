@@ -14,7 +14,9 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.numeric import error_bounds
+from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.integers import below, derive, stream
+from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import FIXED_SEED
 
@@ -152,7 +154,7 @@ def _attention(device: Device, size: dict[str, int]) -> list[Kernel]:
                         f"sdpa/{label}/{dtype}/{shape}@{B}x{H}x{G}x{L}x{S}x{D}",
                         dtype,
                         partial(_qkv, FORMATS[dtype], (B, H, L, D), (B, G, S, D)),
-                        partial(_attend, kernel, causal),
+                        partial(attend, kernel, causal=causal),
                         partial(
                             error_bounds.attention, u=u, form=FORMATS[dtype], causal=causal, written=label in WRITTEN
                         ),
@@ -163,15 +165,6 @@ def _attention(device: Device, size: dict[str, int]) -> list[Kernel]:
 
 def _qkv(form: Format, query: tuple[int, ...], key: tuple[int, ...], seed: int) -> tuple[Any, ...]:
     return draw(seed, "query", query, form), draw(seed, "key", key, form), draw(seed, "value", key, form)
-
-
-def _attend(kernel: str, causal: bool, query: Any, key: Any, value: Any) -> Any:
-    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    call = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, is_causal=causal, **options)
-    if not kernel:
-        return call().contiguous()
-    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
-        return call().contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,10 +258,12 @@ def _quantised(device: Device, size: dict[str, int]) -> list[Kernel]:
         if dtype == "bfloat16":
             found.append(Kernel(f"quantised/int8pack/{dtype}{at}", dtype, build8, _int8pack, int8))
     found.append(Kernel(f"quantised/w8a8/int8{at}", "int8", partial(_w8a8, M, N, K), _int_product, _int_bound))
-    for source, target in (("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16")):
+    weights = FORMATS[float8(device, "float8_e4m3fn")]
+    for name, target in (("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16")):
+        source = float8(device, name)
         compute = partial(_scaled, target)
         bound8 = partial(_scaled_bound, error_bounds.unit(device, source))
-        build = partial(_float8, FORMATS[source], M, N, K)
+        build = partial(_float8, FORMATS[source], weights, M, N, K)
         found.append(Kernel(f"fp8/{source}>{target}{at}", source, build, compute, bound8))
     return found
 
@@ -319,10 +314,10 @@ def _int_bound(a: Any, b: Any, sa: Any, sb: Any) -> error_bounds.Bounded:
     return reference, reference.abs() * error_bounds.reach((3, error_bounds.SINGLE))
 
 
-def _float8(form: Format, M: int, N: int, K: int, seed: int) -> tuple[Any, ...]:
+def _float8(form: Format, weights: Format, M: int, N: int, K: int, seed: int) -> tuple[Any, ...]:
     single = FORMATS["float32"]
     # E5M2 meets E4M3 weights: Hopper does not take it on both sides
-    x, w = draw(seed, "x", (M, K), form), draw(seed, "w", (N, K), FORMATS["float8_e4m3fn"])
+    x, w = draw(seed, "x", (M, K), form), draw(seed, "w", (N, K), weights)
     return x, w, draw(seed, "sx", (), single).abs(), draw(seed, "sw", (), single).abs()
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from canaryd.model import Device
-from canaryd.worker.numeric.tensors import torch, visible_cores, why_no_torch
+from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_no_torch
 
 
 def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
@@ -133,6 +135,15 @@ def _xpu() -> list[Device]:
     return found
 
 
+CHOOSERS = (
+    *("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "HSA_CU_MASK", "ROC_GLOBAL_CU_MASK"),
+    *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT", "DISABLE_ADDMM_CUDA_LT", "DISABLE_ADDMM_HIP_LT"),
+    *("CUBLASLT_WORKSPACE_SIZE", "HIPBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"),
+    *("ROCBLAS_TENSILE_LIBPATH", "HIPBLASLT_TENSILE_LIBPATH", "ROCBLAS_DEFAULT_ATOMICS_MODE"),
+)
+"""Environment variables by which a library chooses another kernel for the same product; the last bits may differ."""
+
+
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
     """Return the software that a result on `device` may depend on. Equal stacks give equal mappings."""
     facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
@@ -149,6 +160,10 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         match = re.search(pattern, config)
         facts[name] = match.group(1) if match else "none"
     facts["threads"] = str(torch.get_num_threads())
+    if forced := overrides():
+        facts["overrides"] = _listed(forced)
+    if chosen := {name: os.environ[name] for name in CHOOSERS if os.environ.get(name)}:
+        facts["kernel_choice"] = _listed(chosen)
     if device.backend == "cpu":
         facts["instruction_set"] = instruction_set or "native"
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
@@ -158,12 +173,40 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
     if device.backend in ("cuda", "rocm"):
         facts["cuda"] = str(torch.version.cuda or torch.version.hip)
         facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["cublas"] = library_version(_read("/proc/self/maps"), "libcublas.so", "cublasGetProperty")
+        if device.backend == "rocm":
+            facts["rocm"] = _read("/opt/rocm/.info/version").strip() or "not given"
         match = re.search(r"Kernel Module\s+(?:for \w+\s+)?([\d.]+)", _read("/proc/driver/nvidia/version"))
         facts["driver"] = match.group(1) if match else _read("/sys/module/amdgpu/version").strip() or "not given"
         facts["capability"] = device.detail.get("capability", "not given")
         facts["multiprocessors"] = device.detail.get("multiprocessors", "not given")
         facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
     return facts
+
+
+def library_version(maps: str, name: str, function: str) -> str:
+    """Return the version of an NVIDIA library that this process has loaded, "not given" where it has not.
+
+    It may be another one than torch was built with. `maps` is /proc/self/maps; `function` takes a libraryPropertyType
+    (0, 1, 2: major, minor, patch level) and where to write it, as in the cuBLAS documentation, cublasGetProperty.
+    """
+    path = next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"/{name}" in line), "")
+    if not path:
+        return "not given"
+    parts = []
+    try:
+        ask = getattr(ctypes.CDLL(path), function)
+        for part in range(3):
+            number = ctypes.c_int(-1)
+            ask(part, ctypes.byref(number))
+            parts.append(str(number.value))
+    except (OSError, AttributeError):
+        return "not given"
+    return ".".join(parts)
+
+
+def _listed(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
 
 
 def int8_pairs_saturate() -> str:
@@ -213,6 +256,16 @@ def _ranges(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([n])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def float8(device: Device, name: str) -> str:
+    """Return the kind of an FP8 format that a device multiplies: "fnuz" on AMD CDNA 3 (gfx942, the MI300 family).
+
+    Source: pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_is_fnuz`. Other names stay as they are.
+    """
+    if device.backend == "rocm" and device.detail.get("capability") == "9.4" and name.startswith("float8"):
+        return f"{name.removesuffix('fn')}fnuz"
+    return name
 
 
 def capability(device: Device) -> tuple[int, int]:

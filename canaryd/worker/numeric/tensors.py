@@ -19,6 +19,11 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Skip
+from canaryd.worker import visible
+
+OLDEST = {"cpu": (2, 6), "cuda": (2, 6), "rocm": (2, 6), "mps": (2, 6), "xpu": (2, 6), "npu": (2, 6)}
+"""Oldest torch per backend. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
+bound of rms_norm in 16 bits. On accelerators 2.4 also gives a pair for a scaled product, and devices have no uuid."""
 
 torch: Any = None
 why_no_torch = ""
@@ -32,7 +37,17 @@ except Exception as error:  # noqa: BLE001  a broken installation raises anythin
 def need_torch() -> None:
     """Raise `Skip` with the reason and the remedy where torch is missing."""
     if torch is None:
-        raise Skip(f"{why_no_torch}. Point worker.python at an interpreter that has torch 2.4 or newer")
+        oldest = ".".join(map(str, min(OLDEST.values())))
+        raise Skip(f"{why_no_torch}. Point worker.python at an interpreter that has torch {oldest} or newer")
+
+
+@functools.lru_cache(maxsize=8)
+def need_version(backend: str) -> None:
+    """Raise `Skip` where this torch is older than the backend needs."""
+    found = tuple(int(number) for number in re.findall(r"\d+", str(torch.__version__))[:2])
+    if found < OLDEST[backend]:
+        oldest = ".".join(map(str, OLDEST[backend]))
+        raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {oldest} or newer")
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,9 @@ FORMATS = {
         Format("float16", 11, -14, 15),
         Format("float8_e4m3fn", 4, -6, 7),
         Format("float8_e5m2", 3, -14, 15),
+        # The fnuz kinds have no infinity and no negative zero, and another bias: AMD CDNA 3 ISA, section 7.2.
+        Format("float8_e4m3fnuz", 4, -7, 7),
+        Format("float8_e5m2fnuz", 3, -15, 15),
     )
 }
 
@@ -76,15 +94,22 @@ def bits(tensor: Any) -> Any:
     return tensor.view(getattr(torch, _INTEGER_OF_WIDTH[tensor.element_size()]))
 
 
+def words(*tensors: Any) -> tuple[Any, ...]:
+    """View the raw bits of tensors of one kind as 64-bit words where all can be, else as `bits` does (no copy).
+
+    A comparison reads four bfloat16 at once then, and is bound by memory instead of by the number of elements.
+    """
+    whole = all(
+        t.is_contiguous() and t.nbytes % 8 == 0 and t.storage_offset() * t.element_size() % 8 == 0 for t in tensors
+    )
+    return tuple(t.view(-1).view(torch.int64) if whole else bits(t) for t in tensors)
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Compare two contiguous tensors bit for bit on their device, eight bytes at a time where possible."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"compared {a.dtype}{tuple(a.shape)} with {b.dtype}{tuple(b.shape)}; wanted equal kinds")
-    if a.device.type == "cpu" and a.nbytes % 8 == 0 and a.is_contiguous() and b.is_contiguous():
-        a, b = a.view(-1).view(torch.int64), b.view(-1).view(torch.int64)
-    else:
-        a, b = bits(a), bits(b)
-    return bool(torch.equal(a, b))
+    return bool(torch.equal(*words(a, b)))
 
 
 def host_same_bits(a: Any, b: Any) -> bool:
@@ -100,13 +125,14 @@ def host_same_bits(a: Any, b: Any) -> bool:
 def torch_device(device: Device) -> Any:
     """Return the torch device of a `Device`, found by its uuid: its index may have moved since it was discovered.
 
-    Raises `Skip` when no such device is visible now. ROCm answers to the name "cuda" in torch.
+    Raises `Skip` when no such device is visible now, or this torch is too old for it. ROCm is called "cuda" in torch.
     """
+    need_version(device.backend)
     kind = "cuda" if device.backend == "rocm" else device.backend
     if kind == "cpu":
         return torch.device("cpu")
     index = device.index if device.torch_index is None else device.torch_index
-    return torch.device(kind, _index_now(kind, device.uuid, index))
+    return torch.device(kind, _index_now(kind, device.uuid, 0 if visible.is_narrowed() else index))
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,40 +158,29 @@ def upload(tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
     return tuple(t.clone(memory_format=torch.preserve_format).to(target) for t in tensors)
 
 
-_REFUSALS = re.compile(
-    r"not (yet )?(implemented|supported)|only (supported|available)|unsupported|no viable backend"
-    r"|must be|should be|expected",
-    re.IGNORECASE,
-)
-_FAILURES = re.compile(
-    r"(cuda|hip|hsa|xpu|mps|cudnn|nccl|ur_result|device-side).{0,20}(error|assert)"
-    r"|lost|reset|out of memory|\becc\b|illegal",
-    re.IGNORECASE,
-)
-
-
-def is_late_refusal(error: BaseException) -> bool:
-    """Return whether an error is a refusal, for a format that the device has already computed: few errors are."""
-    text = str(error).lower()
-    return isinstance(error, NotImplementedError) or "not implemented" in text or "no viable backend" in text
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Return whether a kernel does not support a problem, rather than failed on it: only the former may be skipped.
-
-    Any unclear error counts as a failure, because a broken device raises unforeseen errors.
-    """
-    if isinstance(error, (NotImplementedError, AttributeError, TypeError)) or "NOT_SUPPORTED" in str(error):
-        return True  # also: a function or an argument that this torch does not have
-    return bool(_REFUSALS.search(str(error))) and not _FAILURES.search(str(error))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Switches: what may change the bits of a result is set by the probe, recorded, and put back.
 
 
+OVERRIDES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HIPBLASLT_ALLOW_TF32"),
+    *("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "IPEX_FP32_MATH_MODE"),
+    *("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_MPS_FAST_MATH"),
+)
+"""Environment variables with which a library rounds operands, or chooses its kernels, whatever the switches say.
+canaryd removes them from workers; `worker.env` may set them again, and then nothing is exact by what ships."""
+
+
+def overrides() -> dict[str, str]:
+    """Return what the operator's environment sets of `OVERRIDES`; {} as a rule."""
+    return {name: os.environ[name] for name in OVERRIDES if os.environ.get(name, "0") not in ("", "0")}
+
+
 def _switch_table() -> list[tuple[str, Any, str, Any]]:
     matmul = torch.backends.cuda.matmul
+    # HF32 rounds operands to 11 bits: Ascend Extension for PyTorch, allow_hf32. Its convolutions allow it by default.
+    npu = {name: getattr(torch.npu, name, None) for name in ("matmul", "conv")} if hasattr(torch, "npu") else {}
     return [
         ("cuda.matmul.allow_tf32", matmul, "allow_tf32", False),
         ("cuda.matmul.allow_fp16_reduced_precision_reduction", matmul, "allow_fp16_reduced_precision_reduction", False),
@@ -174,6 +189,7 @@ def _switch_table() -> list[tuple[str, Any, str, Any]]:
         ("cudnn.allow_tf32", torch.backends.cudnn, "allow_tf32", False),
         ("cudnn.benchmark", torch.backends.cudnn, "benchmark", False),
         ("cudnn.deterministic", torch.backends.cudnn, "deterministic", True),
+        *((f"npu.{name}.allow_hf32", owner, "allow_hf32", False) for name, owner in npu.items()),
     ]
 
 
@@ -271,9 +287,20 @@ def on_core(core: int | None) -> Iterator[None]:
 
 def synchronize(device: Device) -> None:
     """Wait until the device has finished; on a CPU return at once."""
-    kind = torch_device(device).type
-    if kind != "cpu":
-        getattr(torch, kind).synchronize()
+    target = torch_device(device)
+    if target.type == "mps":
+        torch.mps.synchronize()  # there is one, and no argument
+    elif target.type != "cpu":
+        getattr(torch, target.type).synchronize(target)  # without it, the wait opens a context on device 0
+
+
+def let_go() -> None:
+    """Wait until the one device of this process has finished, and give its memory back."""
+    for kind in ("cuda", "xpu", "npu"):
+        module = getattr(torch, kind, None)
+        if visible.is_narrowed() and module is not None and module.is_initialized():
+            module.synchronize()
+            module.empty_cache()
 
 
 def as_text(record: dict[str, str]) -> str:

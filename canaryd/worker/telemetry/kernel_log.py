@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from canaryd.facts import LogPosition, LogRecord
-from canaryd.worker.telemetry.kernel_messages import LONGEST_TEXT, PCI, bus_id, classify
+from canaryd.worker.telemetry.kernel_messages import LONGEST_TEXT, PCI, bus_id, classify, process_of
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LONGEST_LINE = 16_384
@@ -304,6 +304,8 @@ class _Reader:
                     yield from self.release()
             if message is None:
                 continue
+            if process := process_of(record.text):
+                message.fields["process"] = process  # for the daemon alone, which keeps no numbers of processes
             if uuid := self._uuids.get(message.bus_id, ""):
                 message.fields["uuid"] = uuid
             # The kernel's clock stops while the machine sleeps, and no time server corrects its drift.

@@ -75,6 +75,13 @@ def _xid(text: str) -> Message | None:
     )
 
 
+def process_of(text: str) -> str:
+    """Return the number of the process that an Xid names; "" for none."""
+    found = _XID.match(text)
+    named = re.search(r"\bpid='?(\d{1,10})\b", found["rest"] or "") if found else None
+    return named[1] if named else ""
+
+
 def _action(number: str) -> str:
     value = int(number, 16)
     return _ACTIONS[value] if value < len(_ACTIONS) else f"0x{value:x}"

@@ -5,7 +5,7 @@ Numbers and words of nvml.h are in `nvml_values`, calls and their errors in `nvm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import byref
 from functools import partial
 from types import ModuleType
@@ -15,11 +15,10 @@ from canaryd.facts import Reading, reading_key
 from canaryd.model import Device
 from canaryd.probe import Absent
 from canaryd.worker.telemetry import nvml_values as values
-from canaryd.worker.telemetry.interface import DeviceLost, Unavailable
+from canaryd.worker.telemetry.daily import Daily
+from canaryd.worker.telemetry.interface import Unavailable
 from canaryd.worker.telemetry.nvml import (
     FUNCTION_NOT_FOUND,
-    GPU_IS_LOST,
-    LOST,
     NOT_SUPPORTED,
     OLD_PACKAGE,
     REASONS,
@@ -38,9 +37,21 @@ from canaryd.worker.telemetry.nvml import (
     parse_count,
 )
 from canaryd.worker.telemetry.nvml import close as close  # noqa: PLC0414 - part of what a vendor module has
+from canaryd.worker.telemetry.nvml_facts import (
+    Fact,
+    any_reading,
+    ask_fields,
+    field_of,
+    make_fact,
+    merged,
+    missing_code,
+    once,
+    part,
+    worded,
+)
+from canaryd.worker.telemetry.nvml_links import read_links
 from canaryd.worker.telemetry.sysfs import aer, path_setting
 
-Fact = Reading | Absent
 _problems: list[str] = []
 
 
@@ -68,18 +79,24 @@ def problems() -> list[str]:
     return list(_problems)
 
 
-def read(device: Device, settings: Mapping[str, Any]) -> Iterator[Reading | Absent]:
-    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` where it or NVML does not answer."""
+def read(device: Device, settings: Mapping[str, Any], memory: str = "") -> Iterator[Reading | Absent]:
+    """Yield the readings of a GPU or a MIG instance; raise `Unavailable` where it or NVML does not answer.
+
+    What does not change is asked once a day, where a directory `memory` outlives this process.
+    """
     root = _settings(settings)
-    nvml = library()
-    handle = device_handle(nvml, device)
+    plain = library()
+    handle = device_handle(plain, device)
     if device.parent:
-        yield from _use(nvml, handle)
-        yield from (f for f in _errors(nvml, handle, "ecc_errors_total", 0) if isinstance(f, Reading))
+        yield from _use(plain, handle)
+        yield from (f for f in _errors(plain, handle, "ecc_errors_total", 0) if isinstance(f, Reading))
         return
+    nvml = Daily(plain, memory, device.uuid)
+    nvml.recall()
     groups = (_ecc, _rows, _heat, _power, _throttle, _clocks, _pcie, _state, _use, _fields)
     for group in groups:
-        yield from _merged(group(nvml, handle))
+        yield from merged(group(nvml, handle))
+    nvml.keep()
     if bus_id := device.detail.get("bus_id"):
         yield from aer(root, bus_id)
 
@@ -97,7 +114,7 @@ def _gpu(nvml: ModuleType, handle: Any, index: int) -> Device:
 
     uuid = ask_nvml(nvml, "nvmlDeviceGetUUID", handle)
     memory = partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle)
-    links = partial(_batch, nvml, handle, [(values.LINKS, 0)])
+    links = partial(ask_fields, nvml, handle, [(values.LINKS, 0)])
     detail = {
         "serial": ask_text(nvml, "nvmlDeviceGetSerial", handle),
         "board_part_number": ask_text(nvml, "nvmlDeviceGetBoardPartNumber", handle),
@@ -109,12 +126,12 @@ def _gpu(nvml: ModuleType, handle: Any, index: int) -> Device:
         "inforom_ecc": ask_text(nvml, "nvmlDeviceGetInforomVersion", handle, 1),
         "inforom_power": ask_text(nvml, "nvmlDeviceGetInforomVersion", handle, 2),
         "gsp_firmware": ask_text(nvml, "nvmlDeviceGetGspFirmwareVersion", handle),
-        "memory_bytes": known(partial(_part, memory, parse_count, "total")),
+        "memory_bytes": known(partial(part, memory, parse_count, "total")),
         "architecture": value(partial(values.word, values.ARCHITECTURES), "nvmlDeviceGetArchitecture"),
         "capability": value(values.capability, "nvmlDeviceGetCudaComputeCapability"),
         "pcie_generation_max": value(parse_count, "nvmlDeviceGetMaxPcieLinkGeneration"),
         "pcie_width_max": value(parse_count, "nvmlDeviceGetMaxPcieLinkWidth"),
-        "nvlinks": known(partial(_field, links, parse_count, values.LINKS)),
+        "nvlinks": known(partial(field_of, links, parse_count, values.LINKS)),
         "board_id": value(values.hexadecimal, "nvmlDeviceGetBoardId"),
         "module_id": value(parse_count, "nvmlDeviceGetModuleId"),
     }
@@ -151,9 +168,9 @@ def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
                 partial(field_value, nvml, parse_count, "nvmlDeviceGetComputeInstanceId", instance)
             ),
             "memory_bytes": known(
-                partial(_part, partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", instance), parse_count, "total")
+                partial(part, partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", instance), parse_count, "total")
             ),
-            "multiprocessors": known(partial(_part, attributes, parse_count, "multiprocessorCount")),
+            "multiprocessors": known(partial(part, attributes, parse_count, "multiprocessorCount")),
         }
         detail |= {name: gpu.detail.get(name, "") for name in SHARED}
         yield Device(
@@ -166,73 +183,10 @@ def _instances(nvml: ModuleType, handle: Any, gpu: Device) -> Iterator[Device]:
         )
 
 
-def _once(ask: Ask) -> Ask:
-    """Return an `Ask` that calls only once; after a failure every reading gets the same `Missing`."""
-    try:
-        given, missing = ask(), None
-    except Missing as error:
-        given, missing = None, error
-
-    def again() -> Any:
-        if missing:
-            raise missing
-        return given
-
-    return again
-
-
-def _missing_code(ask: Ask) -> int | None:
-    """Return NVML's code for why a value is missing; None where there is a value."""
-    try:
-        ask()
-    except Missing as error:
-        return error.code
-    return None
-
-
-def _part(ask: Ask, check: Check, which: int | str) -> Any:
-    """Return one item or member of a call's answer, checked and in base units."""
-    given = ask()
-    return check(given[which] if isinstance(which, int) else getattr(given, which))
-
-
-def _fact(name: str, ask: Ask, unit: str = "1", /, **labels: str) -> Fact:
-    """Return one reading, or why it is absent."""
-    try:
-        return Reading(name=name, value=ask(), unit=unit, labels=labels)
-    except Missing as error:
-        return Absent(name=reading_key(name, labels), reason=str(error))
-
-
-def _worded(name: str, label: str, words: tuple[str, ...], ask: Ask) -> Fact:
-    """Return the reading 1 with the word as its label."""
-    try:
-        return Reading(name=name, value=1, unit="1", labels={label: values.word(words, ask())})
-    except Missing as error:
-        return Absent(name=name, reason=str(error))
-
-
-def _any(facts: Iterable[Fact]) -> bool:
-    return any(isinstance(f, Reading) for f in facts)
-
-
-def _merged(facts: Iterable[Fact]) -> Iterator[Fact]:
-    """Yield facts; where all of one name are absent for the same reason, yield one `Absent` for the name."""
-    grouped: dict[str, list[Fact]] = {}
-    for fact in facts:
-        grouped.setdefault(fact.name.partition("{")[0], []).append(fact)
-    for name, group in grouped.items():
-        reasons = {f.reason if isinstance(f, Absent) else "" for f in group}
-        if len(group) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
-            yield Absent(name=name, reason=reason)
-        else:
-            yield from group
-
-
-def _ecc(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
-    modes = _once(partial(ask_nvml, nvml, "nvmlDeviceGetEccMode", handle))
-    yield _fact("ecc_enabled", partial(_part, modes, values.flag, 0), when="current")
-    yield _fact("ecc_enabled", partial(_part, modes, values.flag, 1), when="pending")
+def _ecc(nvml: Any, handle: Any) -> Iterator[Fact]:
+    modes = once(partial(ask_nvml, nvml, "nvmlDeviceGetEccMode", handle))
+    yield make_fact("ecc_enabled", partial(part, modes, values.flag, 0), when="current")
+    yield make_fact("ecc_enabled", partial(part, modes, values.flag, 1), when="pending")
     try:
         off = modes()[0] == 0
     except Missing:
@@ -243,29 +197,30 @@ def _ecc(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
     yield from _sram(nvml, handle)
 
 
-def _errors(nvml: ModuleType, handle: Any, name: str, counter: int) -> list[Fact]:
+def _errors(nvml: Any, handle: Any, name: str, counter: int) -> list[Fact]:
     """Return errors by location: memory and SRAM, or memory and each cache, or one total; never two of these."""
     call = partial(field_value, nvml, parse_count, "nvmlDeviceGetMemoryErrorCounter", handle)
 
     def at(location: str, code: int) -> tuple[list[Fact], bool]:
         """Return the facts of one location, and whether this device does not support it."""
-        asks = [_once(partial(call, number, counter, code)) for number in range(len(values.KINDS))]
-        facts = [_fact(name, ask, kind=kind, location=location) for ask, kind in zip(asks, values.KINDS, strict=True)]
-        return facts, all(_missing_code(ask) == NOT_SUPPORTED for ask in asks)
+        asks = [once(partial(call, number, counter, code)) for number in range(len(values.KINDS))]
+        facts = [make_fact(name, a, kind=kind, location=location) for a, kind in zip(asks, values.KINDS, strict=True)]
+        return facts, all(missing_code(ask) == NOT_SUPPORTED for ask in asks)
 
     inside, is_unsupported = at("sram", values.SRAM)
     if is_unsupported:
         caches = [fact for location, code in values.CACHES.items() for fact in at(location, code)[0]]
         inside = [f for f in caches if isinstance(f, Reading)] or inside
     facts = at("dram", values.DRAM)[0] + inside
-    if _any(facts):
+    if any_reading(facts):
         return facts
     sums = partial(field_value, nvml, parse_count, "nvmlDeviceGetTotalEccErrors", handle)
-    total = [_fact(name, partial(sums, n, counter), kind=kind, location="all") for n, kind in enumerate(values.KINDS)]
-    return total if _any(total) else facts
+    kinds = enumerate(values.KINDS)
+    total = [make_fact(name, partial(sums, n, counter), kind=kind, location="all") for n, kind in kinds]
+    return total if any_reading(total) else facts
 
 
-def _sram(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _sram(nvml: Any, handle: Any) -> Iterator[Fact]:
     """Yield the SRAM facts that the driver gives only to root: threshold, way of detection, unit."""
 
     def ask() -> Any:
@@ -275,38 +230,39 @@ def _sram(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
         ask_nvml(nvml, "nvmlDeviceGetSramEccErrorStatus", handle, byref(status))
         return status
 
-    status = _once(ask)
-    yield _fact("ecc_sram_threshold_exceeded", partial(_part, status, values.flag, "bThresholdExceeded"))
+    status = once(ask)
+    yield make_fact("ecc_sram_threshold_exceeded", partial(part, status, values.flag, "bThresholdExceeded"))
     for detection, end in (("parity", "UncParity"), ("sec_ded", "UncSecDed")):
-        count = partial(_part, status, parse_count, f"volatile{end}")
-        yield _fact("ecc_sram_uncorrected_total", count, detection=detection)
-        count = partial(_part, status, parse_count, f"aggregate{end}")
-        yield _fact("ecc_sram_aggregate_uncorrected_total", count, detection=detection)
+        count = partial(part, status, parse_count, f"volatile{end}")
+        yield make_fact("ecc_sram_uncorrected_total", count, detection=detection)
+        count = partial(part, status, parse_count, f"aggregate{end}")
+        yield make_fact("ecc_sram_aggregate_uncorrected_total", count, detection=detection)
     for unit, end in values.UNITS.items():
-        yield _fact("ecc_sram_units_total", partial(_part, status, parse_count, f"aggregateUncBucket{end}"), unit=unit)
+        count = partial(part, status, parse_count, f"aggregateUncBucket{end}")
+        yield make_fact("ecc_sram_units_total", count, unit=unit)
 
 
-def _rows(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _rows(nvml: Any, handle: Any) -> Iterator[Fact]:
     # In this order: correctable, uncorrectable, pending, failed.
-    rows = _once(partial(ask_nvml, nvml, "nvmlDeviceGetRemappedRows", handle))
-    yield _fact("row_remap_rows", partial(_part, rows, parse_count, 0), cause="correctable")
-    yield _fact("row_remap_rows", partial(_part, rows, parse_count, 1), cause="uncorrectable")
-    yield _fact("row_remap_pending", partial(_part, rows, values.flag, 2))
-    yield _fact("row_remap_failed", partial(_part, rows, values.flag, 3))
-    banks = _once(partial(ask_nvml, nvml, "nvmlDeviceGetRowRemapperHistogram", handle))
+    rows = once(partial(ask_nvml, nvml, "nvmlDeviceGetRemappedRows", handle))
+    yield make_fact("row_remap_rows", partial(part, rows, parse_count, 0), cause="correctable")
+    yield make_fact("row_remap_rows", partial(part, rows, parse_count, 1), cause="uncorrectable")
+    yield make_fact("row_remap_pending", partial(part, rows, values.flag, 2))
+    yield make_fact("row_remap_failed", partial(part, rows, values.flag, 3))
+    banks = once(partial(ask_nvml, nvml, "nvmlDeviceGetRowRemapperHistogram", handle))
     for left in values.BANKS:
-        yield _fact("row_remap_banks", partial(_part, banks, parse_count, left), available=left)
+        yield make_fact("row_remap_banks", partial(part, banks, parse_count, left), available=left)
 
 
-def _heat(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _heat(nvml: Any, handle: Any) -> Iterator[Fact]:
     names = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
     core = partial(first, nvml, names, handle, 0)
-    yield _fact("temperature_celsius", lambda: values.degrees(core()), "celsius", sensor="core")
+    yield make_fact("temperature_celsius", lambda: values.degrees(core()), "celsius", sensor="core")
     call = partial(field_value, nvml, values.degrees, "nvmlDeviceGetTemperatureThreshold", handle)
     for number, threshold in enumerate(values.THRESHOLDS):
-        yield _fact("temperature_threshold_celsius", partial(call, number), "celsius", threshold=threshold)
+        yield make_fact("temperature_threshold_celsius", partial(call, number), "celsius", threshold=threshold)
     call = partial(field_value, nvml, values.margin, "nvmlDeviceGetMarginTemperature", handle)
-    yield _fact("temperature_margin_celsius", call, "celsius")
+    yield make_fact("temperature_margin_celsius", call, "celsius")
     try:
         fans = field_value(nvml, parse_count, "nvmlDeviceGetNumFans", handle)
     except Missing as error:
@@ -314,25 +270,25 @@ def _heat(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
         return
     for fan in range(fans):
         call = partial(field_value, nvml, values.fan_ratio, "nvmlDeviceGetFanSpeed_v2", handle, fan)
-        yield _fact("fan_ratio", call, fan=str(fan))
+        yield make_fact("fan_ratio", call, fan=str(fan))
     if not fans:
         yield Absent(name="fan_ratio", reason="this device has no fan of its own")
 
 
-def _power(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _power(nvml: Any, handle: Any) -> Iterator[Fact]:
     def call(name: str) -> Ask:
         return partial(field_value, nvml, values.thousandths, name, handle)
 
-    yield _fact("power_watts", call("nvmlDeviceGetPowerUsage"), "watts")
-    yield _fact("power_limit_watts", call("nvmlDeviceGetEnforcedPowerLimit"), "watts", limit="enforced")
-    yield _fact("power_limit_watts", call("nvmlDeviceGetPowerManagementDefaultLimit"), "watts", limit="default")
-    limits = _once(partial(ask_nvml, nvml, "nvmlDeviceGetPowerManagementLimitConstraints", handle))
-    yield _fact("power_limit_watts", partial(_part, limits, values.thousandths, 0), "watts", limit="min")
-    yield _fact("power_limit_watts", partial(_part, limits, values.thousandths, 1), "watts", limit="max")
-    yield _fact("energy_joules_total", call("nvmlDeviceGetTotalEnergyConsumption"), "joules")
+    yield make_fact("power_watts", call("nvmlDeviceGetPowerUsage"), "watts")
+    yield make_fact("power_limit_watts", call("nvmlDeviceGetEnforcedPowerLimit"), "watts", limit="enforced")
+    yield make_fact("power_limit_watts", call("nvmlDeviceGetPowerManagementDefaultLimit"), "watts", limit="default")
+    limits = once(partial(ask_nvml, nvml, "nvmlDeviceGetPowerManagementLimitConstraints", handle))
+    yield make_fact("power_limit_watts", partial(part, limits, values.thousandths, 0), "watts", limit="min")
+    yield make_fact("power_limit_watts", partial(part, limits, values.thousandths, 1), "watts", limit="max")
+    yield make_fact("energy_joules_total", call("nvmlDeviceGetTotalEnergyConsumption"), "joules")
 
 
-def _throttle(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _throttle(nvml: Any, handle: Any) -> Iterator[Fact]:
     def ask(which: str) -> int:
         names = (f"nvmlDeviceGet{which}ClocksEventReasons", f"nvmlDeviceGet{which}ClocksThrottleReasons")
         return parse_count(first(nvml, names, handle))
@@ -354,15 +310,16 @@ def _throttle(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
             yield Absent(name=reading_key("throttle_active", {"reason": reason}), reason=REASONS[NOT_SUPPORTED])
 
 
-def _clocks(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _clocks(nvml: Any, handle: Any) -> Iterator[Fact]:
     for name, call in (("clock_hertz", "nvmlDeviceGetClockInfo"), ("clock_max_hertz", "nvmlDeviceGetMaxClockInfo")):
         for number, domain in enumerate(values.CLOCKS):
-            yield _fact(name, partial(field_value, nvml, values.hertz, call, handle, number), "hertz", domain=domain)
+            ask = partial(field_value, nvml, values.hertz, call, handle, number)
+            yield make_fact(name, ask, "hertz", domain=domain)
     state = partial(field_value, nvml, values.performance_state, "nvmlDeviceGetPerformanceState", handle)
-    yield _fact("performance_state", state)
+    yield make_fact("performance_state", state)
 
 
-def _pcie(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _pcie(nvml: Any, handle: Any) -> Iterator[Fact]:
     for name, call in (
         ("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
         ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
@@ -370,22 +327,22 @@ def _pcie(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
         ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
         ("pcie_replays_total", "nvmlDeviceGetPcieReplayCounter"),
     ):
-        yield _fact(name, partial(field_value, nvml, parse_count, call, handle))
+        yield make_fact(name, partial(field_value, nvml, parse_count, call, handle))
 
 
-def _state(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
-    yield _fact("persistence_mode", partial(field_value, nvml, values.flag, "nvmlDeviceGetPersistenceMode", handle))
+def _state(nvml: Any, handle: Any) -> Iterator[Fact]:
+    yield make_fact("persistence_mode", partial(field_value, nvml, values.flag, "nvmlDeviceGetPersistenceMode", handle))
     mode = partial(ask_nvml, nvml, "nvmlDeviceGetComputeMode", handle)
-    yield _worded("compute_mode", "mode", values.COMPUTE_MODES, mode)
+    yield worded("compute_mode", "mode", values.COMPUTE_MODES, mode)
     mig = partial(ask_nvml, nvml, "nvmlDeviceGetMigMode", handle)
-    yield _fact("mig_enabled", partial(_part, mig, values.flag, 0))
-    used = _once(partial(ask_nvml, nvml, "nvmlDeviceGetUtilizationRates", handle))
+    yield make_fact("mig_enabled", partial(part, mig, values.flag, 0))
+    used = once(partial(ask_nvml, nvml, "nvmlDeviceGetUtilizationRates", handle))
     for engine in ("gpu", "memory"):
-        yield _fact("utilization_ratio", partial(_part, used, values.share, engine), engine=engine)
-    yield _fact("fabric_ready", partial(_fabric, nvml, handle))
+        yield make_fact("utilization_ratio", partial(part, used, values.share, engine), engine=engine)
+    yield make_fact("fabric_ready", partial(_fabric, nvml, handle))
 
 
-def _fabric(nvml: ModuleType, handle: Any) -> int:
+def _fabric(nvml: Any, handle: Any) -> int:
     """Return whether a GPU has joined its fabric (nvmlGpuFabricState_t: none, not started, in progress, completed)."""
     if hasattr(nvml, "c_nvmlGpuFabricInfo_v2_t"):
         name, info = "nvmlDeviceGetGpuFabricInfoV", nvml.c_nvmlGpuFabricInfo_v2_t()
@@ -399,14 +356,14 @@ def _fabric(nvml: ModuleType, handle: Any) -> int:
     return int(info.state == 3 and info.status == 0)
 
 
-def _use(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _use(nvml: Any, handle: Any) -> Iterator[Fact]:
     """Yield memory and processes: how many, and how much memory they hold together."""
-    memory = _once(partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle))
-    yield _fact("memory_total_bytes", partial(_part, memory, parse_count, "total"), "bytes")
-    yield _fact("memory_used_bytes", partial(_part, memory, parse_count, "used"), "bytes")
-    processes = _once(partial(ask_nvml, nvml, "nvmlDeviceGetComputeRunningProcesses", handle))
-    yield _fact("compute_processes", lambda: len(processes()))
-    yield _fact("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")
+    memory = once(partial(ask_nvml, nvml, "nvmlDeviceGetMemoryInfo", handle))
+    yield make_fact("memory_total_bytes", partial(part, memory, parse_count, "total"), "bytes")
+    yield make_fact("memory_used_bytes", partial(part, memory, parse_count, "used"), "bytes")
+    processes = once(partial(ask_nvml, nvml, "nvmlDeviceGetComputeRunningProcesses", handle))
+    yield make_fact("compute_processes", lambda: len(processes()))
+    yield make_fact("compute_processes_memory_bytes", lambda: sum(_held(p) for p in processes()), "bytes")
 
 
 def _held(process: Any) -> int:
@@ -415,27 +372,7 @@ def _held(process: Any) -> int:
     return parse_count(process.usedGpuMemory)
 
 
-def _batch(nvml: ModuleType, handle: Any, fields: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-    """Return field values by (number, link), all from one call."""
-    wanted = list(fields)
-    return dict(zip(wanted, ask_nvml(nvml, "nvmlDeviceGetFieldValues", handle, wanted), strict=True))
-
-
-def _field(batch: Ask, check: Check, number: int, link: int = 0) -> Any:
-    """Return one value of a batch, checked and in base units. Each value has its own return code."""
-    given = batch()[number, link]
-    if given.nvmlReturn == GPU_IS_LOST:
-        raise DeviceLost(LOST)
-    if given.nvmlReturn == 2:  # NVML_ERROR_INVALID_ARGUMENT
-        raise Missing("the driver does not know this field", FUNCTION_NOT_FOUND)
-    if given.nvmlReturn:
-        raise Missing(REASONS.get(given.nvmlReturn, f"NVML: error {given.nvmlReturn}"), given.nvmlReturn)
-    if given.valueType >= len(values.VALUES):
-        raise Missing(f"the driver gave a value of an unknown type ({given.valueType})")
-    return check(getattr(given.value, values.VALUES[given.valueType]))
-
-
-def _fields(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
+def _fields(nvml: Any, handle: Any) -> Iterator[Fact]:
     hardware = values.hardware_throttle_fields(ask_text(nvml, "nvmlSystemGetDriverVersion"))
     throttled = values.THROTTLED | hardware
     numbers = (
@@ -446,53 +383,23 @@ def _fields(nvml: ModuleType, handle: Any) -> Iterator[Fact]:
         *values.MARGINS.values(),
         *throttled.values(),
     )
-    field = partial(_field, _once(partial(_batch, nvml, handle, [(number, 0) for number in numbers])))
-    yield _fact("retired_pages", partial(field, parse_count, values.RETIRED["single_bit"]), cause="single_bit")
-    yield _fact("retired_pages", partial(field, parse_count, values.RETIRED["double_bit"]), cause="double_bit")
-    yield _fact("retired_pages_pending", partial(field, values.flag, values.RETIRED["pending"]))
-    yield _fact(
+    field = partial(field_of, once(partial(ask_fields, nvml, handle, [(number, 0) for number in numbers])))
+    yield make_fact("retired_pages", partial(field, parse_count, values.RETIRED["single_bit"]), cause="single_bit")
+    yield make_fact("retired_pages", partial(field, parse_count, values.RETIRED["double_bit"]), cause="double_bit")
+    yield make_fact("retired_pages_pending", partial(field, values.flag, values.RETIRED["pending"]))
+    yield make_fact(
         "temperature_celsius", partial(field, values.degrees, values.MEMORY_TEMPERATURE), "celsius", sensor="memory"
     )
     for threshold, number in values.MARGINS.items():
         ask = partial(field, values.margin, number)
-        yield _fact("temperature_margin_threshold_celsius", ask, "celsius", threshold=threshold)
+        yield make_fact("temperature_margin_threshold_celsius", ask, "celsius", threshold=threshold)
     for reason in (*values.THROTTLED, *values.HARDWARE_THROTTLED):
         if reason in throttled:
-            yield _fact(
+            yield make_fact(
                 "throttle_seconds_total", partial(field, values.seconds, throttled[reason]), "seconds", reason=reason
             )
         else:
             key = reading_key("throttle_seconds_total", {"reason": reason})
             yield Absent(name=key, reason="this driver has no known field for it")
-    yield _worded("recovery_action", "action", values.RECOVERIES, partial(field, parse_count, values.RECOVERY))
-    yield from _links(nvml, handle, partial(field, parse_count, values.LINKS))
-
-
-def _links(nvml: ModuleType, handle: Any, how_many: Ask) -> Iterator[Fact]:
-    """Yield state and errors of the NVLinks that a GPU has."""
-    try:
-        links, reason = range(how_many()), "this device has no NVLink"
-    except Missing as error:
-        links, reason = range(0), str(error)
-    if not links:
-        yield Absent(name="nvlink_up", reason=reason)
-        yield Absent(name="nvlink_errors_total", reason=reason)
-    state = partial(field_value, nvml, values.is_up, "nvmlDeviceGetNvLinkState", handle)
-    for link in links:
-        yield _fact("nvlink_up", partial(state, link), link=str(link))
-    call = partial(field_value, nvml, parse_count, "nvmlDeviceGetNvLinkErrorCounter", handle)
-    facts: list[Fact] = []
-    for number, kind in enumerate(values.LINK_ERRORS):
-        facts += [_fact("nvlink_errors_total", partial(call, n, number), kind=kind, link=str(n)) for n in links]
-        if not _any(facts):
-            break  # from Blackwell on, links have other counters
-    if links and not _any(facts):
-        fields = [(number, link) for number in values.LINK_FIELDS.values() for link in links]
-        field = partial(_field, _once(partial(_batch, nvml, handle, fields)), parse_count)
-        counted = [
-            _fact("nvlink_errors_total", partial(field, number, link), kind=kind, link=str(link))
-            for kind, number in values.LINK_FIELDS.items()
-            for link in links
-        ]
-        facts = counted if _any(counted) else facts
-    yield from facts
+    yield worded("recovery_action", "action", values.RECOVERIES, partial(field, parse_count, values.RECOVERY))
+    yield from read_links(nvml, handle, partial(field, parse_count, values.LINKS))

@@ -91,7 +91,7 @@ def ask_nvml(nvml: ModuleType, name: str, *arguments: Any) -> Any:
     except Exception as error:
         # pynvml answers a missing function in two ways: as an error code, and as NVMLLibraryMismatchError.
         code = getattr(error, "value", FUNCTION_NOT_FOUND if "Mismatch" in type(error).__name__ else 0)
-        if code == GPU_IS_LOST:
+        if code == GPU_IS_LOST and arguments:  # without one it is about the driver, and no device of ours
             raise DeviceLost(LOST) from error
         raise Missing(REASONS.get(code, f"NVML: {_said(error)}"), code) from error
 
@@ -125,7 +125,7 @@ def device_count(nvml: ModuleType) -> int:
 
 def device_handle(nvml: ModuleType, device: Device) -> Any:
     """Return the handle of a GPU or a MIG instance; raise `Unavailable` where it does not answer or is gone."""
-    handle = _gpu_handle(nvml, device.parent or device.uuid, device.detail.get("bus_id", ""))
+    handle = _gpu_handle(nvml, device)
     if not device.parent:
         return handle
     for _, instance in instance_handles(nvml, handle):
@@ -134,8 +134,13 @@ def device_handle(nvml: ModuleType, device: Device) -> Any:
     raise Unavailable(f"MIG instance {device.uuid} is no longer there: its GPU was partitioned again")
 
 
-def _gpu_handle(nvml: ModuleType, uuid: str, bus_id: str) -> Any:
-    """Look where the GPU was, then everywhere. A search by UUID fails for every GPU when one is lost (nvml.h)."""
+def _gpu_handle(nvml: ModuleType, device: Device) -> Any:
+    """Look where the GPU was, then everywhere. A search by UUID fails for every GPU when one is lost (nvml.h).
+
+    A lost GPU has no uuid to be asked for any more: it is the one at its number, or the only kind that is silent.
+    """
+    uuid, bus_id = device.parent or device.uuid, device.detail.get("bus_id", "")
+    there = ""
     if bus_id:
         try:
             handle = ask_nvml(nvml, "nvmlDeviceGetHandleByPciBusId", bus_id)
@@ -143,18 +148,22 @@ def _gpu_handle(nvml: ModuleType, uuid: str, bus_id: str) -> Any:
                 return handle
         except Missing as error:
             if error.code != NOT_FOUND:
-                raise Unavailable(f"the GPU at {bus_id} does not answer: {error}") from error
-    silent: dict[str, None] = {}
+                there = f"the GPU at {bus_id} does not answer: {error}"
+    silent: dict[int, Missing | Unavailable] = {}
     for index in range(device_count(nvml)):
         try:
             handle = ask_nvml(nvml, "nvmlDeviceGetHandleByIndex", index)
             if ask_nvml(nvml, "nvmlDeviceGetUUID", handle) == uuid:
                 return handle
         except (Missing, Unavailable) as error:
-            silent[str(error)] = None
-    if silent:
-        raise Unavailable(f"GPU {uuid} is not among those that answer; of others the driver says: {'; '.join(silent)}")
-    raise Unavailable(f"GPU {uuid} is no longer there: the driver does not list it")
+            silent[index] = error
+    lost = {index for index, error in silent.items() if isinstance(error, DeviceLost)}
+    if device.index in lost or (lost and len(lost) == len(silent)):
+        raise DeviceLost(LOST)
+    if silent and not there:
+        why = "; ".join(dict.fromkeys(map(str, silent.values())))
+        there = f"GPU {uuid} is not among those that answer; of others the driver says: {why}"
+    raise Unavailable(there or f"GPU {uuid} is no longer there: the driver does not list it")
 
 
 def instance_handles(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:

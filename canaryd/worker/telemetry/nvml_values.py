@@ -52,6 +52,11 @@ CLOCKS = ("graphics", "sm", "memory", "video")
 """nvmlClockType_t."""
 LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
 """nvmlNvLinkErrorCounter_t, up to Hopper."""
+LINK_STATE = 165
+"""NVML_FI_DEV_NVLINK_GET_STATE, of the link that is the field's scope."""
+LINK_COUNTS = {"replay": (46, 108, 161), "recovery": (53, 114, 162), "crc_flit": (32, 96, 163)}
+LINK_COUNTS |= {"crc_data": (39, 102, 0), "ecc_data": (148, 154, 0)}
+"""NVML_FI_DEV_NVLINK_*_ERROR_COUNT_L0, *_L6, and NVML_FI_DEV_NVLINK_ERROR_DL_* with the link as scope; 0 for none."""
 LINK_FIELDS = {"malformed": 206, "overrun": 207, "receive": 208, "integrity": 211, "discard": 212}
 LINK_FIELDS |= {"recovery_failed": 214, "recovery": 215, "effective": 219}
 """NVML_FI_DEV_NVLINK_COUNT_*, from Blackwell on; symbol errors are left out: coding repairs them all the time."""
@@ -65,6 +70,16 @@ VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """nvmlValueType_t → the member of nvmlValue_t."""
 LEAST_MARGIN, HOTTEST = -100, 300
 """Degrees at and beyond which a value is a sentinel (ours). Seen from NVML: -256, 4294967040, and 0 for memory."""
+
+
+def link_field(kind: str, link: int) -> tuple[int, int] | None:
+    """Return field and scope of a link's state ("up") or of one of `LINK_ERRORS`; None where there is none."""
+    if kind == "up":
+        return LINK_STATE, link
+    first, later, scoped = LINK_COUNTS[kind]
+    if link < 12:
+        return (first + link, 0) if link < 6 else (later + link - 6, 0)
+    return (scoped, link) if scoped else None
 
 
 def pci_address(pci: Any) -> str:

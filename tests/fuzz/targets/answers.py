@@ -18,7 +18,7 @@ from typing import Any
 from canaryd.facts import Recording
 from canaryd.judge.recordings import triage
 from canaryd.probe import Skip
-from canaryd.worker.endpoint import client, prompts
+from canaryd.worker.endpoint import documents, prompts
 from canaryd.worker.endpoint.answers import Answer, parse
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.client import Reply, _message, _without
@@ -51,7 +51,7 @@ def _parsed(data: bytes) -> None:
     dialect = DIALECTS[name if choices.flag() else choices.of(NAMES)]
     document = _parsed_json(warped(body, choices))
     try:
-        answer = parse(dialect, document, forced=choices.flag())
+        answer = parse(dialect, document, tokens=64, forced=choices.flag())
     except Skip as error:
         one_line(str(error))
         return
@@ -60,7 +60,7 @@ def _parsed(data: bytes) -> None:
 
 def _parsed_json(document: Any) -> Any:
     """A document as the client reads it."""
-    return client._parsed(dumps(document))
+    return documents.read(dumps(document))[0]
 
 
 def sound(answer: Answer, choices: Choices) -> None:
@@ -232,12 +232,12 @@ def _said(data: bytes) -> None:
 def _document(data: bytes) -> None:
     """Any JSON, as the answer to everything that a server is asked, in every dialect."""
     text = stretched(data).decode("utf-8", "replace")
-    document = client._parsed(text)
+    document = documents.read(text)[0]
     with in_time(len(text) * 20):
         for dialect in DIALECTS.values():
             for forced in (False, True):
                 try:
-                    sound(parse(dialect, document, forced=forced), Choices(b""))
+                    sound(parse(dialect, document, tokens=64, forced=forced), Choices(b""))
                 except Skip as error:
                     one_line(str(error))
         paths = ("/v1/models", "/props", "/slots", "/server_info", "/version", "/api/version", "/info", "/openapi.json")

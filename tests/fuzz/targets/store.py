@@ -20,7 +20,9 @@ from canaryd.codec import from_json, to_json
 from canaryd.config.settings import JudgePolicy
 from canaryd.facts import Comparison, Exactness, LogRecord, Recording
 from canaryd.judge.acks import heeded, standing
-from canaryd.judge.case import Case, node
+from canaryd.judge.case import Case
+from canaryd.judge.characterised import Met
+from canaryd.judge.node import node
 from canaryd.judge.recordings.baseline import empty_baseline, learn
 from canaryd.judge.trends.days import Day
 from canaryd.judge.verdict import decide
@@ -57,6 +59,16 @@ VERDICT = Verdict(
     since=NOW - 60,
 )  # fmt: skip
 ACK = Ack(device=DEVICE.uuid, kind="acknowledged", at=NOW - 50, reason="known", until=NOW + 1000, rules=("r",))
+MET = Met(
+    device=DEVICE.uuid,
+    kind=DEVICE.kind,
+    probe="exact_matmul",
+    probe_version=1,
+    stack={"torch": "2.13"},
+    classes={"a/b": NOW},
+    accepted={"a/c": "shown"},
+    used=NOW,
+)
 DAY = Day(device=DEVICE.uuid, day=int(NOW // 86400) - 1, levels=())
 EVENT = Event(device=DEVICE.uuid, kind="xid", name="31", code=31, first=NOW - 9, last=NOW - 9)
 LINE = LogRecord(boot="b", sequence=1, at=NOW, kind="xid", name="31")
@@ -95,7 +107,7 @@ def _rows(data: bytes) -> None:
     choices = Choices(data)
     store = _store()
     db = store._memory
-    for table in ("runs", "devices", "verdicts", "baselines", "acks", "days"):
+    for table in ("runs", "devices", "verdicts", "baselines", "acks", "days", "met"):
         db.execute(f"DELETE FROM {table}")
     store._problems.clear()
     store.add_run(RUN)
@@ -104,8 +116,10 @@ def _rows(data: bytes) -> None:
     store.add_day(DAY)
     store.set_baselines([BASELINE])
     store.add_ack(ACK)
+    store.set_met([MET])
     kinds: dict[str, Any] = {
-        "runs": RUN, "devices": DEVICE, "verdicts": VERDICT, "baselines": BASELINE, "acks": ACK, "days": DAY
+        "runs": RUN, "devices": DEVICE, "verdicts": VERDICT, "baselines": BASELINE, "acks": ACK, "days": DAY,
+        "met": MET,
     }  # fmt: skip
     table = choices.of(list(kinds))
     body = zlib.compress(dumps(warped(to_json(kinds[table]), choices)).encode())
@@ -115,10 +129,19 @@ def _rows(data: bytes) -> None:
     with in_time(len(body)):
         runs, devices = store.runs(), store.devices()
         verdicts, histories = store.verdicts(), store.verdict_history(DEVICE.uuid)
-        known, words, days = store.baselines(), store.acks(), store.days(DEVICE.uuid)
-    for value in (*runs, *known, *words, *days, *verdicts.values(), *histories, *(record.device for record in devices)):
+        known, words, days, met = store.baselines(), store.acks(), store.days(DEVICE.uuid), store.met()
+    for value in (
+        *runs,
+        *known,
+        *words,
+        *days,
+        *met,
+        *verdicts.values(),
+        *histories,
+        *(record.device for record in devices),
+    ):
         plain(value)
-    if not (runs and verdicts and histories and devices and known and words and days):
+    if not (runs and verdicts and histories and devices and known and words and days and met):
         assert store.problems, f"a row of {table} is gone without a word"
     for problem in store.problems:
         assert problem
@@ -134,7 +157,10 @@ def _rows(data: bytes) -> None:
         assert verdict.state is not State.HEALTHY or any(c.trials > 0 for run in runs for c in run.comparisons)
 
 
-EXPORTED = {"schema": baseline.SCHEMA, "baselines": [{"backend": "cuda", "model": "H200", **to_json(BASELINE)}]}
+EXPORTED = {
+    "schema": baseline.SCHEMA, "baselines": [{"backend": "cuda", "model": "H200", **to_json(BASELINE)}],
+    "met": [to_json(MET)],
+}  # fmt: skip
 
 
 def _imported(data: bytes) -> None:
@@ -142,6 +168,7 @@ def _imported(data: bytes) -> None:
     text = choices.rest().decode("utf-8", "replace") if choices.flag() else dumps(warped(EXPORTED, choices))
     store = _store()
     store._memory.execute("DELETE FROM baselines")
+    store._memory.execute("DELETE FROM met")
     store._memory.execute("DELETE FROM devices")
     if choices.flag():
         store.see_device(DEVICE, NOW)
@@ -150,7 +177,7 @@ def _imported(data: bytes) -> None:
             fresh, known = baseline.import_document(store, text)
         except ValueError as error:
             one_line(str(error))
-            assert not store.baselines(), "refused, and yet something was taken"
+            assert not [*store.baselines(), *store.met()], "refused, and yet something was taken"
             return
     assert fresh + known == len(json.loads(text)["baselines"])
     taken = baseline.chosen(store, Selection())
@@ -161,7 +188,10 @@ def _imported(data: bytes) -> None:
     for shown in (baseline.table(taken), baseline.described(taken)):
         for line in shown.split("\n"):
             assert line.isprintable(), line[:200]
-    document = json.dumps(baseline.document(taken), allow_nan=False)
+    met = baseline.met_by(store, Selection())
+    for record in met:
+        plain(record)
+    document = json.dumps(baseline.document(taken, met), allow_nan=False)
     assert baseline.import_document(store, document) == (0, len(taken))
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from canaryd.codec import to_json
 from canaryd.config.settings import JudgePolicy
 from canaryd.facts import Comparison, Exactness, LogPosition, LogRecord, Reading, Recording, Skipped, whole
-from canaryd.judge.case import Case, node
+from canaryd.judge.case import Case
+from canaryd.judge.node import node
 from canaryd.judge.verdict import decide
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.probe import Absent, ProbeSpec
@@ -85,9 +86,9 @@ class Wire(Worker):
     def _write_later(self) -> None:
         """Nothing is written to a process that only sleeps."""
 
-    def end(self, *, ask: Any, grace: float) -> bool:
+    def end(self, *, ask: Any, grace: float, afterlife: float) -> bool:
         """Let go of the pipes; the process is for the next input."""
-        del ask, grace
+        del ask, grace, afterlife
         self._selector.close()
         for pipe in self._pipes:
             pipe.close()
@@ -270,6 +271,7 @@ TALK: tuple[list[dict[str, Any]], ...] = (
          "stack": {"torch": "2.13"}, "environment": {"host": "n1"}},
     ],
     [
+        {"kind": "imported"},
         {"kind": "probe", "path": "/p/a.py", "spec": to_json(SPEC), "error": None},
         {"kind": "probe", "path": "/p/b.py", "spec": None, "error": "SyntaxError"},
         {"kind": "described", "devices": [to_json(DEVICE)], "stack": {"torch": "2.13"}, "torch": "2.13",

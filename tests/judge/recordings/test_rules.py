@@ -2,16 +2,19 @@
 
 import dataclasses
 import itertools
+import random
 
 import pytest
 
 from canaryd.config.settings import JudgePolicy
+from canaryd.engine.schedule import CONFIRMED_UNKNOWN
 from canaryd.facts import Comparison, Exactness, Reading, Recording
 from canaryd.judge.recordings import rules
 from canaryd.judge.recordings.baseline import LEARN
 from canaryd.judge.recordings.intake import intake
 from canaryd.judge.recordings.record import Peer, Record
-from canaryd.judge.recordings.rules import ALPHA, BUSY_SLOWER, EARLIER, NEWEST, SLOWER, findings
+from canaryd.judge.recordings.rules import ALPHA, findings
+from canaryd.judge.recordings.speed import BESIDE_SLOWER, EARLIER, NEWEST, SLOWER, TOGETHER
 from canaryd.model import Cause, Device, Outcome, Run, State
 
 NOW = 1_790_000_000.0
@@ -83,7 +86,10 @@ class History:
     def record(self, now=NOW, **peers):
         runs = tuple(sorted(self.runs, key=lambda r: (r.started, r.id)))
         seen = {name: Peer(device=h.of, runs=tuple(h.runs), baselines=h.baselines) for name, h in peers.items()}
-        return Record(device=self.of, runs=runs, baselines=self.baselines, policy=self.policy, now=now, peers=seen)
+        days = range(int(now // DAY) - 60, int(now // DAY) + 1)
+        tested = {r.probe: days for r in runs}
+        of = {"device": self.of, "runs": runs, "baselines": self.baselines, "policy": self.policy}
+        return Record(**of, now=now, peers=seen, tested=tested)
 
     def found(self, now=NOW, **peers):
         return {f.rule: f for f in findings(self.record(now, **peers))}
@@ -106,11 +112,59 @@ def test_known_bits_are_nothing_to_speak_of():
     assert not any(r.unknown for r in history.runs)
 
 
-def test_what_is_not_learnt_yet_is_said():
-    """One recording fewer than a baseline takes."""
+def test_an_endpoint_is_unknown_until_something_was_compared():
+    """Its recordings are all there is: one recording fewer than a baseline takes, or nothing after the last of them."""
     history = History().learn(times=LEARN - 1)
-    assert set(history.found()) == {"baseline-learning"}
-    assert history.found()["baseline-learning"].state is State.HEALTHY
+    assert {f.rule: f.state for f in findings(history.record())} == {
+        "nothing-compared": State.UNKNOWN,
+        "baseline-learning": State.HEALTHY,
+    }
+    history.add(8 * DAY, GOOD)
+    assert history.found()["nothing-compared"].state is State.UNKNOWN
+    history.add(HOUR, GOOD)
+    assert history.found() == {}
+
+
+def test_what_was_compared_on_another_day_says_nothing_of_now():
+    """New prompts: the newest run knows none of its answers."""
+    history = History().learn()
+    history.add(DAY, GOOD)
+    history.add(HOUR, recording(case="tale"))
+    assert history.found()["nothing-compared"].state is State.UNKNOWN
+    history.add(HOUR / 2, GOOD, recording(case="tale"))
+    assert "nothing-compared" not in history.found()
+
+
+def test_answers_that_cannot_be_judged_are_no_evidence():
+    """Others are served all the while, every answer is new, and none tells how far such answers may be apart."""
+    idle, tale = (dataclasses.replace(recording(case=case), condition="idle") for case in ("story", "tale"))
+    loaded = dataclasses.replace(recording(0.5), condition="loaded")
+    history = History().learn(9 * DAY, idle, tale, times=2 * LEARN)
+    history.add(HOUR, loaded)
+    assert history.found()["nothing-compared"].state is State.UNKNOWN
+    history.add(HOUR / 2, loaded, tale)
+    assert "nothing-compared" not in history.found()
+
+
+def test_a_run_that_was_thrown_away_is_no_evidence():
+    """Its recordings were not learnt, for it did not complete; nor does an older comparison stand in for it."""
+    history = History()
+    history.add(HOUR, *[GOOD] * LEARN, outcome=Outcome.SKIPPED, learns=False)
+    history.add(HOUR / 2, *[GOOD] * 3)
+    assert history.found()["nothing-compared"].state is State.UNKNOWN
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_device_of_which_only_unlearnt_recordings_ran_is_unknown(exact):
+    """Exact tests of the same device are evidence of their own; without them there is none."""
+    history = History(of=GPU)
+    history.add(HOUR, dataclasses.replace(GOOD, chain=KERNEL))
+    if exact:
+        right = Comparison(case="product", shape="", seed=1, exactness=Exactness.UNIVERSAL)
+        history.add(HOUR / 2, probe="exact", comparisons=(right,))
+    found = history.found()
+    assert ("nothing-compared" in found) is not exact
+    assert found["baseline-learning"].state is State.HEALTHY
 
 
 def test_an_unknown_vector_asks_for_confirmation():
@@ -139,10 +193,109 @@ def test_reruns_that_differ_from_one_another_are_departures_too():
 
 
 def test_two_of_three_are_not_enough():
-    """One re-run gave known bits: counted, told, not held against the device yet."""
-    found = departed(STRANGE, STRANGE, GOOD).found()
-    assert set(found) == {"recording-not-repeated"}
+    """One re-run gave known bits: counted, told, not held against the device."""
+    found = departed(STRANGE, STRANGE, GOOD, of=GPU).found()
     assert found["recording-not-repeated"].state is State.HEALTHY
+
+
+def test_an_endpoint_is_unknown_until_a_run_gives_known_bits_again():
+    """Its recordings are all there is: a re-run with known bits acquits nobody, the next run is one that counts."""
+    history = departed(STRANGE, STRANGE, GOOD)
+    found = history.found()
+    assert set(found) == {"recording-unconfirmed"}
+    assert found["recording-unconfirmed"].state is State.UNKNOWN
+    assert "re-runs match the baseline again" in found["recording-unconfirmed"].message
+    history.add(HOUR / 2, GOOD)
+    assert {rule: f.state for rule, f in history.found().items()} == {"recording-not-repeated": State.HEALTHY}
+
+
+CASES = tuple(f"case{n}" for n in range(23))
+
+
+def server(of=ENDPOINT, cases=CASES):
+    """A server that was learnt in many cases at once, and answered each of them as before."""
+    history = History(of)
+    history.learn(9 * DAY, *(recording(case=case) for case in cases), times=LEARN * len(cases))
+    history.add(2 * DAY, *(recording(case=case) for case in cases))
+    return history
+
+
+def struck(rng, chance, cases=CASES):
+    """The answers of a server in which a fault strikes each case by chance, each time with other bits."""
+    return [recording(rng.uniform(0.01, 0.4) if rng.random() < chance else 0.0, case=case) for case in cases]
+
+
+def check(history, ago, rng, chance):
+    """A run, and what it calls for: three re-runs of at most eight cases with unknown bits; return the verdict."""
+    first = history.add(ago, *struck(rng, chance))
+    for number in range(3 if first.unknown else 0):
+        again = first.unknown[:CONFIRMED_UNKNOWN]
+        history.add(ago - 1 - number, *struck(rng, chance, again), confirms=first.id, cases=again)
+    found = [f for f in findings(history.record(NOW - ago + 60)) if f.probe == "canary"]
+    return first, max(found, key=lambda f: f.state.severity, default=None)
+
+
+@pytest.mark.parametrize("of", [ENDPOINT, GPU], ids=["endpoint", "device"])
+def test_many_unknown_cases_at_once_are_evidence_by_themselves(of):
+    """12 of 23, none of which any re-run repeats: unknown until the next run, with the chance stated."""
+    history = server(of)
+    first = history.add(HOUR, *(recording(0.01 * (n < 12), case=case) for n, case in enumerate(CASES)))
+    for number in range(3):
+        again = [recording(case=case) for case in first.unknown[:CONFIRMED_UNKNOWN]]
+        history.add(HOUR - 1 - number, *again, confirms=first.id, cases=first.unknown[:CONFIRMED_UNKNOWN])
+    found = history.found()["recording-unconfirmed"]
+    assert found.state is State.UNKNOWN
+    assert "in 12 of 23 cases at once" in found.message
+    assert any("if cases vary independently" in sentence for sentence in found.evidence)
+    history.add(HOUR / 2, *(recording(case=case) for case in CASES))
+    assert history.found()["recording-not-repeated"].state is State.HEALTHY
+
+
+@pytest.mark.parametrize("of", [ENDPOINT, GPU], ids=["endpoint", "device"])
+def test_reruns_that_differ_in_other_cases_each_time_are_departures(of):
+    """A fault in one of fifty products never strikes one case four times, but it strikes some case every time."""
+    history = server(of) if of is ENDPOINT else History(of)
+    for n in range(0 if of is ENDPOINT else LEARN):
+        history.add(9 * DAY - n, *(recording(case=case) for case in CASES))
+    first = history.add(HOUR, *(recording(0.01 * (n < 12), case=case) for n, case in enumerate(CASES)))
+    again = first.unknown[:CONFIRMED_UNKNOWN]
+    for number in range(3):
+        answers = [recording(0.02 * (n % 3 == number), case=case) for n, case in enumerate(again)]
+        history.add(HOUR - 1 - number, *answers, confirms=first.id, cases=again)
+    found = history.found()["recording-departed"]
+    assert found.state is State.SUSPECT
+    assert "in 12 of 23 cases at once" in found.message
+    assert any("chance is" in sentence for sentence in found.evidence)
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.1, 0.02, 1.0], ids=["1 in 50", "1 in 500", "rare", "permanent"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_check_after_learning_is_healthy_while_recordings_are_unknown(chance, seed):
+    """Whatever the rate of the fault, and whichever cases its re-runs happen to strike; in the end it is a suspect."""
+    rng, history = random.Random(f"{chance}/{seed}"), server()
+    told = []
+    for number in range(40):
+        first, worst = check(history, DAY - number * 600, rng, chance)
+        told.append(worst)
+        if first.unknown:
+            assert worst is not None
+            assert worst.state.severity >= State.UNKNOWN.severity
+    if chance >= 0.1:
+        assert told[-1].state is State.SUSPECT
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rare_mode_that_all_cases_share_is_no_fault(seed):
+    """A healthy server may have one that learning did not meet: many cases at once, as rarely as the bound allows."""
+    rng, history = random.Random(seed), server()
+    for number in range(60):
+        shared = 0.3 * (rng.random() < 0.05)
+        first = history.add(DAY - number * 600, *(recording(shared, case=case) for case in CASES))
+        for again in range(3 if first.unknown else 0):
+            repeated = first.unknown[:CONFIRMED_UNKNOWN]
+            answers = [recording(case=case) for case in repeated]
+            history.add(DAY - number * 600 - 1 - again, *answers, confirms=first.id, cases=repeated)
+    assert "recording-departed" not in history.found()
 
 
 @pytest.mark.parametrize(("times", "rule"), [(3, "recording-not-repeated"), (8, "recording-departed")])
@@ -154,6 +307,7 @@ def test_what_comes_back_too_often_is_a_departure(times, rule):
     for n in range(times):
         first = history.add(DAY - n * HOUR, STRANGE)
         history.confirm(first, GOOD, GOOD, GOOD)
+    history.add(HOUR, GOOD)
     assert rule in history.found()
 
 
@@ -207,6 +361,19 @@ def test_a_changed_chain_accuses_no_device(link, value):
     assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
 
 
+@pytest.mark.parametrize("link", ["tokenizer", "template", "prompt"])
+def test_another_tokenizer_or_template_is_unknown_until_somebody_says_that_it_was_meant(link):
+    """A prompt that the server renders in another way is a changed template, also where no directory tells so."""
+    chain = CHAIN | {"prompt": "p1"}
+    history = History().learn(9 * DAY, recording(chain=chain))
+    other = recording(0.5, chain=chain | {link: "new"})
+    history.learn(2 * DAY, other)
+    history.add(HOUR, other)
+    found = history.found()["chain-changed"]
+    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
+    assert "baseline accept endpoint:main" in found.action
+
+
 def test_another_version_of_a_probe_is_named_as_the_change():
     """The chain is the same; the results of the older version cannot be compared."""
     history = History().learn()
@@ -233,10 +400,11 @@ def test_findings_have_one_sentence_for_what_was_seen_and_one_for_what_to_do():
 def test_a_changed_chain_is_learnt_and_told_for_a_while():
     """Learnt anew it is healthy again, with a note for a week; then the note goes."""
     history = History().learn(30 * DAY)
-    served = recording(0.5, chain=CHAIN | {"server": "vllm 0.33"})
-    history.learn(2 * DAY, served)
-    assert history.found()["baseline-fresh"].state is State.UNKNOWN  # nothing was compared yet
-    history.add(DAY, served)
+    answered = recording(0.5, chain=CHAIN | {"server": "vllm 0.33"})
+    history.learn(2 * DAY, answered)
+    assert history.found()["nothing-compared"].state is State.UNKNOWN
+    history.add(DAY, answered)
+    assert "nothing-compared" not in history.found()
     assert history.found()["baseline-fresh"].state is State.HEALTHY
     assert history.found()["chain-changed"].state is State.HEALTHY
     assert any("nothing has confirmed" in sentence for sentence in history.found()["chain-changed"].evidence)
@@ -327,30 +495,78 @@ def test_a_departure_clears_by_time_and_known_bits():
     assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
 
 
+def timed(history, *seconds, condition, ago=2 * HOUR):
+    """Add a run for each latency, a second apart."""
+    asked = dataclasses.replace(GOOD, condition=condition)
+    for n, value in enumerate(seconds):
+        reading = Reading(name="endpoint_token_seconds", value=value, unit="seconds", labels={"api": "chat"})
+        history.add(ago - n, asked, readings=(reading,))
+    return history
+
+
+def served(*seconds, condition, name="main", **fields):
+    """An endpoint that was learnt under a condition, with its latencies since."""
+    history = History(dataclasses.replace(ENDPOINT, uuid=f"endpoint:{name}"))
+    history.learn(9 * DAY, dataclasses.replace(GOOD, condition=condition))
+    return timed(history, *seconds, condition=condition, **fields)
+
+
+def latencies(usual, times):
+    return [usual] * EARLIER + [usual * times] * NEWEST
+
+
 @pytest.mark.parametrize(
     ("condition", "usual", "times", "slow"),
     [
         ("idle", 0.01, SLOWER - 0.1, False),
         ("idle", 0.01, SLOWER + 0.1, True),
-        ("", 0.01, SLOWER + 0.1, False),
-        ("loaded", 0.01, BUSY_SLOWER - 0.1, False),
-        ("loaded", 0.01, BUSY_SLOWER + 0.1, True),
+        ("loaded", 0.01, 100.0, False),
+        ("", 0.01, 100.0, False),
         ("idle", 0.0001, 90.0, False),
         ("idle", 0.0001, 110.0, True),
     ],
 )
-def test_an_endpoint_that_became_slow_is_degraded(condition, usual, times, slow):
-    """Several times its own median, in several runs, and by as much as anybody notices; the numbers are right."""
-    asked = dataclasses.replace(GOOD, condition=condition)
-    history = History().learn(9 * DAY, asked)
-    for n in range(EARLIER + NEWEST):
-        seconds = usual * (times if n >= EARLIER else 1)
-        reading = Reading(name="endpoint_token_seconds", value=seconds, unit="seconds", labels={"api": "chat"})
-        history.add(2 * HOUR - n, asked, readings=(reading,))
+def test_an_idle_endpoint_that_became_slow_is_degraded(condition, usual, times, slow):
+    """Several times its own median, in several runs, and by as much as anybody notices; the numbers are right.
+
+    While others are served, or where the server does not tell, slowness may be the others' doing.
+    """
+    history = served(*latencies(usual, times), condition=condition)
     assert ("endpoint-slow" in history.found()) is slow
     if slow:
         found = history.found()["endpoint-slow"]
         assert (found.state, found.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("times", "theirs", "ago", "slow"),
+    [
+        (BESIDE_SLOWER - 0.1, 1.0, 2 * HOUR, False),
+        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR, True),
+        (BESIDE_SLOWER + 0.1, SLOWER - 0.1, 2 * HOUR, True),
+        (BESIDE_SLOWER + 0.1, SLOWER + 0.1, 2 * HOUR, False),
+        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER - 1, True),
+        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER + 1, False),
+    ],
+)
+def test_without_a_queue_only_a_replica_that_is_not_slow_tells_a_slow_endpoint(times, theirs, ago, slow):
+    """A load that all replicas share slows all of them; one that was measured at another time says nothing."""
+    mine = served(*latencies(0.01, times), condition="")
+    replica = served(*latencies(0.01, theirs), condition="", name="other", ago=ago)
+    found = mine.found(**{"endpoint:other": replica})
+    assert ("endpoint-slow" in found) is slow
+    if slow:
+        assert any("endpoint:other" in sentence for sentence in found["endpoint-slow"].evidence)
+
+
+def test_a_server_of_another_model_is_no_replica():
+    """How fast it answers depends on its weights and on its software."""
+    mine = served(*latencies(0.01, 100.0), condition="")
+    other = History(dataclasses.replace(ENDPOINT, uuid="endpoint:other"))
+    for n in range(EARLIER + NEWEST):
+        reading = Reading(name="endpoint_token_seconds", value=0.01, unit="seconds", labels={"api": "chat"})
+        other.add(2 * HOUR - n, recording(chain=CHAIN | {"checkpoint": "c2"}), readings=(reading,))
+    assert "endpoint-slow" not in mine.found(**{"endpoint:other": other})
 
 
 BANG = dataclasses.replace(
@@ -364,8 +580,53 @@ def test_broken_output_on_an_unchanged_chain_is_suspect():
     history.add(HOUR, BANG)
     found = history.found()["broken-output"]
     assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert any("Next boundary to test" in sentence for sentence in found.evidence)
+    assert any("Test this next" in sentence for sentence in found.evidence)
     assert found.action.startswith("Run: canaryd ")
+
+
+@pytest.mark.parametrize(
+    ("apart", "state"), [(POLICY.repeat_gap - 1, State.SUSPECT), (POLICY.repeat_gap, State.FAULTY)]
+)
+def test_certain_garbage_for_two_rounds_is_faulty(apart, state):
+    """Once it may have passed; two rounds beyond doubt, and nobody may trust the answers."""
+    history = History().learn()
+    history.add(HOUR + apart, BANG)
+    history.add(HOUR, BANG)
+    assert history.found()["broken-output"].state is state
+    history.add(HOUR / 2, GOOD)
+    assert "broken-output" not in history.found()
+
+
+@pytest.mark.parametrize(("times", "state"), [(5, State.HEALTHY), (6, State.SUSPECT)])
+def test_one_of_four_that_departs_alone_again_and_again_is_suspect(times, state):
+    """Each time in another case, repeated by no re-run: 4 / 4^5 is above 1e-3, 4 / 4^6 is not. Siblings never do."""
+    cases = [recording(case=f"kernel{n}") for n in range(6)]
+    histories = [History(dataclasses.replace(GPU, uuid=f"GPU-{n}")) for n in range(4)]
+    for number, history in enumerate(histories):
+        for sample in range(LEARN):
+            history.add(40 * DAY - sample, *cases, baselining=True)
+        for day in range(30, 0, -1):
+            odd = number == 0 and day <= times
+            bent = [recording(0.1 * (odd and n == day % 6), case=f"kernel{n}") for n in range(6)]
+            history.confirm(history.add(day * DAY + 6 * HOUR, *bent), *[cases[day % 6]] * 3 * odd)
+    found = histories[0].found(**{f"cuda:{n}": sibling for n, sibling in enumerate(histories[1:], 1)})
+    rule = "recording-departed" if state is State.SUSPECT else "recording-not-repeated"
+    assert found[rule].state is state
+    assert found[rule].cause is (Cause.HARDWARE if state is State.SUSPECT else Cause.NONE)
+
+
+def test_the_runs_of_siblings_make_a_short_record_longer():
+    """Three re-runs repeat it after 6 runs: too short alone; 6 of each of seven siblings make it rare."""
+    history = History(GPU).learn(9 * DAY, times=LEARN)
+    history.baselines = {k: dataclasses.replace(b, processes=5) for k, b in history.baselines.items()}
+    siblings = {}
+    for n in range(1, 8):
+        siblings[f"cuda:{n}"] = sibling = History(dataclasses.replace(GPU, uuid=f"GPU-{n}")).learn(9 * DAY)
+        sibling.baselines = {k: dataclasses.replace(b, processes=6) for k, b in sibling.baselines.items()}
+        sibling.add(HOUR / 2, GOOD)
+    history.confirm(history.add(HOUR, STRANGE), *[STRANGE] * 3)
+    assert "recording-unconfirmed" in history.found()
+    assert history.found(**siblings)["recording-departed"].cause is Cause.HARDWARE
 
 
 def test_broken_output_of_another_chain_accuses_nobody():
@@ -377,6 +638,44 @@ def test_broken_output_of_another_chain_accuses_nobody():
     assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
     assert any("baseline accept" in sentence for sentence in found.evidence)
     assert len(history.baselines) == 1
+
+
+def spoken(text, case="story", **fields):
+    return Recording(
+        case=case, digest=f"{abs(hash(text)):016x}"[:16], chain=CHAIN, text=text, finish="length", **fields
+    )
+
+
+def test_answers_without_log_probabilities_are_said_to_be_judged_by_text_alone():
+    """Some of its APIs give them, others do not; a note, for as long as it is so."""
+    history = History().learn(9 * DAY, GOOD, spoken(TALE, "tale"), times=2 * LEARN)
+    history.add(HOUR, GOOD, spoken(TALE, "tale"))
+    found = history.found()["recording-text-only"]
+    assert (found.state, found.message) == (
+        State.HEALTHY,
+        "Judged by text alone: no log probabilities in 1 of 2 cases.",
+    )
+    assert "recording-text-only" not in departed(*[STRANGE] * 3).found()
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (spoken("a tale of three cards"), "The text differs from character 12 on; there are"),
+        (spoken("a tale of two cards and more"), "The text differs from character 20 on; there are"),
+        (
+            dataclasses.replace(spoken("a tale of two cards"), digest="ab"),
+            "The text is equal, the answer is not; there are",
+        ),
+    ],
+)
+def test_a_departure_of_text_alone_says_where_the_text_differs(now, said):
+    """It has no tiles, and no log probabilities."""
+    history = History().learn(9 * DAY, spoken("a tale of two cards"))
+    first = history.add(HOUR, now)
+    history.confirm(first, now, now, now)
+    evidence = history.found()["recording-departed"].evidence
+    assert any(sentence.startswith(said) for sentence in evidence), evidence
 
 
 def test_a_server_that_answers_nothing_from_the_start_is_not_learnt():
@@ -472,6 +771,8 @@ def test_a_suspicion_on_a_chain_that_is_gone_clears_on_the_next():
         history.add(HOUR / 2 - 1 - n, new)
     assert "recording-departed" in history.found(now=NOW + 29 * DAY)
     assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
+    untested = dataclasses.replace(history.record(now=NOW + 31 * DAY), tested={})
+    assert "recording-departed" in {f.rule for f in findings(untested)}, "a machine that was off clears nothing"
 
 
 # --- Siblings, when a case is first recorded -------------------------------------------------------------------------
@@ -650,7 +951,12 @@ def test_no_rule_is_idle(monkeypatch):
         if [story.found() for story in stories] != whole:
             needed.add(rule.__name__)
         monkeypatch.undo()
-    assert needed == {"departed", "learning", "chain_changed"}  # the others have stories of their own above
+    assert needed == {
+        "departed",
+        "learning",
+        "chain_changed",
+        "uncompared",
+    }  # the others have stories of their own above
 
 
 def test_clean_runs_do_not_talk_away_what_came_too_often():

@@ -11,6 +11,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import random
 import string
 import sys
@@ -194,8 +195,8 @@ def healthy() -> dict[str, str]:
     return {name: text[:4096] for name, text in texts.items() if text.strip()}
 
 
-def answer(text: str, **more) -> Recording:
-    return Recording(case="completions/reef/fresh", digest=f"{hash(text) & (2**64 - 1):016x}", text=text, **more)
+def answer(text: str, case="completions/reef/fresh", **more) -> Recording:
+    return Recording(case=case, digest=f"{hash(text) & (2**64 - 1):016x}", text=text, **more)
 
 
 def tokens(*values: float | None, **more) -> Recording:
@@ -410,6 +411,46 @@ def test_a_changed_link_comes_before_every_other_cause():
     found = triage(now, [then])
     assert (found.causes[0].what, found.next_boundary) == ("the tokenizer changed", "tokenizer")
     assert triage(now, [then, same]).next_boundary == "server"
+
+
+UNCHANGED = {"checkpoint": "c0", "dtype": "d0", "tokenizer": "a0", "template": "b0", "prompt": "p0", "settings": "s0", "server": "v0"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("link", "named"),
+    [
+        ("", set()),
+        ("checkpoint", {"checkpoint"}),
+        ("dtype", {"dtype"}),
+        ("tokenizer", set()),
+        ("tokenizer prompt", {"tokenizer"}),
+        ("template prompt", {"template"}),
+        ("settings", {"stop", "sampling"}),
+        ("server", {"stop", "sampling"}),
+    ],
+)
+def test_a_link_that_is_known_to_be_equal_is_not_named(link, named):
+    """Of a link that nobody knows nothing is known; the prompt's ids tell of tokenizer and template too."""
+    chain = {k: v for k, v in UNCHANGED.items() if k not in link.split()}
+    known = answer(REEF, case="chat/reef/fresh", chain=chain)
+    broken = [answer("", case=known.case, chain=chain), answer("na " * 90, case=known.case, chain=chain)]
+    broken += [
+        answer(SALAD, case=known.case, chain=chain),
+        answer(REEF, values=(math.nan,), case=known.case, chain=chain),
+    ]
+    found = [triage(now, [known]) for now in broken]
+    told = {key for key, cause in CAUSES.items() for symptom in found if symptom and cause in symptom.causes}
+    assert told & set(recordings_triage.SHOWN_BY) == named
+    assert {"server", "device"} <= told
+
+
+@pytest.mark.parametrize("case", ["completions/reef/fresh", "forced/reef"])
+def test_a_template_is_not_named_where_none_is_used(case):
+    """A continuation is made from the prompt as it stands."""
+    assert CAUSES["template"] not in triage(answer("", case=case), [answer(REEF, case=case)]).causes
+    assert (
+        CAUSES["template"] in triage(answer("", case="chat/reef/fresh"), [answer(REEF, case="chat/reef/fresh")]).causes
+    )
 
 
 def test_every_rule_has_causes_that_lead_somewhere():

@@ -12,9 +12,10 @@ import pytest
 from canaryd.codec import from_json, to_json
 from canaryd.facts import Reading
 from canaryd.formatting import DAY
+from canaryd.judge.telemetry.readings import in_words
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import rules
-from canaryd.judge.trends.change import change, marks
+from canaryd.judge.trends.change import change, marks, step
 from canaryd.judge.trends.days import STEADY, Course, Day, Key, courses, summary, tracks
 from canaryd.judge.trends.rules import findings
 from canaryd.model import Cause, Outcome, Run, State
@@ -149,6 +150,9 @@ def test_healthy_devices_raise_no_alarm(healthy):
             seen = change(whole, 1, threshold, until)
             if seen is not None and seen.after >= rules.SLOWER * seen.worst:
                 pytest.fail(f"{healthy.__name__}: {seen}")
+        for until in range(16, 366):
+            sudden = step(course(values[max(0, until - 61) : until]), 1)
+            assert sudden is None or sudden.after < rules.AT_ONCE * sudden.worst, f"{healthy.__name__}: {sudden}"
 
 
 # --- Slower than before -----------------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def test_slower_than_before(key, times, alarm):
     assert (finding is not None) is alarm
     if finding is not None:
         assert (finding.state, finding.cause, finding.probe) == (State.DEGRADED, Cause.ENVIRONMENT, key.probe)
-        assert f"{key.reading} is" in finding.message
+        assert f"{in_words(key.reading)} is" in finding.message
         assert "since 2026-02-06" in finding.message  # ten days before TODAY
         assert "The results are still right." in finding.evidence
         assert [r.rejected for r in finding.rivals if r.cause is Cause.SOFTWARE] == [True]
@@ -204,6 +208,46 @@ def test_more_series_take_more_evidence():
     assert "slower-than-before" in found({KERNEL: slow})
     assert "slower-than-before" not in found({KERNEL: slow, **many})
     assert "slower-than-before" in found({KERNEL: stepped(0.01, 0.013, early=30, late=10), **many})
+
+
+LOAD = Key("nvidia_telemetry", "utilization_ratio", "1/quick/aa")
+
+
+def lost(times=1.33, late=2, busy=0.5, peer=1.0, early=40):
+    """Return the findings of a device that lost its speed so many days ago, with what changed beside it."""
+    own = {KERNEL: stepped(0.01, 0.01 * times, early=early, late=late, scatter=0.0001)}
+    load = {LOAD: stepped(0.5, busy, early=early, late=late, scatter=0.0)} if busy is not None else {}
+    peers = {"cuda:1": {KERNEL: stepped(0.01, 0.01 * peer, early=early, late=late, seed=9)}} if peer else {}
+    return found({**own, **load}, peers)
+
+
+@pytest.mark.parametrize(
+    ("how", "alarm"),
+    [
+        ({"times": rules.AT_ONCE - 0.02}, False),
+        ({"times": rules.AT_ONCE + 0.02}, True),
+        ({"late": 1}, False),
+        ({"late": 2}, True),
+        ({"late": 5}, True),
+        ({"late": trends_change.SPLITS[0]}, False),
+        ({"early": trends_change.LEAST_BEFORE - 1}, False),
+        ({"early": trends_change.LEAST_BEFORE}, True),
+        ({"busy": 0.5 + rules.LOAD_MOVED + 0.05}, False),
+        ({"busy": 0.5 + rules.LOAD_MOVED - 0.05}, True),
+        ({"busy": None}, False),
+        ({"peer": None}, False),
+        ({"peer": 1.33**0.6}, False),
+        ({"peer": 1.33**0.4}, True),
+    ],
+)
+def test_speed_that_is_lost_at_once(how, alarm):
+    """Two days tell it where peers and load are known and stayed as they were; from the sixth the rank test does."""
+    finding = lost(**how).get("slower-at-once")
+    assert (finding is not None) is alarm
+    if finding is not None:
+        assert (finding.state, finding.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
+        assert "times as slow as on its slowest day before" in finding.message
+        assert "slower-than-before" not in lost(**how)
 
 
 def test_another_stack_is_another_series():

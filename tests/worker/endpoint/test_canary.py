@@ -14,19 +14,21 @@ import time
 
 import pytest
 
-from canaryd.facts import Reading, Recording
+from canaryd.facts import Reading
 from canaryd.model import Outcome
 from canaryd.probe import Absent, Skip, Skipped
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import client as endpoint_client
+from canaryd.worker.endpoint import recorder as endpoint_recorder
+from canaryd.worker.endpoint import wire
 from canaryd.worker.endpoint.canary import Endpoint, describe
 from canaryd.worker.endpoint.client import Client, Refused
 from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import Settings
 from tests import checkpoints
-from tests.worker.endpoint.served import PROBE, context, models, probe, recorded, recordings, served
+from tests.worker.endpoint.served import PROBE, completion, context, models, only, probe, recorded, recordings, served
 
 PROMPT = Prompt(name="reef", text="A diver sank slowly towards the reef, and saw what nobody had seen. " * 3)
 KEY = "sk-canary-0123456789abcdef"
@@ -151,7 +153,8 @@ def test_a_key_that_is_not_accepted_is_one_line(status):
         ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: without a message"),
         ((500, {}, b"Internal\n  Server Error"), "refused with 500: Internal Server Error"),
         ((307, {"Location": "https://else.example/v1?token=x"}, b""), "to https://else.example/v1: set url"),
-        ((200, {}, b"[" * (1 << 20)), "is not JSON"),
+        ((200, {}, b"[" * (1 << 20)), "has more than 1,000,000 values"),
+        ((200, {}, b"[" * 100_000), "is nested too deeply"),
     ],
 )
 def test_what_is_no_answer_is_one_line(answer, said):
@@ -165,7 +168,7 @@ def test_what_is_no_answer_is_one_line(answer, said):
 
 def test_an_answer_without_end_is_not_read_on(monkeypatch):
     """A body has a bound."""
-    monkeypatch.setattr(endpoint_client, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(wire, "MAX_BYTES", 1 << 20)
     with served({"GET /v1/models": b" " * (3 << 20)}) as server:
         assert "longer than the limit of 1 MiB" in reason(Client(url=server.url).api, "/models")
 
@@ -203,7 +206,7 @@ def test_a_slow_server_is_told_from_one_that_is_not_there():
 
 def test_an_answer_may_take_longer_than_the_connection(monkeypatch):
     """A connection has seconds, the answer all of its timeout."""
-    monkeypatch.setattr(endpoint_client, "CONNECT", 0.2)
+    monkeypatch.setattr(wire, "CONNECT", 0.2)
     with served({"GET /v1/models": lambda _: time.sleep(0.6) or models("tiny")}) as server:
         assert Client(url=server.url, timeout=20.0).api("/models").json() == models("tiny")
 
@@ -589,7 +592,7 @@ def test_a_baseline_ends_with_its_budget():
     with served(routes_of("vllm")) as server:
         facts = run(server.url, baselining=True, budget=1e-6)
     assert len(recordings(facts)) >= 1
-    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in 1e-06 s; more to come")]
+    assert skipped(facts) == [("baseline", "1 of 96 requests alone and none under load in this run; more to come")]
 
 
 class Turns:
@@ -814,16 +817,88 @@ def test_a_server_that_does_not_stream_has_no_latencies():
         ((200, {"Content-Type": "text/event-stream", "Content-Length": "9000"}, b"data: "), "cut off"),
     ],
 )
-def test_a_stream_that_breaks_off_ends_the_run(stream, said):
-    """It is one clear line, and what was recorded before has been said already."""
+def test_a_stream_that_breaks_off_is_an_absent_part(stream, said):
+    """It is one clear line; the recordings stand, and no other latency is asked for."""
     routes = recorded("vllm")
     answer = routes["POST /v1/completions"]
     routes["POST /v1/completions"] = lambda body: stream if body["stream"] else answer(body)
     with served(routes) as server:
-        facts = PROBED.run(context(server.url, settings={"apis": ["completions"]}))
-        seen = []
-        assert said in reason(lambda: seen.extend(facts) if False else [seen.append(fact) for fact in facts])
-        assert any(isinstance(fact, Recording) for fact in seen)
+        facts = run(server.url)
+        assert [body["stream"] for body in server.asked("/chat/completions")] == [False, False]
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    for api in ("completions", "chat"):
+        assert said in absent[f"endpoint_first_token_seconds{{api={api}}}"]
+        assert said in absent[f"endpoint_token_seconds{{api={api}}}"]
+    assert len(recordings(facts)) == 5
+
+
+def test_a_baseline_keeps_what_it_has_when_a_request_fails(tmp_path):
+    """What was recorded is learnt, the reason is said, and the next run goes on with the rounds that are left."""
+    wanted = {"baselining": True, "budget": 100.0, "memory": str(tmp_path), "settings": {"apis": ["chat"]}}
+    routes = recorded("llama-server")
+    answer = routes["POST /v1/chat/completions"]
+    left = [40]
+
+    def dying(_: object) -> object:
+        left[0] -= 1
+        return answer if left[0] >= 0 else (500, {}, {"error": "EngineCore died"})
+
+    with served({**routes, "POST /v1/chat/completions": dying}) as server:
+        facts = run(server.url, **wanted)
+        ((case, text),) = skipped(facts)
+        assert (case, text[:21]) == ("baseline", "20 of 32 requests alo")
+        assert "EngineCore died" in text
+        assert {len(each) for each in recordings(facts).values()} == {10}
+        left[0] = 10**6
+        again = run(server.url, **wanted)
+    assert {sum(r.condition == "idle" for r in each) for each in recordings(again).values()} == {6}
+
+
+def test_a_baseline_of_long_answers_takes_several_runs(monkeypatch):
+    """A run is bounded in what it sends; the rest is learnt by the next."""
+    monkeypatch.setattr(endpoint_recorder, "MOST_POSITIONS", 4)
+    with served(recorded("llama-server")) as server:
+        facts = run(server.url, baselining=True, budget=100.0)
+    assert skipped(facts) == [("baseline", "2 of 64 requests alone and none under load in this run; more to come")]
+
+
+def test_a_server_that_nobody_knows_is_negotiated_with_and_said_to_be_unknown():
+    """A proxy refuses a seed here and log probabilities there: the rest is recorded, and what is unseen is said."""
+    routes = recorded("generic")
+    for api, taken in (("/completions", {"logprobs"}), ("/chat/completions", {"seed"})):
+        answer = routes[f"POST /v1{api}"]
+        routes[f"POST /v1{api}"] = only(taken, answer, proxied)
+    with served(routes) as server:
+        facts = run(server.url)
+    absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
+    assert absent["endpoint_server"] == endpoint_recorder.UNKNOWN
+    assert len(recordings(facts)) == 4
+    (switches,) = (fact.value for fact in facts if isinstance(fact, Reading) and fact.name == "switches")
+    assert switches == (
+        "dialect=generic completions.logprobs=5 completions.cold=not offered chat.seed=1 chat.cold=not offered "
+        "forced=not offered"
+    )
+    with served(routes_of("vllm")) as server:
+        assert "endpoint_server" not in {fact.name for fact in run(server.url) if isinstance(fact, Absent)}
+
+
+def proxied(name: str) -> tuple:
+    """Return LiteLLM's refusal of a parameter that the provider behind it lacks."""
+    words = f"litellm.UnsupportedParamsError: openai does not support parameters: ['{name}'], for model=tiny"
+    return 400, {}, {"error": {"message": words, "type": "None", "param": None, "code": "400"}}
+
+
+@pytest.mark.parametrize("scored", [None, {"tokens": ["!"], "token_logprobs": [-1.0]}])
+def test_a_proxy_that_drops_the_prompts_scores_leaves_them_out_aloud(scored):
+    """The fingerprint says vLLM, and what lies between takes the field away: its answer is not the prompt's."""
+    routes = routes_of("vllm")
+    answer, dropped = routes["POST /v1/completions"], completion({"text": "!", "logprobs": scored})
+    routes["POST /v1/completions"] = lambda body: dropped if "prompt_logprobs" in body else answer(body)
+    with served(routes) as server:
+        facts = run(server.url)
+    ((case, text),) = skipped(facts)
+    assert (case, "an answer without the prompt's tokens" in text) == ("forced/reef", True)
+    assert len(recordings(facts)) == 4
 
 
 def test_a_server_without_probabilities_is_judged_by_text_aloud():
@@ -832,7 +907,8 @@ def test_a_server_without_probabilities_is_judged_by_text_aloud():
         facts = run(server.url, settings={"model": "/srv/tiny"})
     absent = {fact.name: fact.reason for fact in facts if isinstance(fact, Absent)}
     assert {"endpoint_logprobs{api=completions}", "endpoint_logprobs{api=chat}", "endpoint_nonfinite"} <= set(absent)
-    assert {reason for name, reason in absent.items() if name != "endpoint_start_time_seconds"} == {PROBED.BLIND}
+    del absent["endpoint_start_time_seconds"]
+    assert set(absent.values()) == {endpoint_recorder.BLIND}
     for each in recordings(facts).values():
         assert (each[0].values, each[0].margins, each[0].text) == ((), (), "syools")
 

@@ -115,7 +115,7 @@ def test_legacy_lists_with_ids():
 def test_objects_with_and_without_ids():
     """The chat shape; a token is its id where it has one, else its text."""
     answer, _, _ = answered("llama-server", "completions")
-    assert (answer.tokens, answer.values, answer.cached_tokens) == (("1001",), (-3.933040142059326,), 2)
+    assert (answer.tokens, answer.values) == (("1001",), (-3.933040142059326,))
     assert answer.margins == pytest.approx((4.451022624969482 - 3.933040142059326,))
     answer, _, _ = answered("sglang", "chat")
     assert (answer.tokens, answer.values) == ((" range",), (-4.480612754821777,))
@@ -127,7 +127,7 @@ def test_the_generated_token_of_mlx_is_the_best_of_the_alternatives():
     assert body["logprobs"] is True
     assert (answer.tokens, answer.values, answer.margins) == (("753",), (-4.375,), (-4.375 + 4.65625,))
     tied = {**bodies.MLX_WRONG, "top_logprobs": [{"id": i, "token": "", "logprob": -4.0} for i in (70, 9, 12, 80, 90)]}
-    answer = parse(MLX_LM, completion({"text": "x", "logprobs": {"content": [tied]}}))
+    answer = parse(MLX_LM, completion({"text": "x", "logprobs": {"content": [tied]}}), tokens=64)
     assert (answer.tokens, answer.values, answer.margins) == (("9",), (-4.0,), (0.0,))
 
 
@@ -147,7 +147,7 @@ def test_text_alone_has_no_values(name, api):
 
 def test_numbers_alone_are_values():
     """TGI may give a list of log probabilities without tokens."""
-    answer = parse(DIALECTS["tgi"], completion({"text": "ab", "logprobs": [-1.5, -2.5]}))
+    answer = parse(DIALECTS["tgi"], completion({"text": "ab", "logprobs": [-1.5, -2.5]}), tokens=64)
     assert (answer.values, answer.margins) == ((-1.5, -2.5), (None, None))
 
 
@@ -161,7 +161,7 @@ def test_a_prompt_is_scored_by_ids():
     assert answer.nonfinite == 0
     assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 5)
     without_ids = completion({"text": "", "prompt_logprobs": PROMPT_LOGPROBS})
-    assert parse(VLLM, without_ids, forced=True).tokens == ("", "572")
+    assert parse(VLLM, without_ids, tokens=64, forced=True).tokens == ("", "572")
 
 
 @pytest.mark.parametrize("name", ["sglang", "llama-cpp-python"])
@@ -186,11 +186,12 @@ def test_servers_without_prompt_scores_are_not_asked_for_them():
 def test_what_is_no_probability_is_none_and_counted(bad):
     """NaN, infinities, the servers' sentinels and null; also among the alternatives."""
     item = {**bodies.RANGE, "logprob": bad}
-    answer = parse(GENERIC, json.loads(json.dumps(chat({"text": "x", "logprobs": {"content": [item]}}))))
+    said = json.loads(json.dumps(chat({"text": " range", "logprobs": {"content": [item]}})))
+    answer = parse(GENERIC, said, tokens=64)
     assert (answer.values, answer.nonfinite) == ((None,), 1)
     top = [{**entry, "logprob": bad} if i else entry for i, entry in enumerate(bodies.RANGE["top_logprobs"])]
     item = {**bodies.RANGE, "top_logprobs": top}
-    answer = parse(GENERIC, chat({"text": "x", "logprobs": {"content": [item]}}))
+    answer = parse(GENERIC, chat({"text": " range", "logprobs": {"content": [item]}}), tokens=64)
     assert (answer.values, answer.margins, answer.nonfinite) == ((-4.480612754821777,), (None,), 4)
 
 
@@ -225,19 +226,70 @@ def test_the_digest_sees_every_value_and_no_order():
         {"choices": [{"text": "a", "logprobs": {"content": [{"logprob": -1.0}]}}]},
         {"choices": [{"text": "a", "logprobs": 5}]},
         {"choices": [{"text": "a"}], "usage": 7},
+        {"choices": [{"text": "a"}], "usage": {"prompt_tokens": {"text": 14}}},
+        {"choices": [{"text": "a"}], "usage": {"prompt_tokens": -1}},
+        {"choices": [{"text": "a", "finish_reason": {"why": "length"}}]},
+        {"choices": [{"text": {"a": 1}}]},
+        {"choices": [{"text": "a", "token_ids": [{"id": 1}]}]},
+        {"choices": [{"text": "a", "prompt_token_ids": ["1"]}]},
+        {"choices": [{"text": "a", "logprobs": {"content": [{"token": "a", "logprob": {"value": -1.0}}]}}]},
+        {"choices": [{"text": "a", "logprobs": {"content": [{"token": "a", "logprob": "-1.0"}]}}]},
+        {"choices": [{"text": "a", "logprobs": {"content": [{"token": ["a"], "logprob": -1.0}]}}]},
+        {"choices": [{"text": "a" * 300, "logprobs": {"content": [{"token": "a" * 300, "logprob": -1.0}]}}]},
     ],
 )
 def test_an_unknown_shape_is_one_clear_line(data):
     """It names the dialect; it is never taken for an answer."""
     with pytest.raises(Skip, match="this generic server has an unknown shape"):
-        parse(GENERIC, data)
+        parse(GENERIC, data, tokens=64)
+
+
+def scored(text: str, *tokens: str, value: float = -1.0) -> dict:
+    content = [{"token": token, "logprob": value} for token in tokens]
+    return chat({"text": text, "logprobs": {"content": content}})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (scored("a", "a", value=0.5), "has the log probability 0.5; the logarithm of a probability is at most 0"),
+        (completion({"text": "ab", "logprobs": [-1.5, 7]}), "has the log probability 7;"),
+        (scored("Paris", "Lon", "don"), "has a text that its tokens do not spell"),
+        (scored("ab" * 65, *["ab"] * 65), "has 65 tokens; at most 64 were asked for"),
+        (chat({"text": "a" * 20_000}), "has 20,000 characters; at most 64 tokens were asked for"),
+    ],
+)
+def test_what_is_no_answer_is_one_clear_line(data, said):
+    """A baseline must not learn it, and a harness must not trip over it."""
+    with pytest.raises(Skip) as caught:
+        parse(GENERIC, data, tokens=64)
+    assert str(caught.value).startswith(f"the answer of this generic server {said}")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        scored("a", "a", value=0.25),  # bfloat16
+        scored("Hello.", "\u0120Hello", ".", "<|im_end|>"),
+        scored("Hello.", "<|channel|>", "final", "<|message|>", "Hello", "."),
+        scored("caf\u00e9 noir", "caf", "\u00c3", "\u00a9", "\u2581noir"),
+        scored("caf\u00e9 noir", "caf", "bytes:\\xc3", "bytes:\\xa9", " noir"),
+        scored("Hello", "token_id:15", "token_id:99"),
+        scored("Hello", "Hello", " wor", "STOP"),
+        scored("I think. Hello", "Hello", "</s>"),
+        scored("", "Hello"),
+    ],
+)
+def test_tokens_are_spelled_in_many_ways(data):
+    """Control tokens, bytes, marks of spaces, ids, and what a parser takes away: no answer is refused for them."""
+    parse(GENERIC, data, tokens=64)
 
 
 def test_reasoning_is_part_of_the_answer():
     """A model that thinks aloud may have spent all its tokens on that."""
     data = chat({"text": None})
     data["choices"][0]["message"]["reasoning_content"] = "First"
-    assert parse(GENERIC, data).text == "First"
+    assert parse(GENERIC, data, tokens=64).text == "First"
 
 
 @pytest.mark.parametrize(

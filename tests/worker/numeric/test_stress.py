@@ -12,7 +12,7 @@ from canaryd.config.settings import JudgePolicy
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.facts import Reading
-from canaryd.judge import case
+from canaryd.judge import case, node
 from canaryd.judge.verdict import decide
 from canaryd.model import INTENSITIES, Device, Outcome, State
 from canaryd.probe import Absent, Context, ProbeSpec
@@ -201,7 +201,7 @@ def test_retests_find_what_confirmations_do_not():
         return runs[-1]
 
     def state():
-        among = case.node({device.uuid: device}, {device.uuid: runs}, now)
+        among = node.node({device.uuid: device}, {device.uuid: runs}, now)
         verdict = decide(case.Case(device=device, node=among, wanted={}, policy=policy, now=now))
         return max((f.state for f in verdict.findings if f.probe == spec.name), key=lambda s: s.severity)
 

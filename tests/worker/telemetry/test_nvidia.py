@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ for line in sys.stdin:
         if what == "devices":
             answer = {"devices": to_json(nvidia.devices(*rest)), "problems": nvidia.problems()}
         elif what == "read":
-            facts = nvidia.read(from_json(Device, rest[0]), rest[1])
+            facts = nvidia.read(from_json(Device, rest[0]), *rest[1:])
             answer = {"facts": [[type(fact).__name__, to_json(fact)] for fact in facts]}
         else:
             answer = {"closed": nvidia.close()}
@@ -84,9 +85,9 @@ class Agent:
         answer = self.ask("devices", settings or {})
         return [from_json(Device, d) for d in answer["devices"]], answer["problems"]
 
-    def read(self, device: Device, settings: dict | None = None) -> tuple[dict, dict]:
+    def read(self, device: Device, settings: dict | None = None, memory: Path | str = "") -> tuple[dict, dict]:
         """Return readings by key and absences by name; each was held against READINGS."""
-        answer = self.ask("read", to_json(device), settings or {})
+        answer = self.ask("read", to_json(device), settings or {}, str(memory))
         assert "facts" in answer, answer
         return checked(from_json({"Reading": Reading, "Absent": Absent}[kind], data) for kind, data in answer["facts"])
 
@@ -163,9 +164,35 @@ def test_a_lost_gpu_is_a_problem_and_takes_no_other_with_it(machine, agent):
     readings, _ = agent.read(found[3])
     assert readings["temperature_celsius{sensor=core}"] == 34
     assert agent.refused(gpu(machine, 3)).startswith("GPU is lost: it no longer answers on its bus")
-    nowhere = agent.refused(gpu(machine, 3, detail={}))
-    assert nowhere.startswith(f"GPU {machine.uuids[3]} is not among those that answer; of others")
+    assert agent.refused(gpu(machine, 3, detail={})).startswith("GPU is lost: ")
+    nowhere = agent.refused(replace(gpu(machine, 6, detail={}), uuid="GPU-elsewhere"))
+    assert nowhere.startswith("GPU GPU-elsewhere is not among those that answer; of others")
     assert "GPU is lost" in nowhere
+
+
+@pytest.mark.parametrize(
+    ("known", "at", "unfound"),
+    [
+        ("0000:13:00.0", "nvmlDeviceGetHandleByPciBusId_v2", 0),
+        ("0000:13:00.0", "nvmlDeviceGetUUID", 0),
+        ("0000:13:00.0", "nvmlDeviceGetHandleByIndex_v2", 6),
+        ("0000:13:00.0", "nvmlDeviceGetHandleByIndex_v2", 2),
+        ("0000:13:00.0", "nvmlDeviceGetUUID", 999),
+        ("", "nvmlDeviceGetHandleByIndex_v2", 0),
+        ("", "nvmlDeviceGetUUID", 0),
+    ],
+)
+def test_a_gpu_is_known_as_lost_whichever_call_says_so(machine, agent, known, at, unfound):
+    """By its address, by its number, by its uuid, and where the driver does not find its address any more."""
+    bus = "nvmlDeviceGetHandleByPciBusId_v2"
+    machine.fail(3, at, 15)
+    if unfound:
+        machine.fail(None, bus, unfound)
+    assert agent.refused(gpu(machine, 3, detail={"bus_id": known})).startswith("GPU is lost: ")
+    assert agent.read(gpu(machine, 4))[0]["temperature_celsius{sensor=core}"] == 34
+    machine.fail(None, "nvmlDeviceGetCount_v2", 15)
+    machine.unset(None, bus)
+    assert agent.read(gpu(machine, 4))[0]["temperature_celsius{sensor=core}"] == 34  # a driver's error accuses no GPU
 
 
 def test_a_gpu_is_found_by_what_it_is_and_not_by_where_it_was(machine, agent):
@@ -808,6 +835,63 @@ def test_without_persistence_letting_go_forgets_volatile_errors(machine, agent):
     agent.ask("close")
     assert counted() == (0, 7)
     assert agent.read(device)[0]["persistence_mode"] == 0
+
+
+# --- How often the driver is asked ------------------------------------------------------------------------------------
+
+
+def swept(machine: StandIn, directory: Path, number: int = 1) -> tuple[int, dict, dict]:
+    """Return how many calls one sweep's read of a GPU made, in a process of its own, and what it read."""
+    calls = directory / "calls"
+    calls.write_text("")
+    with Agent(machine, NVML_STAND_IN_CALLS=str(calls)) as agent:
+        found = agent.read(gpu(machine, number), memory=directory / "memory")
+    return len(calls.read_text().split()), *found
+
+
+def test_a_sweep_asks_for_at_most_forty_things(machine, agent, tmp_path):
+    """What does not change is asked once a day, links in one call; every reading is there all the same.
+
+    Two kinds of errors have no field for links beyond the twelfth: a GPU of 18 that counts them takes 12 calls more.
+    """
+    say(machine, 1, {"nvlink.3.replay": 7, "nvlink.14.crc_flit": 5, "nvlink.2.up": 0})
+    whole = agent.read(gpu(machine, 1))
+    first, *found = swept(machine, tmp_path)
+    assert [*found] == [*whole]
+    assert first > 100
+    machine.set(1, "nvlink.14.crc_flit", 6)
+    later, readings, absent = swept(machine, tmp_path)
+    assert (readings["nvlink_errors_total{kind=crc_flit,link=14}"], readings["nvlink_up{link=2}"]) == (6, 0)
+    assert (readings.keys(), absent) == (whole[0].keys(), whole[1])
+    assert later <= 40 + 2 * (18 - 12)
+    machine.set(2, "nvlinks", 12)
+    swept(machine, tmp_path, 2)
+    assert swept(machine, tmp_path, 2)[0] <= 40
+
+
+def test_fields_that_say_something_else_are_not_believed(machine, agent, tmp_path):
+    """Where a driver does not know the fields of links, or another driver came, the calls are asked."""
+    machine.set(None, "no_link_fields", 1)
+    whole = agent.read(gpu(machine, 1))
+    for _ in range(2):
+        calls, *found = swept(machine, tmp_path)
+        assert [*found] == [*whole]
+        assert calls > 100
+    machine.unset(None, "no_link_fields")
+    machine.set(None, "driver", "590.44.01")
+    swept(machine, tmp_path)
+    assert swept(machine, tmp_path)[0] < 60
+
+
+@pytest.mark.parametrize("kept", ["", "{", '{"driver": "580.95.05", "at": 0, "known": {}}', '{"driver": "580.95.05"}'])
+def test_a_memory_that_is_old_or_damaged_is_made_anew(machine, agent, tmp_path, kept):
+    """It is what it would be without."""
+    file = tmp_path / f"memory/nvml-{machine.uuids[1]}.json"
+    file.parent.mkdir()
+    file.write_text(kept)
+    calls, *found = swept(machine, tmp_path)
+    assert ([*found], calls > 100) == ([*agent.read(gpu(machine, 1))], True)
+    assert swept(machine, tmp_path)[0] < 60
 
 
 # --- The probe, through the supervisor --------------------------------------------------------------------------------

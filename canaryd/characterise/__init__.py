@@ -1,0 +1,1 @@
+"""Characterise a device: parts, their results on disk, and a page."""

@@ -1,0 +1,164 @@
+"""Parts of a characterisation and their results, each in a file of its own as soon as it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from canaryd.codec import from_json, to_json
+from canaryd.facts import Claim, Observation, Seen, Sentence
+from canaryd.model import Outcome
+
+
+class Status(str, enum.Enum):
+    """What a part came to."""
+
+    RIGHT = "right"
+    """Everything in it that must be right was right, and every control failed as it must."""
+    MEASURED = "measured"
+    """It ran, and nothing in it can be wrong."""
+    NOT_TRIED = "not_tried"
+    """Nothing of it could be tried: the device or the stack has none of it, or time was too short."""
+    WRONG = "wrong"
+    """A strict result was wrong."""
+    INVALID = "invalid"
+    """A control that must fail did not: nothing of this characterisation counts."""
+    UNCLASSIFIED = "unclassified"
+    """An error that canaryd cannot tell from a failure of the device."""
+    FAILED = "failed"
+    """The device failed, or the worker did not come to its end."""
+
+    @property
+    def bad(self) -> bool:
+        """Whether the characterisation has failed because of it."""
+        return self in (Status.WRONG, Status.INVALID, Status.UNCLASSIFIED, Status.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part, before it is carried out."""
+
+    name: str
+    """E.g. "exactness/bfloat16"; also the name of its file."""
+    title: str
+    rank: int
+    """Its turn: the most telling parts come first."""
+    seconds: float
+    """The most that it may work when there are ten minutes for all."""
+    workers: int = 0
+    """Workers that it starts of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One part, carried out."""
+
+    name: str
+    title: str
+    rank: int
+    started: float
+    """Seconds since the epoch."""
+    seconds: float
+    outcome: Outcome
+    """What became of the worker."""
+    detail: Sentence = ""
+    """Why it did not complete, or what it skips."""
+    observations: tuple[Observation, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, claim: Claim, *seen: Seen) -> int:
+        """Return how many observations of a claim came to one of `seen`."""
+        return sum(1 for o in self.observations if o.claim is claim and o.seen in seen)
+
+    @property
+    def status(self) -> Status:
+        """What it came to; the worst counts."""
+        if any(o.claim is Claim.CONTROL and o.seen in (Seen.RIGHT, Seen.RAISED) for o in self.observations):
+            return Status.INVALID
+        if self.count(Claim.STRICT, Seen.WRONG):
+            return Status.WRONG
+        errors = {o.error for o in self.observations if o.seen is Seen.RAISED}
+        if errors & {"other", "harness"} or self.outcome is Outcome.ERRORED:
+            return Status.UNCLASSIFIED
+        if errors or self.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED):
+            return Status.FAILED
+        if self.count(Claim.STRICT, Seen.RIGHT) or self.count(Claim.CONTROL, Seen.WRONG):
+            return Status.RIGHT
+        if self.outcome is Outcome.SKIPPED or (self.observations and all(o.seen in UNTRIED for o in self.observations)):
+            return Status.NOT_TRIED
+        return Status.MEASURED
+
+
+UNTRIED = (Seen.NOT_OFFERED, Seen.REFUSED, Seen.LEFT_OUT, Seen.NOT_REACHED)
+"""What says nothing of the device's results."""
+
+
+class NotOurs(Exception):
+    """A directory whose results are of another device or stack; the text says which."""
+
+
+class Directory:
+    """The results of one characterisation on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts = path / "parts"
+
+    def __repr__(self) -> str:
+        return f"Directory({self.path})"
+
+    def open(self, identity: Mapping[str, str]) -> None:
+        """Create the directory, or go on in it; raise `NotOurs` where it belongs to another device or stack.
+
+        `identity`: what all results in it share. Raises `OSError` where it cannot be written.
+        """
+        self._parts.mkdir(parents=True, exist_ok=True)
+        mark = self.path / "identity.json"
+        try:
+            known = json.loads(mark.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            write(mark, json.dumps(dict(identity), indent=2) + "\n")
+            return
+        for name, value in identity.items():
+            if known.get(name) != value:
+                raise NotOurs(f"its results are of {name} {known.get(name)!r}, not {value!r}")
+
+    def results(self) -> list[Result]:
+        """Return the parts that are whole, in their order. A file that is cut off is not there."""
+        found = []
+        for path in self._parts.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(from_json(Result, json.loads(path.read_text(encoding="utf-8"))))
+        return sorted(found, key=lambda r: (r.rank, r.name))
+
+    def add(self, result: Result) -> None:
+        """Write a part's result; it is whole on the disk, or not there."""
+        write(self._parts / f"{file_name(result.name)}.json", json.dumps(to_json(result), indent=1) + "\n")
+
+
+def file_name(text: str) -> str:
+    """Return a text as the stem of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.") or "unnamed"
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file so that a reader, and a machine that loses power, sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def sliced(parts: Iterable[Part], number: int, of: int) -> list[Part]:
+    """Return every `of`-th part, beginning with the `number`-th (from 1), in the order of their ranks."""
+    ordered = sorted(parts, key=lambda p: (p.rank, p.name))
+    return ordered[number - 1 :: of]

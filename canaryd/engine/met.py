@@ -1,0 +1,63 @@
+"""Which classes of exact cases the devices of this host, and imported ones, have met: learnt from every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from canaryd.engine.host import Host
+from canaryd.judge.characterised import Claims, Line, Met, learns, met_in
+from canaryd.model import Run
+from canaryd.store.clock import DAY
+
+
+class MetClasses:
+    """The records of classes in memory, kept up to date with the store."""
+
+    def __init__(self, host: Host) -> None:
+        """Read nothing yet; `read` does."""
+        self._host = host
+        self._records: dict[Line, Met] = {}
+        self._claims: Claims | None = None
+
+    @property
+    def claims(self) -> Claims:
+        """All records, to be asked about one class."""
+        with self._host.mutex:
+            if self._claims is None:
+                self._claims = Claims(self._records.values())
+            return self._claims
+
+    def read(self) -> None:
+        """Read all records from the store; what was learnt here and could not be stored yet is among them."""
+        found = {met.line: met for met in self._host.store.met()}
+        with self._host.mutex:
+            self._records, self._claims = found, None
+
+    def learn(self, runs: Iterable[Run]) -> list[Met]:
+        """Take in the classes that runs met; return the records that are to be stored, few or none as a rule.
+
+        A record is also stored once a day while its software is in use: it must outlive the mismatches it speaks to.
+        """
+        changed: dict[Line, Met] = {}
+        with self._host.mutex:
+            for run in runs:
+                device = self._host.devices.get(run.device)
+                if device is None or not learns(device.kind) or run.drill or not run.stack:
+                    continue
+                line = Line(run.device, run.probe, run.probe_version, run.stack_id)
+                known, names = self._records.get(line), met_in(run)
+                fresh = names - known.classes.keys() if known else names
+                if fresh or (known and run.started - known.used > DAY):
+                    seen = Met(
+                        device=run.device,
+                        kind=device.kind,
+                        probe=run.probe,
+                        probe_version=run.probe_version,
+                        stack=run.stack,
+                        classes=dict.fromkeys(sorted(fresh), run.started),
+                        used=run.started,
+                    )
+                    self._records[line] = changed[line] = known.merged(seen) if known else seen
+            if changed:
+                self._claims = None
+        return list(changed.values())

@@ -1,0 +1,170 @@
+"""By what a class of exact cases counts as characterised: who has met its golden bit for bit, and on which software.
+
+An exact golden is a claim about a kernel: this operation, format and content give one bit pattern on this stack.
+Evidence for the claim is a device that met it. Only agreement with the golden counts, so a device that is wrong from
+its first day cannot characterise its own wrong answer. docs/goldens.md has the rules.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from canaryd.facts import Subject, shared, stack_id
+from canaryd.model import ENDPOINT, Run
+
+SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*")
+"""The sizes of a case, as its name gives them after "@"."""
+Kind = tuple[str, str]
+"""Backend and model: `Device.kind`."""
+
+
+class By(str, enum.Enum):
+    """By what a class is characterised, the first that holds."""
+
+    SHIPPED = "shipped"
+    """It rounds nothing, or it was shown on healthy devices before this release."""
+    ACCEPTED = "characterise"
+    """An operator accepted it as characterised."""
+    ITSELF = "itself"
+    """This device has met it on this stack."""
+    SIBLING = "sibling"
+    """Another device of this host, of the same backend and model, has met it on this stack."""
+    WITNESS = "witness"
+    """A device of another host, of the same backend and model, has met it on this stack."""
+    CONTRADICTION = "contradiction"
+    """This device gave right and wrong results for the same bytes: by its own word the golden holds."""
+
+
+@functools.lru_cache(maxsize=4096)
+def class_of(case: str) -> str:
+    """Return the class of a case: its name, with each of the sizes that follow "@" rounded up to a power of two.
+
+    Libraries choose a kernel by size, so a kernel that was met says nothing about those that serve other sizes. Sizes
+    vary with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out.
+    """
+    name, _, sizes = case.partition("@")
+    if SIZES.fullmatch(sizes):
+        name += "@" + "x".join(str(1 << max(0, int(size) - 1).bit_length()) for size in sizes.split("x"))
+    return shared(name)
+
+
+class Line(NamedTuple):
+    """What tells a record of classes from every other one."""
+
+    device: str
+    probe: str
+    probe_version: int
+    stack_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """The classes of one probe that one device met on one stack. Stored and exported as JSON: names never change."""
+
+    device: str
+    """`Device.uuid`."""
+    kind: Kind
+    probe: str
+    probe_version: int
+    stack: Mapping[str, str]
+    classes: Mapping[str, float] = field(default_factory=dict)
+    """Class → when its golden was first met, in seconds since the epoch."""
+    accepted: Mapping[str, str] = field(default_factory=dict)
+    """Class → why an operator accepted it as characterised, for every device of the kind."""
+    imported: bool = False
+    """Whether the device belongs to another host."""
+    used: float = 0.0
+    """When the device last ran the probe on this stack, in seconds since the epoch, to the day."""
+
+    @functools.cached_property
+    def line(self) -> Line:
+        """What tells it from every other record."""
+        return Line(self.device, self.probe, self.probe_version, stack_id(self.stack))
+
+    def merged(self, other: Met) -> Met:
+        """Return both records of one line as one: nothing that either knows is lost."""
+        met = {c: min(at, other.classes.get(c, at)) for c, at in self.classes.items()}
+        return replace(
+            self,
+            classes={**other.classes, **met},
+            accepted={**self.accepted, **other.accepted},
+            imported=self.imported and other.imported,
+            used=max(self.used, other.used),
+        )
+
+
+def met_in(run: Run) -> frozenset[str]:
+    """Return the classes whose golden a run met, none of its comparisons disagreeing.
+
+    Never of a drill, and never of a run without a stack: nobody could say for which software it holds.
+    """
+    if run.drill or not run.stack:
+        return frozenset()
+    wrong = {class_of(c.case) for c in run.wrong}
+    right = (c for c in run.comparisons if c.subject is Subject.DEVICE and c.trials and not c.wrong)
+    return frozenset(name for c in right if c.case != FOLDED and (name := class_of(c.case)) not in wrong)
+
+
+FOLDED = "*"
+"""The case of a clean run's comparisons summed into one: which classes they were is not known any more."""
+
+
+def learns(kind: Kind) -> bool:
+    """Return whether devices of a kind are characterised by evidence: processors and endpoints are not."""
+    return kind[0] not in ("cpu", ENDPOINT)
+
+
+class Proof(NamedTuple):
+    """By what a class is characterised for a device."""
+
+    by: By
+    devices: tuple[str, ...] = ()
+    """The uuids of the devices that met it; empty where none had to."""
+
+
+class Claims:
+    """Every record of classes that were met, to be asked about one."""
+
+    def __init__(self, records: Iterable[Met] = ()) -> None:
+        """Take records of devices of this host and of others."""
+        self._records: dict[tuple[Kind, str, int], list[Met]] = defaultdict(list)
+        for met in records:
+            self._records[met.kind, met.probe, met.probe_version].append(met)
+        self._asked: dict[tuple[Line, str], Proof | None] = {}
+
+    def proof(self, device: str, kind: Kind, run: Run, case: str) -> Proof | None:
+        """Return by what the class of a run's case is characterised; None where nobody has met it on its stack."""
+        if not run.stack:
+            return None
+        name = class_of(case)
+        asked = Line(device, run.probe, run.probe_version, run.stack_id), name
+        if asked not in self._asked:
+            self._asked[asked] = self._proof(device, kind, run, name)
+        return self._asked[asked]
+
+    def _proof(self, device: str, kind: Kind, run: Run, name: str) -> Proof | None:
+        same = [m for m in self._of(kind, run) if m.line.stack_id == run.stack_id]
+        if accepted := tuple(sorted(m.device for m in same if name in m.accepted)):
+            return Proof(By.ACCEPTED, accepted)
+        met = [m for m in same if name in m.classes]
+        if any(m.device == device for m in met):
+            return Proof(By.ITSELF, (device,))
+        for by, elsewhere in ((By.SIBLING, False), (By.WITNESS, True)):
+            if found := tuple(sorted(m.device for m in met if m.imported is elsewhere)):
+                return Proof(by, found)
+        return None
+
+    def before(self, kind: Kind, run: Run, case: str) -> Met | None:
+        """Return the newest record that has the class of a run's case on other software; None where there is none."""
+        name = class_of(case)
+        other = (m for m in self._of(kind, run) if name in m.classes and m.line.stack_id != run.stack_id)
+        return max(other, key=lambda m: m.used, default=None)
+
+    def _of(self, kind: Kind, run: Run) -> list[Met]:
+        return self._records.get((kind, run.probe, run.probe_version), [])

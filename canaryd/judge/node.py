@@ -1,0 +1,254 @@
+"""The devices of a host with the runs that count, and what several of them show together."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from canaryd.facts import Comparison, Subject
+from canaryd.judge import cause as judge_cause
+from canaryd.judge.cause import Mismatch, operands_of
+from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
+from canaryd.judge.clock import EPOCH
+from canaryd.judge.watch import days_of_tests
+from canaryd.model import Device, Run
+
+DRILL_EXPIRY = 3600.0
+"""Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The devices of a node and the runs that count, selected once for the verdicts on all of them."""
+
+    devices: Mapping[str, Device]
+    runs: Mapping[str, tuple[Run, ...]]
+    """By uuid, sorted by start, each id once; either drills only or no drills."""
+    summed: Mapping[str, Mapping[str, Iterable[int]]] = field(default_factory=dict)
+    """Device → probe → days of the past on which it was tested, from summaries: those outlive the runs."""
+    claims: Claims = field(default_factory=Claims)
+    """Which classes of exact cases were met, here and on other hosts."""
+
+    @cached_property
+    def all(self) -> list[Run]:
+        """The runs of all devices, oldest first."""
+        return sorted(itertools.chain.from_iterable(self.runs.values()), key=by_time)
+
+    @cached_property
+    def tested(self) -> Mapping[str, Mapping[str, frozenset[int]]]:
+        """Device → probe → days (UTC, since the epoch) on which it was tested."""
+        return {uuid: days_of_tests(runs, self.summed.get(uuid)) for uuid, runs in self.runs.items()}
+
+    @cached_property
+    def at(self) -> dict[str, float]:
+        """Id → start of every run."""
+        return {r.id: r.started for r in self.all}
+
+    @cached_property
+    def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
+        """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
+
+        If several single cores show the same doubt about the same golden, the reference is wrong, not a core.
+        """
+        mismatches = find_mismatches(self.all, Subject.HOST)
+        cores: dict[object, set[int | None]] = defaultdict(set)
+        for mismatch in mismatches:
+            cores[mismatch.same_story].add(mismatch.core)
+        shared = [len(cores[m.same_story] - {None}) > 1 for m in mismatches]
+        return [h for h, s in zip(mismatches, shared, strict=True) if not s], list(
+            itertools.compress(mismatches, shared)
+        )
+
+    @cached_property
+    def goldens(self) -> set[object]:
+        """The goldens that this node has made without contradiction: those that a result was compared with."""
+        return {
+            (r.probe, r.probe_version, operands_of(c))
+            for r in self.all
+            for c in r.comparisons
+            if c.subject is Subject.DEVICE
+        }
+
+    @cached_property
+    def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
+        """Device → the mismatches that accuse it, oldest first: only characterised goldens do."""
+        return {uuid: [m for m in found if m.proof is not None] for uuid, found in self.missed.items()}
+
+    @cached_property
+    def missed(self) -> Mapping[str, Sequence[Mismatch]]:
+        """Device → every golden that it missed, with by what its class is characterised; oldest first."""
+        return {
+            uuid: [replace(m, proof=self._proof(m)) for m in find_mismatches(runs, Subject.DEVICE)]
+            for uuid, runs in self.runs.items()
+        }
+
+    def _proof(self, mismatch: Mismatch) -> Proof | None:
+        """Return by what the class of a mismatch is characterised; None where nobody has met it."""
+        run, comparison = mismatch.run, mismatch.comparison
+        if comparison.characterised:
+            return Proof(By.SHIPPED)
+        kind = self.devices[run.device].kind
+        if not learns(kind):
+            return None
+        if proof := self.claims.proof(run.device, kind, run, comparison.case):
+            return proof
+        if _claim(mismatch) in self._contradicted[run.device]:
+            return Proof(By.CONTRADICTION, (run.device,))
+        return None
+
+    @cached_property
+    def _contradicted(self) -> Mapping[str, frozenset[object]]:
+        """Device → the classes in which it gave right and wrong results for the same bytes."""
+        return {uuid: contradictions(find_mismatches(runs, Subject.DEVICE)) for uuid, runs in self.runs.items()}
+
+    @cached_property
+    def cpu_erred(self) -> list[float]:
+        """When this host's CPU was wrong, in its goldens or in its own runs; ascending."""
+        own = [m for uuid, ms in self.accusing.items() if self.devices[uuid].backend == "cpu" for m in ms]
+        return sorted(m.run.started for m in (*self.host_mismatches[0], *own))
+
+    def data(self, mismatch: Mismatch) -> object:
+        """Return what a mismatch was computed from: operands, software, and the kind of device."""
+        run = mismatch.run
+        return self.devices[run.device].kind, run.probe, run.probe_version, run.stack_id, mismatch.operands
+
+    @cached_property
+    def _givers(self) -> Mapping[object, set[str]]:
+        """Data with wrong bits → the devices that gave them."""
+        givers: dict[object, set[str]] = defaultdict(set)
+        for mismatch in itertools.chain.from_iterable(self.accusing.values()):
+            for mark in judge_cause.marks([mismatch.comparison]) if mismatch.run.stack else ():
+                givers[self.data(mismatch), mark].add(mismatch.run.device)
+        return givers
+
+    @cached_property
+    def _unproven_givers(self) -> Mapping[object, set[str]]:
+        """The same for mismatches in classes that nobody has met."""
+        givers: dict[object, set[str]] = defaultdict(set)
+        for mismatch in itertools.chain.from_iterable(self.missed.values()):
+            if mismatch.proof is None and mismatch.run.stack:
+                for mark in judge_cause.marks([mismatch.comparison]):
+                    givers[self.data(mismatch), mark].add(mismatch.run.device)
+        return givers
+
+    def gave_alike(self, mismatch: Mismatch) -> set[str]:
+        """Return the other devices that gave the wrong bits of an unproven mismatch for the same data."""
+        if not mismatch.run.stack:
+            return set()
+        data = self.data(mismatch)
+        found = (self._unproven_givers.get((data, mark), set()) for mark in judge_cause.marks([mismatch.comparison]))
+        return set().union(*found) - {mismatch.run.device}
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The `id` of every wrong comparison whose bits another device of the kind gave too: no fault of one part."""
+        return frozenset(
+            id(m.comparison)
+            for m in itertools.chain.from_iterable(self.accusing.values())
+            if m.run.stack
+            and any(len(self._givers[self.data(m), mark]) > 1 for mark in judge_cause.marks([m.comparison]))
+        )
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """The `id` of every wrong comparison that is the device's own: a bug that it shares must not hide a fault.
+
+        Beside shared ones of its probe and software, one counts as its own where a sibling computed the same data.
+        """
+        computed: dict[object, set[str]] = defaultdict(set)
+        for run in self.all if self.shared else ():
+            for comparison in run.comparisons:
+                computed[self.data(Mismatch(run=run, comparison=comparison))].add(run.device)
+        found = set()
+        for mismatches in self.accusing.values():
+            bugs = {(m.run.probe, m.run.stack_id) for m in mismatches if id(m.comparison) in self.shared}
+            found |= {
+                id(m.comparison)
+                for m in mismatches
+                if (m.run.probe, m.run.stack_id) not in bugs
+                or (id(m.comparison) not in self.shared and len(computed[self.data(m)]) > 1)
+            }
+        return frozenset(found)
+
+    @cached_property
+    def onsets(self) -> Mapping[tuple[str, str], float]:
+        """(device, stack id) → when the device was first wrong on that software in bits of its own."""
+        found: dict[tuple[str, str], float] = {}
+        for m in itertools.chain.from_iterable(self.accusing.values()):
+            if id(m.comparison) in self.own:
+                found.setdefault((m.run.device, m.run.stack_id), m.run.started)
+        return found
+
+
+def node(
+    devices: Mapping[str, Device],
+    runs: Mapping[str, Iterable[Run]],
+    now: float,
+    *,
+    drill: bool = False,
+    summed: Mapping[str, Mapping[str, Iterable[int]]] | None = None,
+    claims: Claims | None = None,
+) -> Node:
+    """Return the runs that count at `now`; with `drill`, those of the last hour's drills, without, none of them."""
+
+    def selected(candidates: Iterable[Run]) -> tuple[Run, ...]:
+        # A clock that was not set yet must not make a mismatch look decades old, and so long cleared.
+        unique = {
+            r.id: r if r.started >= EPOCH else replace(r, started=now) for r in candidates if bool(r.drill) == drill
+        }
+        recent = (r for r in unique.values() if not drill or abs(now - r.started) <= DRILL_EXPIRY)
+        return tuple(sorted(recent, key=by_time))
+
+    counted = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
+    return Node(devices=devices, runs=counted, summed=summed or {}, claims=claims or Claims())
+
+
+def by_time(run: Run) -> tuple[float, str]:
+    """Sort runs by their start, and those of one moment always alike."""
+    return run.started, run.id
+
+
+def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
+    """Return the mismatches of a subject, also of runs that did not complete: a fact stays one after a crash."""
+    return [Mismatch(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
+
+
+def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
+    """Return the classes in which a device gave right and wrong results for the same bytes.
+
+    In one upload, or in fresh uploads of the same operands.
+    """
+    return frozenset(_claim(m) for m in mismatches if _was_right_too(m.comparison))
+
+
+def _was_right_too(comparison: Comparison) -> bool:
+    evidence = comparison.evidence
+    again = evidence is not None and evidence.repeats_wrong < evidence.repeats
+    return comparison.wrong_trials < comparison.trials or again
+
+
+def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:
+    """Return whether a device was wrong in two ways on the same bytes.
+
+    That accuses nobody: a kernel that adds in no fixed order, and rounds, does so on healthy devices.
+    """
+    looks: dict[object, object] = {}
+    for mismatch in mismatches:
+        evidence = mismatch.comparison.evidence
+        if evidence is None:
+            continue
+        if evidence.repeats_alike is not None and evidence.repeats_alike < evidence.repeats_wrong:
+            return True
+        look = evidence.wrong, evidence.first
+        if evidence.first and looks.setdefault((_claim(mismatch), mismatch.operands), look) != look:
+            return True
+    return False
+
+
+def _claim(mismatch: Mismatch) -> object:
+    """Return what a mismatch is a counter-example of: the class, on the software that computed it."""
+    run = mismatch.run
+    return run.probe, run.probe_version, run.stack_id, class_of(mismatch.comparison.case)

@@ -1,0 +1,134 @@
+"""The rule for a device that is lost and found again and again, as the inventory saw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from canaryd.formatting import format_duration
+from canaryd.judge.case import Case
+from canaryd.judge.hangs import TIMES
+from canaryd.judge.telemetry.signals import Signs
+from canaryd.judge.wording import count
+from canaryd.model import Cause, Event, Finding, State
+
+DEVICE, FOUND, GONE = "device", "found", "gone"
+"""`Event.name` of a change of the inventory itself, and its values."""
+
+
+class Absence(NamedTuple):
+    """A time during which a device may have been missing, in seconds since the epoch."""
+
+    since: float
+    """When it was last found before."""
+    until: float
+    """When it was found again; infinite where it was not."""
+
+
+class Outage(NamedTuple):
+    """One or more disappearances within an hour."""
+
+    first: float
+    """When the device was last found before."""
+    last: float
+    """When it was newly missed, the last time."""
+    back: float
+    """When it was found again; infinite where it was not."""
+    times: int
+
+
+def keeps_vanishing(case: Case) -> Iterator[Finding]:
+    """A device vanished again and again while nobody took it away: suspect where others of this host stayed.
+
+    An instance of a divided GPU is left out: it goes whenever the GPU is divided anew.
+    """
+    if case.signs is None or case.device.parent:
+        return
+    events = case.signs.seen("change", case.policy.week)
+    siblings = {
+        device.name: case.sightings.get(uuid, ())
+        for uuid, device in sorted(case.devices.items())
+        if device.backend == case.device.backend and not device.parent and not device.detail.get("undriven")
+    }
+    counted, stayed, left = 0, set(siblings), set[str]()
+    newest = 0.0
+    for outage in outages(events):
+        here, went = _others(siblings, outage)
+        if _explained(case.signs, outage) or (went and not here):
+            continue
+        counted, stayed, left, newest = counted + outage.times, stayed & here, left | went, outage.last
+    if counted < TIMES:
+        return
+    suspect = bool(stayed)
+    who = f"{count(len(stayed), 'other device')} of this host stayed each time." if suspect else ""
+    yield Finding(
+        rule="keeps-vanishing",
+        state=State.SUSPECT if suspect else State.UNKNOWN,
+        cause=Cause.HARDWARE if suspect and not left else Cause.UNDETERMINED,
+        message=f"It vanished {counted} separate times within {format_duration(case.policy.week)}, "
+        f"last before {case.signs.moment(newest)}",
+        action="Take it out of service; check slot, power, cables and the kernel log: journalctl -k -n 100",
+        evidence=tuple(
+            filter(
+                None,
+                (
+                    who,
+                    "No reboot, change of the driver or canaryd release explains it.",
+                    f"Clears {format_duration(case.policy.week)} after it stops.",
+                ),
+            )
+        ),
+    )
+
+
+def outages(events: Sequence[Event]) -> Iterator[Outage]:
+    """Yield the disappearances among a device's events (oldest first)."""
+    seen = [e for e in events if e.name == DEVICE]
+    for number, event in enumerate(seen):
+        # Equal events of an hour are one: found and gone took turns, and `before` tells which came first.
+        times = (int(event.count) + (event.before == FOUND)) // 2
+        if times:
+            back = (e.last for e in seen[number:] if e.after == FOUND)
+            yield Outage(event.first, event.last, next(back, math.inf), times)
+
+
+def absences(events: Sequence[Event]) -> Iterator[Absence]:
+    """Yield when a device may have been missing, by all its events (oldest first); also before it was first found."""
+    since: float | None = None
+    for event in (e for e in events if e.name == DEVICE):
+        if event.before != FOUND:
+            since = -math.inf if since is None else since
+        elif since is None:
+            since = event.first
+        if event.after == FOUND:
+            yield Absence(since, event.last)
+            since = None
+        elif event.count > 1 and event.before != FOUND:
+            yield Absence(since, event.last)
+            since = event.first
+    if since is not None:
+        yield Absence(since, math.inf)
+
+
+def _others(siblings: Mapping[str, Sequence[Event]], outage: Outage) -> tuple[set[str], set[str]]:
+    """Return the siblings that were there all the time, and those that vanished during the outage too."""
+    here = {
+        name
+        for name, events in siblings.items()
+        if not any(a.since <= outage.last and a.until > outage.first for a in absences(events))
+    }
+    went = {
+        name
+        for name, events in siblings.items()
+        if any(theirs.first <= outage.last and theirs.last >= outage.first for theirs in outages(events))
+    }
+    return here, went
+
+
+def _explained(signs: Signs, outage: Outage) -> bool:
+    """Whether somebody took it away: a reboot or a release meanwhile, or another driver when it was back."""
+    taken = [*signs.seen("boot"), *signs.seen("release")]
+    if any(e.first <= outage.last and e.last >= outage.first for e in taken):
+        return True
+    return any(outage.first <= e.last <= outage.back for e in signs.named("change", "driver"))

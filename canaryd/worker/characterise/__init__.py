@@ -1,0 +1,1 @@
+"""The parts of `canaryd characterise` that use the device."""

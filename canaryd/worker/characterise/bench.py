@@ -1,0 +1,126 @@
+"""What every part of a characterisation works with: the device, its time, and a list of what was seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from canaryd.facts import Claim, Observation, Seen
+from canaryd.model import Device
+from canaryd.worker.numeric import evidence, faults
+from canaryd.worker.numeric.errors import ErrorKind, kind_of
+from canaryd.worker.numeric.operands import Inexact, Problem
+from canaryd.worker.numeric.tensors import host_same_bits, same_bits, upload
+from canaryd.worker.numeric.verify import QUOTED
+
+BLIND = "blind"
+"""The drill that makes every comparison say "equal": the controls must notice."""
+SEED = 20_261_123
+"""Seed of all operands: two characterisations of one device compute the same data."""
+Compute = Callable[[tuple[Any, ...], Any], Any]
+Progress = Callable[[float, str], None]
+Values = Mapping[str, float | int | str]
+
+
+class DeviceFailed(Exception):
+    """The device failed, and nothing more can be computed in this process."""
+
+
+@dataclass
+class Bench:
+    """One part at work."""
+
+    device: Device
+    seconds: float
+    """Time that the part may take."""
+    drill: str = ""
+    """A fault of `faults.FAULTS` put into every strict result, or `BLIND`; "" for none."""
+    progress: Progress = lambda _fraction, _text: None
+    clock: Callable[[], float] = time.monotonic
+    seen: list[Observation] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    begun: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start the clock of the part."""
+        self.begun = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, never negative."""
+        return max(0.0, self.begun + self.seconds - self.clock())
+
+    def add(
+        self, name: str, claim: Claim, seen: Seen, detail: str = "", *, error: str = "", values: Values | None = None
+    ) -> None:
+        """Note what was seen."""
+        self.progress(min(0.99, 1 - self.left / self.seconds), name)
+        self.seen.append(
+            Observation(name=name, claim=claim, seen=seen, error=error, detail=detail, values=values or {})
+        )
+
+    def out_of_time(self, name: str, claim: Claim) -> bool:
+        """Return whether the part's time is spent, and note what is not reached then."""
+        if self.left > 0:
+            return False
+        self.add(name, claim, Seen.NOT_REACHED, f"the part's {self.seconds:g} s were spent before its turn")
+        return True
+
+    def note_error(self, name: str, claim: Claim, caught: Exception) -> None:
+        """Note an error by what it means. Raises `DeviceFailed` for one of the device."""
+        lines = [line.strip() for line in str(caught).splitlines() if line.strip()]
+        text = f"{type(caught).__name__}: {(lines or ['no reason given'])[0]}"
+        kind = "harness" if isinstance(caught, Inexact) else kind_of(caught).value
+        if kind == ErrorKind.REFUSED.value:
+            self.add(name, claim, Seen.REFUSED, text[:QUOTED])
+            return
+        self.add(name, claim, Seen.RAISED, text[: 4 * QUOTED], error=kind)
+        if kind == ErrorKind.DEVICE.value:
+            raise DeviceFailed(text) from caught
+
+    def same(self, result: Any, golden: Any) -> bool:
+        """Compare a result with its golden where both lie, and once more on the host; only both together are equal."""
+        if self.drill == BLIND:
+            return True
+        return same_bits(result, golden) and host_same_bits(result.cpu(), golden.cpu())
+
+    def verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim = Claim.STRICT) -> None:
+        """Compute one problem from two uploads and note whether the results have the golden's bits."""
+        if self.out_of_time(name, claim):
+            return
+        try:
+            self._verify(name, build, compute, claim)
+        except DeviceFailed:
+            raise
+        except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
+            self.note_error(name, claim, caught)
+
+    def _verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim) -> None:
+        problem = build()
+        if not problem.witnessed:
+            self.add(name, claim, Seen.RAISED, "integer and float64 arithmetic of the host disagree", error="harness")
+            return
+        fault = faults.FAULTS.get(self.drill) if claim is Claim.STRICT else None
+        injector = faults.Injector(fault, SEED, target=name)
+        wrong = None
+        for _ in range(2):
+            operands = upload(problem.operands, self.device)
+            (golden,) = upload((problem.golden,), self.device)
+            injector.before(name, operands[0])
+            result = compute(operands, None).contiguous()
+            injector.after(name, result)
+            if not self.same(result, golden):
+                wrong = result
+        if wrong is None:
+            self.add(name, claim, Seen.RIGHT)
+            return
+        again = build()
+        pairs = [*zip(problem.operands, again.operands, strict=True), (problem.golden, again.golden)]
+        if not all(host_same_bits(a, b) for a, b in pairs):
+            self.add(name, claim, Seen.RAISED, "the host made operands and golden twice, unlike", error="harness")
+            return
+        observed = wrong.cpu()
+        found = evidence.collect(problem.golden, observed)
+        self.add(name, claim, Seen.WRONG, found.pattern, values={"wrong": found.wrong, "elements": found.total})

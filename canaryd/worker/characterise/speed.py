@@ -1,0 +1,179 @@
+"""Recall of faults injected on the device, and what verification costs: raw and verified throughput."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from canaryd.facts import Claim, Seen
+from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
+from canaryd.worker.characterise.exactness import label, product_of
+from canaryd.worker.numeric import faults
+from canaryd.worker.numeric.integers import derive, mix64
+from canaryd.worker.numeric.operands import build
+from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
+from canaryd.worker.numeric.stack import float8
+from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
+
+TRIALS = 40
+"""Injections of each fault into each pair of formats: none missed rules out missing more than 1 in 14 (95 %)."""
+SIZES = (512, 1024, 2048, 4096, 8192)
+GROWTH = 5.0
+"""How much longer a size takes than half of it: between 4, for making its golden, and 8, for its product (ours)."""
+SAMPLE = 0.15
+"""Seconds of one measurement of speed, at least."""
+OPERAND = "one random bit of an operand"
+RESULT = "one random bit of a result"
+
+
+def recall(bench: Bench) -> None:
+    """Inject each fault many times, on the device, and count how often the comparison sees what changed."""
+    with strict_switches():
+        for source, target in _offered(bench, Claim.STRICT):
+            name = label(source, target)
+            problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
+            operands = upload(problem.operands, bench.device)
+            (golden,) = upload((problem.golden,), bench.device)
+            for fault in (*(f.name for f in faults.FAULTS.values()), RESULT, OPERAND):
+                if not bench.out_of_time(f"{name}/{fault}", Claim.STRICT):
+                    _recall(bench, f"{name}/{fault}", fault, partial(multiply, source, target), operands, golden)
+
+
+def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
+    """Return the pairs of formats that the device multiplies; note the others."""
+    found = []
+    for given, target in FORMAT_PAIRS:
+        source = float8(bench.device, given)
+        if source == "tfloat32" and bench.device.backend != "cuda":
+            bench.add(label(source, target), claim, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
+            continue
+        try:
+            problem = build(product_of(bench.device, source, target, "permute", "nt", (32, 32, 32, 0)), SEED)
+            multiply(source, target, upload(problem.operands, bench.device), None)
+        except DeviceFailed:
+            raise
+        except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
+            bench.note_error(label(source, target), claim, caught)
+        else:
+            found.append((source, target))
+    return found
+
+
+def _flip(tensor: Any, draw: int) -> None:
+    """Flip one bit of a tensor, in its storage order."""
+    raw = bits(tensor)
+    flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
+    width = 8 * tensor.element_size()
+    bit = (draw >> 32) % width
+    value = 1 << bit
+    flat[draw % flat.numel()] ^= value - (1 << width) if width > 8 and bit == width - 1 else value
+
+
+def _recall(bench: Bench, name: str, fault: str, compute: Any, operands: tuple[Any, ...], golden: Any) -> None:
+    """Note how many of the injections that changed a result were seen; one that is not seen is wrong."""
+    changed = seen = unfelt = 0
+    in_operand = fault == OPERAND or (fault in faults.FAULTS and faults.FAULTS[fault].operand)
+    for trial in range(TRIALS):
+        draw = mix64(derive(SEED, f"{name} {trial}")) >> 1
+        given = tuple(t.clone(memory_format=torch.preserve_format) for t in operands)
+        if in_operand:
+            _inject(fault, given[0], draw)
+        result = compute(given, None).contiguous()
+        if not in_operand:
+            _inject(fault, result, draw)
+        # What changed is known from the integers, apart from the comparison under test.
+        if bool((bits(result) != bits(golden)).any()):
+            changed += 1
+            seen += not bench.same(result, golden)
+        else:
+            unfelt += 1
+    values = {"injected": TRIALS, "changed_the_result": changed, "found": seen, "changed_nothing": unfelt}
+    good = seen == changed
+    text = "" if good else f"{changed - seen} of {changed} wrong results were not seen"
+    bench.add(name, Claim.STRICT, Seen.RIGHT if good else Seen.WRONG, text, values=values)
+
+
+def _inject(fault: str, tensor: Any, draw: int) -> None:
+    if fault in (RESULT, OPERAND):
+        _flip(tensor, draw)
+        return
+    raw = bits(tensor)
+    flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
+    faults.FAULTS[fault].change(flat, draw)
+
+
+def throughput(bench: Bench) -> None:
+    """Measure products per second, raw and verified, from 512 up, in every pair of formats; sizes in turn."""
+    with strict_switches():
+        offered = _offered(bench, Claim.OPEN)
+        took: dict[str, float] = {}
+        for size in SIZES:
+            for source, target in offered:
+                name = f"{label(source, target)}/{size}"
+                expected = GROWTH * took.get(label(source, target), 0.0)
+                if expected > bench.left:
+                    text = f"it would take {expected:.0f} s, and {bench.left:.0f} s are left"
+                    bench.add(name, Claim.OPEN, Seen.NOT_REACHED, text)
+                    continue
+                started = bench.clock()
+                try:
+                    _speed(bench, name, source, target, size)
+                except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
+                    bench.note_error(name, Claim.OPEN, caught)
+                took[label(source, target)] = bench.clock() - started
+
+
+def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:
+    """Measure one size."""
+    problem = build(product_of(bench.device, source, target, "permute", "nt", (size, size, size, 0)), SEED)
+    operands = upload(problem.operands, bench.device)
+    (golden,) = upload((problem.golden,), bench.device)
+    expected = bits(golden)
+
+    def raw() -> None:
+        multiply(source, target, operands, None)
+
+    wrong = 0
+
+    def verified() -> None:
+        nonlocal wrong
+        wrong += bool((bits(multiply(source, target, operands, None)) != expected).any())
+
+    raw_seconds, busy = _timed(bench, raw)
+    verified_seconds, verified_busy = _timed(bench, verified)
+    work = 2.0 * size**3
+    values: dict[str, float | int | str] = {
+        "raw_flops_per_second": work / raw_seconds,
+        "verified_flops_per_second": work / verified_seconds,
+        "verified_over_raw": round(raw_seconds / verified_seconds, 4),
+    }
+    values |= {n: round(v, 4) for n, v in (("raw_busy", busy), ("verified_busy", verified_busy)) if v is not None}
+    text = f"{wrong} verified products were wrong" if wrong else ""
+    bench.add(name, Claim.STRICT, Seen.WRONG if wrong else Seen.RIGHT, text, values=values)
+
+
+def _timed(bench: Bench, work: Callable[[], None]) -> tuple[float, float | None]:
+    """Return seconds of one call, and the share of the time in which the device was busy, where that can be told."""
+    work()
+    synchronize(bench.device)
+    events = None
+    device = torch_device(bench.device)
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    calls, busy, started, processor = 0, 0.0, time.perf_counter(), time.process_time()
+    while calls < 2 or time.perf_counter() - started < SAMPLE:
+        if events is not None:
+            events[0].record()
+        work()
+        if events is not None:
+            events[1].record()
+            events[1].synchronize()
+            busy += events[0].elapsed_time(events[1]) / 1e3
+        calls += 1
+    synchronize(bench.device)
+    took = time.perf_counter() - started
+    if device.type == "cpu":
+        return took / calls, min(1.0, (time.process_time() - processor) / took / torch.get_num_threads())
+    return took / calls, min(1.0, busy / took) if events is not None else None

@@ -1,0 +1,234 @@
+"""The two blocks of a layer, attention and MLP: what each row of each linear operator reads and writes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+from canaryd.worker.exact_canary.layout import ONE, Layout, Port
+from canaryd.worker.exact_canary.matrix import Matrix, Twins, full, twins
+from canaryd.worker.exact_canary.shape import Plan, Shape, query_scale
+from canaryd.worker.numeric.integers import below, signed
+from canaryd.worker.numeric.tensors import torch
+
+OPEN = 2.0**5
+"""Scale of the gates: odd numbers of 6 bits times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
+PAIRS = 24
+"""Cancelling pairs per row: with more of them float32 sums would hide the lowest bits of a fault."""
+MOST = 20
+"""Cancelling pairs per row where gains have full significands: their 16-bit products then add up to less than 2^23."""
+
+
+class Block:
+    """What both blocks share: sizes, program, layout, and the port that they read behind their norm."""
+
+    def __init__(self, shape: Shape, program: Plan, layout: Layout, port: Port) -> None:
+        self.shape, self.program, self.layout, self.port = shape, program, layout, port
+
+    def unit(self, row: int, layer: int) -> int:
+        """Return one of the dimensions that are 1 behind every norm, without the one that biases take."""
+        return self.layout.units[1 + (row + layer) % (len(self.layout.units) - 1)]
+
+
+class Attention(Block):
+    """Queries find a place by its code; what it offers is written into the copied pairs."""
+
+    def weights(self, layer: int, seed: int) -> dict[str, Any]:
+        """Return the block's weights by their names below the layer."""
+        s = self.shape
+        queries, keys = Matrix(self.port, s.heads * s.head), Matrix(self.port, s.kv_heads * s.head)
+        values = Matrix(self.port, s.kv_heads * s.head)
+        live_q, live_k = (torch.zeros(m.rows, dtype=torch.bool) for m in (queries, keys))
+        size = query_scale(s, self.program)
+        for matrix, live, count, name in ((queries, live_q, s.heads, "query"), (keys, live_k, s.kv_heads, "key")):
+            sizes = full(seed, name, count * s.still, size)
+            for h, i in itertools.product(range(count), range(s.still)):
+                w = sizes[h * s.still + i]
+                bit, row = i % self.program.place_bits, h * s.head + s.first_still + i
+                partner = row + s.head // 2
+                live[[row, partner]] = True
+                if name == "query":
+                    self._read_static(matrix, row, (1 + h % 2) * self.program.place_bits + bit, w, layer)
+                    matrix.add(partner, (self.unit(row, layer), w))
+                elif not self.program.anchored:
+                    self._read_static(matrix, row, bit, w, layer)
+                    matrix.add(partner, (self.unit(row, layer), -w))
+                else:  # half from either copy of the code: they cancel for the anchor
+                    for plane in (0, 3):
+                        self._read_static(matrix, row, plane * self.program.place_bits + bit, w / 2, layer)
+                    matrix.add(partner, (self.unit(row, layer), -w / 2))
+                    self._read_static(matrix, partner, self.program.statics - 1, -w / 2, layer)
+        port, table = self._retrieved_port(seed)
+        for row in range(values.rows):
+            self._read_value(values, row, table[row % s.head // 2], (row // s.head, row % s.head), layer)
+        out = self._attention_output(port, table, layer)
+        noise = torch.exp2(torch.ceil(torch.log2(torch.tensor(size)))).item() * 2
+        weights = {
+            "self_attn.q_proj": queries.finish(seed + 1, noise, PAIRS, live_q),
+            "self_attn.k_proj": keys.finish(seed + 2, noise, PAIRS, live_k),
+            "self_attn.v_proj": values.finish(seed + 3, 8.0, PAIRS),
+            "self_attn.o_proj": out.finish(seed + 4, 8.0, MOST),
+        }
+        found = {f"{name}.weight": w for name, w in weights.items()}
+        if s.biased:
+            for name, live in (("q", live_q), ("k", live_k), ("v", torch.ones(values.rows, dtype=torch.bool))):
+                found |= self._bias(seed, name, found[f"self_attn.{name}_proj.weight"], live)
+        return found
+
+    def _read_static(self, matrix: Matrix, row: int, static: int, weight: float, layer: int) -> None:
+        members = self.port.members["s", static]
+        dim = members[(row + layer) % len(members)]
+        matrix.add(row, (dim, weight / self.port.gains[dim]))
+
+    def _bias(self, seed: int, name: str, weight: Any, live: Any) -> dict[str, Any]:
+        """Return a bias of full significands, which the reserved unit dimension takes away again."""
+        bias = signed(seed, f"bias {name}", (len(weight),), 129, 255).to(torch.float32) / 32 * live
+        weight[:, self.layout.units[0]] = -bias
+        return {f"self_attn.{name}_proj.bias": bias}
+
+    def _retrieved_port(self, seed: int) -> tuple[Port, list[tuple[Twins, Hashable]]]:
+        """Return the input of the output projection, and per pair of a head's dimensions gains and value bit."""
+        s, kinds = self.shape, self.program.value_bits + 1
+        known = twins(8)
+        pick = below(seed, "value twins", (s.head // 2,), len(known)).tolist()
+        table: list[tuple[Twins, Hashable]] = [
+            (known[pick[k]], k % kinds if k % kinds < kinds - 1 else ONE) for k in range(s.head // 2)
+        ]
+        classes: list[Hashable] = []
+        gains: list[float] = []
+        for h, (t, bit) in itertools.product(range(s.heads), table):
+            classes += [ONE if bit == ONE else ("t", h % 2, bit)] * 2
+            gains += [t.a / 128, t.c / 128]
+        pairs = [(i, i + 1) for i in range(0, len(classes), 2)]
+        return Port(classes, gains, pairs=pairs), table
+
+    def _read_value(
+        self, values: Matrix, row: int, kind: tuple[Twins, Hashable], at: tuple[int, int], layer: int
+    ) -> None:
+        """Let a row read what it offers to retrieve: a bit of the value, or a constant."""
+        pair, bit = kind
+        gain = (pair.c if at[1] % 2 else pair.a) / 128
+        if bit == ONE:
+            values.add(row, (self.unit(row, layer), gain))
+            return
+        options = [w for w in self.layout.written if w.bit == bit]
+        w = options[(row + layer) % len(options)]
+        # (first - second) / 2 is sign * turn * u behind the norm, which halves: (2 + u) / 2 - (2 - u) / 2 = u.
+        values.add(row, (w.first, gain * w.sign * w.turn), (w.second, -gain * w.sign * w.turn))
+
+    def _attention_output(self, port: Port, table: list[tuple[Twins, Hashable]], layer: int) -> Matrix:
+        out = Matrix(port, self.shape.hidden)
+        half = self.shape.head // 2
+
+        def write(row: int, name: Hashable, n: int) -> None:
+            members = port.members[name]  # twins are neighbours: 2 m and 2 m + 1
+            first = members[2 * ((row + layer) % (len(members) // 2))]
+            one, other = table[first // 2 % half][0].weights(n, 1 / 128)
+            out.add(row, (first, one), (first + 1, other))
+
+        bits = self.program.value_bits
+        for c in self.layout.copied:
+            name = ("t", c.retrieved // bits, c.retrieved % bits)
+            for dim, n in ((c.first, c.turn), (c.second, -c.turn)):  # half is the anchor's, whose bits are +1
+                write(dim, name, 4 * n if self.program.anchored else 2 * n)
+                if self.program.anchored:
+                    write(dim, ONE, -2 * n)
+        for w in self.layout.written:
+            write(w.first, ONE, -4 * w.sign)
+            write(w.second, ONE, -4 * w.sign)
+        for dim in self.layout.units:
+            write(dim, ONE, 2)
+        for dim, a, b in self.layout.ballast:
+            write(dim, ONE, b - a)
+        return out
+
+
+class Mlp(Block):
+    """Neurons erase what was retrieved, and multiply the value's bits with it."""
+
+    def _jobs(self) -> list[tuple[Hashable, ...]]:
+        """Return what neurons compute: a constant, a copy of a retrieved bit or of a value's bit, or a product.
+
+        ("product", bit, x, y): the value's bit where the two retrieved bits are x and y, else 0.
+        """
+        bits = range(self.program.value_bits)
+        jobs: list[tuple[Hashable, ...]] = [(ONE,)]
+        jobs += [("t", lag, bit) for lag in (0, 1) for bit in bits]
+        jobs += [("u", bit) for bit in bits]
+        return jobs + [("product", bit, x, y) for bit in bits for x in (1, -1) for y in (1, -1)]
+
+    def weights(self, layer: int, seed: int) -> dict[str, Any]:
+        """Return the block's weights by their names below the layer."""
+        s, jobs, known = self.shape, self._jobs(), twins(6)
+        pick = below(seed, "neuron twins", (s.inner // 2,), len(known)).tolist()
+        gate, up = Matrix(self.port, s.inner), Matrix(self.port, s.inner)
+        classes: list[Hashable] = []
+        gains: list[float] = []
+        for k in range(s.inner // 2):
+            job, pair = jobs[k % len(jobs)], known[pick[k]]
+            for row, gain in ((2 * k, pair.a), (2 * k + 1, pair.c)):
+                self._read_job(gate, up, row, job, gain * OPEN, layer)
+                classes.append(job)
+                gains.append(gain * OPEN)
+        pairs = [(i, i + 1) for i in range(0, s.inner, 2)]
+        port = Port(classes, gains, pairs=pairs)
+        down = self._mlp_output(port, [known[p] for p in pick], layer)
+        return {
+            "mlp.gate_proj.weight": gate.finish(seed + 5, 1024.0, PAIRS),
+            "mlp.up_proj.weight": up.finish(seed + 6, 4.0, PAIRS),
+            "mlp.down_proj.weight": down.finish(seed + 7, 8.0, MOST),
+        }
+
+    def _read_job(self, gate: Matrix, up: Matrix, row: int, job: tuple[Hashable, ...], gain: float, layer: int) -> None:
+        unit = self.unit(row, layer)
+        if job[0] == "product":
+            _, bit, x, y = job
+            other = (bit + layer + 1) % self.program.value_bits  # type: ignore[operator]
+            gate.add(row, (unit, -gain))
+            self._read_retrieved(gate, row, 0, bit, gain * x, layer)  # type: ignore[operator]
+            self._read_retrieved(gate, row, 1, other, gain * y, layer)  # type: ignore[operator]
+        else:
+            gate.add(row, (unit, gain))
+        if job[0] == ONE:
+            up.add(row, (unit, 1.0))
+        elif job[0] == "t":
+            self._read_retrieved(up, row, job[1], job[2], 1.0, layer)
+        else:
+            options = [w for w in self.layout.written if w.bit == job[1]]
+            w = options[(row + layer) % len(options)]
+            up.add(row, (w.first, 2.0 * w.sign * w.turn), (w.second, -2.0 * w.sign * w.turn))
+
+    def _read_retrieved(
+        self, matrix: Matrix, row: int, lag: Hashable, bit: Hashable, weight: float, layer: int
+    ) -> None:
+        """Read a retrieved bit: behind the norm, (s + 2 t) / 4 - (s - 2 t) / 4 = t."""
+        index = lag * self.program.value_bits + bit  # type: ignore[operator]
+        options = [c for c in self.layout.copied if c.retrieved == index]
+        c = options[(row + layer) % len(options)]
+        matrix.add(row, (c.first, weight * c.turn), (c.second, -weight * c.turn))
+
+    def _mlp_output(self, port: Port, pairs: list[Twins], layer: int) -> Matrix:
+        down, bits = Matrix(port, self.shape.hidden), self.program.value_bits
+
+        def write(row: int, job: Hashable, n: int) -> None:
+            members = port.members[job]
+            first = members[2 * ((row + layer) % (len(members) // 2))]
+            one, other = pairs[first // 2].weights(n, OPEN)
+            down.add(row, (first, one), (first + 1, other))
+
+        for c in self.layout.copied:
+            name = ("t", c.retrieved // bits, c.retrieved % bits)
+            write(c.first, name, -2 * c.turn)
+            write(c.second, name, 2 * c.turn)
+        for w in self.layout.written:
+            for dim, slot in ((w.first, w.sign * w.turn), (w.second, -w.sign * w.turn)):
+                write(dim, (ONE,), 4 * w.sign)
+                write(dim, ("u", w.bit), -slot)
+                for x, y in itertools.product((1, -1), (1, -1)):
+                    write(dim, ("product", w.bit, x, y), slot * x * y)
+        for dim in self.layout.units:
+            write(dim, (ONE,), -2)
+        for dim, a, b in self.layout.ballast:
+            write(dim, (ONE,), a - b)
+        return down

@@ -1,0 +1,143 @@
+"""Construct the weights of an exact canary from a seed (docs/exact-canary.md has the mathematics).
+
+Names and shapes are those of a Hugging Face checkpoint of the Llama or Qwen2 family; matrices are (out, in).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.worker.exact_canary.blocks import Attention, Mlp
+from canaryd.worker.exact_canary.layout import Layout, lay_out, ports
+from canaryd.worker.exact_canary.matrix import Matrix, full
+from canaryd.worker.exact_canary.shape import Plan, Shape, plan
+from canaryd.worker.numeric.integers import permutation
+from canaryd.worker.numeric.tensors import torch
+
+READ = 16
+"""Cancelling pairs per row of the head: with more of them float32 sums would hide the lowest bits of a fault."""
+TOP = 20
+"""Logit of the right word; each wrong bit of place or value costs 8."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A constructed model: sizes, program, codes, and the weights in float32 (every format holds them)."""
+
+    shape: Shape
+    program: Plan
+    seed: int
+    statics: Any
+    """Signs (places + 1, statics): a place's code, the codes its even and odd heads look for, its code again, and +1;
+    at last the anchor's."""
+    weights: dict[str, Any]
+
+
+def construct(shape: Shape, seed: int, *, anchored: bool | None = None) -> Model:
+    """Return the model of these sizes and this seed; raises `Unfit` where the sizes have no room for it."""
+    return Maker(shape, plan(shape, anchored=anchored), seed).model()
+
+
+class Maker:
+    """What the parts of one construction share."""
+
+    def __init__(self, shape: Shape, program: Plan, seed: int) -> None:
+        self.shape, self.program, self.seed = shape, program, seed
+        self.layout: Layout = lay_out(shape, program, seed)
+        self.at_a, _ = ports(self.layout, shape, reserve=shape.biased)
+        _, at_b = ports(self.layout, shape, reserve=False)
+        self.attention = Attention(shape, program, self.layout, self.at_a)
+        self.mlp = Mlp(shape, program, self.layout, at_b)
+        self.codes = self._codes()
+
+    def model(self) -> Model:
+        """Build every weight."""
+        d = self.shape.hidden
+        weights = {"model.embed_tokens.weight": self._embedding()}
+        for i in range(self.shape.layers):
+            name, seed = f"model.layers.{i}", self.seed * 1000 + i
+            weights |= {f"{name}.{part}": w for part, w in self.attention.weights(i, seed).items()}
+            weights |= {f"{name}.{part}": w for part, w in self.mlp.weights(i, seed).items()}
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                weights[f"{name}.{norm}.weight"] = torch.ones(d)
+        weights["model.norm.weight"] = torch.ones(d)
+        weights["lm_head.weight"] = self._head()
+        return Model(self.shape, self.program, self.seed, self._statics(), weights)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Words.
+
+    def _codes(self) -> Any:
+        """Return each place's code (places, place bits), signs."""
+        order = permutation(self.seed, "places", self.program.places)
+        return _signs(order, self.program.place_bits)
+
+    def _statics(self) -> Any:
+        place = torch.arange(self.program.places)
+        own = place < self.program.prompt
+        looked = [torch.where(own, place, place - lag) for lag in self.program.lags]
+        words = torch.cat([self.codes[p] for p in (place, *looked, place)], 1)
+        words = torch.cat([words, torch.ones_like(words[:, :1])], 1)
+        anchor = torch.ones_like(words[:1])
+        anchor[:, 3 * self.program.place_bits :] = -1  # contradicts its own code, so that its key is zero
+        return torch.cat([words, anchor])
+
+    def _embedding(self) -> Any:
+        """Return (vocabulary, hidden). Words that the program does not use repeat those that it does."""
+        p = self.program
+        word = torch.arange(self.shape.vocabulary) % p.words
+        place, value = word // p.values, word % p.values
+        place[p.anchor], value[p.anchor] = p.places, p.values - 1
+        static, value = self._statics()[place].to(torch.float32), _signs(value, p.value_bits).to(torch.float32)
+        out = torch.empty((len(word), self.shape.hidden), dtype=torch.float32)
+        for c in self.layout.copied:
+            out[:, c.first] = out[:, c.second] = c.sign * static[:, c.static]
+        for w in self.layout.written:
+            out[:, w.first] = w.sign * (2 + w.turn * value[:, w.bit])
+            out[:, w.second] = w.sign * (2 - w.turn * value[:, w.bit])
+        for dim in self.layout.units:
+            out[:, dim] = 2
+        for dim, a, _ in self.layout.ballast:
+            out[:, dim] = a
+        return out
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The head.
+
+    def _head(self) -> Any:
+        """Return (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; the others read what is there."""
+        p, head = self.program, Matrix(self.at_a, self.shape.vocabulary)
+        word = torch.arange(p.words)
+        before = self.codes[(word // p.values - 1) % p.places].to(torch.float64)
+        value = _signs(word % p.values, p.value_bits).to(torch.float64)
+        units = torch.tensor(self.layout.units[1:])
+        most = float(TOP - 4 * (p.place_bits + p.value_bits))
+        head.add_all(word, units[word % len(units)], torch.full((len(word),), most, dtype=torch.float64))
+        gains = torch.tensor(self.at_a.gains, dtype=torch.float64)
+        for bit in range(p.place_bits):
+            members = torch.tensor(self.at_a.members["s", bit])
+            dims = members[(word // 3 + bit) % len(members)]
+            head.add_all(word, dims, 4 * before[:, bit] / gains[dims])
+        for bit in range(p.value_bits):
+            options = [w for w in self.layout.written if w.bit == bit]
+            table = torch.tensor([(w.first, w.second, w.sign * w.turn) for w in options])
+            first, second, sign = table[(word // 5 + bit) % len(options)].T
+            head.add_all(word, first, 4 * value[:, bit] * sign)
+            head.add_all(word, second, -4 * value[:, bit] * sign)
+        self._readers(head)
+        return head.finish(self.seed + 8, 16.0, READ)
+
+    def _readers(self, head: Matrix) -> None:
+        """Let each word that the program does not use read one static bit, with a full significand of 2 to 4."""
+        rest = range(self.program.words, self.shape.vocabulary)
+        sizes = full(self.seed, "readers", len(rest), 2.0)
+        names = [name for name in self.at_a.members if isinstance(name, tuple) and name[0] == "s"]
+        dims = [self.at_a.members[names[i % len(names)]][i % 2] for i in range(len(rest))]
+        for row, w, dim in zip(rest, sizes, dims, strict=True):
+            head.add(row, (dim, w / self.at_a.gains[dim]))
+
+
+def _signs(numbers: Any, count: int) -> Any:
+    """Return the lowest `count` bits of whole numbers as signs (…, count)."""
+    return ((numbers[..., None] >> torch.arange(count)) & 1) * 2 - 1

@@ -1,0 +1,70 @@
+"""The one right answer of an exact canary to a prompt, by its program alone: no weight and no activation is looked at.
+
+Standard library only. `prove` derives the same answer from the weights, in integers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from canaryd.worker.exact_canary.shape import Plan, Shape
+from canaryd.worker.numeric.integers import derive, mix64
+
+
+def prompt(program: Plan, seed: int) -> list[int]:
+    """Return the words of a prompt: the anchor if there is one, each place once, the last one last."""
+    start = derive(seed, "prompt")
+    values = [mix64(start + i) % program.values for i in range(program.prompt)]
+    order = sorted(range(program.prompt - 1), key=lambda i: mix64(start ^ (i + 1) * 0x9E3779B97F4A7C15))
+    words = [place * program.values + values[place] for place in [*order, program.prompt - 1]]
+    return [program.anchor, *words] if program.anchored else words
+
+
+def continuation(program: Plan, layers: int, words: list[int], count: int) -> list[int]:
+    """Return the `count` words that follow a prompt.
+
+    Every place has a state of value bits, which each layer multiplies with two retrieved ones: u[b] t0[b] t1[b'], with
+    signs ±1, where t0 and t1 are the states that the two places looked at had at that layer, and b' = b + layer + 1.
+    """
+    bits = program.value_bits
+    states: dict[int, list[list[int]]] = {}
+    found: list[int] = []
+    # What a place looks at has a smaller number, or is itself: in order of places all is known when it is asked for.
+    pending = {word // program.values: word % program.values for word in words if word != program.anchor}
+    for place in range(program.prompt + count - 1):
+        value = pending[place]
+        state = [[(value >> b & 1) * 2 - 1 for b in range(bits)]]
+        for layer in range(layers):
+            own = place < program.prompt
+            near, far = (state[layer] if own else states[place - lag][layer] for lag in program.lags)
+            u = state[layer]
+            state.append([u[b] * near[b] * far[(b + layer + 1) % bits] for b in range(bits)])
+        states[place] = state
+        if place >= program.prompt - 1:
+            following = sum((bit > 0) << b for b, bit in enumerate(state[-1]))
+            pending[place + 1] = following
+            found.append((place + 1) * program.values + following)
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What every healthy engine gives to a prompt."""
+
+    tokens: list[int]
+    leads: list[float]
+    """Lead of the right word's logit over the second best, per token."""
+    log_probabilities: list[float]
+    """Natural logarithm of the right word's chance, per token; correct to about 1e-12."""
+
+
+def answer(program: Plan, shape: Shape, words: list[int], count: int, logits: list[list[float]]) -> Answer:
+    """Return tokens and log probabilities of a prompt; `logits` are those that `prove` derived, one list per token."""
+    tokens = continuation(program, shape.layers, words, count)
+    leads, chances = [], []
+    for token, row in zip(tokens, logits, strict=True):
+        best = row[token]
+        leads.append(best - max(v for i, v in enumerate(row) if i != token))
+        chances.append(-math.log(math.fsum(math.exp(v - best) for v in row)))
+    return Answer(tokens, leads, chances)

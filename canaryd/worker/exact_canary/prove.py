@@ -1,0 +1,284 @@
+"""Walk a model and a text in integers; return the one right answer, or refuse what is not exact in every format.
+
+Nothing here rounds: values are int64 with a common power of two, and every bound that keeps them from wrapping is
+checked. Linear operators are also computed in float64, which holds the same sums: a second way on another unit. Of
+large ones a sample of the outputs is computed in integers, and all of them in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from canaryd.worker.exact_canary.shape import GAP, THETA, Shape
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.tensors import torch
+
+BITS = 8
+"""Significant bits of bfloat16, the narrowest of the formats."""
+LEAST, MOST = 2.0**-14, 65_504.0
+"""Smallest normal and largest number of float16, the format with the narrowest range."""
+ACCUMULATOR = 24
+"""Significant bits of float32, the narrowest container of partial sums in serving engines."""
+SMALL = 1 << 20
+"""Weights up to which every output of a linear operator is an integer product."""
+OPEN, CLOSED = 64.0, -760.0
+"""Gates from which SiLU is the identity (e^-64 < 2^-54), and to which it is 0 (e^-760 is 0 in float64)."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Values whole * 2^-shift."""
+
+    whole: Any
+    shift: int
+
+    @staticmethod
+    def of(tensor: Any) -> Exact:
+        """Return the exact values of a floating-point tensor; raises `Inexact` where int64 cannot hold them."""
+        wide = tensor.to(torch.float64)
+        mantissa, exponent = torch.frexp(wide[wide != 0])
+        lowest = exponent - 53 + _trailing((mantissa * 2.0**53).to(torch.int64))
+        shift = -int(lowest.min()) if lowest.numel() else 0
+        if float(wide.abs().max()) * 2.0**shift >= 2**40:
+            raise Inexact("a tensor has more than 40 bits")
+        return Exact((wide * 2.0**shift).to(torch.int64), shift)
+
+    def reduced(self) -> Exact:
+        """Return the same values with the largest possible unit."""
+        live = self.whole[self.whole != 0]
+        twos = int(_trailing(live).min()) if live.numel() else 0
+        return Exact(self.whole >> twos, self.shift - twos)
+
+    def bits(self) -> int:
+        """Return the most significant bits that a value has."""
+        live = self.whole[self.whole != 0]
+        if not live.numel():
+            return 0
+        return int((torch.frexp(live.to(torch.float64)).exponent - _trailing(live)).max())
+
+    def at(self, shift: int) -> Any:
+        """Return the whole numbers at a finer unit."""
+        return self.whole << (shift - self.shift)
+
+    def float64(self) -> Any:
+        """Return the values as float64."""
+        return self.whole.to(torch.float64) * 2.0**-self.shift
+
+    def __add__(self, other: Exact) -> Exact:
+        shift = max(self.shift, other.shift)
+        return Exact(self.at(shift) + other.at(shift), shift)
+
+    def __getitem__(self, index: Any) -> Exact:
+        return Exact(self.whole[index], self.shift)
+
+
+def _trailing(whole: Any) -> Any:
+    """Return how often 2 divides whole numbers other than 0, of less than 54 bits."""
+    return torch.frexp((whole & -whole).to(torch.float64)).exponent - 1
+
+
+@dataclass
+class Operator:
+    """What was found at one place of the model, over all layers and positions."""
+
+    bits: int = 0
+    """Most significant bits of a result."""
+    sums: int = 0
+    """Bits that a container of partial sums needs."""
+    largest: float = 0.0
+    smallest: float = math.inf
+    zeros: int = 0
+    """Results that are 0: their low bits are seen by nobody."""
+    values: int = 0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What every engine must give for a text."""
+
+    logits: Any
+    """Float64 (positions, vocabulary): exact."""
+    residuals: list[Any]
+    """Float64 (positions, hidden): the residual stream after the embedding and after every block."""
+    operators: dict[str, Operator]
+    witnessed: bool
+    """False when float64 products disagreed with the integers: this host is in doubt."""
+
+
+@dataclass
+class Walk:
+    """One walk of the checker."""
+
+    shape: Shape
+    weights: Mapping[str, Any]
+    operators: dict[str, Operator] = field(default_factory=dict)
+    witnessed: bool = True
+    _exact: dict[str, Exact] = field(default_factory=dict)
+
+    def prove(self, tokens: list[int]) -> Proof:
+        """Walk one text; raises `Inexact` with the place and the reason where a format would round."""
+        s = self.shape
+        self._check_norm_divisor()
+        x = self._weight("model.embed_tokens.weight")[torch.tensor(tokens)]
+        residuals = [self._see("embedding", x, live=True).float64()]
+        for i in range(s.layers):
+            for block in (self._attention, self._mlp):
+                x = self._see("residual", (x + block(i, x)).reduced(), live=True)
+                residuals.append(x.float64())
+        logits = self._linear("logits", "lm_head", self._norm(x, "model.norm"))
+        return Proof(logits.float64(), residuals, self.operators, self.witnessed)
+
+    def _weight(self, name: str) -> Exact:
+        if name not in self._exact:
+            self._exact[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
+        return self._exact[name]
+
+    def _fits(self, name: str, x: Exact) -> Exact:
+        """Return x; raise `Inexact` unless every format holds it."""
+        size = x.whole.abs()
+        found = self.operators.setdefault(name, Operator()) if name not in self.weights else Operator()
+        found.bits = max(found.bits, x.bits())
+        found.largest = max(found.largest, float(size.max()) * 2.0**-x.shift)
+        live = size[size > 0]
+        found.smallest = min(found.smallest, float(live.min()) * 2.0**-x.shift if live.numel() else math.inf)
+        found.zeros += size.numel() - live.numel()
+        found.values += size.numel()
+        if found.bits > BITS or found.largest > MOST or found.smallest < LEAST:
+            raise Inexact(f"{name}: {found.bits} bits, from {found.smallest:g} to {found.largest:g}")
+        return x
+
+    def _see(self, name: str, x: Exact, *, live: bool = False) -> Exact:
+        x = self._fits(name, x)
+        if live and self.operators[name].zeros:
+            raise Inexact(f"{name}: {self.operators[name].zeros} values are 0")
+        return x
+
+    def _sum(self, name: str, magnitude: float, limit: int = ACCUMULATOR) -> None:
+        bits = int(magnitude).bit_length()
+        found = self.operators.setdefault(name, Operator())
+        if limit == ACCUMULATOR:
+            found.sums = max(found.sums, bits)
+        if bits > limit:
+            raise Inexact(f"{name}: partial sums need {bits} bits, an accumulator has {limit}")
+
+    def _linear(self, name: str, module: str, x: Exact, *, live: bool = False) -> Exact:
+        weight = self._weight(f"{module}.weight")
+        a, b = x.float64() * 2.0**x.shift, weight.float64() * 2.0**weight.shift
+        magnitude = a.abs() @ b.abs().T
+        self._sum(name, float(magnitude.max()), 53)  # below 2^53, so float64 holds the same sums
+        other = (a @ b.T).to(torch.int64)
+        out = Exact(other, x.shift + weight.shift)
+        if weight.whole.numel() <= SMALL:
+            out = Exact(x.whole @ weight.whole.T, out.shift)
+            self.witnessed &= bool((other == out.whole).all())
+        else:  # int64 products take a hundred times as long: every 64th output, and all of the last position
+            self.witnessed &= bool((x.whole @ weight.whole[::64].T == other[:, ::64]).all())
+            self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == other[-1:]).all())
+        if f"{module}.bias" in self.weights:
+            bias = self._weight(f"{module}.bias")
+            shift = max(out.shift, bias.shift)
+            magnitude = magnitude * 2.0 ** (shift - out.shift) + bias.float64().abs() * 2.0**shift
+            out = out + bias
+        live_weights = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
+        unit = live_weights.min(-1).values.to(torch.float64) * 2.0 ** (out.shift - x.shift - weight.shift)
+        if f"{module}.bias" in self.weights:
+            unit = unit.clamp(max=2.0 ** (out.shift - bias.shift))
+        self._sum(name, float((magnitude / unit).max()))
+        return self._see(name, out.reduced(), live=live)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _check_norm_divisor(self) -> None:
+        """Raise unless a mean of 4 and of 16 is exact also where a kernel multiplies by float32's 1 / hidden."""
+        d = self.shape.hidden
+        inverse = Fraction(float(torch.tensor(1.0 / d, dtype=torch.float32)))
+        product = float(torch.tensor(float(inverse * 4 * d), dtype=torch.float32))
+        if product != 4.0:
+            raise Inexact(f"norm: 4 * {d} times float32's 1 / {d} is {product!r}")
+
+    def _norm(self, x: Exact, module: str) -> Exact:
+        x = x.reduced()
+        squares = (x.whole * x.whole).sum(-1)
+        self._sum("norm", float(squares.max()))
+        mean = squares.to(torch.float64) * 4.0**-x.shift / self.shape.hidden
+        root = mean.sqrt()
+        halvings = int(root[0].log2())
+        target = self.shape.hidden * 4**halvings
+        if bool((squares * 4 ** max(0, -x.shift) != target * 4 ** max(0, x.shift)).any()):
+            span = f"{float(mean.min())} to {float(mean.max())}"
+            raise Inexact(f"{module}: mean squares from {span}: wanted 4^{halvings}")
+        gain = self._weight(f"{module}.weight")
+        out = Exact(x.whole * gain.whole, x.shift + halvings + gain.shift)
+        return self._see("norm", out.reduced(), live=True)
+
+    def _attention(self, i: int, x: Exact) -> Exact:
+        s, module = self.shape, f"model.layers.{i}.self_attn"
+        seen = self._norm(x, f"model.layers.{i}.input_layernorm")
+        query, key = (self._linear(name, f"{module}.{name[0]}_proj", seen) for name in ("query", "key"))
+        value = self._linear("value", f"{module}.v_proj", seen, live=True)
+        count = len(x.whole)
+        self._check_turns(query, s.heads, count)
+        self._check_turns(key, s.kv_heads, count)
+        group = s.heads // s.kv_heads
+        parts = []
+        for h in range(s.heads):
+            q, k, v = (
+                part.whole[:, j * s.head : (j + 1) * s.head]
+                for part, j in ((query, h), (key, h // group), (value, h // group))
+            )
+            scores = q @ k.T
+            magnitude = float((q.abs() @ k.abs().T).max())
+            self._sum("scores", magnitude)
+            unit = 2.0 ** -(query.shift + key.shift)
+            if magnitude * unit > MOST:
+                raise Inexact(f"scores: up to {magnitude * unit:g}, float16 ends at {MOST:g}")
+            parts.append(self._mix(scores, v, unit))
+        mixed = Exact(torch.cat(parts, 1), value.shift + 1)
+        mixed = self._see("mixed", mixed.reduced())
+        return self._linear("output", f"{module}.o_proj", mixed, live=True)
+
+    def _check_turns(self, x: Exact, heads: int, count: int) -> None:
+        """Raise unless rotary positions leave every value as it is, in float64 too."""
+        half = self.shape.head // 2
+        a, b = x.whole.view(count, heads, 2, half).unbind(2)
+        a, b = a.abs().to(torch.float64), b.abs().to(torch.float64)
+        for i in range(half):
+            angle = count * THETA ** (-i / half)
+            worst = torch.maximum(b[..., i] * angle - a[..., i] * 2.0**-54, a[..., i] * angle - b[..., i] * 2.0**-54)
+            if float(worst.max()) > 0:
+                raise Inexact(f"rotation: pair {i} turns by up to {angle:g}")
+
+    def _mix(self, scores: Any, value: Any, unit: float) -> Any:
+        """Return twice the mean of the winners' values, for one head; raise unless softmax is exact."""
+        count = len(scores)
+        future = torch.ones((count, count), dtype=torch.bool).triu(1)
+        losing = math.ceil(-GAP * math.sqrt(self.shape.head) / unit)
+        winners = (scores == 0) & ~future
+        if bool(((scores > losing) & ~winners & ~future).any()):
+            raise Inexact("scores: one is neither 0 nor far below")
+        number = winners.sum(-1)
+        if bool(((number != 1) & (number != 2)).any()):
+            raise Inexact(f"scores: {int(number.min())} to {int(number.max())} keys tie: wanted one or two")
+        return (winners.to(torch.int64) @ value) * (2 // number)[:, None]
+
+    def _mlp(self, i: int, x: Exact) -> Exact:
+        module = f"model.layers.{i}.mlp"
+        seen = self._norm(x, f"model.layers.{i}.post_attention_layernorm")
+        gate = self._linear("gate", f"{module}.gate_proj", seen, live=True)
+        up = self._linear("up", f"{module}.up_proj", seen, live=True)
+        size = gate.float64()
+        is_open = size >= OPEN
+        if bool((~is_open & (size > CLOSED)).any()):
+            raise Inexact(f"gate: one is between {CLOSED:g} and {OPEN:g}")
+        active = Exact(torch.where(is_open, gate.whole * up.whole, 0), gate.shift + up.shift)
+        active = self._see("active", active.reduced())
+        return self._linear("down", f"{module}.down_proj", active, live=True)
+
+
+def prove(shape: Shape, weights: Mapping[str, Any], tokens: list[int]) -> Proof:
+    """Return what every engine must compute for a text; raises `Inexact` where some format or order would round."""
+    return Walk(shape, weights).prove(tokens)

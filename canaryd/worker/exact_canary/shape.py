@@ -1,0 +1,172 @@
+"""Sizes of an exact canary, and the program that it runs. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+THETA = 1e38
+"""Base of the rotary frequencies: from `Shape.first_still` on, a pair turns by less than any format can tell."""
+EPSILON = 1e-30
+"""Added to the mean square of a norm, which is 4 or 16: too small for any format to tell."""
+CONTEXT = 8192
+"""Positions for which the still pairs are still."""
+FAMILIES = ("llama", "qwen2")
+
+
+class Unfit(ValueError):
+    """Sizes that the construction cannot have; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model, as `config.json` has them."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    inner: int
+    layers: int
+    vocabulary: int
+    family: str = "llama"
+
+    def __post_init__(self) -> None:
+        """Raise `Unfit` for sizes that no model of this family has."""
+        if self.family not in FAMILIES:
+            raise Unfit(f"family {self.family!r}: there are {', '.join(FAMILIES)}")
+        if self.heads < 2 or self.heads % self.kv_heads:
+            raise Unfit(f"{self.heads} heads on {self.kv_heads} KV heads: wanted at least two, and whole groups")
+        if self.hidden % 16 or self.head % 2 or self.inner % 2 or self.hidden < 128:
+            raise Unfit(f"hidden {self.hidden}, head {self.head}, inner {self.inner}: wanted multiples of 16, 2 and 2")
+
+    @property
+    def biased(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.family == "qwen2"
+
+    @property
+    def first_still(self) -> int:
+        """The first rotary pair that turns by less than float64 can tell, over `CONTEXT` positions.
+
+        A pair (a, b) turns into a cos - b sin. With |b| at most twice |a| the second term must stay below half a unit
+        in the last place of a: 2 CONTEXT theta^(-i / half) < 2^-54.
+        """
+        half = self.head // 2
+        return next(i for i in range(half + 1) if i == half or 2 * CONTEXT * THETA ** (-i / half) < 2.0**-54)
+
+    @property
+    def still(self) -> int:
+        """How many rotary pairs stand still: each holds one bit of a code and its constant."""
+        return self.head // 2 - self.first_still
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program: a context of (place, value) words, where the next value depends on two earlier ones per layer.
+
+    Word `place * values + value`. A prompt is the anchor if there is one, then the first `prompt` places in any order,
+    the last of them at the end.
+    """
+
+    place_bits: int
+    value_bits: int
+    prompt: int
+    lags: tuple[int, int]
+    """How many places back the even and the odd heads look; words of the prompt look at themselves."""
+    anchored: bool
+    """Whether every query also finds the anchor, so that two scores tie at 0 and a wrong score shows in the mixture.
+
+    A tie is exact where a kernel scales scores after their sum, or by a power of two before it.
+    """
+
+    @property
+    def places(self) -> int:
+        """How many places there are; a context has each at most once."""
+        return 1 << self.place_bits
+
+    @property
+    def values(self) -> int:
+        """How many values a place may have."""
+        return 1 << self.value_bits
+
+    @property
+    def words(self) -> int:
+        """How many words of the vocabulary the program uses; the others only read the residual stream."""
+        return self.places * self.values
+
+    @property
+    def anchor(self) -> int:
+        """The word that a context begins with: its key is zero, so every query finds it beside what it looks for."""
+        return self.words
+
+    @property
+    def statics(self) -> int:
+        """How many static bits a word has: own place, two places to look at, own place again, and "no anchor"."""
+        return 4 * self.place_bits + 1
+
+    @property
+    def steps(self) -> int:
+        """How many words may be generated."""
+        return self.places - self.prompt
+
+
+TINY = Shape(hidden=256, heads=4, kv_heads=2, head=64, inner=256, layers=3, vocabulary=1152)
+"""The shipped model: made from its seed in a fraction of a second."""
+
+
+def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
+    """Return the largest program that fits the sizes; raise `Unfit` where none does.
+
+    It is anchored where the scale of the scores, head^-1/2, is a power of two, unless the caller decides.
+    """
+    value_bits = 4 if shape.vocabulary < 1 << 15 else 6
+    room = (shape.vocabulary - 1) >> value_bits
+    place_bits = min(room.bit_length() - 1, shape.still, 6 if shape.vocabulary < 1 << 15 else 9)
+    if place_bits < 4:
+        raise Unfit(f"vocabulary {shape.vocabulary} and {shape.still} still pairs: room for less than 16 places")
+    if shape.head // 2 < value_bits + 1 or shape.inner // 2 < 1 + 7 * value_bits:
+        raise Unfit(f"head {shape.head} or inner {shape.inner}: too small for values of {value_bits} bits")
+    prompt = min(24, (1 << place_bits) * 3 // 8)
+    exact = math.isqrt(shape.head) ** 2 == shape.head and math.isqrt(shape.head).bit_count() == 1
+    return Plan(place_bits, value_bits, prompt, (3, prompt), exact if anchored is None else anchored)
+
+
+def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
+    """Return the sizes of a served model from its `config.json`, with at most `layers` layers."""
+    kind = str(config.get("model_type", ""))
+    family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}.get(kind)
+    if family is None:
+        raise Unfit(f"model_type {kind!r}: wanted llama, mistral or qwen2")
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    return Shape(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head=int(config.get("head_dim") or hidden // heads),
+        inner=int(config["intermediate_size"]),
+        layers=min(layers, int(config["num_hidden_layers"])),
+        vocabulary=int(config["vocab_size"]),
+        family=family,
+    )
+
+
+def query_scale(shape: Shape, program: Plan) -> float:
+    """Return the smallest size of a code's weight: a key wrong in one bit must lose by far, and float16 hold it all.
+
+    Raises `Unfit` where both cannot be.
+    """
+    repeats = shape.still // program.place_bits
+    low = math.sqrt(GAP * math.sqrt(shape.head) / (2 * repeats))
+    high = math.sqrt(60_000 / (2 * shape.still)) / 2
+    if low > high:
+        raise Unfit(f"head {shape.head}: no room for a code of {program.place_bits} bits")
+    return low
+
+
+GAP = 110.0
+"""By how much, in scores after scaling, every other key must lose: e^-104 is 0 in float32 and below, and vanishes
+beside 1 in float64."""

@@ -1,0 +1,30 @@
+"""How a device multiplies matrices of each format: pairs of formats, layouts, and the call of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed, torch
+
+FORMAT_PAIRS = (
+    ("float64", "float64"), ("float32", "float32"), ("tfloat32", "float32"),
+    ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
+    ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
+)  # fmt: skip
+"""Operand and result format: float32 results of narrow operands show the accumulator unrounded."""
+LAYOUTS = ("nn", "nt", "tn", "tt")
+"""How A and B lie in memory: "n" by rows, "t" by columns."""
+
+
+def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
+    """Return the product of two operands on their device; `out` may be reused. `fast`: FP8's fast accumulation."""
+    a, b = operands
+    if source.startswith("float8"):
+        one, dtype = torch.ones((), device=a.device), FORMATS[target].dtype
+        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=fast)  # noqa: SLF001
+    if source == "tfloat32":
+        with tf32_allowed():
+            return torch.matmul(a, b)
+    if source != target:
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=FORMATS[target].dtype)
+    return torch.matmul(a, b, out=out)

@@ -1,0 +1,86 @@
+"""What NVML says of a GPU that does not change: asked once a day, kept in a file between the sweeps' workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from canaryd.worker.telemetry.nvml import NOT_SUPPORTED, ask_text
+
+DAY = 86_400.0
+"""Seconds for which an answer is kept."""
+STEADY = frozenset(
+    f"nvmlDeviceGet{name}"
+    for name in (
+        *("TemperatureThreshold", "PowerManagementDefaultLimit", "PowerManagementLimitConstraints", "NumFans"),
+        *("SupportedClocksEventReasons", "SupportedClocksThrottleReasons", "MaxClockInfo", "MaxPcieLinkGeneration"),
+        "MaxPcieLinkWidth",
+    )
+)
+"""Calls whose answer is the part's or the driver's, and changes with neither load nor time."""
+
+
+class Daily:
+    """pynvml for one GPU, with the answers of `STEADY` calls remembered; everything else is pynvml's own."""
+
+    def __init__(self, nvml: Any, directory: str, uuid: str) -> None:
+        """Remember in `directory`; "" remembers nothing."""
+        self._nvml = nvml
+        self.remembers = bool(directory)
+        self._file = Path(directory) / f"nvml-{uuid}.json" if directory else None
+        self._driver = ""
+        self._known: dict[str, Any] = {}
+        self._new = False
+
+    def recall(self) -> None:
+        """Read what was kept less than a day ago, under this driver."""
+        self._driver = ask_text(self._nvml, "nvmlSystemGetDriverVersion")
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            if self._file is not None:
+                kept = json.loads(self._file.read_text())
+                if kept["driver"] == self._driver and 0 <= time.time() - kept["at"] < DAY:
+                    self._known = dict(kept["known"])
+
+    def keep(self) -> None:
+        """Keep what was learnt, where anything was; without the right to write it is asked again."""
+        if self._file is None or not self._new:
+            return
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self._file.with_suffix(".new")
+            fresh.write_text(json.dumps({"driver": self._driver, "at": time.time(), "known": self._known}))
+            fresh.replace(self._file)
+
+    def noted(self, name: str) -> Any:
+        """Return what was noted under a name; None for nothing."""
+        return self._known.get(name)
+
+    def note(self, name: str, value: Any) -> None:
+        """Note plain data under a name."""
+        self._known[name], self._new = value, True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return pynvml's own, or a call of it that remembers."""
+        if name == "nvmlSystemGetDriverVersion" and self._driver:
+            return lambda: self._driver
+        found = getattr(self._nvml, name)
+        if name not in STEADY or self._file is None:
+            return found
+
+        def remembered(handle: Any, *arguments: int) -> Any:
+            key = " ".join(map(str, (name, *arguments)))
+            if key not in self._known:
+                try:
+                    self.note(key, {"value": found(handle, *arguments)})
+                except self._nvml.NVMLError as error:
+                    if error.value != NOT_SUPPORTED:
+                        raise
+                    self.note(key, {"error": NOT_SUPPORTED})
+            if "error" in (known := self._known[key]):
+                raise self._nvml.NVMLError(known["error"])
+            return known["value"]
+
+        return remembered

@@ -1,0 +1,110 @@
+"""Let a worker see one device: narrow the variables of the vendors' runtimes before any of them is loaded.
+
+The worker does this itself, because behind `worker.command` only it knows what the operator's environment allows. A
+process that sees one device cannot open a context on another, and its device is number 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+
+from canaryd.codec import from_json
+from canaryd.model import Device
+
+ONLY = "CANARYD_ONLY"
+"""Environment variable with the device that this worker tests, as JSON."""
+NOTHING = "-1"
+"""A number that no device has: CUDA and HIP then show none (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES)."""
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+LEVEL_ZERO, SYCL, ASCEND = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES"
+_narrowed = False
+
+
+def narrow() -> None:
+    """Narrow this process's environment to the device that its supervisor named, if it named one."""
+    global _narrowed  # noqa: PLW0603 - the environment is the process's own, too
+    if text := os.environ.pop(ONLY, ""):
+        found = narrowed(from_json(Device, json.loads(text)), os.environ)
+        os.environ.update(found)
+        _narrowed = bool(found)
+
+
+def is_narrowed() -> bool:
+    """Return whether this process sees one device at most, which then is number 0."""
+    return _narrowed
+
+
+def narrowed(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a process sees `device` and no other; {} where this is not known.
+
+    A restriction in `environment` is the operator's, and stays one: a device that it excludes is not shown. Sources:
+    CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide, "CUDA Device Enumeration"; ROCm
+    documentation, "GPU isolation techniques" (HIP's numbers count what ROCR leaves); Level Zero specification,
+    ZE_AFFINITY_MASK; oneAPI DPC++, ONEAPI_DEVICE_SELECTOR; CANN, ASCEND_RT_VISIBLE_DEVICES.
+    """
+    index = device.index if device.torch_index is None else device.torch_index
+    if device.backend == "cpu":
+        return {CUDA: NOTHING, HIP: NOTHING}
+    if device.backend == "cuda":
+        return {CUDA: _of_cuda(device, index, environment.get(CUDA))}
+    if device.backend == "rocm":
+        # HIP reads CUDA's variable where its own is not set (ROCm/clr, rocdevice.cpp).
+        return _layers(index, {HIP: environment.get(HIP) or environment.get(CUDA), ROCR: environment.get(ROCR)})
+    if device.backend == "xpu":
+        selected = re.fullmatch(r"level_zero:(\d+(?:,\d+)*)", environment.get(SYCL, "level_zero:0"))
+        if selected is None:
+            return {}  # a choice by other words: which numbers it leaves is not known
+        chosen = selected[1] if SYCL in environment else None
+        found = _layers(index, {SYCL: chosen, LEVEL_ZERO: environment.get(LEVEL_ZERO)})
+        return {n: f"level_zero:{v}" if n == SYCL else v for n, v in found.items()}
+    if device.backend == "npu":
+        return _layers(index, {ASCEND: environment.get(ASCEND)})
+    return {}
+
+
+def _of_cuda(device: Device, index: int, allowed: str | None) -> str:
+    """Return the uuid of a GPU or MIG instance, or its place in the operator's list where CUDA gives no uuid."""
+    if device.parent:
+        return device.uuid if allowed is None or any(_names(word, device) for word in _words(allowed)) else NOTHING
+    if not device.weak_identity:
+        return device.uuid
+    return _nth(index, allowed)
+
+
+def _names(word: str, device: Device) -> bool:
+    """Return whether a word of CUDA's variable names a MIG instance or its GPU. Uuids may be cut short."""
+    if word.isdigit():
+        return int(word) == device.index
+    places = "/".join(device.detail.get(name, "") for name in ("gpu_instance_id", "compute_instance_id"))
+    known = (device.uuid, device.parent, f"MIG-{device.parent}/{places}")  # the last as drivers before 470 name it
+    return len(word) > len("GPU-") and any(name.lower().startswith(word.lower()) for name in known)
+
+
+def _layers(index: int, layers: Mapping[str, str | None]) -> dict[str, str]:
+    """Return one number or uuid for each layer that counts, from the top one down to the one that names the device."""
+    found: dict[str, str] = {}
+    *upper, lowest = layers
+    for name in upper:
+        allowed = layers[name]
+        if allowed is None:
+            continue
+        word = _nth(index, allowed)
+        if not word.isdigit():
+            return {**found, name: word}
+        found[name], index = "0", int(word)
+    return {**found, lowest: _nth(index, layers[lowest])}
+
+
+def _nth(index: int, allowed: str | None) -> str:
+    """Return what stands for device `index` in a list of visible ones; `NOTHING` where the list is shorter."""
+    words = _words(allowed) if allowed is not None else []
+    if allowed is None:
+        return str(index)
+    return words[index] if index < len(words) else NOTHING
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

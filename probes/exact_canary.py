@@ -1,0 +1,77 @@
+"""A language model with one right answer, bit for bit: constructed, proved in integers, run in every format.
+
+Stresses: a whole inference (embedding, norms, rotations, grouped-query attention over a KV cache, SwiGLU, head) with
+dense activations, by prefill and decode, one row and several, eager and through every attention kernel of torch.
+
+Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
+parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+from canaryd.probe import Context, Device, Fact, ProbeSpec, Skip, Skipped
+from canaryd.worker.exact_canary.cases import KERNELS, MOST_ROWS, PATHS, Inference, case, steps
+from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.numeric.attention import Attention, attend, blank
+from canaryd.worker.numeric.tensors import FORMATS as FORMATS_BY_NAME
+from canaryd.worker.toolkit import chosen, need_torch, refusal, verify_all
+
+SPEC = ProbeSpec(
+    name="exact_canary",
+    summary="a constructed language model with one right answer, bit for bit",
+    budget={"quick": 1.5, "standard": 15.0, "deep": 60.0},
+    every_instruction_set=True,
+    order=20,
+)
+FORMATS = ("float64", "float32", "bfloat16", "float16")
+ROWS = (1, MOST_ROWS)
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Verify inferences of a model and prompts that the run's seed gives; what torch does not support is skipped."""
+    need_torch()
+    asked = [i for i in every_inference(ctx) if chosen(ctx, i.name)]
+    if not asked:
+        example = every_inference(ctx)[0].name
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {example}")
+    cannot: dict[tuple[str, str], str] = {}
+    for kernel, form in dict.fromkeys((i.kernel, i.form) for i in asked):
+        if kernel != "eager" and (why := refuses(ctx.device, kernel, form)):
+            cannot[kernel, form] = why
+            yield Skipped(case=f"{form}/{kernel}", reason=why)
+    taken = [i for i in asked if (i.kernel, i.form) not in cannot]
+    yield from verify_all(ctx, [case(ctx.device, i, ctx.seed) for i in taken], [], None)
+
+
+def every_inference(ctx: Context) -> list[Inference]:
+    """Return every inference of a run: all at deep; else rows in rotation, and at quick the path as well."""
+    count = steps(TINY, ctx.level)
+    if ctx.level == "deep" or ctx.cases:
+        return [Inference(*choice, count) for choice in product(FORMATS, PATHS, ROWS, KERNELS)]
+    found = []
+    # The math kernel needs a model of its own, which takes time.
+    kernels = KERNELS if ctx.level == "standard" else tuple(k for k in KERNELS if k != "math")
+    for number, (form, kernel, path) in enumerate(product(FORMATS, kernels, PATHS)):
+        turn = ctx.seed + number
+        if ctx.level == "standard" or turn // len(PATHS) % len(PATHS) == number % len(PATHS):
+            found.append(Inference(form, path, ROWS[turn % len(ROWS)], kernel, count))
+    return found
+
+
+def refuses(device: Device, kernel: str, form: str) -> str:
+    """Return why this kernel does not take the model's heads in this format, or "" after it has taken zeros."""
+    for queries, mask in ((16, "causal"), (1, "none")):
+        sizes = (1, TINY.heads, TINY.kv_heads, queries, 16, TINY.head)
+        problem = blank(Attention("onehot", FORMATS_BY_NAME[form], mask, *sizes))
+        if why := refusal(device, problem, partial(_attend, kernel.upper(), mask)):
+            return why
+    return ""
+
+
+def _attend(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001
+    return attend(kernel, *operands[:3], causal=mask == "causal")

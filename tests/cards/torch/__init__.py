@@ -1,0 +1,183 @@
+"""The real torch with another `torch.cuda`: the cards of the file CARDS, whose tensors lie in the host's memory.
+
+This package stands before the real one on the path, and imports that in its own place. What opens a context on a card,
+waits for it, or computes on it is written into the file CARDS.log, with the process: `tests/cards_stand_in.py` reads
+that.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace as Names
+
+_here = Path(__file__).resolve().parents[1]
+_file = Path(os.environ["CARDS"])
+_doings = Path(f"{_file}.log")
+sys.path = [p for p in sys.path if Path(p).resolve() != _here]
+del sys.modules["torch"]
+import torch  # noqa: E402
+
+_contexts, _current = set(), [0]
+
+
+def _cards():
+    return json.loads(_file.read_text())
+
+
+def _log(what, uuid):
+    with _doings.open("a") as log:
+        log.write(f"{os.getpid()} {what} {uuid}\n")
+
+
+def _expand(word):
+    """Return the device that a word of CUDA_VISIBLE_DEVICES names, as CUDA does; None for no device."""
+    cards = _cards()
+    for card in cards:
+        if word in card["instances"]:
+            return {**card, "uuid": word}
+    if word.isdigit():
+        found = cards[int(word)] if int(word) < len(cards) else None
+    else:
+        found = next((c for c in cards if len(word) > 4 and c["uuid"].startswith(word)), None)
+    return {**found, "uuid": found["instances"][0]} if found and found["instances"] else found
+
+
+def _seen():
+    """Return the visible devices: those named before the first bad name, and one instance of a divided card at most."""
+    words = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = list(map(str, range(len(_cards())))) if words is None else [w.strip() for w in words.split(",")]
+    seen = []
+    for word in words:
+        card = _expand(word)
+        if card is None:
+            break
+        if card["uuid"].startswith("MIG-"):
+            return [card]
+        seen.append(card)
+    return seen
+
+
+def _index(device):
+    if device is None:
+        return _current[0]
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return _current[0] if index is None else index
+
+
+def _alive(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
+def _context(device, what):
+    """Open a context on a device, once in a process, as its first use does; fail where the card fails."""
+    card = _seen()[_index(device)]
+    if card["uuid"] not in _contexts:
+        log = _doings.read_text().splitlines() if _doings.exists() else []
+        holders = {int(line.split()[0]) for line in log if line.split()[1:] == ["context", card["uuid"]]}
+        if card["exclusive"] and any(_alive(pid) for pid in holders - {os.getpid()}):
+            raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+        _contexts.add(card["uuid"])
+        _log("context", card["uuid"])
+    _log(what, card["uuid"])
+    if card["error"] and what in card["fails"]:
+        raise RuntimeError(card["error"])
+    return card
+
+
+class Stream:
+    """A queue of work on one device."""
+
+    def __init__(self, device=None):
+        self.index = _index(device)
+
+    def synchronize(self):
+        """Wait for it."""
+        _context(self.index, "synchronize")
+
+    def wait_stream(self, other):
+        """Wait for another: nothing to do, the work is done by the host."""
+
+
+class Event:
+    """A moment in a stream; without one, in the current stream of the current device."""
+
+    def __init__(self, enable_timing=False):
+        self._at = 0.0
+
+    def record(self, stream=None):
+        """Note the time."""
+        self._index = _current[0] if stream is None else stream.index
+        _context(self._index, "event")
+        self._at = time.perf_counter()
+
+    def synchronize(self):
+        """Wait for it."""
+        _context(self._index, "synchronize")
+
+    def query(self):
+        """It has passed."""
+        return True
+
+    def elapsed_time(self, end):
+        """Milliseconds."""
+        return (end._at - self._at) * 1e3
+
+
+@contextlib.contextmanager
+def _on(device):
+    before, _current[0] = _current[0], _index(device)
+    try:
+        yield
+    finally:
+        _current[0] = before
+
+
+def _properties(device=None):
+    card = _seen()[_index(device)]
+    uuid = card["uuid"].removeprefix("GPU-").removeprefix("MIG-")
+    where = {"pci_domain_id": 0, "pci_bus_id": card["bus"]}
+    return Names(uuid=uuid, name=card["name"], total_memory=card["memory"], major=9, minor=0,
+                 multi_processor_count=132, **where)  # fmt: skip
+
+
+def _memory(device=None):
+    card = _context(device, "memory")
+    return card["memory"] - card["used"], card["memory"]
+
+
+for _name, _answer in {
+    "is_available": lambda: bool(_seen()),
+    "device_count": lambda: len(_seen()),
+    "get_device_properties": _properties,
+    "current_device": lambda: _current[0],
+    "synchronize": lambda device=None: _context(device, "synchronize") and None,
+    "mem_get_info": _memory,
+    "memory_reserved": lambda device=None: 0,
+    "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    "current_stream": Stream,
+    "Stream": Stream,
+    "Event": Event,
+    "device": _on,
+    "empty_cache": lambda: None,
+    "is_initialized": lambda: bool(_contexts),
+}.items():
+    setattr(torch.cuda, _name, _answer)
+
+_to = torch.Tensor.to
+
+
+def _moved(tensor, *args, **kwargs):
+    """Move to a card: a copy that stays in the host's memory."""
+    target = args[0] if args else None
+    if isinstance(target, torch.device) and target.type == "cuda":
+        _context(target, "upload")
+        return tensor.clone(memory_format=torch.preserve_format)
+    return _to(tensor, *args, **kwargs)
+
+
+torch.Tensor.to = _moved

@@ -1,0 +1,70 @@
+"""Commands on a real terminal of 80 and of 120 columns: every line fits, standard error too."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from canaryd.formatting import folded
+from tests.command import ROOT, canaryd, configure, environment
+
+LONG = "a_directory_whose_name_is_long_enough_to_be_wrapped"
+
+
+def shown(columns: int, *arguments: object) -> list[str]:
+    """Return the lines of a command on a terminal of so many columns, without colours."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    argv = [sys.executable, "-m", "canaryd", *map(str, arguments)]
+    with subprocess.Popen(argv, cwd=ROOT, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        read = b""
+        try:
+            while part := os.read(ours, 1 << 16):
+                read += part
+        except OSError:  # on Linux: the last one that had it open has ended
+            pass
+        process.wait(60)
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;]*m", "", read.decode()).replace("\r\n", "\n").split("\n")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_line_fits_the_terminal(tmp_path, columns):
+    """Verdicts, lists, answers and mistakes; only a command to type or a path to copy stays whole."""
+    config = configure(tmp_path, "passes", "mismatches", "records")
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    canaryd("check", *common)
+    for command in (
+        *(("check",), ("status",), ("status", "-v"), ("history",), ("gate",), ("probes",), ("baseline", "list")),
+        *(("baseline", "show"), ("release",), ("ack", "cpu:0", "--reason", "seen"), ("gate", "--device", "cuda:9")),
+        *(("ack", "cuda:9", "--reason", "seen"), ("config", "check"), ("drill", "--probe", "mismatches")),
+        *(("check", "--level", "quickly"), ("baseline", "list", "cuda:9"), ("--help",), ("check", "--probe", LONG)),
+    ):
+        lines = shown(columns, *command, *(() if command == ("--help",) else common))
+        assert "".join(lines), command
+        for line in lines:
+            for moving in line.split("\r"):  # a progress bar is drawn over itself
+                whole = moving.lstrip().startswith("canaryd ") or len(moving.split()) == 1
+                assert len(moving) <= columns or whole, (command, moving)
+
+
+def test_a_pipe_gets_whole_lines(tmp_path):
+    """For grep and awk."""
+    config = configure(tmp_path, "passes")
+    answer = canaryd("probes", "--config", config, "--state-dir", tmp_path / "state")
+    assert len(answer.out.splitlines()) == 1
+
+
+def test_folding_keeps_words_and_indents():
+    """What follows the first line stands further in; short lines are left alone."""
+    path = "/a/path-that/is-longer/than-the/line"
+    assert folded(f"  one two three {path}\nfour", 16) == f"  one two three\n    {path}\nfour"

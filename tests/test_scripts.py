@@ -1,0 +1,216 @@
+"""scripts/check and scripts/test set an environment up: the torch they take, what they say, what a second run does.
+
+pip and the interpreter are small programs that write down what they are asked; one test uses the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.command import ROOT, environment
+from tests.worker.telemetry.trees import plant
+
+PIP = """#!/bin/sh
+# Stands in for python3 and pip: `-m venv` makes an environment of this file, `-m pip` writes down what it is asked.
+case "$*" in
+    "-m venv"*) for last; do :; done
+        rm -rf "$last" && mkdir -p "$last/bin" && cp "$0" "$last/bin/python"
+        echo "version = $version.1" >"$last/pyvenv.cfg" ;;
+    *"-m pip "*"config list") echo "$config" ;;
+    *"-m pip "*) echo "$*" >>"$log"
+        case "$*" in *"$refused"*) echo "ERROR: cannot reach it" >&2; exit 1 ;; *torch*) touch "$0.torch" ;; esac ;;
+    *"import sys, torch"*) [ -e "$0.torch" ] || [ "$torch" = yes ] ;;
+    *sys.base_prefix*) echo "$version /usr" ;;
+    *importlib.metadata*) echo 2.13.0+cpu ;;
+    --version) echo "Python $version.1" ;;
+    *) exec "$real" "$@" ;;
+esac
+"""
+CPU = "https://download.pytorch.org/whl/cpu"
+HEAD = "-m pip --quiet --disable-pip-version-check install "
+
+
+class Setup:
+    """make_environment of scripts/environment, on a machine that is made up."""
+
+    def __init__(self, directory: Path) -> None:
+        self.venv, self.root, self.log = directory / "venv", directory / "root", directory / "log"
+        self.python = directory / "python3"
+        self.python.write_text(PIP)
+        self.python.chmod(0o755)
+        (self.root / "sys/bus/pci/devices").mkdir(parents=True)
+        self.card("0000:02:00.0", "0x1a03", "0x030000")  # graphics of a board's management controller
+
+    def card(self, bus_id: str, vendor: str, pci_class: str) -> None:
+        """Put a function on the PCI bus."""
+        plant(self.root / "sys/bus/pci/devices" / bus_id, {"vendor": vendor, "device": "0x2335", "class": pci_class})
+
+    def make(self, **given: str) -> tuple[str, list[str]]:
+        """Return what it says, and what pip was told to install of torch."""
+        self.log.write_text("")
+        variables = {"version": "3.11", "config": "", "torch": "", "refused": "nothing is", "PYTHON": str(self.python)}
+        variables |= {"log": str(self.log), "real": sys.executable} | given
+        line = '. scripts/environment; system=$1; make_environment "$2" -e .'
+        argv = ["bash", "-euo", "pipefail", "-c", line, "bash", self.root, self.venv]
+        done = subprocess.run(argv, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = [words.removeprefix(HEAD) for words in self.log.read_text().splitlines()]
+        return done.stdout + done.stderr, [words for words in told if "torch" in words]
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """A made-up machine without an accelerator."""
+    return Setup(tmp_path)
+
+
+def test_without_an_accelerator_the_cpu_build_is_taken(setup):
+    """And said; the graphics of a management controller are no accelerator."""
+    said, told = setup.make()
+    assert told == [f"torch==2.13.0 --index-url {CPU}"]
+    assert "found no accelerator: installing PyTorch's CPU build of torch==2.13.0, 200 MB" in said
+
+
+@pytest.mark.parametrize("pci_class", ["0x030200", "0x030000"])
+def test_the_size_is_told_before_cuda_is_fetched(setup, pci_class):
+    """A card without a driver counts."""
+    setup.card("0000:65:00.0", "0x10de", pci_class)
+    said, told = setup.make()
+    assert told == ["torch==2.13.0"]
+    assert "found NVIDIA 0000:65:00.0: installing torch==2.13.0, up to 2.7 GB to download" in said
+
+
+def test_a_device_node_is_an_accelerator(setup):
+    """Also where the bus is hidden, as in some containers."""
+    shutil.rmtree(setup.root / "sys")
+    plant(setup.root / "dev", {"nvidia0": ""})
+    said, told = setup.make()
+    assert told == ["torch==2.13.0"]
+    assert "found NVIDIA nvidia0: " in said
+
+
+@pytest.mark.parametrize(
+    ("vendor", "pci_class"), [("0x1002", "0x120000"), ("0x1002", "0x038000"), ("0x19e5", "0x120000")]
+)
+def test_an_accelerator_that_cuda_does_not_drive_gets_no_cuda(setup, vendor, pci_class):
+    """It is named, and how to get its own build."""
+    setup.card("0000:65:00.0", vendor, pci_class)
+    said, told = setup.make()
+    assert told == [f"torch==2.13.0 --index-url {CPU}"]
+    assert "0000:65:00.0: installing PyTorch's CPU build" in said
+    assert "for another build set CANARYD_TORCH: https://pytorch.org/get-started/locally/" in said
+
+
+@pytest.mark.parametrize(
+    "config", ["global.index-url='https://p.example/simple'", ":env:.extra-index-url='x'", "install.find-links='/w'"]
+)
+def test_an_index_of_ones_own_decides(setup, config):
+    """It may hold another build, so only the largest size is known."""
+    said, told = setup.make(config=config)
+    assert told == ["torch==2.13.0"]
+    assert "from the index that pip is configured for: up to 2.7 GB" in said
+
+
+def test_other_settings_of_pip_are_no_index(setup):
+    """Such as a certificate or a timeout."""
+    _, told = setup.make(config="global.cert='/etc/ca'\n:env:.default-timeout='180'")
+    assert told == [f"torch==2.13.0 --index-url {CPU}"]
+
+
+def test_an_index_that_cannot_be_reached_is_told(setup):
+    """The build of PyPI works too; its size is told before it is fetched."""
+    said, told = setup.make(refused=CPU)
+    assert told == [f"torch==2.13.0 --index-url {CPU}", "torch==2.13.0"]
+    assert f"cannot be installed from {CPU} (see above): installing torch==2.13.0, up to 2.7 GB" in said
+
+
+def test_canaryd_torch_is_for_pip_word_for_word(setup):
+    """And said to be ignored where a torch is there already."""
+    _, told = setup.make(CANARYD_TORCH="torch==2.4 --index-url https://p.example")
+    assert told == ["torch==2.4 --index-url https://p.example"]
+    said, told = setup.make(CANARYD_TORCH="torch==2.5")
+    assert told == []
+    assert f"CANARYD_TORCH is ignored: {setup.venv} has torch 2.13.0+cpu" in said
+
+
+def test_the_torch_of_the_interpreter_is_used(setup):
+    """Nothing is installed, and CANARYD_TORCH is ignored aloud."""
+    said, told = setup.make(torch="yes", CANARYD_TORCH="torch==2.5")
+    assert told == []
+    assert f"using the torch of {setup.python}" in said
+    assert "CANARYD_TORCH is ignored: " in said
+
+
+def test_a_second_run_asks_nobody(setup):
+    """No package index, and it takes no time; a change of the dependencies does ask."""
+    setup.make()
+    begun = time.monotonic()
+    assert setup.make() == ("", [])
+    assert time.monotonic() - begun < 2.0
+    assert setup.log.read_text() == ""
+    (setup.venv / ".made").write_text("other dependencies")
+    setup.make()
+    assert "install -e ." in setup.log.read_text()
+
+
+def test_an_environment_of_another_python_is_made_anew(setup):
+    """Also one whose interpreter has gone."""
+    setup.make()
+    said, told = setup.make(version="3.12")
+    assert f"making {setup.venv} anew: it does not belong to Python 3.12.1" in said
+    assert len(told) == 1
+    assert setup.make(version="3.12") == ("", [])
+    (setup.venv / "bin/python").unlink()
+    said, told = setup.make(version="3.12")
+    assert "anew" in said
+    assert len(told) == 1
+
+
+def test_a_directory_that_is_no_environment_is_not_emptied(tmp_path):
+    """CANARYD_VENV may name anything."""
+    plant(tmp_path / "home", {"letter": "dear"})
+    line = '. scripts/environment; make_environment "$1" -e .'
+    argv = ["bash", "-euo", "pipefail", "-c", line, "bash", tmp_path / "home"]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment(PYTHON=sys.executable), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 64
+    assert "home: is no virtual environment" in done.stderr
+    assert (tmp_path / "home/letter").exists()
+
+
+@pytest.mark.slow
+def test_it_installs_from_the_index_that_is_named(tmp_path):
+    """With the real pip, from a directory that stands in for PyTorch's index."""
+    index = tmp_path / "index/torch"
+    index.mkdir(parents=True)
+    name = "torch-2.13.0+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(index / name, "w") as wheel:
+        wheel.writestr("torch/__init__.py", '__version__ = "2.13.0+cpu"\n')
+        wheel.writestr(
+            "torch-2.13.0+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n"
+        )
+        wheel.writestr(
+            "torch-2.13.0+cpu.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("torch-2.13.0+cpu.dist-info/RECORD", "")
+    (index / "index.html").write_text(f'<a href="{name}">{name}</a>')
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    clean |= {"PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": str(ROOT)}
+    line = ". scripts/environment; venv=$1; cpu_index=$2; system=$3; install_torch"
+    argv = ["bash", "-euo", "pipefail", "-c", line, "bash", venv, index.parent.as_uri(), tmp_path]
+    done = subprocess.run(argv, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    told = subprocess.run([venv / "bin/python", "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "2.13.0+cpu\n"

@@ -1,0 +1,143 @@
+"""Parts in the worker: what raises is noted by its meaning, and the device's failure ends a part."""
+
+from __future__ import annotations
+
+import pytest
+
+from canaryd.codec import from_json, to_json
+from canaryd.facts import Claim, Observation, Seen
+
+pytestmark = pytest.mark.torch
+
+
+def bench(seconds: float = 60.0, drill: str = ""):
+    from canaryd.worker.characterise.bench import Bench
+    from canaryd.worker.numeric.stack import cpu
+
+    return Bench(cpu(), seconds, drill)
+
+
+def problem():
+    from canaryd.worker.characterise.exactness import product_of
+    from canaryd.worker.numeric.operands import build
+    from canaryd.worker.numeric.stack import cpu
+
+    return build(product_of(cpu(), "float32", "float32", "dense", "nt", (8, 8, 16, 0)), 1)
+
+
+def raising(text: str):
+    def compute(operands, out):
+        raise RuntimeError(text)
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("text", "seen", "error"),
+    [
+        ("'addmm' not implemented for 'Float8'", Seen.REFUSED, ""),
+        ("CUDA out of memory. Tried to allocate", Seen.RAISED, "memory"),
+        ("the frobnicator is out of tune", Seen.RAISED, "other"),
+    ],
+)
+def test_what_raises_is_noted_by_its_meaning(text, seen, error):
+    """A refusal, a lack of memory, and what nobody foresaw are three things."""
+    at = bench()
+    at.verify("case", problem, raising(text))
+    assert [(o.seen, o.error) for o in at.seen] == [(seen, error)]
+
+
+def test_a_failure_of_the_device_ends_the_part_and_keeps_what_was_seen():
+    """Its context is lost: nothing after it would mean anything."""
+    from canaryd.worker.characterise.bench import DeviceFailed
+
+    at = bench()
+    with pytest.raises(DeviceFailed):
+        at.verify("case", problem, raising("CUDA error: an illegal memory access was encountered"))
+    assert [(o.seen, o.error) for o in at.seen] == [(Seen.RAISED, "device")]
+
+
+def test_what_is_not_reached_is_said():
+    """No part of a part is left out in silence."""
+    at = bench(seconds=1e-9)
+    at.verify("case", problem, raising("never called"))
+    assert [o.seen for o in at.seen] == [Seen.NOT_REACHED]
+
+
+@pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
+def test_every_fault_is_seen_in_a_strict_case(fault):
+    """Each of the drill's faults makes a strict observation wrong."""
+    from functools import partial
+
+    from canaryd.worker.numeric.products import multiply
+
+    at = bench(drill=fault)
+    at.verify("case", problem, partial(multiply, "float32", "float32"))
+    assert [o.seen for o in at.seen] == [Seen.WRONG]
+
+
+def test_recall_of_a_blind_comparison_is_wrong():
+    """Faults that are not seen are counted against the comparison."""
+    from functools import partial
+
+    from canaryd.worker.characterise import speed
+    from canaryd.worker.numeric.products import multiply
+    from canaryd.worker.numeric.tensors import upload
+
+    at = bench(drill="blind")
+    made = problem()
+    golden = upload((made.golden,), at.device)[0]
+    compute = partial(multiply, "float32", "float32")
+    speed._recall(at, "case", speed.RESULT, compute, upload(made.operands, at.device), golden)
+    assert [o.seen for o in at.seen] == [Seen.WRONG]
+    assert at.seen[0].values["found"] == 0
+
+
+def test_nvidia_smi_is_read_under_the_names_of_readings():
+    """Units become base units; what the tool does not have is left out."""
+    from canaryd.worker.characterise.vendor_tool import parse
+
+    found = parse(["temperature.gpu", "memory.total", "power.draw", "temperature.memory"], "41, 81559, 120.5, [N/A]")
+    assert found["temperature_celsius{sensor=core}"]["value"] == 41
+    assert found["memory_total_bytes"]["value"] == 81559 * 2**20
+    assert found["power_watts"]["value"] == 120.5
+    assert len(found) == 3
+
+
+def test_the_worker_lists_its_parts_without_a_device():
+    """The list is the plan's half; observations survive JSON."""
+    from canaryd.worker.characterise.parts import answer
+
+    names = {p["name"] for p in answer({"part": ""}, lambda _fraction, _text: None)["parts"]}
+    assert {"environment", "controls", "width", "recall", "throughput", "memory", "exactness/float16"} <= names
+    one = Observation(name="a", claim=Claim.OPEN, seen=Seen.MEASURED, values={"bits": 3, "share": 0.5, "how": "so"})
+    assert from_json(Observation, to_json(one)) == one
+
+
+def test_a_tool_that_does_not_know_a_field_is_asked_for_the_others(tmp_path, monkeypatch):
+    """An older nvidia-smi refuses the whole question because of one field; what it knows is still compared."""
+    from canaryd.model import Device
+    from canaryd.worker.characterise.bench import Bench
+    from canaryd.worker.characterise.vendor_tool import vendor_tool
+
+    script = tmp_path / "nvidia-smi"
+    known = '#!/bin/sh\ncase "$*" in *query-gpu=power.draw) echo 70.1;; *) echo "no such field"; exit 2;; esac\n'
+    script.write_text(known)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    at = Bench(Device(uuid="GPU-1", backend="cuda", index=0, model="a card"), 10.0)
+    vendor_tool(at)
+    assert {key: field["value"] for key, field in at.facts["fields"].items()} == {"power_watts": 70.1}
+    assert "temperature.gpu" in at.facts["unknown_to_the_tool"]
+
+
+def test_without_the_tool_the_part_is_skipped(tmp_path, monkeypatch):
+    """With the reason, so that the page can say it."""
+    from canaryd.model import Device
+    from canaryd.probe import Skip
+    from canaryd.worker.characterise.bench import Bench
+    from canaryd.worker.characterise.vendor_tool import vendor_tool
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Skip, match="not installed"):
+        vendor_tool(Bench(Device(uuid="GPU-1", backend="cuda", index=0, model="a card"), 10.0))

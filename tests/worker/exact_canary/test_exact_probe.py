@@ -1,0 +1,141 @@
+"""The probe `exact_canary`, and the faults that it must see."""
+
+import importlib.util
+
+import pytest
+
+from canaryd.facts import Comparison, Exactness, Skipped
+from canaryd.model import Outcome
+from canaryd.probe import Context, Skip
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from tests.command import ROOT
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+from benchmarks.observability import activations, live_weights  # noqa: E402
+from canaryd.worker.exact_canary.cases import Inference, build, case, infer, text  # noqa: E402
+from canaryd.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
+from canaryd.worker.numeric.stack import cpu  # noqa: E402
+from canaryd.worker.numeric.tensors import bits, same_bits, strict_switches  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def probe():
+    spec = importlib.util.spec_from_file_location("exact_canary_probe", ROOT / "probes" / "exact_canary.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def facts(probe, kind, **asked):
+    wanted = {"level": "quick", "seed": 11, "budget": 0.01, "device": cpu(), **asked}
+    return [fact for fact in probe.run(Context(**wanted)) if isinstance(fact, kind)]
+
+
+def test_a_clean_run_compares_every_format_and_is_right(probe):
+    """Eager and by flash attention, decode and prefill; what this torch does not have is skipped with its reason."""
+    cases = tuple(
+        f"{form}/{path}/b1/{kernel}"
+        for form in probe.FORMATS
+        for path, kernel in (("decode", "eager"), ("forced", "flash_attention"))
+    )
+    found = facts(probe, Comparison, cases=cases)
+    assert not [c for c in found if c.wrong]
+    assert {c.case.partition("@")[0] for c in found} >= {case for case in cases if "eager" in case}
+    assert all(c.exactness is Exactness.UNIVERSAL and c.trials > 1 for c in found)
+    skipped = [s for s in facts(probe, Skipped) if "budget" not in s.reason]
+    assert {s.case.rpartition("/")[2].partition("@")[0] for s in skipped} >= {"cudnn_attention"}
+    assert all("does not support it" in s.reason for s in skipped)
+
+
+def test_all_cases_are_reached(probe):
+    """Standard has every format, path and kernel; deep every row too; a case that does not exist is refused."""
+    names = {level: [i.name for i in probe.every_inference(Context(device=cpu(), level=level, seed=3, budget=1.0))]
+             for level in ("quick", "standard", "deep")}  # fmt: skip
+    assert (len(names["standard"]), len(names["deep"])) == (40, 80)
+    assert set(names["standard"]) < set(names["deep"])
+    assert len(names["quick"]) < 20
+    with pytest.raises(Skip, match="no case matches float8"):
+        facts(probe, Comparison, cases=("float8",))
+
+
+@pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
+def test_every_drill_is_found(probe, fault):
+    """In a result or in the final norm's weights; the same seed finds the same."""
+    first, again = (facts(probe, Comparison, drill=fault, cases=("bfloat16/decode/b1/eager",)) for _ in range(2))
+    assert any(c.wrong for c in first)
+    assert [(c.case, c.wrong_trials) for c in first] == [(c.case, c.wrong_trials) for c in again]
+
+
+def test_a_worker_runs_it(probe):
+    """As canaryd does: in a process of its own, within the time of a quick run."""
+    with Series(WorkerSpec()) as series:
+        request = RunRequest(
+            probe_path=ROOT / "probes" / "exact_canary.py", spec=probe.SPEC, device=cpu(), level="quick", seed=5
+        )
+        run = series.run(request, 120.0)
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    assert run.comparisons
+    assert not run.wrong
+
+
+def test_the_case_is_the_seed(probe):
+    """A case built again from its seed has the same operands and golden; another seed has others."""
+    inference = Inference("float32", "decode", 2, "eager", 4)
+    one, again, other = (build(inference, seed, 0) for seed in (1, 1, 2))
+    pairs = zip((*one.operands, one.golden), (*again.operands, again.golden), strict=True)
+    assert all(same_bits(a, b) for a, b in pairs)
+    assert not torch.equal(one.golden, other.golden)
+    assert one.golden.shape == (2, 4, TINY.vocabulary)
+    assert bool((one.golden != 0).all())
+
+
+def test_a_damaged_cache_or_weight_is_seen():
+    """The lowest bit of one weight of every matrix, in bfloat16: the logits differ."""
+    inference = Inference("bfloat16", "forced", 1, "eager", 8)
+    problem = build(inference, 4, 0)
+    names = list(construct(TINY, 4).weights)
+    for at, name in enumerate(names):
+        operands = [t.clone() for t in problem.operands]
+        flat = bits(operands[at]).view(-1)
+        live = (operands[at].view(-1) != 0).nonzero().view(-1)
+        index = int(problem.operands[-1][0, 3]) * TINY.hidden if "embed" in name else int(live[len(live) // 2])
+        flat[index] ^= 1
+        result = infer(inference, tuple(names), tuple(operands), None)
+        assert not torch.equal(result, problem.golden), name
+
+
+def test_single_bit_faults_are_seen():
+    """A sample of benchmarks/observability.py: any bit, any layer and position, in bfloat16."""
+    model = construct(TINY, 7)
+    with strict_switches(), torch.inference_mode():
+        whole = text(model, 7, 0, 12)
+        seen = {place: count.share() for place, count in activations(model, "bfloat16", whole, 96)}
+        weights = {place: count.share() for place, count in live_weights(model, "bfloat16", whole, 12)}
+    for place in ("embedding", "attention_norm", "output", "middle", "inner_norm", "down", "out", "norm"):
+        assert seen[place] >= 0.9, (place, seen)
+    assert seen["values"] >= 0.8
+    assert seen["keys, not 0"] >= 0.7
+    assert weights["all weights"] >= 0.95
+
+
+def test_a_kernel_that_rounds_scores_first_has_a_model_without_ties():
+    """Torch's math attention multiplies q and k by the root of the scale, so that equal scores differ a little."""
+    tied = Inference("float32", "forced", 1, "math", 4)
+    assert not tied.anchored
+    assert Inference("float32", "forced", 1, "flash_attention", 4).anchored
+    checked = case(cpu(), tied, 3)
+    problem = checked.build(0)
+    assert torch.equal(checked.compute(problem.operands, None), problem.golden)
+    model = construct(TINY, 3, anchored=True)
+    whole = torch.tensor([text(model, 3, 0, 4)])
+    result = infer(tied, tuple(model.weights), (*model.weights.values(), whole), None)
+    assert not torch.equal(
+        result,
+        infer(
+            Inference("float32", "forced", 1, "eager", 4), tuple(model.weights), (*model.weights.values(), whole), None
+        ),
+    )

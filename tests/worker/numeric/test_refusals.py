@@ -1,0 +1,331 @@
+"""Kernels that take some problems and not others: each is asked with the case's own shape, and none ends a probe."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from canaryd.facts import Comparison, Skipped
+from canaryd.probe import Context, Skip
+from canaryd.worker.numeric import attention, operands, verify
+from canaryd.worker.numeric import tensors as numeric_tensors
+from canaryd.worker.numeric.attention import Attention, blank, build
+from canaryd.worker.numeric.integers import significant_bits
+from canaryd.worker.numeric.recording import Recorder
+from canaryd.worker.numeric.reproducer import exhibit
+from canaryd.worker.numeric.serving_kernels import every_kernel
+from canaryd.worker.numeric.stack import cpu, float8
+from canaryd.worker.numeric.tensors import FORMATS, bits
+from tests.command import ROOT
+from tests.worker.numeric.cuda import AMPERE, HOPPER, MI300X, attention_rules
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*Triggered internally")]
+
+
+@pytest.fixture
+def cuda_rules(monkeypatch):
+    """Refuse on this CPU what CUDA's attention kernels refuse, in their words, and compute the rest with its own."""
+    enabled = []
+
+    class Enable:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __enter__(self):
+            enabled.append(self.kernel.name)
+
+        def __exit__(self, *_):
+            enabled.pop()
+
+    rules = attention_rules(torch, lambda: enabled[-1] if enabled else "")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", rules)
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", Enable)
+
+
+def context(*cases, level="quick", **more):
+    return Context(device=cpu(), level=level, seed=7, budget=0.01, cases=cases, **more)
+
+
+def test_a_flash_kernel_is_tested_with_a_causal_mask_where_it_takes_one(probes, cuda_rules):
+    """Serving's prefill is causal with as many queries as keys; only other lengths are refused, with torch's reason."""
+    module = probes["exact_attention"]
+    facts = list(
+        module.run(context("bfloat16/onehot/prefill/flash_attention", "bfloat16/onehot/decode/flash_attention"))
+    )
+    ran = {f.case.partition("@")[0] for f in facts if isinstance(f, Comparison)}
+    assert "bfloat16/onehot/prefill/flash_attention/causal" in ran
+    assert "bfloat16/onehot/decode/flash_attention/none" in ran
+    refused = {f.case.partition("@")[0]: f.reason for f in facts if isinstance(f, Skipped)}
+    causal = refused["flash_attention/bfloat16/causal"]
+    assert "does not support the is_causal flag when seqlen_q != seqlen_k" in causal
+    assert "non-null attn_mask" in refused["flash_attention/bfloat16/bool"]
+    assert not any(f.wrong for f in facts if isinstance(f, Comparison))
+
+
+def test_no_refusing_kernel_ends_the_attention_probe(probes, cuda_rules):
+    """Formats that a kernel lacks, and cuDNN under deterministic algorithms, are skipped as one each; the rest runs."""
+    facts = list(probes["exact_attention"].run(context()))
+    refused = {f.case: f.reason for f in facts if isinstance(f, Skipped) and "budget" not in f.reason}
+    assert {"flash_attention/float64", "flash_attention/float32", "efficient_attention/float64"} <= set(refused)
+    assert "dtype: {Half, BFloat16}" in refused["flash_attention/float32"]
+    for form in ("float64", "float32", "bfloat16", "float16"):
+        assert refused[f"cudnn_attention/{form}"].endswith("cuDNN SDPA is not deterministic.")
+    kernels = {f.case.partition("@")[0].split("/")[3] for f in facts if isinstance(f, Comparison)}
+    assert kernels == {"math", "flash_attention", "efficient_attention"}
+    assert [f.name for f in facts if getattr(f, "name", "") == "golden_fingerprint"]
+
+
+def test_a_kernel_that_larger_products_lack_ends_no_run(probes, monkeypatch):
+    """A tiny product may run where the one that measures speed has no kernel: that format is skipped by its reason."""
+    real = torch.matmul
+
+    def larger_refused(a, b, **more):
+        if a.dtype is torch.float64 and a.shape[-2] >= 192:
+            raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+        return real(a, b, **more)
+
+    monkeypatch.setattr(torch, "matmul", larger_refused)
+    facts = list(probes["exact_matmul"].run(context("float32/dense/decode/nt", "float64/dense/decode/nt")))
+    assert any(isinstance(f, Comparison) and f.case.startswith("float32/") for f in facts)
+    refused = {f.case: f.reason for f in facts if isinstance(f, Skipped)}
+    assert "no kernel image is available" in refused["float64"]
+
+
+def test_no_refusing_kernel_ends_the_recorded_kernels(cuda_rules):
+    """What attention refuses is listed with its reason."""
+    recorder = Recorder(verify.Session(context()), "")
+    kernels = [k for k in every_kernel(cpu()) if k.kind == "sdpa"]
+    with numeric_tensors.strict_switches():
+        for kernel in kernels:
+            list(recorder.record(kernel, 0))
+    refused = [f for f in recorder.summary() if isinstance(f, Skipped)]
+    assert {f.case for f in refused} >= {"sdpa/flash/float32", "sdpa/cudnn/bfloat16", "sdpa/cudnn/float32"}
+    assert len(recorder._made) > 0
+
+
+def test_a_kernel_is_asked_under_the_switches_in_force():
+    """A kernel that refuses deterministic algorithms refuses, although they are off outside of the run."""
+
+    def compute(operands, out):
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("this_kernel does not have a deterministic implementation, but you set …")
+        return operands[0]
+
+    problem = blank(Attention("onehot", FORMATS["float32"], "none", 1, 1, 1, 2, 2, 8))
+    assert "deterministic implementation" in verify.refusal(cpu(), problem, compute)
+
+
+@pytest.mark.parametrize("mask", attention.MASKS)
+@pytest.mark.parametrize("form", ["float64", "float32", "bfloat16", "float16"])
+def test_a_blank_problem_is_of_the_kind_of_the_real_one(form, mask):
+    """Same devices, formats, shapes and strides, so that the question is the case's own."""
+    spec = Attention("uniform", FORMATS[form], mask, 2, 4, 2, 18, 40, 64)
+    asked, real = blank(spec), build(spec, 3)
+    for a, b in zip((*asked.operands, asked.golden), (*real.operands, real.golden), strict=True):
+        assert (a.shape, a.dtype if a.numel() else None, a.stride()) == (
+            b.shape,
+            b.dtype if b.numel() else None,
+            b.stride(),
+        )
+    assert asked.shape == real.shape
+
+
+def problem_of_a_product():
+    product = operands.Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 8, 8, 16)
+    return partial(operands.build, product)
+
+
+def case(name, compute=None, **more):
+    return verify.Case(name, problem_of_a_product(), compute or (lambda ab, out: torch.matmul(*ab)), **more)
+
+
+def refuse(ab, out):
+    raise RuntimeError("self.size(0) needs to be greater than 16, but got 8")
+
+
+def test_a_case_that_is_refused_is_left_out_of_the_fingerprint():
+    """It is skipped with its reason; the fingerprint is made of the fixed cases that this device takes."""
+    facts = list(
+        verify.verify_all(context(), [case("a@1")], [case("b@1", fixed=True), case("c@1", refuse, fixed=True)], None)
+    )
+    assert [f.case for f in facts if isinstance(f, Skipped)] == ["c@1"]
+    assert {f.case for f in facts if isinstance(f, Comparison)} == {"a@1", "b@1"}
+    assert [f for f in facts if getattr(f, "name", "") == "golden_fingerprint"]
+
+
+def test_a_run_without_any_kernel_is_skipped():
+    """A device that refuses everything has shown nothing."""
+    with pytest.raises(Skip, match="supports no case"):
+        list(verify.verify_all(context(), [case("a@1", refuse)], [], None))
+    with pytest.raises(Skip, match="supports no case"):
+        list(verify.verify_all(context("a"), [], [], None))
+
+
+def test_a_refusal_after_a_result_is_a_failure():
+    """Once the device has computed a case, no words of it make a skipped case: the mismatch must not be lost."""
+    uploads = []
+
+    def late(ab, out):
+        if out is None:  # the first call of an upload; how many follow is a matter of time
+            uploads.append(1)
+            if len(uploads) > 1:
+                raise RuntimeError("mat2 must be contiguous")
+        return bits(torch.matmul(*ab)).bitwise_xor(1).view(torch.float32)
+
+    with pytest.raises(verify.Refused, match="must be contiguous"):
+        list(verify.verify_all(context(), [case("a@1", late)], [], None))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory-efficient float32, FP8 of AMD, products of batches.
+
+
+def test_memory_efficient_float32_meets_no_more_bits_than_it_carries(probes):
+    """On an accelerator it multiplies by three TF32 products: values of at most 20 bits, under a name of their own."""
+    module = probes["exact_attention"]
+    for form, kernel, device, wanted in (
+        ("float32", "EFFICIENT_ATTENTION", HOPPER, 20),
+        ("float32", "EFFICIENT_ATTENTION", MI300X, 20),
+        ("float32", "EFFICIENT_ATTENTION", cpu(), 24),
+        ("float32", "MATH", HOPPER, 24),
+        ("bfloat16", "EFFICIENT_ATTENTION", HOPPER, 8),
+        ("float64", "MATH", HOPPER, 53),
+    ):
+        for content in attention.CONTENTS:
+            made = module.attention_case(device, kernel, form, content, "none", "fixed", module.FIXED)
+            values = made.build(3).operands[2].to(torch.float64).to(torch.int64)  # they are integers
+            widest = significant_bits(values)
+            assert widest <= wanted
+            assert ("fixed20" in made.name) is (wanted == 20)
+            again = exhibit("exact_attention", made.name, verify.FIXED_SEED, device).problem
+            assert verify.host_same_bits(again.golden, made.build(verify.FIXED_SEED).golden)
+
+
+def three_products(a, b):
+    """CUTLASS's float32 product: each operand in two halves of 11 bits, the product of the small halves left out."""
+
+    def tf32(x):
+        raw = x.contiguous().view(torch.int32)
+        return ((raw + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    (a1, a2), (b1, b2) = ((tf32(x), tf32(x - tf32(x))) for x in (a, b))
+    return a1 @ b2 + a2 @ b1 + a1 @ b1
+
+
+@pytest.mark.parametrize("content", attention.CONTENTS)
+def test_three_tf32_products_give_the_golden_of_20_bits_and_not_of_24(content):
+    """The stand-in of the kernel is exact on the case that canaryd gives it, and wrong on full float32 values."""
+    for width, right in ((attention.THREE_PRODUCTS, True), (24, False)):
+        spec = Attention(content, FORMATS["float32"], "none", 1, 2, 2, 32, 64, 64, width)
+        problem = build(spec, 5)
+        query, key, value, _ = problem.operands
+        scores = three_products(query, key.transpose(-1, -2)) * 64**-0.5
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        result = three_products(weights, value) / weights.sum(-1, keepdim=True)
+        if right or content != "uniform":  # a mean of eight has 20 bits anyway
+            assert verify.host_same_bits(result.contiguous(), problem.golden) is right
+
+
+def test_fp8_is_of_the_kind_that_the_device_multiplies(probes):
+    """AMD's MI300 family has the fnuz kind, everything else the OCP's."""
+    assert float8(MI300X, "float8_e4m3fn") == "float8_e4m3fnuz"
+    assert float8(MI300X, "float8_e5m2") == "float8_e5m2fnuz"
+    assert float8(MI300X, "bfloat16") == "bfloat16"
+    newer = replace(MI300X, detail={"capability": "9.5"})
+    for device in (HOPPER, AMPERE, cpu(), newer):
+        assert float8(device, "float8_e4m3fn") == "float8_e4m3fn"
+    sources = {source for source, _ in probes["exact_matmul"].format_pairs(MI300X)}
+    assert {s for s in sources if s.startswith("float8")} == {"float8_e4m3fnuz", "float8_e5m2fnuz"}
+    recorded = {k.dtype for k in every_kernel(MI300X) if k.kind == "fp8"}
+    assert recorded == {"float8_e4m3fnuz", "float8_e5m2fnuz"}
+    for kernel in (k for k in every_kernel(MI300X) if k.kind == "fp8"):
+        x, w, *_ = kernel.build(kernel.seed)
+        assert bool(torch.isfinite(x.to(torch.float32)).all())
+        assert w.dtype == torch.float8_e4m3fnuz
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_fnuz_formats_are_what_torch_says(name):
+    """Significand and exponents of the table agree with torch's own facts."""
+    form, info = FORMATS[name], torch.finfo(getattr(torch, name))
+    assert info.smallest_normal == 2.0**form.emin
+    assert info.max == (2.0 - 2.0 ** (1 - form.bits)) * 2.0**form.emax
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16"])
+def test_a_batch_with_a_float32_result_goes_through_bmm(probes, source, monkeypatch):
+    """`torch.mm(out_dtype=)` is for matrices alone; the reproducer writes the same call."""
+    called = []
+
+    def note(name):
+        return lambda a, b, out_dtype: called.append((name, a.dim())) or torch.matmul(a.to(out_dtype), b.to(out_dtype))
+
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, note(name))
+    module = probes["exact_matmul"]
+    for kind, sizes, function in (("square", (20, 24, 32, 0), "mm"), ("batched", (20, 24, 32, 3), "bmm")):
+        made = module.product_case(HOPPER, source, "float32", "cancel", kind, "tn", sizes)
+        problem = made.build(1)
+        assert verify.same_bits(made.compute(problem.operands, None).contiguous(), problem.golden)
+        assert exhibit("exact_matmul", made.name, 1, HOPPER).compute.startswith(f"torch.{function}(")
+    assert called == [("mm", 2), ("bmm", 3)]
+
+
+def test_int8_products_keep_the_rules_of_their_kernel(probes):
+    """CuBLAS takes more than 16 rows, and sums and columns in multiples of 8, with the second operand transposed."""
+    module = probes["exact_matmul"]
+    cases = [
+        c for level in module.INT8_SIZES for c in module.every_case(context(level=level), {"int8>int32/narrow": 0.0})[0]
+    ]
+    for made in [*cases, *module.fixed_cases(HOPPER)[-2:]]:
+        a, b = made.build(1).operands
+        assert a.shape[0] > 16
+        assert a.shape[1] % 8 == b.shape[1] % 8 == 0
+        assert a.is_contiguous()
+        assert b.stride(0) == 1
+    quantised = next(k for k in every_kernel(HOPPER) if "w8a8" in k.name)
+    a, b, *_ = quantised.build(quantised.seed)
+    assert a.shape[0] > 16
+    assert a.shape[1] % 8 == b.shape[0] % 8 == 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which torch.
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "fits"),
+    [
+        ("2.5.1+cu124", HOPPER, False), ("2.6.0", HOPPER, True), ("2.5.1+rocm6.2", MI300X, False),
+        ("2.10.0a0+git1", HOPPER, True), ("2.5.1", cpu(), False), ("2.6.0+cpu", cpu(), True), ("1.13.1", cpu(), False),
+    ],
+)  # fmt: skip
+def test_a_torch_that_is_too_old_is_named_in_one_sentence(monkeypatch, version, device, fits):
+    """The probe is skipped with the version that is there and the one that is needed."""
+    monkeypatch.setattr(torch, "__version__", version)
+    numeric_tensors.need_version.cache_clear()
+    try:
+        if fits:
+            numeric_tensors.need_version(device.backend)
+            return
+        oldest = ".".join(map(str, numeric_tensors.OLDEST[device.backend]))
+        with pytest.raises(Skip) as skip:
+            numeric_tensors.torch_device(device)
+        assert str(skip.value) == (
+            f"torch {version} is too old for {device.backend}: point worker.python at {oldest} or newer"
+        )
+    finally:
+        numeric_tensors.need_version.cache_clear()
+
+
+def test_every_page_and_script_names_the_oldest_torch():
+    """README, package and scripts say what the worker enforces."""
+    number = ".".join(map(str, min(numeric_tensors.OLDEST.values())))
+    for name, text in (
+        ("README.md", f"A torch ({number} or newer)"),
+        ("pyproject.toml", f'torch = ["torch>={number}"]'),
+        ("scripts/environment", f"< {min(numeric_tensors.OLDEST.values())})"),
+        ("docs/install.md", f"need torch {number} or newer on every device"),
+    ):
+        assert text in (ROOT / name).read_text(), name

@@ -1,0 +1,361 @@
+"""A rehearsal without a GPU: every case of every numeric probe runs on torch's fake tensors of a CUDA device.
+
+What is run: operands made and copied to the device, the operation, the comparison on the device, the copy back. What
+reads a value of the device (`tolist`, `item`, `int`) ends with torch's `DataDependentOutputException`; the tests ask
+for exactly that, so everything before the read is checked. Kernels of a real device may refuse more: test_refusals.py.
+"""
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from canaryd.probe import Context, Device
+from canaryd.supervisor.environment import SCRUBBED
+from canaryd.worker.canary.golden import FIXED, PATHS, load_golden
+from canaryd.worker.canary.model import Decoder, decode, score
+from canaryd.worker.exact_canary import cases
+from canaryd.worker.numeric import attention, error_bounds, indexing, stack, verify
+from canaryd.worker.numeric.faults import FAULTS, Injector
+from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.recording import Made, Recorder
+from canaryd.worker.numeric.serving_kernels import every_kernel
+from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, strict_switches, torch_device, upload
+from canaryd.worker.numeric.verify import is_characterised
+from tests.command import ROOT
+from tests.worker.numeric.cuda import AMPERE, DEVICES, HOPPER, MI300X, fake, stand_in
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
+pytestmark = pytest.mark.torch
+
+LEVELS = ("quick", "standard", "deep")
+SLOW = 1e6
+"""A speed at which a probe chooses its smallest sizes: what a kernel takes does not depend on more."""
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """A machine with one CUDA device that computes nothing."""
+    if torch.cuda._is_compiled() and not torch.cuda.is_available():
+        pytest.skip("a torch that was built with CUDA asks for a driver; the build for CPUs does not")
+    stand_in(monkeypatch, torch)
+    with strict_switches():
+        yield
+
+
+def context(device, level, seed=0):
+    return Context(device=device, level=level, seed=seed, budget=1.0)
+
+
+REHEARSED, COMPARED = set(), set()
+"""What was run by call and operands, and what was compared by kind of result: fake tensors know no more than that."""
+
+
+def rehearse(device, case, problem):
+    """Run one exact case as `verify` does, up to where a value is read."""
+    with fake(torch):
+        operands = upload(problem.operands, device)
+        (golden,) = upload((problem.golden,), device)
+        for operand, host in zip(operands, problem.operands, strict=True):
+            assert (operand.device.type, operand.stride()) == ("cuda", host.stride())
+        first = verify._first_result(device, case.compute, operands)
+        for result in (first, case.compute(operands, first)):
+            assert result.device.type == "cuda"
+            assert (result.shape, result.dtype) == (golden.shape, golden.dtype), case.name
+            assert result.is_contiguous()
+        if (kind := (golden.dtype, golden.shape, operands[case.struck].dtype)) not in COMPARED:
+            COMPARED.add(kind)
+            Injector(FAULTS["stuck"], 1).before(case.name, operands[case.struck])
+            compare(case.name, golden, first)
+
+
+def compare(name, golden, result):
+    """Compare a result with its golden where it lies, spoil it, and copy it back."""
+    for read in (partial(digest, result), partial(verify._agree, [result, result], golden)):
+        with pytest.raises(fake_tensor.DataDependentOutputException):
+            read()
+    verify._spoil([result])
+    Injector(FAULTS["consistent"], 1).after(name, result)
+    assert (result.cpu().shape, result.cpu().dtype) == (golden.shape, golden.dtype)
+
+
+def rehearse_all(device, cases, question_of):
+    """Run each case whose call and kinds of operands were not run before; return how many cases that covers."""
+    made, covered = {}, 0
+    for case in cases:
+        question = question_of(case)
+        if question not in made:
+            made[question] = question()
+        problem = made[question]
+        call = (case.compute.func, case.compute.args) if isinstance(case.compute, partial) else case.compute.__code__
+        kinds = tuple((t.shape, t.dtype, t.stride()) for t in (*problem.operands, problem.golden))
+        if (call, kinds) not in REHEARSED:
+            rehearse(device, case, problem)
+            REHEARSED.add((call, kinds))
+        covered += 1
+    return covered
+
+
+class Question:
+    """A builder of a problem that is equal to another of the same builder and arguments."""
+
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __call__(self):
+        return self.made[0](*self.made[1])
+
+    def __eq__(self, other):
+        return self.made == other.made
+
+    def __hash__(self):
+        return hash(self.made)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_attention_case_runs(probes, device, level):
+    """Every kernel, format, content, mask and size, as zeros of their shapes; at quick as the real operands too."""
+    module = probes["exact_attention"]
+    cases = [case for _, case in module.every_case(context(device, level))]
+    blank = rehearse_all(device, cases, lambda case: Question(attention.blank, replace(case.build.args[0], content="")))
+    assert blank == len(cases) > 100
+    if level == "quick":
+        real = rehearse_all(device, cases, lambda case: Question(case.build.func, *case.build.args, 1))
+        assert real == len(cases)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_product_runs(probes, device, level):
+    """Every pair of formats, content, kind of shape and layout, and the int8 products."""
+    module = probes["exact_matmul"]
+    labels = [module._label(*pair) for pair in module.format_pairs(device)]
+    labels += [f"int8>int32/{content}" for content in module.INT8_CONTENTS]
+    fresh, fixed = module.every_case(context(device, level, seed=5), dict.fromkeys(labels, SLOW))
+    assert {c.name for c in fixed} == {c.name for c in module.fixed_cases(device)}
+    seen = [{part.partition("@")[0] for part in case.name.split("/")} for case in fresh]
+    for label in labels:
+        assert any(label.split("/")[0] in parts for parts in seen)
+    if level == "deep":
+        for kind, layout in itertools.product(module.KINDS, module.LAYOUTS):
+            assert any({kind, layout} <= parts for parts in seen)
+    cases = [*fixed, *fresh]
+    ran = rehearse_all(device, cases, lambda case: Question(case.build.func, *case.build.args, 1))
+    assert ran == len(cases)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_integer_operation_runs(probes, device, level):
+    """Every operation, with as many elements as the level has."""
+    module = probes["exact_integer"]
+    cases = [*module.every_case(context(device, level)), *module.fixed_cases(device)]
+    ran = rehearse_all(device, cases, lambda case: Question(stretched, *case.build.args))
+    assert ran == len(cases) == 2 * len(indexing.OPERATIONS)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
+def test_what_rounds_nothing_is_shipped_as_characterised(probes, device):
+    """Integer, int8 and index operations and permutations accuse from the first run; all else needs evidence."""
+    integers, products = (probes[name].fixed_cases(device) for name in ("exact_integer", "exact_matmul"))
+    assert all(case.characterised for case in integers)
+    for case in products:
+        assert case.characterised is (case.name.startswith("int8") or "/permute/" in case.name), case.name
+    assert not any(case.characterised for _, case in probes["exact_attention"].every_case(context(device, "quick")))
+
+
+@pytest.mark.parametrize("backend", ["mps", "xpu", "npu"])
+def test_where_healthy_devices_were_wrong_nothing_is_shipped(probes, backend):
+    """Top-k, cumulative sums and argsort of healthy Apple GPUs were wrong, and CANN multiplied float32 in float16."""
+    device = replace(HOPPER, backend=backend)
+    for name in ("exact_integer", "exact_matmul"):
+        assert not any(case.characterised for case in probes[name].fixed_cases(device))
+
+
+@pytest.mark.parametrize(("value", "shipped"), [("1", False), ("0", True)])
+def test_a_switch_that_the_environment_overrides_ships_nothing(probes, monkeypatch, value, shipped):
+    """`worker.env` may turn TF32 on for every product: a healthy device is then wrong in float32 permutations."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+    permutations = [c for c in probes["exact_matmul"].fixed_cases(HOPPER) if "/permute/" in c.name]
+    assert permutations
+    assert all(case.characterised is shipped for case in permutations)
+    assert ("overrides" in stack.stack(HOPPER, "")) is not shipped
+    cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", detail={"architecture": "x86_64"})
+    assert is_characterised(cpu, "float32") is shipped
+
+
+@pytest.mark.parametrize(("capability", "kept"), [("8.0", 22), ("9.0", 24), ("10.3", 24), ("11.0", 22), ("12.0", 22)])
+def test_tensor_cores_that_nobody_measured_get_a_margin(capability, kept):
+    """A product that a healthy unit rounds now and then would be met at first, and accuse it later."""
+    device = replace(HOPPER, detail={"capability": capability})
+    assert verify.accumulator(device, "bfloat16").bits == kept
+    assert verify.accumulator(device, "float32").bits == 24
+
+
+def test_what_overrides_switches_is_removed_from_workers():
+    """Only `worker.env`, which is set last, can bring it back."""
+    assert set(OVERRIDES) <= set(SCRUBBED)
+
+
+def test_ascend_rounds_no_operands_under_the_strict_switches(monkeypatch):
+    """HF32 keeps 11 bits of a float32 operand. A torch_npu without the switch is recorded as such."""
+    matmul = SimpleNamespace(allow_hf32=True)
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(matmul=matmul), raising=False)
+    with strict_switches() as record:
+        assert matmul.allow_hf32 is False
+    assert matmul.allow_hf32 is True
+    assert (record["npu.matmul.allow_hf32"], record["npu.conv.allow_hf32"]) == ("False", "absent")
+
+
+def stretched(name, n):
+    """Return a problem of n elements, of the right shapes alone where making the golden would take a second."""
+    small = indexing.build(name, min(n, 8192), 1)
+    times = n // min(n, 8192)
+    operands = tuple(t.repeat(times, *(1,) * (t.dim() - 1)) for t in small.operands)
+    return replace(small, operands=operands, golden=small.golden.repeat(times, *(1,) * (small.golden.dim() - 1)))
+
+
+@pytest.mark.parametrize("device", [HOPPER, MI300X], ids=lambda d: d.model)
+def test_every_recorded_kernel_runs(device):
+    """Operands, fresh uploads at their offsets, results, and the shapes of reference and bound."""
+    recorder, ran = Recorder(verify.Session(context(device, "quick")), ""), 0
+    kernels = every_kernel(device)
+    for kernel in kernels:
+        with fake(torch):
+            made = Made.__new__(Made)  # its fingerprint would read the operands
+            made.kernel, made.operands = kernel, kernel.build(kernel.seed)
+            operands = recorder._upload(made, 0)
+            result = kernel.compute(*operands)
+            assert result.device.type == "cuda"
+            assert result.is_contiguous()
+            form = error_bounds.form_of(result)
+            for bound in kernel.judged(made.operands, form):
+                assert (bound.shape, bound.dtype) == (result.cpu().shape, torch.float64), kernel.name
+        ran += 1
+    assert ran == len(kernels) == len({k.name for k in kernels})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_inference_of_the_canary_runs(level):
+    """Decoding, scoring, the calls that are compiled or captured, the sensitive prompts, and the weights read back."""
+    module = load("canary_prompts")
+    golden = load_golden(module.FILES)
+    count = 2  # of the tokens: all steps after the first are alike
+    tasks = [
+        task
+        for seed in range(8 if level == "deep" else 1)
+        for task in module.every_task(context(HOPPER, level, seed), golden)
+    ]
+    assert {task.path for task in tasks} == {
+        *PATHS,
+        "sensitive",
+        "weights",
+        *(FIXED if level == "deep" else ("graph",) if level == "standard" else ()),
+    }
+    modes, ran = {}, 0
+    for task in tasks:
+        modes.setdefault(task.mode, []).append(task)
+    for tasks_of_mode in modes.values():
+        task = tasks_of_mode[0]
+        rows = len(task.rows)
+        with fake(torch), torch.inference_mode():
+            target = torch_device(HOPPER)
+            model = golden.model.to(target, task.dtype)
+            prompts, wanted = (t[: max(1, rows)].to(target) for t in (golden.prompts, golden.tokens[:, :count]))
+            if task.path == "weights":
+                assert {n: t.cpu().shape for n, t in model.weights.items()} == model.shape.tensors()
+            elif task.path == "sensitive":
+                logits = model.forward(golden.sensitive.clone().to(target))
+                assert logits.shape == (*golden.sensitive.shape, model.shape.vocabulary)
+            else:
+                tokens, logits = (
+                    decode(model, prompts, count) if task.path == "decode"
+                    else score(model, prompts, wanted) if task.path == "forced"
+                    else Decoder(model, rows, prompts.shape[1], count)(prompts)
+                )  # fmt: skip
+                assert (tokens.shape, tokens.dtype) == ((rows, count), torch.int64)
+                assert (logits.shape, str(logits.dtype)) == (
+                    (rows, count, model.shape.vocabulary),
+                    f"torch.{task.dtype}",
+                )
+        ran += len(tasks_of_mode)
+    assert ran == len(tasks)
+
+
+def test_every_inference_of_the_exact_canary_runs():
+    """Every format and kernel, at sizes and in the order of a quick run; other levels have the same calls."""
+    level = "quick"
+    module = load("exact_canary")
+    ran = 0
+    for inference in module.every_inference(context(HOPPER, level)):
+        short = replace(inference, steps=3)
+        case = cases.case(HOPPER, short, 1)
+        problem = case.build(0)
+        with fake(torch):
+            result = case.compute(upload(problem.operands, HOPPER), None)
+            assert (result.shape, result.dtype) == (problem.golden.shape, problem.golden.dtype)
+            assert result.device.type == "cuda"
+        ran += 1
+    assert ran >= 16
+
+
+def load(name):
+    """Import a probe by its path, as the worker does."""
+    spec = importlib.util.spec_from_file_location(f"rehearsed_{name}", ROOT / "probes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_numeric_probe_is_left_out():
+    """`model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own."""
+    numeric = {p.stem for p in Path(ROOT / "probes").glob("*.py") if load(p.stem).SPEC.numeric}
+    rehearsed = {
+        "exact_attention",
+        "exact_matmul",
+        "exact_integer",
+        "recorded_kernels",
+        "canary_prompts",
+        "exact_canary",
+    }
+    assert numeric == rehearsed | {"model_canary"}
+
+
+def test_the_rehearsal_would_notice(probes):
+    """A batch through `torch.mm`, a transposed second operand in FP8, a result of another format: each is refused."""
+    module = probes["exact_matmul"]
+    batch = module.product_case(HOPPER, "bfloat16", "float32", "dense", "batched", "nt", (16, 16, 16, 2))
+    wrong = replace(batch, compute=lambda ab, out: torch.mm(*ab, out_dtype=torch.float32))
+    with pytest.raises(verify.Refused, match="must be 2D"):
+        rehearse_raw(wrong)
+    fp8 = module.product_case(HOPPER, "float8_e4m3fn", "bfloat16", "dense", "square", "nn", (16, 32, 32, 0))
+    with pytest.raises(verify.Refused, match="col_major"):
+        rehearse_raw(fp8)
+    narrow = replace(batch, compute=lambda ab, out: torch.bmm(*ab))
+    with pytest.raises(AssertionError):
+        rehearse(HOPPER, narrow, narrow.build(1))
+
+
+def rehearse_raw(case):
+    """Compute a case on fake tensors, without asking for the end that `rehearse` expects."""
+    problem = case.build(1)
+    with fake(torch):
+        verify._first_result(HOPPER, case.compute, upload(problem.operands, HOPPER))
+
+
+def test_both_kinds_of_fp8_are_rehearsed(probes):
+    """OCP's on NVIDIA, the fnuz kind on AMD's MI300."""
+    module = probes["exact_matmul"]
+    for device, kind in ((AMPERE, "fn"), (MI300X, "fnuz")):
+        names = {
+            case.name.partition(">")[0] for case in module.fixed_cases(device) if case.name.startswith("float8_e4m3")
+        }
+        assert names == {f"float8_e4m3{kind}"}
+        assert f"float8_e4m3{kind}" in FORMATS
+    assert partial(module.fixed_cases, HOPPER)()

@@ -1,0 +1,208 @@
+"""A worker sees the device that it tests, and no other: variables, contexts, waits and questions on a stand-in."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from canaryd.codec import to_json
+from canaryd.model import Device, Outcome
+from canaryd.probe import ProbeSpec
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from canaryd.worker.visible import narrowed
+from probes.exact_matmul import SPEC as MATMUL
+from tests.cards_stand_in import Cards
+from tests.command import ROOT
+
+pytestmark = pytest.mark.torch
+GPU = Device(uuid="GPU-aa11", backend="cuda", index=2, torch_index=1, model="H100")
+WEAK = Device(uuid="GPU-at-host-0000:41:00.0", backend="cuda", index=1, torch_index=1, model="H100", weak_identity=True)
+MIG = Device(uuid="MIG-bb22", backend="cuda", index=3, torch_index=0, model="H100 MIG", parent="GPU-cc33",
+             detail={"gpu_instance_id": "7", "compute_instance_id": "0"})  # fmt: skip
+AMD = Device(uuid="GPU-77", backend="rocm", index=1, torch_index=1, model="MI300X")
+MAX = Device(uuid="XPU-1", backend="xpu", index=1, torch_index=1, model="Max 1550")
+NPU = Device(uuid="NPU-1", backend="npu", index=1, torch_index=1, model="910B")
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, torch_index=0, model="EPYC")
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [
+        (GPU, {}, {"CUDA_VISIBLE_DEVICES": "GPU-aa11"}),
+        (GPU, {"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-aa11"}),
+        (WEAK, {}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (WEAK, {"CUDA_VISIBLE_DEVICES": "4, 6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
+        (WEAK, {"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (MIG, {}, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "1,3"}, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "GPU-cc"}, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "MIG-GPU-cc33/7/0"}, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}, {"CUDA_VISIBLE_DEVICES": "MIG-bb22"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "MIG-dd44"}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (MIG, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (AMD, {}, {"ROCR_VISIBLE_DEVICES": "1"}),
+        (AMD, {"ROCR_VISIBLE_DEVICES": "5,GPU-77"}, {"ROCR_VISIBLE_DEVICES": "GPU-77"}),
+        (AMD, {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "5"}),
+        (AMD, {"CUDA_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "5"}),
+        (
+            AMD,
+            {"HIP_VISIBLE_DEVICES": "0,2", "ROCR_VISIBLE_DEVICES": "4,5,6"},
+            {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "6"},
+        ),
+        (AMD, {"HIP_VISIBLE_DEVICES": "GPU-00,GPU-77"}, {"HIP_VISIBLE_DEVICES": "GPU-77"}),
+        (MAX, {}, {"ZE_AFFINITY_MASK": "1"}),
+        (MAX, {"ZE_AFFINITY_MASK": "0.0,0.1"}, {"ZE_AFFINITY_MASK": "0.1"}),
+        (
+            MAX,
+            {"ONEAPI_DEVICE_SELECTOR": "level_zero:2,3"},
+            {"ONEAPI_DEVICE_SELECTOR": "level_zero:0", "ZE_AFFINITY_MASK": "3"},
+        ),
+        (MAX, {"ONEAPI_DEVICE_SELECTOR": "*:gpu"}, {}),
+        (NPU, {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}, {"ASCEND_RT_VISIBLE_DEVICES": "7"}),
+        (CPU, {}, {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}),
+    ],
+)
+def test_the_variables_name_one_device(device, before, after):
+    """By uuid where the runtime knows uuids, else by its place in what the operator allows; what is barred stays so."""
+    assert narrowed(device, before) == after
+
+
+SMALL = """
+from canaryd.probe import ProbeSpec, Reading
+from canaryd.worker.toolkit import synchronize, torch, upload
+
+SPEC = ProbeSpec(name="small", summary="Uses a device")
+
+
+def run(ctx):
+    upload((torch.ones(4),), ctx.device)
+    synchronize(ctx.device)
+    yield Reading(name="trials", value=1, unit="1")
+"""
+
+
+def computed(cards: Cards, device: Device, *, only: bool = True, probe: str = "", text: str = SMALL, **more):
+    """Return a short run on a device: of a probe of canaryd's, or of one that only uploads and waits."""
+    small = cards.directory / "small.py"
+    small.write_text(text)
+    request = RunRequest(
+        probe_path=ROOT / f"probes/{probe}.py" if probe else small,
+        spec=MATMUL if probe else ProbeSpec(name="small", summary="Uses a device"),
+        device=device,
+        level="quick",
+        seed=1,
+        cases=("float32/permute/square/nn",) if probe else (),
+        budget=0.1,
+    )
+    spec = WorkerSpec(env={**cards.environment, **more}, only=device if only else None)
+    with Series(spec, grace=0.5) as series:
+        return series.run(request, 60.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_no_context_is_opened_on_another_device(tmp_path, count):
+    """Listing opens none; a run opens one, on its own device, where the device is number 0."""
+    cards = Cards(tmp_path, count)
+    devices = cards.devices()
+    assert [d.torch_index for d in devices] == list(range(count))
+    assert cards.contexts() == {}
+    for device in devices[-2:]:
+        cards.forget()
+        run = computed(cards, device)
+        assert run.outcome is Outcome.COMPLETED, run.detail
+        assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+def test_waits_and_questions_name_the_device(tmp_path):
+    """Where a worker sees all, as one whose runtime cannot be narrowed, it still touches no other than its own."""
+    cards = Cards(tmp_path, 2)
+    device = cards.devices()[1]
+    cards.forget()
+    run = computed(cards, device, only=False, probe="exact_matmul")
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    assert run.trials > 0
+    assert {what for _, what, _ in cards.log()} >= {"upload", "synchronize"}
+    assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+def test_kernels_are_timed_on_their_own_device(tmp_path):
+    """Events of the recorded kernels are recorded in a stream of the device under test."""
+    cards = Cards(tmp_path, 2)
+    device = cards.devices()[1]
+    cards.forget()
+    script = """
+import sys, json
+from canaryd.codec import from_json
+from canaryd.model import Device
+from canaryd.worker.numeric import recording
+device = from_json(Device, json.loads(sys.argv[1]))
+class Kernel: compute = staticmethod(lambda: None)
+recording._time(device, Kernel, ())
+"""
+    environment = {**os.environ, **cards.environment, "PYTHONPATH": f"{cards.environment['PYTHONPATH']}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", script, json.dumps(to_json(device))], env=environment, check=True)
+    assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+def test_each_instance_of_a_divided_card_is_tested_as_itself(tmp_path):
+    """CUDA shows a process one instance; each worker sees its own, and an undivided card beside them is another."""
+    cards = Cards(tmp_path, 2, divided=[0])
+    devices = cards.devices()
+    assert len(devices) == 2  # CUDA hides the undivided card where it finds an instance first
+    for device in devices:
+        cards.forget()
+        run = computed(cards, device)
+        assert run.outcome is Outcome.COMPLETED, run.detail
+        assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+def test_a_worker_leaves_no_work_on_its_device(tmp_path):
+    """It ends by waiting for its device, also where the probe did not: a kernel that is killed may disturb others."""
+    cards = Cards(tmp_path, 2)
+    device = cards.devices()[1]
+    cards.forget()
+    run = computed(cards, device, text=SMALL.replace("    synchronize(ctx.device)\n", ""))
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    assert [what for _, what, _ in cards.log()] == ["context", "upload", "synchronize"]
+    assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", Outcome.DEVICE_ERROR),
+        ("CUDA error: unspecified launch failure", Outcome.DEVICE_ERROR),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", Outcome.OUT_OF_MEMORY),
+        ("CUDA error: something that nobody foresaw", Outcome.ERRORED),
+    ],
+)
+def test_what_a_card_raises_is_the_cards(tmp_path, error, outcome):
+    """In a probe of canaryd's own: an error of the device, memory that ran out, or something else."""
+    cards = Cards(tmp_path, 1)
+    (device,) = cards.devices()
+    cards.fail(0, error, "synchronize")
+    assert computed(cards, device, probe="exact_matmul").outcome is outcome
+
+
+def test_an_operators_restriction_stands(tmp_path):
+    """An instance that CUDA_VISIBLE_DEVICES excludes is not used, and nothing in its place."""
+    cards = Cards(tmp_path, 1, divided=[0])
+    first, second = cards.devices()
+    run = computed(cards, second, CUDA_VISIBLE_DEVICES=first.uuid)
+    assert run.outcome is Outcome.SKIPPED
+    assert "is not visible" in run.detail
+    assert cards.contexts() == {}
+
+
+def test_a_card_that_another_process_holds_is_left_alone(tmp_path):
+    """In exclusive mode the other card is tested all the same, and the one that is held is listed."""
+    cards = Cards(tmp_path, 2)
+    held, free = cards.devices()
+    cards.set(0, "exclusive", True)
+    cards.hold(0)
+    assert cards.devices() == [held, free]
+    assert computed(cards, held).outcome is Outcome.SKIPPED
+    assert computed(cards, free).outcome is Outcome.COMPLETED
