@@ -222,7 +222,7 @@ class Run:
         """Whether it looked at all that its probe looks at: only then does it stand for the device's state."""
         return not (self.confirms or self.cases or self.intensity)
 
-    @property
+    @functools.cached_property
     def wrong(self) -> tuple[Comparison, ...]:
         """Comparisons that found a wrong bit."""
         return tuple(c for c in self.comparisons if c.wrong)

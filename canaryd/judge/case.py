@@ -107,7 +107,17 @@ class Case:
         Confirmations and runs limited to some cases look at a part only. Runs dated in the future (the clock was set
         back) count only while there are no others: they must not hide what came after them.
         """
-        runs = [r for r in self.runs if r.probe == probe and r.whole]
+        return self._scheduled.get(probe, [])
+
+    @cached_property
+    def _scheduled(self) -> Mapping[str, list[Run]]:
+        by_probe: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if run.whole:
+                by_probe[run.probe].append(run)
+        return {probe: self._dated(runs) for probe, runs in by_probe.items()}
+
+    def _dated(self, runs: list[Run]) -> list[Run]:
         known = [r for r in runs if age(r, self.now) < math.inf]
         return sorted(known, key=lambda r: -age(r, self.now)) or runs
 
@@ -193,16 +203,18 @@ def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
 
     A golden is made, and a comparator checked, once per upload of the device.
     """
-    all_ = clean = Count()
+    results = uploads = 0
+    wrong: list[Comparison] = []
+    of_device = subject is Subject.DEVICE
     for c in itertools.chain.from_iterable(r.comparisons for r in runs):
-        wrong = c.subject is subject and c.wrong
-        if c.subject is not Subject.DEVICE and not wrong:
-            continue
-        results = c.trials if subject is Subject.DEVICE else c.uploads
-        fails = c.wrong_trials if subject is Subject.DEVICE else int(wrong)
-        count = Count(results, fails if wrong else 0, c.uploads, int(wrong))
-        all_, clean = all_.plus(count), clean if wrong else clean.plus(count)
-    return all_, clean
+        if c.wrong_trials and c.subject is subject:
+            wrong.append(c)
+        elif c.subject is Subject.DEVICE:
+            results += c.trials if of_device else c.uploads
+            uploads += c.uploads
+    clean = Count(results, 0, uploads, 0)
+    failed = judge_cause.counted(wrong)
+    return clean.plus(failed if of_device else Count(failed.uploads, len(wrong), failed.uploads, len(wrong))), clean
 
 
 def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:

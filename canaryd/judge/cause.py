@@ -288,9 +288,8 @@ def results(runs: Iterable[Run], like: Run, counts: Callable[[Comparison], bool]
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
     failing, trials = 0, Count()
-    for run in runs:
-        same_probe = (run.probe, run.probe_version) == (like.probe, like.probe_version)
-        if not (like.stack and same_probe and run.stack_id == like.stack_id):
+    for run in runs if like.stack else ():
+        if run.probe != like.probe or run.probe_version != like.probe_version or run.stack_id != like.stack_id:
             continue
         mine = [c for c in run.comparisons if c.subject is Subject.DEVICE and counts(c)]
         for comparison in mine:
@@ -370,5 +369,11 @@ def names(listed: Iterable[str]) -> str:
 
 def counted(comparisons: Iterable[Comparison]) -> Count:
     """Count results and uploads, and how many of both were wrong."""
-    each = (Count(c.trials, c.wrong_trials, c.uploads, int(c.wrong)) for c in comparisons)
-    return functools.reduce(Count.plus, each, Count())
+    results = wrong = uploads = failed = 0
+    for c in comparisons:
+        results += c.trials
+        uploads += c.uploads
+        if c.wrong_trials:
+            wrong += c.wrong_trials
+            failed += 1
+    return Count(results, wrong, uploads, failed)

@@ -81,13 +81,17 @@ class Node:
     def missed(self) -> Mapping[str, Sequence[Mismatch]]:
         """Device → every golden that it missed, with by what its class is characterised; oldest first."""
         return {
-            uuid: [replace(m, proof=self._proof(m)) for m in find_mismatches(runs, Subject.DEVICE)]
+            uuid: [
+                Mismatch(run=r, comparison=c, proof=self._proof(r, c))
+                for r in runs
+                for c in r.wrong
+                if c.subject is Subject.DEVICE
+            ]
             for uuid, runs in self.runs.items()
         }
 
-    def _proof(self, mismatch: Mismatch) -> Proof | None:
-        """Return by what the class of a mismatch is characterised; None where nobody has met it."""
-        run, comparison = mismatch.run, mismatch.comparison
+    def _proof(self, run: Run, comparison: Comparison) -> Proof | None:
+        """Return by what the class of a wrong comparison is characterised; None where nobody has met it."""
         if comparison.characterised:
             return Proof(By.SHIPPED)
         kind = self.devices[run.device].kind
@@ -95,7 +99,7 @@ class Node:
             return None
         if proof := self.claims.proof(run.device, kind, run, comparison.case):
             return proof
-        if _claim(mismatch) in self._contradicted[run.device]:
+        if _claim(run, comparison) in self._contradicted[run.device]:
             return Proof(By.CONTRADICTION, (run.device,))
         return None
 
@@ -213,7 +217,7 @@ def by_time(run: Run) -> tuple[float, str]:
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
     """Return the mismatches of a subject, also of runs that did not complete: a fact stays one after a crash."""
-    return [Mismatch(run=r, comparison=c) for r in runs for c in r.comparisons if c.wrong and c.subject is subject]
+    return [Mismatch(run=r, comparison=c) for r in runs for c in r.wrong if c.subject is subject]
 
 
 def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
@@ -221,7 +225,7 @@ def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
 
     In one upload, or in fresh uploads of the same operands.
     """
-    return frozenset(_claim(m) for m in mismatches if _was_right_too(m.comparison))
+    return frozenset(_claim(m.run, m.comparison) for m in mismatches if _was_right_too(m.comparison))
 
 
 def _was_right_too(comparison: Comparison) -> bool:
@@ -242,13 +246,12 @@ def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:
             continue
         if evidence.repeats_alike is not None and evidence.repeats_alike < evidence.repeats_wrong:
             return True
-        look = evidence.wrong, evidence.first
-        if evidence.first and looks.setdefault((_claim(mismatch), mismatch.operands), look) != look:
+        look, on = (evidence.wrong, evidence.first), (_claim(mismatch.run, mismatch.comparison), mismatch.operands)
+        if evidence.first and looks.setdefault(on, look) != look:
             return True
     return False
 
 
-def _claim(mismatch: Mismatch) -> object:
-    """Return what a mismatch is a counter-example of: the class, on the software that computed it."""
-    run = mismatch.run
-    return run.probe, run.probe_version, run.stack_id, class_of(mismatch.comparison.case)
+def _claim(run: Run, comparison: Comparison) -> object:
+    """Return what a wrong comparison is a counter-example of: the class, on the software that computed it."""
+    return run.probe, run.probe_version, run.stack_id, class_of(comparison.case)
