@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
-from canaryd.facts import Comparison, Exactness, Reading, Recording, Subject
+from canaryd.engine.sums import add_up, can_sum, of_counts, summary
+from canaryd.facts import Comparison, Reading, Recording, Subject
 from canaryd.judge import acks
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.judge.recordings import speed
@@ -16,6 +17,7 @@ from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Ack, Outcome, Run
 from canaryd.store.clock import MAX_LAG
+from canaryd.store.runs import FEW
 
 NEWEST = 50
 """Clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
@@ -25,7 +27,7 @@ mismatch decide; this many runs cover more than the time for which the judge wat
 FAILURES = 100
 """Mismatches of one probe and instruction set that stay in memory, and as many clean confirmations. The two are counted
 apart, because a sibling's many confirmations must never push out a mismatch."""
-FEW, SHOWN = 16, 5
+SHOWN = 5
 """A run with at most `FEW` recordings keeps them; of runs with more, only the newest `SHOWN` keep theirs."""
 BRIEF = 4
 """Wrong elements of a comparison that stay in memory; the store keeps all."""
@@ -76,6 +78,8 @@ class Evidence:
         self._runs: dict[str, list[Run]] = {}
         self._mismatched: frozenset[str] = frozenset()
         """Devices with a mismatch on record."""
+        self._onsets: dict[str, list[float]] = {}
+        """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._loaded: set[str] = set()
         """Probes whose newest runs have been read from the store."""
         self._clock_offset = 0.0
@@ -83,7 +87,12 @@ class Evidence:
 
     def recall(self) -> None:
         """Read the runs of new devices, and of all devices when there are new probes, from the store."""
-        self._mismatched = self._host.store.mismatched()
+        onsets = self._host.store.onsets()
+        self._mismatched = frozenset(uuid for uuid, *_ in onsets)
+        self._onsets = {
+            probe: sorted(at for _, of, *between in onsets if of == probe for at in between)
+            for probe in {probe for _, probe, *_ in onsets}
+        }
         self._met.read()
         new = set(self._host.entries) - self._loaded
         self._loaded |= new
@@ -120,6 +129,7 @@ class Evidence:
         if run.wrong and not run.drill and not kin & self._mismatched:
             # From now on the whole record of this device and of its siblings counts.
             self._mismatched |= {run.device}
+            self._onsets[run.probe] = sorted([*self._onsets.get(run.probe, ()), run.started])
             self._runs |= {uuid: self._load(uuid) for uuid in kin}
             runs = [known for known in self._runs[run.device] if known.id != run.id]
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)])
@@ -131,10 +141,13 @@ class Evidence:
     def _load(self, uuid: str) -> list[Run]:
         """Read from the store what the judge needs: all failures, the newest of the rest, and recent drills."""
         store = self._host.store
-        found = list(store.runs(uuid, failed=True))
+        found = store.failures(uuid, FAILURES)
         # One probe at a time: many runs of one must not hide the last run of another with a longer period.
         for probe in self._host.entries:
-            found += store.runs(uuid, probe, failed=False, limit=self._limit(uuid))
+            found += store.runs(uuid, probe, failed=False, limit=NEWEST)
+        if self._limit(uuid) > NEWEST:
+            older, counted = store.older_clean(uuid, NEWEST, RECORD)
+            found += [*older, *of_counts(counted, self._onsets, store.run)]
         found += store.runs(uuid, drill=True, since=self._host.clock() - DRILL_EXPIRY)
         if learnt := self._met.learn(found):  # of a release that kept no such record
             store.set_met(learnt)
@@ -146,19 +159,22 @@ class Evidence:
         limit, now = self._limit(uuid), self._host.clock()
         seen: Counter[object] = Counter()
         with_recordings: Counter[object] = Counter()
-        kept = []
+        kept: list[Run] = []
+        summed: list[Run] = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
             lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms), run.intensity)
             seen[lane] += 1
-            if seen[lane] <= (FAILURES if failed or run.confirms else limit) and not expired(run, now):
+            if limit > NEWEST and seen[lane] > NEWEST and can_sum(run):
+                summed.append(run)
+            elif seen[lane] <= (FAILURES if failed or run.confirms else limit) and not expired(run, now):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # A run that did not complete, or tested only a part, never takes the place of a complete one.
                 kind = lane, run.whole, run.outcome is Outcome.COMPLETED
                 many = len(run.recordings) > FEW and not run.unknown
                 with_recordings[kind] += many
                 kept.append(without_recordings(run) if many and with_recordings[kind] > SHOWN else run)
-        return kept[::-1]
+        return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: run.id)
 
 
 def fold(run: Run) -> Run:
@@ -167,16 +183,8 @@ def fold(run: Run) -> Run:
         return replace(run, comparisons=tuple(map(_brief, run.comparisons)), skipped=(), readings=_kept_readings(run))
     if not run.whole or len(run.comparisons) < 2:
         return run
-    elements = Comparison(
-        case="*",
-        shape="",
-        seed=run.seed,
-        exactness=Exactness.UNIVERSAL,
-        subject=Subject.DEVICE,
-        trials=run.trials,
-        uploads=sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE),
-    )
-    return replace(run, comparisons=(elements,) if run.trials else (), skipped=(), readings=_kept_readings(run))
+    uploads = sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE)
+    return replace(run, comparisons=summary(run.seed, run.trials, uploads), skipped=(), readings=_kept_readings(run))
 
 
 def _brief(comparison: Comparison) -> Comparison:

@@ -1,12 +1,16 @@
 """The versions of the database schema, in order."""
 
+# ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
+import zlib
 from collections.abc import Callable
 
-from canaryd.store.rows import facts_from_0_1_0
+from canaryd.model import Run
+from canaryd.store.rows import LANE, facts_from_0_1_0, lane, unpack
 
 Migration = Callable[[sqlite3.Connection], None]
 """Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
@@ -90,9 +94,20 @@ def _version_8(db: sqlite3.Connection) -> None:
     )
 
 
+def _version_9(db: sqlite3.Connection) -> None:
+    """What the judge chooses runs by becomes columns. Clean runs of before are read whole until they are pruned."""
+    for column in LANE.split(", "):
+        db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
+    db.execute("CREATE INDEX runs_by_lane ON runs (device, failed, drill, probe)")
+    for number, body in db.execute("SELECT number, body FROM runs WHERE failed").fetchall():
+        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):  # one that rotted stays as it is
+            assigned = ", ".join(f"{column} = ?" for column in LANE.split(", "))
+            db.execute(f"UPDATE runs SET {assigned} WHERE number = ?", (*lane(unpack(Run, body)), number))
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(_version_1, _version_2, _version_3, _version_4),
-    *(_version_5, _version_6, _version_7, _version_8),
+    *(_version_5, _version_6, _version_7, _version_8, _version_9),
 )
 """In order; `user_version` of the database says how many were applied."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import whole
+from canaryd.facts import Subject, whole
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 HOUR = 3600.0
 """Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
-RUN = "id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body"
-ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
+"""Of a run that a release before version 9 stored and that is no failure, these columns are NULL."""
+RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}"
+ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 20)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
     f"INSERT INTO counters ({COUNTER}) VALUES (?, ?, ?)"
@@ -103,7 +105,14 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
     wrong = len(run.wrong)
     failed = wrong > 0 or bool(run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
     facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
-    return (*facts, run.drill, run.confirms, run.stack_id, pack(run))
+    return (*facts, run.drill, run.confirms, run.stack_id, pack(run), *lane(run))
+
+
+def lane(run: Run) -> tuple[Any, ...]:
+    """Return the columns `LANE` of a run."""
+    kind = run.probe_version, run.instruction_set, run.intensity, run.whole
+    uploads = sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE)
+    return (*kind, len(run.unknown), len(run.recordings), run.trials, uploads)
 
 
 def run_counts(run: Run) -> list[tuple[str, str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
@@ -28,8 +28,26 @@ from canaryd.store.rows import (
 
 BACKLOG = 10_000
 """Runs kept in memory while they cannot be written; about 2 KiB each."""
+FEW = 16
+"""A run with at most so many recordings is kept with them; of runs with more, only the newest are."""
+ANY = 1 << 62
+"""A number of runs that no record has."""
 FOREVER = 1e18
 """When a pinned baseline was last needed, as far as pruning goes."""
+
+
+class Counted(NamedTuple):
+    """What a clean run compared, and what tells it from runs that cannot be added to it."""
+
+    id: str
+    started: float
+    """Seconds since the epoch."""
+    probe: str
+    probe_version: int
+    instruction_set: str
+    stack_id: str
+    results: int
+    uploads: int
 
 
 class RunTables(BufferedDatabase):
@@ -95,10 +113,43 @@ class RunTables(BufferedDatabase):
         stored, waiting = self._read("SELECT id, body FROM runs WHERE id = ?", run_id)
         return next(iter(self._decode(Run, [*stored, *waiting])), None)
 
-    def mismatched(self) -> frozenset[str]:
-        """Return the devices (their uuids) with a mismatch on record, drills left out."""
-        stored, waiting = self._read("SELECT DISTINCT device FROM runs WHERE wrong > 0 AND drill = ''")
-        return frozenset(uuid for (uuid,) in (*stored, *waiting))
+    def failures(self, device: str, limit: int) -> list[Run]:
+        """Return a device's newest failures, at most `limit` of each lane; drills are left out.
+
+        A lane: one probe, instruction set and intensity; mismatches, runs that did not complete, and confirmations.
+        """
+        lane = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
+        ranked = (
+            f"SELECT number, row_number() OVER (PARTITION BY {lane} ORDER BY number DESC) AS place"
+            " FROM runs WHERE device = ? AND failed = 1 AND drill = ''"
+        )
+        query = f"SELECT id, body FROM runs WHERE number IN (SELECT number FROM ({ranked}) WHERE place <= ?)"
+        stored, waiting = self._read(f"{query} ORDER BY number", device, limit)
+        return self._decode(Run, (*stored, *waiting))
+
+    def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
+        """Return a device's clean runs but the newest `skip` of each probe: whole ones, and counts of all others.
+
+        Whole are those that the judge looks into: with few recordings, of a part of a probe, not completed, or stored
+        by an older release; at most the newest `limit` of each probe.
+        """
+        ranked = (
+            "SELECT number, row_number() OVER (PARTITION BY probe ORDER BY number DESC) AS place"
+            " FROM runs WHERE device = ? AND failed = 0 AND drill = ''"
+        )
+        older = f"number IN (SELECT number FROM ({ranked}) WHERE place BETWEEN ? AND ?)"
+        plain = f"(whole = 1 AND outcome = 'completed' AND (recordings = 0 OR recordings > {FEW}))"
+        query = f"SELECT id, body FROM runs WHERE {older} AND {plain} IS NOT 1 ORDER BY number"
+        stored, waiting = self._read(query, device, skip + 1, limit)
+        counts = f"SELECT {', '.join(Counted._fields)} FROM runs WHERE {older} AND {plain} ORDER BY number"
+        counted, others = self._read(counts, device, skip + 1, ANY)
+        return self._decode(Run, (*stored, *waiting)), [Counted(*row) for row in (*counted, *others)]
+
+    def onsets(self) -> list[tuple[str, str, float, float]]:
+        """Return (device, probe, start of the first mismatch, start of the newest) on record, drills left out."""
+        query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
+        stored, waiting = self._read(f"{query} GROUP BY device, probe")
+        return [*stored, *waiting]
 
     # Baselines
 

@@ -800,9 +800,16 @@ def test_every_earlier_version_is_migrated(tmp_path):
     for version in range(1, len(MIGRATIONS)):
         state = tmp_path / str(version)
         with Store.open(state, migrations=MIGRATIONS[:version]) as old:
-            old._commit(lambda db: db.execute(store_rows.ADD_RUN, store_rows.run_row(run("a"), NOW)))
+            columns = [*map(str.strip, store_rows.RUN.split(","))][:12]  # those of version 1
+            statement = f"INSERT INTO runs ({', '.join(columns)}) VALUES ({', '.join('?' * 12)})"
+            for made in (run("a"), run("b", outcome=Outcome.CRASHED)):
+                row = store_rows.run_row(made, NOW)[:12]
+                old._commit(lambda db: db.execute(statement, row))  # noqa: B023 - called at once
         with Store.open(state) as new:
-            assert ids(new.runs()) == ["a"]
+            assert ids(new.runs()) == ["a", "b"]
+            assert ids(new.failures(new.runs()[0].device, 1)) == ["b"]
+            read, counted = new.older_clean(new.runs()[0].device, 0, 1)
+            assert (ids(read), counted) == (["a"], []), "what has no columns is read whole"
             assert new.add_poll(run("p"), {})
             assert new.add_events([event()])
             assert not new.problem

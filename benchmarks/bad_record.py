@@ -1,0 +1,166 @@
+"""How soon the daemon serves and judges after a start, and its largest memory, by what is on record.
+
+Eight GPUs tested by every probe once an hour for 14 days, with no failure, one mismatch, or thousands of failures over
+400 days. The runs are those of a real check of this machine's processor, under the names of GPUs. The daemon starts
+with that record and no GPU: it judges all of them from what it remembers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import common
+from canaryd.facts import Evidence, Span
+from canaryd.model import Device, Run
+from canaryd.store import rows
+from canaryd.store.store import Store
+from canaryd.supervisor.protocol import new_run_id
+from tests.command import free_port
+
+GPUS = 8
+DAY = 86400.0
+CLEAN_DAYS, FAILURE_DAYS = 14, 400
+"""How long clean runs and failures stay on record (canaryd/store/retention.py)."""
+PERIOD = 3600.0
+"""Seconds between two runs of a probe on a device."""
+BARS = {"serves": 1.0, "judges": 5.0, "MiB": 75.0}
+"""Wanted: seconds to the first answer, seconds to the verdict on every GPU, largest MiB resident."""
+SETTLES = 5.0
+"""Seconds after the verdicts in which memory may still grow."""
+PATIENCE = 300.0
+"""Seconds after which a start is given up."""
+
+
+def gpu(index: int) -> Device:
+    """Return one of eight equal GPUs."""
+    uuid = f"GPU-{index:08x}-1f2e-4d3c-8b5a-0123456789ab"
+    bus = f"00000000:{index:02x}:00.0"
+    return Device(uuid=uuid, backend="cuda", index=index, model="NVIDIA H100 80GB HBM3", detail={"bus_id": bus})
+
+
+def checked() -> list[Run]:
+    """Return the runs of a quick check of this machine's processor, one of each probe."""
+    with tempfile.TemporaryDirectory(prefix="canaryd-") as state:
+        words = ["check", "--device", "cpu:0", "--level", "quick", "--state-dir", state]
+        subprocess.run([sys.executable, "-m", "canaryd", *words], cwd=common.ROOT, check=True, capture_output=True)
+        with Store.open(Path(state), for_reading=True) as store:
+            return list({run.probe: run for run in store.runs() if run.comparisons}.values())
+
+
+def broken(run: Run) -> Run:
+    """Return a run with one wrong comparison, as a stuck bit leaves it."""
+    first, *others = run.comparisons
+    wrong = tuple(((row, 7), "3f800000", "3f810000") for row in range(16))
+    lines = {"row": Span(first=0, last=15, distinct=16), "column": Span(first=7, last=7, distinct=1)}
+    found = Evidence(
+        wrong=16, total=3072, first=wrong, bits={"16": 16}, zeroed=0, nonfinite=0, lines=lines, pattern="bit 16 flips"
+    )
+    return replace(run, comparisons=(replace(first, wrong_trials=1, evidence=found), *others))
+
+
+def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
+    """Write the record: clean runs of 14 days, and so many failures in all over 400 days."""
+    now, gpus = time.time(), [gpu(index) for index in range(GPUS)]
+    with Store.open(state) as store:
+        for part in gpus:
+            store.see_device(part, now - PERIOD)
+    clean = (
+        (now - hour * PERIOD, template, part)
+        for hour in range(int(CLEAN_DAYS * DAY / PERIOD), 0, -1)
+        for part in gpus
+        for template in templates
+    )
+    failed = (
+        (
+            now - (failures - n) * FAILURE_DAYS * DAY / (failures + 1),
+            broken(templates[n % len(templates)]),
+            gpus[n % GPUS],
+        )
+        for n in range(failures)
+    )
+    stack = {"torch": "2.13.0+cu130", "driver": "580.95.05", "cuda": "13.0"}
+
+    def written() -> Iterator[tuple[object, ...]]:
+        for at, run, part in sorted((*failed, *clean), key=lambda made: made[0]):
+            named = replace(run, id=new_run_id(at), device=part.uuid, started=at, stack=stack, instruction_set="")
+            yield rows.run_row(named, at)
+
+    with contextlib.closing(sqlite3.connect(state / "canaryd.db")) as db, db:
+        db.executemany(rows.ADD_RUN, written())
+
+
+def start(state: Path) -> dict[str, float]:
+    """Start the daemon; return the seconds until it serves and until it has judged every GPU, and its largest MiB."""
+    port, log = free_port(), state / "log"
+    words = ["run", "--listen", f"127.0.0.1:{port}", "--state-dir", str(state)]
+    began, serves, judges = time.monotonic(), 0.0, 0.0
+    with log.open("wb") as file:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "canaryd", *words],
+            cwd=common.ROOT,
+            env=os.environ | common.UNIT,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        while not judges and time.monotonic() - began < PATIENCE and daemon.poll() is None:
+            with contextlib.suppress(OSError):
+                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
+                judged = re.findall(
+                    rb'^canaryd_device_state_since_timestamp_seconds{.*"GPU-', answer.read(), re.MULTILINE
+                )
+                serves = serves or time.monotonic() - began
+                judges = time.monotonic() - began if len(judged) == GPUS else 0.0
+            time.sleep(0.02)
+        if not judges:
+            raise SystemExit(f"not judged after {time.monotonic() - began:.0f} s; its log:\n{log.read_text()[-2000:]}")
+        time.sleep(SETTLES)
+        status = Path(f"/proc/{daemon.pid}/status").read_text()
+    finally:
+        daemon.terminate()
+        daemon.wait(60)
+    return {"serves": serves, "judges": judges, "MiB": int(status.split("VmHWM:")[1].split()[0]) / 1024}
+
+
+def main() -> None:
+    """Fill, start, write."""
+    parser = common.options(__doc__)
+    parser.add_argument(
+        "--failures", type=int, nargs="+", default=[0, 1, 30_000], help="on record (default: 0 1 30000)"
+    )
+    arguments = parser.parse_args()
+    facts, templates, found = common.machine(), checked(), {}
+    for failures in arguments.failures:
+        with tempfile.TemporaryDirectory(prefix="canaryd-") as state:
+            fill(Path(state), templates, failures)
+            found[failures] = start(Path(state))
+            print(f"{failures:,} failures: {found[failures]}", flush=True)
+    clean = int(CLEAN_DAYS * DAY / PERIOD) * GPUS * len(templates)
+    rows_ = [
+        [f"{failures:,}", *(f"{seen[name]:.1f} {_judge(seen[name], bar)}" for name, bar in BARS.items())]
+        for failures, seen in found.items()
+    ]
+    body = f"{clean:,} clean runs of {len(templates)} probes on {GPUS} GPUs, and:\n\n"
+    body += common.table(["failures", "s until it serves", "s until it has judged", "largest MiB resident"], rows_)
+    common.write(
+        arguments.out, "bad_record", "A start with a bad record", facts, body, {"found": found, "clean": clean}
+    )
+
+
+def _judge(value: float, bar: float) -> str:
+    return f"({'reached' if value <= bar else 'missed'}: ≤ {bar:g})"
+
+
+if __name__ == "__main__":
+    main()

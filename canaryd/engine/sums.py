@@ -1,0 +1,75 @@
+"""Clean runs of a few hours as one: a long record costs little memory and little time."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from canaryd.facts import Comparison, Exactness, Subject
+from canaryd.model import Outcome, Run
+from canaryd.store.runs import FEW, Counted
+
+SLOT = 6 * 3600.0
+"""Seconds within which clean runs are added up (ours). It divides a day (UTC), since the judge counts days of tests."""
+Onsets = Mapping[str, Sequence[float]]
+"""Probe → the starts of mismatches, ascending: what was clean before and after one is never added up."""
+
+
+def can_sum(run: Run) -> bool:
+    """Return whether only the counts of an older run matter: it is clean and complete, and no recording is compared."""
+    clean = run.outcome is Outcome.COMPLETED and not (run.wrong or run.unknown or run.drill)
+    return clean and run.whole and not 0 < len(run.recordings) <= FEW
+
+
+def summary(seed: int, results: int, uploads: int) -> tuple[Comparison, ...]:
+    """Return the comparison that stands for all clean ones of a run; () for none."""
+    exactness, subject = Exactness.UNIVERSAL, Subject.DEVICE
+    one = Comparison(
+        case="*", shape="", seed=seed, exactness=exactness, subject=subject, trials=results, uploads=uploads
+    )
+    return (one,) if results else ()
+
+
+def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:
+    """Return clean runs (oldest first) with those of one lane, software and slot as one, dated by the newest."""
+    groups: dict[object, list[Run]] = defaultdict(list)
+    for run in runs:
+        kind = run.probe, run.probe_version, run.instruction_set, run.stack_id
+        groups[kind, _slot(run.probe, run.started, onsets)].append(run)
+    return [_total(group) for group in groups.values()]
+
+
+def of_counts(counted: Iterable[Counted], onsets: Onsets, read: Callable[[str], Run | None]) -> list[Run]:
+    """Return the same from counts of the store; `read` gives the newest run of a lane and software, as a pattern."""
+    lanes: dict[object, list[Counted]] = defaultdict(list)
+    for c in counted:
+        lanes[c.probe, c.probe_version, c.instruction_set, c.stack_id].append(c)
+    found = []
+    for of_lane in lanes.values():
+        pattern = read(of_lane[-1].id)
+        if pattern is None:  # it rotted: what cannot be read is no evidence
+            continue
+        for _, group in itertools.groupby(of_lane, key=lambda c: _slot(c.probe, c.started, onsets)):
+            *_, newest = members = list(group)
+            compared = summary(pattern.seed, sum(c.results for c in members), sum(c.uploads for c in members))
+            found.append(_bare(replace(pattern, id=newest.id, started=newest.started, comparisons=compared)))
+    return found
+
+
+def _slot(probe: str, started: float, onsets: Onsets) -> tuple[int, int]:
+    return int(started // SLOT), bisect.bisect(onsets.get(probe, ()), started)
+
+
+def _total(runs: Sequence[Run]) -> Run:
+    newest = runs[-1]
+    if len(runs) == 1:
+        return newest
+    uploads = sum(c.uploads for run in runs for c in run.comparisons if c.subject is Subject.DEVICE)
+    return _bare(replace(newest, comparisons=summary(newest.seed, sum(run.trials for run in runs), uploads)))
+
+
+def _bare(run: Run) -> Run:
+    return replace(run, recordings=(), learnt=(), skipped=(), readings=run.readings[:1])
