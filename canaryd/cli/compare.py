@@ -1,4 +1,4 @@
-"""`canaryd capture` and `canaryd compare`."""
+"""`canaryd capture`, with a file or with `--exact`, and `canaryd compare`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait
+from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait, seed
 from canaryd.cli.common import (
     ask,
     complain,
@@ -20,13 +20,15 @@ from canaryd.cli.common import (
     write_file,
 )
 from canaryd.codec import to_json
-from canaryd.compare import score_files, scores
+from canaryd.compare import exact, score_files, scores
 from canaryd.compare.captures import page, table
 from canaryd.config.settings import Config
-from canaryd.engine.engine import choose
+from canaryd.engine.engine import Engine, choose
+from canaryd.engine.schedule import new_seed
 from canaryd.judge.verdict import exit_code
-from canaryd.model import State
+from canaryd.model import Device, State
 
+CAPTURE_EXIT_STATUS = "exit status: 0 done, and nothing is wrong, 2 --exact found a fault, 3 not done, 64 usage error"
 COMPARE_EXIT_STATUS = "exit status: 0 no fault found, 2 a fault, 3 not comparable or not done, 64 usage error"
 
 
@@ -40,10 +42,20 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "capture",
         parents=[common],
-        help="record what a device computes, layer by layer",
-        description="Record what a device computes for a model, layer by layer, in one safetensors file.",
+        epilog=CAPTURE_EXIT_STATUS,
+        help="record what a device computes, layer by layer, or compare it with the truth",
+        description="Record what a device computes for a model, layer by layer, in one safetensors file; or with "
+        "--exact compare it at once with the truth, which needs no other device.",
     )
-    command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
+    command.add_argument(
+        *("-o", "--out"),
+        type=Path,
+        metavar="FILE",
+        help="safetensors file to write; with --exact optional, and written where a result is wrong",
+    )
+    command.add_argument(
+        "--exact", action="store_true", help="run a model whose every value is known, and name the first wrong one"
+    )
     command.add_argument(
         "--device",
         default="",
@@ -54,7 +66,9 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"
     )
     command.add_argument(
-        "--dtype", default="float32", metavar="TYPE", help="float64, float32 (default), bfloat16 or float16"
+        "--dtype",
+        metavar="TYPE",
+        help="float64, float32, bfloat16 or float16 (default: float32; with --exact one after the other)",
     )
     command.add_argument(
         "--prompt", action="append", default=[], metavar="NAME", help="use only this prompt; repeatable"
@@ -62,6 +76,8 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--operators", action="store_true", help="record every operator, not only every layer")
     command.add_argument("--decode", action="store_true", help="decode token by token instead of scoring in one pass")
     command.add_argument("--drill", default="", metavar="PLACE", help="corrupt one element there, e.g. 2.down")
+    command.add_argument("--seed", type=seed, metavar="N", help="with --exact: use this seed, to repeat an earlier run")
+    add_json(command)
     add_wait(command)
     command.set_defaults(function=capture_command)
 
@@ -84,8 +100,11 @@ def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def capture_command(options: argparse.Namespace, settings: Config) -> int:
-    """Write a capture; return the exit code."""
-    if not may_write("--out", options.out):
+    """Write a capture, or compare one with the truth; return the exit code."""
+    if wrong := _contradiction(options):
+        complain(f"capture: {wrong}")
+        return USAGE
+    if options.out and not may_write("--out", options.out):
         return USAGE
     engine = make_engine(settings, open_store(settings))
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}
@@ -100,11 +119,13 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
         complain(f"capture: {what}; name one of {device_names(there)}{near}", *engine.problems)
         return USAGE
     refuse_beside_daemon(engine.store, found)
+    if options.exact:
+        return _capture_exactly(options, engine, found[0])
     arguments = {
         "device": to_json(found[0]),
         "out": str(options.out.absolute()),
         "model": str(options.model.absolute()) if options.model else "",
-        "dtype": options.dtype,
+        "dtype": options.dtype or "float32",
         "prompts": options.prompt,
         "operators": options.operators,
         "forced": not options.decode,
@@ -118,6 +139,33 @@ def capture_command(options: argparse.Namespace, settings: Config) -> int:
         f" in {answer['seconds']:.1f} s"
     )
     return 0
+
+
+def _contradiction(options: argparse.Namespace) -> str:
+    """Return which options do not go together, and what to do about it."""
+    without = [name for name in ("model", "prompt", "operators", "decode") if getattr(options, name)]
+    alone = [f"--{name}" for name in ("json", "seed") if getattr(options, name) not in (None, False)]
+    if options.exact and without:
+        return f"--exact has a model and prompts of its own; leave out --{without[0]}"
+    if not options.exact and alone:
+        return f"{alone[0]}: only with --exact"
+    return "" if options.exact or options.out else "name the file to write: -o FILE"
+
+
+def _capture_exactly(options: argparse.Namespace, engine: Engine, device: Device) -> int:
+    """Compare every value that a device computes with the truth; return the exit code."""
+    arguments = {
+        "device": to_json(device),
+        "out": str(options.out.absolute()) if options.out else "",
+        "dtype": options.dtype or "",
+        "seed": new_seed() if options.seed is None else options.seed,
+        "drill": options.drill,
+    }
+    answer = ask(engine, device, "exact_capture", arguments, options.wait)
+    if answer is None:
+        return exit_code(State.UNKNOWN)
+    print(json.dumps(answer, indent=2) if options.json else exact.text(answer))
+    return exit_code(State.SUSPECT) if answer["verdict"] == "wrong" else 0
 
 
 def compare_command(options: argparse.Namespace, settings: Config) -> int:

@@ -1,1 +1,1 @@
-"""Compare two captures, or two score files."""
+"""Compare two captures, or two score files; tell what an exact capture found."""

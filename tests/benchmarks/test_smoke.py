@@ -59,6 +59,16 @@ def test_clean_runs(bench):
     assert all(sum(n["right"] for n in names.values()) == 20 for names in data["groups"].values())
 
 
+@needs_torch
+@pytest.mark.torch
+def test_exact_capture(bench):
+    """Every fault is counted once, by its place and what was said; a capture without a fault raises no alarm."""
+    data = bench("exact_capture", "--faults", 2, "--clean", 1, "--formats", "float32", result="exact_capture")
+    assert sum(number for *_, number in data["counts"]) == 12
+    assert sum(n for *_, outcome, n in data["counts"] if outcome != "named") == len(data["not_named"])
+    assert (data["clean"], data["false_alarms"]) == (1, 0)
+
+
 @pytest.mark.slow
 def test_footprint(bench, one_probe):
     """The daemon is measured after its first round and has nothing foreign mapped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -63,6 +64,11 @@ def test_a_fault_is_named_by_layer_and_operator(place):
             3,
             "config.json" if importlib.util.find_spec("transformers") else "transformers",
         ),
+        (("capture",), 64, "name the file to write: -o FILE"),
+        (("capture", "--exact", "--decode"), 64, "leave out --decode"),
+        (("capture", "--json", "-o", "{0}/x.safetensors"), 64, "--json: only with --exact"),
+        (("capture", "--exact", "--dtype", "float8"), 3, "float8"),
+        (("capture", "--exact", "--drill", "9.up", "--dtype", "float32"), 3, "no such place"),
         (("compare", "{0}/a.safetensors", "{0}/missing"), 64, "no such file"),
         (("compare", "{0}/a.safetensors", "{0}/cut.safetensors"), 3, "cut.safetensors"),
         (("compare", "{0}/canaryd.yaml", "{0}/canaryd.yaml"), 64, "canaryd.yaml"),
@@ -89,3 +95,33 @@ def test_files_of_scores_are_compared_too(place):
     assert done.code == 0
     assert "no significant difference" in done.out.lower()
     assert json.loads(canaryd("compare", found[0], found[0], "--json", *common).out)
+
+
+def test_a_lone_device_is_compared_with_the_truth(place):
+    """Nothing wrong is exit status 0; no file is written, for there is nothing to keep."""
+    directory, common = place
+    done = canaryd("capture", "--exact", "--dtype", "bfloat16", "-o", directory / "none.safetensors", *common)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("NO FAULT: cpu:0, all ")
+    assert not (directory / "none.safetensors").exists()
+
+
+def test_a_fault_of_a_lone_device_is_named(place):
+    """By layer, operator, position, element and bit, with exit status 2; the same as JSON, and its capture."""
+    directory, common = place
+    path = directory / "wrong.safetensors"
+    words = ("capture", "--exact", "--dtype", "float32", "--drill", "2.down", "--seed", "4")
+    done = canaryd(*words, "-o", path, *common)
+    assert (done.code, done.err) == (2, "")
+    first, where, *_, last = done.out.splitlines()
+    assert first == "FAULT: cpu:0, layer 2, down projection."
+    assert re.fullmatch(r"  position \d+, element \d+, bit 23: wanted -?[\d.]+, got -?[\d.]+", where)
+    assert last == "DRILL: one value was changed on purpose at 2.down."
+    assert len(done.out.splitlines()) <= 6
+    found = canaryd(*words, "--json", *common).document
+    assert (found["schema"], found["verdict"], found["seed"]) == ("canaryd.exact_capture/1", "wrong", 4)
+    (fault,) = [ran["fault"] for ran in found["ran"] if ran["fault"]]
+    table = (ROOT / "docs/compare.md").read_text()
+    assert [name for part in (found, *found["ran"], fault) for name in part if f"`{name}" not in table] == []
+    assert (fault["place"]["layer"], fault["place"]["operator"], fault["bits"]) == ("2", "down", [23])
+    assert canaryd("compare", path, path, *common).out.startswith("EQUAL")

@@ -275,7 +275,7 @@ class _Request:
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> _Request:
         """Return a request out of plain data; raise `ValueError` for the first argument that is wrong."""
-        dtype, out = arguments["dtype"], Path(arguments["out"])
+        dtype = arguments["dtype"]
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: wanted one of {', '.join(DTYPES)}")
         golden, _ = built_in()
@@ -283,17 +283,23 @@ class _Request:
         unknown = [name for name in names if name not in golden.names]
         if unknown:
             raise ValueError(f"prompt {unknown[0]!r}: wanted one of {', '.join(golden.names)}")
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is not a directory"
-            raise ValueError(f"{out}: {what}; wanted the path of a file to write")
         return cls(
             device=from_json(Device, arguments["device"]),
-            out=out,
+            out=file_to_write(arguments["out"]),
             directory=Path(arguments["model"]) if arguments["model"] else None,
             dtype=dtype,
             names=names,
             forced=bool(arguments["forced"]),
         )
+
+
+def file_to_write(name: str) -> Path:
+    """Return the path of a file that may be written; raise `ValueError` for a directory, or where there is none."""
+    out = Path(name)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = "is a directory" if out.is_dir() else f"{out.absolute().parent} is not a directory"
+        raise ValueError(f"{out}: {what}; wanted the path of a file to write")
+    return out
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -314,26 +320,19 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         digest = links(request.directory)["checkpoint"]
     recorder = Recorder(operators=bool(arguments["operators"]), drill=arguments["drill"])
     switches = _compute(request, checkpoint, recorder, progress)
-    about = {
-        "schema": SCHEMA,
-        "canaryd": __version__,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    texts = {
         "device": json.dumps(to_json(request.device)),
-        "environment": json.dumps(_environment(request.device, switches, checkpoint)),
+        "environment": json.dumps(environment(request.device, switches, checkpoint)),
         "dtype": request.dtype,
         "model": str(request.directory) if request.directory else BUILT_IN,
         "digest": digest,
         "prompts": json.dumps(request.names),
         "path": "forced" if request.forced else "decode",
-        "operators": "yes" if recorder.operators else "no",
-        "drill": recorder.drill,
-        "order": json.dumps(list(recorder.kept)),
     }
-    data = write_safetensors(recorder.kept, about)
-    write_file(request.out, data)
+    size = write(request.out, recorder, texts)
     return {
         "file": str(request.out),
-        "bytes": len(data),
+        "bytes": size,
         "tensors": len(recorder.kept),
         "seconds": round(time.monotonic() - started, 3),
     }
@@ -362,8 +361,8 @@ def _compute(
     return switches
 
 
-def _environment(
-    device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None
+def environment(
+    device: Device, switches: dict[str, str], checkpoint: hugging_face.Checkpoint | None = None
 ) -> dict[str, str]:
     """Return what the bits may depend on, apart from device, dtype and model."""
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
@@ -371,6 +370,25 @@ def _environment(
     if checkpoint:
         facts |= {"server": checkpoint.server, "attention": checkpoint.settings.attention}
     return facts
+
+
+def write(path: Path, recorder: Recorder, texts: Mapping[str, str]) -> int:
+    """Write what was recorded as a capture; return its bytes. `texts` are those of `ABOUT` that only the caller knows.
+
+    Raises `ValueError` where the file cannot be written.
+    """
+    about = {
+        "schema": SCHEMA,
+        "canaryd": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "operators": "yes" if recorder.operators else "no",
+        "drill": recorder.drill,
+        "order": json.dumps(list(recorder.kept)),
+        **texts,
+    }
+    data = write_safetensors(recorder.kept, about)
+    write_file(path, data)
+    return len(data)
 
 
 def write_file(path: Path, data: bytes) -> None:

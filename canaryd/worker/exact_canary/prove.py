@@ -107,6 +107,10 @@ class Proof:
     operators: dict[str, Operator]
     witnessed: bool
     """False when float64 products disagreed with the integers: this host is in doubt."""
+    values: dict[str, Any]
+    """Where `keep`: what every operator gives, by the names of `run` ("2.down"). Float64 (positions, …); scores after
+    scaling, and softmax as the winners' share, are (heads, positions, keys). Scores of keys in the future count too.
+    """
 
 
 @dataclass
@@ -117,20 +121,29 @@ class Walk:
     weights: Mapping[str, Any]
     operators: dict[str, Operator] = field(default_factory=dict)
     witnessed: bool = True
+    keep: bool = False
+    """Whether a proof holds the values of every operator too."""
     _exact: dict[str, Exact] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
 
     def prove(self, tokens: list[int]) -> Proof:
         """Walk one text; raises `Inexact` with the place and the reason where a format would round."""
-        s = self.shape
+        self._values = {}
         self._check_norm_divisor()
         x = self._weight("model.embed_tokens.weight")[torch.tensor(tokens)]
-        residuals = [self._see("embedding", x, live=True).float64()]
-        for i in range(s.layers):
-            for block in (self._attention, self._mlp):
-                x = self._see("residual", (x + block(i, x)).reduced(), live=True)
+        residuals = [self._keep("embedding", self._see("embedding", x, live=True)).float64()]
+        for i in range(self.shape.layers):
+            for block, place in ((self._attention, f"{i}.middle"), (self._mlp, f"{i}.out")):
+                x = self._keep(place, self._see("residual", (x + block(i, x)).reduced(), live=True))
                 residuals.append(x.float64())
-        logits = self._linear("logits", "lm_head", self._norm(x, "model.norm"))
-        return Proof(logits.float64(), residuals, self.operators, self.witnessed)
+        seen = self._keep("norm", self._norm(x, "model.norm"))
+        logits = self._keep("logits", self._linear("logits", "lm_head", seen))
+        return Proof(logits.float64(), residuals, self.operators, self.witnessed, self._values)
+
+    def _keep(self, place: str, x: Exact) -> Exact:
+        if self.keep:
+            self._values[place] = x.float64()
+        return x
 
     def _weight(self, name: str) -> Exact:
         if name not in self._exact:
@@ -217,14 +230,16 @@ class Walk:
 
     def _attention(self, i: int, x: Exact) -> Exact:
         s, module = self.shape, f"model.layers.{i}.self_attn"
-        seen = self._norm(x, f"model.layers.{i}.input_layernorm")
-        query, key = (self._linear(name, f"{module}.{name[0]}_proj", seen) for name in ("query", "key"))
-        value = self._linear("value", f"{module}.v_proj", seen, live=True)
+        seen = self._keep(f"{i}.attention_norm", self._norm(x, f"model.layers.{i}.input_layernorm"))
+        query, key, value = (
+            self._keep(f"{i}.{name}", self._linear(name, f"{module}.{name[0]}_proj", seen, live=name == "value"))
+            for name in ("query", "key", "value")
+        )
         count = len(x.whole)
         self._check_turns(query, s.heads, count)
         self._check_turns(key, s.kv_heads, count)
         group = s.heads // s.kv_heads
-        parts = []
+        parts, found = [], []
         for h in range(s.heads):
             q, k, v = (
                 part.whole[:, j * s.head : (j + 1) * s.head]
@@ -236,10 +251,16 @@ class Walk:
             unit = 2.0 ** -(query.shift + key.shift)
             if magnitude * unit > MOST:
                 raise Inexact(f"scores: up to {magnitude * unit:g}, float16 ends at {MOST:g}")
-            parts.append(self._mix(scores, v, unit))
-        mixed = Exact(torch.cat(parts, 1), value.shift + 1)
-        mixed = self._see("mixed", mixed.reduced())
-        return self._linear("output", f"{module}.o_proj", mixed, live=True)
+            winners = self._winners(scores, unit)
+            number = winners.sum(-1, keepdim=True)
+            parts.append((winners.to(torch.int64) @ v) * (2 // number))
+            found.append((scores.to(torch.float64) * (unit * s.head**-0.5), winners / number.to(torch.float64)))
+        if self.keep:
+            for name, heads in zip(("scores", "softmax"), zip(*found, strict=True), strict=True):
+                self._values[f"{i}.{name}"] = torch.stack(heads)
+        mixed = Exact(torch.cat(parts, 1), value.shift + 1)  # twice the mean of the winners' values, per head
+        mixed = self._keep(f"{i}.mixed", self._see("mixed", mixed.reduced()))
+        return self._keep(f"{i}.output", self._linear("output", f"{module}.o_proj", mixed, live=True))
 
     def _check_turns(self, x: Exact, heads: int, count: int) -> None:
         """Raise unless rotary positions leave every value as it is, in float64 too."""
@@ -252,8 +273,8 @@ class Walk:
             if float(worst.max()) > 0:
                 raise Inexact(f"rotation: pair {i} turns by up to {angle:g}")
 
-    def _mix(self, scores: Any, value: Any, unit: float) -> Any:
-        """Return twice the mean of the winners' values, for one head; raise unless softmax is exact."""
+    def _winners(self, scores: Any, unit: float) -> Any:
+        """Return which keys win, one or two for each query of one head; raise unless softmax is exact."""
         count = len(scores)
         future = torch.ones((count, count), dtype=torch.bool).triu(1)
         losing = math.ceil(-GAP * math.sqrt(self.shape.head) / unit)
@@ -263,20 +284,22 @@ class Walk:
         number = winners.sum(-1)
         if bool(((number != 1) & (number != 2)).any()):
             raise Inexact(f"scores: {int(number.min())} to {int(number.max())} keys tie: wanted one or two")
-        return (winners.to(torch.int64) @ value) * (2 // number)[:, None]
+        return winners
 
     def _mlp(self, i: int, x: Exact) -> Exact:
         module = f"model.layers.{i}.mlp"
-        seen = self._norm(x, f"model.layers.{i}.post_attention_layernorm")
-        gate = self._linear("gate", f"{module}.gate_proj", seen, live=True)
-        up = self._linear("up", f"{module}.up_proj", seen, live=True)
+        seen = self._keep(f"{i}.inner_norm", self._norm(x, f"model.layers.{i}.post_attention_layernorm"))
+        gate, up = (
+            self._keep(f"{i}.{name}", self._linear(name, f"{module}.{name}_proj", seen, live=True))
+            for name in ("gate", "up")
+        )
         size = gate.float64()
         is_open = size >= OPEN
         if bool((~is_open & (size > CLOSED)).any()):
             raise Inexact(f"gate: one is between {CLOSED:g} and {OPEN:g}")
         active = Exact(torch.where(is_open, gate.whole * up.whole, 0), gate.shift + up.shift)
-        active = self._see("active", active.reduced())
-        return self._linear("down", f"{module}.down_proj", active, live=True)
+        active = self._keep(f"{i}.active", self._see("active", active.reduced()))
+        return self._keep(f"{i}.down", self._linear("down", f"{module}.down_proj", active, live=True))
 
 
 def prove(shape: Shape, weights: Mapping[str, Any], tokens: list[int]) -> Proof:

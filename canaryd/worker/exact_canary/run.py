@@ -48,10 +48,10 @@ class Runner:
         """Prefill prompts (rows, P), then decode greedily from the cache; tokens (rows, count) and their logits."""
         cache = Cache(self.shape, self.weights["lm_head.weight"], prompts.shape[0], prompts.shape[1] + count - 1)
         logits = [self.forward(prompts, cache, last=1)]
-        tokens = [logits[0].argmax(-1)]
+        tokens = [self._see("word", logits[0].argmax(-1))]
         while len(tokens) < count:
             logits.append(self.forward(tokens[-1], cache))
-            tokens.append(logits[-1].argmax(-1))
+            tokens.append(self._see("word", logits[-1].argmax(-1)))
         return torch.cat(tokens, 1), torch.cat(logits, 1)
 
     def score(self, whole: Any, count: int) -> Any:

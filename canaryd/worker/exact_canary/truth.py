@@ -1,0 +1,136 @@
+"""What every operator of an inference must give, as the proof has it, and how far a right device may be from it.
+
+Nearly everything is exact. Three things are known less closely: 16-bit formats round the scores of losing keys, float64
+holds e^-110 of them where other formats hold 0, and mixes that much of their values in (docs/exact-canary.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.probe import Skip
+from canaryd.worker.exact_canary.cases import model, text
+from canaryd.worker.exact_canary.construct import Model
+from canaryd.worker.exact_canary.golden import continuation
+from canaryd.worker.exact_canary.prove import Walk
+from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.numeric.tensors import FORMATS, host_same_bits, on_core, torch, visible_cores
+
+POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
+"""Axis of an operator's result that counts positions, where it is not the second."""
+KEY = 4
+"""Axis of scores and softmax that counts keys."""
+EXPONENTIAL = 2.0**-44
+"""Relative error that float64's softmax may have: a hundred times that of any library."""
+TINIEST = 2.0**-1022
+"""Smallest normal number of float64: a device may flush what is smaller to 0."""
+NOTHING = -760.0
+"""Scores from which the exponential is 0 in float64 too, flushed or not."""
+LARGEST_VALUE = 4.0
+"""Twice the largest size of a value that attention mixes."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one inference must compute, over all positions of prompt and continuation. Made on the host alone."""
+
+    model: Model
+    tokens: tuple[int, ...]
+    """The prompt and what follows it, without the last word."""
+    steps: int
+    """Words that are generated."""
+    values: Mapping[str, Any]
+    """Place, by the names of `run` → float64, one row, laid out as `Runner.watch` sees it. "word": the words chosen."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The words given."""
+        return self.tokens[: len(self.tokens) - self.steps + 1]
+
+    def expected(self, place: str, form: str, end: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return values of these `sizes` that end before position `end`, and how far from them a format may be.
+
+        Both float64; the second is 0 where a value is exact.
+        """
+        operator, count = place.rpartition(".")[2], sizes[axis_of(place)]
+        start = end - count
+        value = self.values[place].narrow(axis_of(place), start, count)
+        slack = torch.zeros((), dtype=torch.float64)
+        if operator in ("scores", "softmax"):
+            value = value.narrow(KEY, 0, end)
+        if operator == "scores" and FORMATS[form].bits < 24:
+            near = value.to(FORMATS[form].dtype).to(torch.float64)
+            unit = torch.ldexp(torch.ones_like(value), torch.frexp(value).exponent - FORMATS[form].bits)
+            slack = torch.where(near == value, 0.0, unit)  # rounded down or up
+        if operator == "softmax" and form == "float64":
+            chances, tiny = self._losers(place, start, end)
+            value, slack = value + chances, chances * EXPONENTIAL + tiny
+        if operator == "mixed" and form == "float64":
+            tails = sum(part.sum(-1) for part in self._losers(place, start, end)) * LARGEST_VALUE
+            tails = tails.view(-1, count).T.repeat_interleave(TINY.head, 1)[None]
+            slack = torch.where(value == 0, tails, 0.0)  # it vanishes beside any other value
+        return value, slack
+
+    def _losers(self, place: str, start: int, end: int) -> tuple[Any, Any]:
+        """Return softmax of losing keys in float64, 0 for others; and what may be lost where it is hardly above 0."""
+        layer = place.rpartition(".")[0]
+        scores, share = (self.values[f"{layer}.{name}"][..., start:end, :end] for name in ("scores", "softmax"))
+        hidden = torch.arange(end) > torch.arange(start, end)[:, None]
+        counts = (share == 0) & ~hidden & (scores > NOTHING)
+        chances = torch.where(counts, torch.exp(scores) * share.amax(-1, keepdim=True), 0.0)
+        return chances, counts * torch.full_like(chances, TINIEST)
+
+
+def axis_of(place: str) -> int:
+    """Return the axis of a place's result that counts positions."""
+    return POSITION.get(place.rpartition(".")[2], 1)
+
+
+def truth(seed: int, steps: int, *, anchored: bool) -> Truth:
+    """Return the truth of the shipped model; made on two cores, which must agree, else raises `Skip`."""
+    cores = visible_cores()
+    first, second = (_made(core, seed, steps, anchored) for core in (cores[0], cores[-1]))
+    if not same(first, second):
+        raise Skip(f"cores {cores[0]} and {cores[-1]} of this host proved the right answer and got two")
+    return first
+
+
+def same(a: Truth, b: Truth) -> bool:
+    """Whether two truths are equal, bit for bit."""
+    return a.tokens == b.tokens and all(
+        host_same_bits(x, y)
+        for x, y in (
+            *((a.values[place], b.values[place]) for place in a.values),
+            *((a.model.weights[name], b.model.weights[name]) for name in a.model.weights),
+        )
+    )
+
+
+def _made(core: int, seed: int, steps: int, anchored: bool) -> Truth:
+    with on_core(core):
+        made = model(TINY, seed, anchored, (core,))
+        tokens = text(made, seed, 0, steps)
+        proof = Walk(TINY, made.weights, keep=True).prove(tokens)
+        prompt = tokens[: len(tokens) - steps + 1]
+        words = [*tokens[1:], continuation(made.program, TINY.layers, prompt, steps)[-1]]
+    if not proof.witnessed:
+        raise Skip(f"integer and float64 arithmetic of core {core} of this host disagree on the right answer")
+    return Truth(made, tuple(tokens), steps, {**_laid_out(proof.values), "word": torch.tensor([words]).double()})
+
+
+def _laid_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return proved values as inference has them; rotation moves nothing, so that it and the cache repeat them."""
+    found = {}
+    for place, value in values.items():
+        layer, _, operator = place.rpartition(".")
+        if operator in ("scores", "softmax"):
+            found[place] = value.view(1, TINY.kv_heads, -1, *value.shape[1:])
+            continue
+        found[place] = value[None]
+        if operator in ("query", "key", "value"):
+            heads = value.view(1, len(value), -1, TINY.head).transpose(1, 2)
+            for name in {"query": ("rotated_query",), "key": ("rotated_key", "keys"), "value": ("values",)}[operator]:
+                found[f"{layer}.{name}"] = heads
+    return found
