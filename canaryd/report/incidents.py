@@ -239,7 +239,8 @@ def state_lines(
             yield from paragraph(INDENT, told(incident), width)
         else:
             state = incident.state
-            yield from paragraph(f"{state.value.upper():<{STATE}}", f"{who}: {told(incident)}", width, role_of(state))
+            said = f"{who}{_known_cause(incident)}: {told(incident)}"
+            yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
         if not (advised and number == 0) and not verdict.drill:
             yield from _step_lines(step(incident, device), width)
         if verbose:
@@ -266,11 +267,18 @@ def _title_lines(
     """Return state, name, model, serial number and since when; the serial number only where it fits on the line."""
     since = format_time(found[0].since if found else verdict.since, seconds=False)
     ends = ["GONE"] * gone + ["drill, not the device" if verdict.drill else f"since {since}"]
+    ends[-1] += _known_cause(found[0]) if found else ""
     serial = [f"serial {device.detail['serial']}"] if device.detail.get("serial") and name == device.name else []
     state, role = f"{verdict.state.value.upper():<{STATE}}", role_of(verdict.state)
     long, short = ("  ".join([name, device.model, *middle, *ends]) for middle in (serial, []))
     fits = STATE + len(long) <= (columns() if width is None else width)
     return [(role, state + long)] if fits else paragraph(state, short, width, role)
+
+
+def _known_cause(incident: Incident) -> str:
+    """Return the cause in brackets, where it is known and the incident's own words do not say it."""
+    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED)
+    return "" if silent else f" ({cause_words(incident.cause)})"
 
 
 def _step_lines(todo: Step, width: int | None) -> Iterator[Line]:

@@ -51,8 +51,8 @@ main > h2 { font-size: 1.1rem; margin-bottom: .4rem; }
 article { background: var(--card); border: 1px solid var(--line); border-left: .4rem solid var(--mark);
   border-radius: .3rem; padding: .45rem .7rem; min-width: 0; }
 .wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-article h3 { font-size: 1.15rem; display: flex; flex-wrap: wrap; gap: 0 .7rem; justify-content: space-between; }
-article h3 small { font-weight: 400; color: var(--faint); }
+article h3 { font-size: 1.1rem; display: flex; flex-wrap: wrap; gap: 0 .6rem; align-items: baseline; }
+article h3 small { font-weight: 400; font-size: .9rem; color: var(--faint); }
 .incident { margin-top: .2rem; }
 article h4 { margin: .7rem 0 0; font-size: .95rem; }
 .faint, summary, footer { color: var(--faint); font-size: .9rem; }
@@ -140,7 +140,7 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     verdict, device = d.verdict, d.device
     gone = "" if d.present else " <strong>GONE</strong>"
     found = incidents(verdict)
-    began = f", since {_time(found[0].since)}" if found else ""
+    began = f", since {_time(found[0].since, seconds=False)}" if found else ""
     said = [_incident(i, device, advised=advised and not n) for n, i in enumerate(found)]
     acks = "".join(f"<li>{_text(describe_ack(a))}</li>" for a in d.acks_to_show)
     notes = [_text(sentence(f.message)) for f in shown_notes(verdict)]
@@ -150,8 +150,8 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     return "\n".join(
         [
             f'<article class="{verdict.state.value}{loud}">',
-            f"<h3><span>{_text(device.name)}{gone} <small>{_text(device.model)}{began}</small></span>",
-            f"{_state(verdict.state)}</h3>",
+            f"<h3>{_state(verdict.state)} <span>{_text(device.name)}{gone}</span>",
+            f"<small>{_text(device.model)}{began}</small></h3>",
             *said,
             *(f'<p class="faint">{note}</p>' for note in notes),
             f"<ul>{acks}</ul>" if acks else "",
@@ -179,8 +179,7 @@ def _summary(d: DeviceStatus, now: float) -> str:
     if not known:
         return "Details; no probe has run yet"
     probe, at = next(iter(known.items()))
-    oldest = f"none yet from {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
-    return f"Details; results of {len(known)} probe{'s' * (len(known) > 1)}, {oldest}"
+    return f"Details; {f'no result of {_text(probe)} yet' if at is None else f'oldest result {_ago(at, now)}'}"
 
 
 def _details(d: DeviceStatus) -> str:
@@ -231,9 +230,9 @@ def _icon(state: State) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="{INKS[state]}">{shape}</svg>'
 
 
-def _time(at: float) -> str:
+def _time(at: float, *, seconds: bool = True) -> str:
     exact = datetime.fromtimestamp(at, tz=timezone.utc).isoformat(timespec="seconds")
-    return f'<time datetime="{exact}">{format_time(at)}</time>'
+    return f'<time datetime="{exact}">{format_time(at, seconds=seconds)}</time>'
 
 
 def _ago(at: float, now: float) -> str:
