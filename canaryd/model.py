@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from canaryd.facts import Comparison, Reading, Recording, Sentence, Skipped, Subject, stack_id
+from canaryd.facts import Comparison, Place, Reading, Recording, Sentence, Skipped, Subject, stack_id
 
 
 class Outcome(str, enum.Enum):
@@ -243,6 +243,33 @@ INTENSITIES = ("repeated", "content", "steady", "pulsed", "idle")
 load, under load that comes and goes, and after the device has idled."""
 
 
+class Suspect(str, enum.Enum):
+    """What else than the cause that was found could explain wrong results."""
+
+    HOST = "host"
+    SOFTWARE = "software"
+    REFERENCE = "reference"
+    DEVICE = "device"
+
+
+class Shown(str, enum.Enum):
+    """What speaks for or against another explanation."""
+
+    NOTHING = ""
+    RIGHT = "right"
+    """`Rival.by` computed the same data correctly; nobody named: another result matched the reference."""
+    RARER = "rarer"
+    """`Rival.by` fail far less often."""
+    ALIKE = "alike"
+    """`Rival.by` give the same wrong bits."""
+    TOGETHER = "together"
+    """`Rival.by` began to fail at about the same time."""
+    PASSED = "passed"
+    """The host's CPU passed the same tests at about the same time."""
+    ELSEWHERE = "elsewhere"
+    """The device computes correctly on other software."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rival:
     """Another explanation of what a finding says, and why it was rejected or is still open."""
@@ -251,6 +278,117 @@ class Rival:
     why: Sentence
     rejected: bool
     """False while it is open."""
+    what: Suspect | None = None
+    """Which explanation it is; None in findings of recordings, and in those that an older release stored."""
+    shown: Shown = Shown.NOTHING
+    """What speaks against it, or for it while it is open."""
+    by: tuple[str, ...] = ()
+    """Names of the devices that show it."""
+
+
+class Ground(str, enum.Enum):
+    """On what ground a fault counts as confirmed."""
+
+    RETESTS = "retests"
+    """Every retest that is asked for failed."""
+    DAY = "day"
+    """Two independent runs failed within a day."""
+    WEEK = "week"
+    """Three runs failed within a week."""
+    PLACE = "place"
+    """It failed twice at the same place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """How a fault was confirmed."""
+
+    ground: Ground
+    why: Sentence
+    """The same in words, without a full stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """How many of several were wrong."""
+
+    wrong: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceTally:
+    """How many results of one place were wrong, in the runs that failed."""
+
+    place: Place
+    wrong: int
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTally:
+    """The wrong results of one probe on one device."""
+
+    wrong: int
+    of: int
+    """Results up to the newest wrong one, under the same conditions."""
+    runs: int
+    """Runs with a wrong result, retests included."""
+    retests: Tally
+    """Completed retests of these runs, and how many of them failed too."""
+    places: tuple[PlaceTally, ...] = ()
+    """Single cores or SMs that computed in these runs, sound ones too, by number; empty where none is known."""
+    bits: tuple[int, ...] = ()
+    """Every flipped bit that was recorded (0 = lowest), ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongResults:
+    """What wrong results amount to: the numbers that every report gives of them."""
+
+    probes: Mapping[str, ProbeTally]
+    """Never empty."""
+    why: Sentence = ""
+    """What the cause rests on, or what would settle it."""
+    confirmed: tuple[Confirmation, ...] = ()
+    """Empty while it is not confirmed."""
+    to_come: int = 0
+    """Automatic retests that are still to come."""
+
+    @property
+    def all(self) -> Tally:
+        """The results of all probes."""
+        return _sum(self.probes.values())
+
+    @property
+    def runs(self) -> int:
+        """Runs with a wrong result, retests included."""
+        return sum(t.runs for t in self.probes.values())
+
+    @property
+    def retests(self) -> Tally:
+        """Completed retests of these runs, and how many of them failed too."""
+        return _sum(t.retests for t in self.probes.values())
+
+    @property
+    def places(self) -> tuple[PlaceTally, ...]:
+        """Single cores or SMs that computed in these runs, by number."""
+        at: dict[Place, list[PlaceTally]] = {}
+        for found in (p for t in self.probes.values() for p in t.places):
+            at.setdefault(found.place, []).append(found)
+        sums = ((place, _sum(found)) for place, found in at.items())
+        listed = (PlaceTally(place=place, wrong=t.wrong, of=t.of) for place, t in sums)
+        return tuple(sorted(listed, key=lambda p: (p.place.unit, p.place.numbers)))
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Every flipped bit that was recorded (0 = lowest), ascending."""
+        return tuple(sorted({bit for t in self.probes.values() for bit in t.bits}))
+
+
+def _sum(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:
+    every = list(tallies)
+    return Tally(wrong=sum(t.wrong for t in every), of=sum(t.of for t in every))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +428,10 @@ class Finding:
     """By what the classes that it accuses the device of count as exact; at most 16 of them."""
     acknowledged: bool = False
     """Whether it would be suspect but for an operator who knows of it."""
+    since: float = 0.0
+    """When the first run that it rests on began, in seconds since the epoch; 0.0 where it rests on none."""
+    wrong: WrongResults | None = None
+    """What the wrong results amount to that it rests on; None where it is about something else."""
 
 
 @dataclass(frozen=True, kw_only=True)

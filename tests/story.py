@@ -40,6 +40,7 @@ from canaryd.facts import (
     Skipped,
     Subject,
 )
+from canaryd.judge.incidents import incidents
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.probe import LEVELS, ProbeSpec
 from canaryd.store.retention import Retention
@@ -233,6 +234,8 @@ class Expectation:
     """Rules that must be among the findings."""
     says: str = ""
     """Words that one of the findings must hold."""
+    incidents: int | None = None
+    """How many incidents its findings must be."""
     always_below: str = ""
     never: str = ""
     """A cause that no verdict beyond healthy may have."""
@@ -1141,7 +1144,7 @@ class Played:
                 break
         if expected.gone and (last := told[-1 if expected.at is None else expected.at]) is not None:
             yield f"wanted it to be gone; it was {summary(last)}"
-        if not (expected.state or expected.cause or expected.rules or expected.says):
+        if not (expected.state or expected.cause or expected.rules or expected.says or expected.incidents is not None):
             return
         if expected.by is not None:
             if not any(self._fits(expected, v) for n, v in window if n <= expected.by):
@@ -1157,6 +1160,7 @@ class Played:
             verdict is not None
             and expected.state in ("", verdict.state.value)
             and expected.cause in ("", verdict.cause.value)
+            and expected.incidents in (None, len(incidents(verdict)))
             and {*expected.rules} <= {f.rule for f in verdict.findings}
             and (not expected.says or any(expected.says in text for f in verdict.findings for text in words(f)))
         )
@@ -1164,6 +1168,7 @@ class Played:
 
 def _wish(expected: Expectation) -> str:
     words = [expected.state, expected.cause, *expected.rules, f'"{expected.says}"' if expected.says else ""]
+    words.append("" if expected.incidents is None else f"{expected.incidents} incidents")
     return " ".join(filter(None, words))
 
 

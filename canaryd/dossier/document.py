@@ -27,6 +27,7 @@ from canaryd.judge.characterised import Claims
 from canaryd.judge.node import DRILL_EXPIRY, node
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
+from canaryd.report.incidents import incidents_json
 from canaryd.report.status import UNTENDED
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
@@ -190,21 +191,28 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _summary(document: Mapping[str, Any]) -> str:
-    """Return the verdict in one sentence, then the worst failure."""
+    """Return the verdict in one sentence, then each incident, as every other report tells it."""
     verdict, identity = document["verdict"], document["identity"]
     serial = f", serial {identity['serial']}" if identity["serial"] else ""
     cause = "" if verdict["cause"] == "none" else f", cause {verdict['cause']},"
     text = f"{identity['name']} ({identity['model']}{serial}) is {verdict['state'].upper()}{cause}"
-    text += f" since {format_time(verdict['since'])}."
+    incidents = verdict["incidents"]
+    text += f" since {format_time(incidents[0]['since'] if incidents else verdict['since'])}."
     if document["kind"] == "drill":
         text = f"canaryd injected {document['drill'] or 'nothing'}. Judged by this drill alone, {text}"
-    if not document["failures"]:
-        return f"{text} {_no_failure(document)}"
+    text = " ".join([text, *(incident["text"] for incident in incidents)])
+    if any(incident["wrong"] for incident in incidents):
+        return text
+    return text + (_worst_failure(document) if document["failures"] else f" {_no_failure(document)}")
+
+
+def _worst_failure(document: Mapping[str, Any]) -> str:
+    """Return what the worst failing case was, for a verdict that does not tell of it: it is cleared, or not judged."""
     worst = document["failures"][0]
     uploads, results = worst["uploads"], worst["results"]
     bits = ranges([int(b) for b in worst["bits"]])
     places = ", ".join(p["place"] for p in wrong_places(worst) if p["unit"] != "device")
-    text += " Earlier failures are resolved (see the timeline):" if verdict["state"] == "healthy" else ""
+    text = " Earlier failures are resolved (see the timeline):" if document["verdict"]["state"] == "healthy" else ""
     text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {plural(uploads['total'], 'upload')}"
     text += f" ({results['wrong']:,} of {plural(results['total'], 'result')})"
     text += f" on {places}" if places else ""
@@ -229,6 +237,7 @@ def _verdict(facts: Facts) -> dict[str, Any]:
         "since": verdict.since,
         "decided": verdict.decided,
         "note": facts.note,
+        "incidents": incidents_json(verdict, facts.device),
         "findings": [
             {name: to_json(getattr(f, name)) for name in FINDING}
             | {"rivals": [{"cause": r.cause.value, "why": r.why, "rejected": r.rejected} for r in f.rivals]}

@@ -308,20 +308,25 @@ def _bits(document: Document) -> str:
 
 
 def _findings(document: Document) -> str:
-    """Return the findings: what was seen, what to do, and on request what that rests on."""
+    """Return each incident with what else was considered, and on request what each rule says."""
     parts = []
-    for finding in document["verdict"]["findings"]:
-        kind = "note" if finding["state"] == "healthy" else f"{finding['state']}, cause {finding['cause']}"
-        parts.append(f"<h3>{escape(kind)} <span class='soft'>({escape(finding['rule'])})</span></h3>")
-        parts.append(f"<p>{escape(finding['message'])}</p>")
-        if finding["action"]:
-            parts.append(f"<p><strong>Do now:</strong> {escape(finding['action'])}</p>")
-        if finding["evidence"]:
-            parts.append(f"<details><summary>Evidence</summary>{_bullets(finding['evidence'])}</details>")
-        if finding["rivals"]:
-            rivals = [f"{r['cause']}, {'rejected' if r['rejected'] else 'open'}: {r['why']}" for r in finding["rivals"]]
+    for incident in document["verdict"]["incidents"]:
+        parts.append(f"<h3>{escape(incident['state'])}, cause {escape(incident['cause'])}</h3>")
+        parts.append(f"<p>{escape(incident['text'])}</p>")
+        if rivals := [
+            f"{r['cause']}, {'rejected' if r['rejected'] else 'open'}: {r['why']}" for r in incident["rivals"]
+        ]:
             parts.append(f'<p class="tight">Other explanations:</p>{_bullets(rivals)}')
+    rules = "".join(map(_finding, document["verdict"]["findings"]))
+    if rules:
+        parts.append(f"<details><summary>What each rule says</summary>{rules}</details>")
     return "".join(parts) or "<p>There are no findings.</p>"
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    action = f"<p><strong>Do now:</strong> {escape(finding['action'])}</p>" if finding["action"] else ""
+    evidence = _bullets(finding["evidence"]) if finding["evidence"] else ""
+    return f"<h3>{escape(finding['rule'])}</h3><p>{escape(finding['message'])}</p>{action}{evidence}"
 
 
 def _peers(document: Document) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 from canaryd.dossier.facts import PLOTTED, Facts
 from canaryd.dossier.text import plural
 from canaryd.formatting import format_time
-from canaryd.model import Cause, Event, Outcome, State
+from canaryd.judge.incidents import incidents
+from canaryd.model import Cause, Event, Outcome
+from canaryd.report.incidents import headline
 
 TIMELINE = 200
 """Newest entries that the timeline keeps."""
@@ -112,7 +114,8 @@ def _verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
     now = [] if facts.verdict.since in {v.since for v in stored} else [facts.verdict]  # judged for this dossier alone
     for verdict in [*stored, *now]:
         cause = "" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}"
-        why = f": {verdict.findings[0].message}" if verdict.findings and verdict.state is not State.HEALTHY else ""
+        found = incidents(verdict)
+        why = f": {headline(found[0])}" if found else ""
         yield {"at": verdict.since, "kind": "verdict", "text": f"{verdict.state.value}{cause}{why}", "conditions": {}}
 
 

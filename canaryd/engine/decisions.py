@@ -257,7 +257,9 @@ def is_news(verdict: Verdict, previous: Verdict | None) -> bool:
     """Return whether to store a verdict: it says something new, or the stored one is old."""
     if previous is None or (verdict.state, verdict.cause) != (previous.state, previous.cause):
         return True
-    if [(f.rule, f.state) for f in verdict.findings] != [(f.rule, f.state) for f in previous.findings]:
+    if [(f.rule, f.state, f.wrong) for f in verdict.findings] != [
+        (f.rule, f.state, f.wrong) for f in previous.findings
+    ]:  # what was counted too: every report must give the same numbers
         return True
     same = list(map(_texts, verdict.findings)) == list(map(_texts, previous.findings))
     return verdict.decided - previous.decided > (REWRITE if same else REWORD)

@@ -21,7 +21,7 @@ from canaryd.judge.node import Node, by_time
 from canaryd.judge.statistics import RULE_OF_THREE, Count
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.watch import is_over
-from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, Verdict
+from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Outcome, Run, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class Case:
         return replace(mismatch, cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
 
     @cached_property
-    def confirmed(self) -> list[tuple[list[Mismatch], list[str]]]:
+    def confirmed(self) -> list[tuple[list[Mismatch], list[Confirmation]]]:
         """The accusations that are confirmed, with the grounds.
 
         Accusations of software and of the device do not confirm each other. None counts whose host is in doubt or
@@ -185,7 +185,7 @@ class Case:
         firm = [h for h in self.accusations if not h.host_in_doubt and not _disputed(h)]
         sides = [[h for h in firm if (h.cause is Cause.SOFTWARE) is excused] for excused in (False, True)]
         found = [
-            (mismatches, [text for ground in GROUNDS if (text := ground(mismatches, self.policy))])
+            (mismatches, [how for ground in GROUNDS if (how := ground(mismatches, self.policy))])
             for mismatches in sides
         ]
         return [(mismatches, grounds) for mismatches, grounds in found if grounds]

@@ -12,12 +12,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from canaryd.facts import Comparison, Place, Subject
 from canaryd.judge.characterised import Proof
 from canaryd.judge.statistics import Count, tail
-from canaryd.model import Cause, Rival, Run
+from canaryd.model import Cause, Rival, Run, Shown, Suspect
 
 ALONE, AMONG = 0.02, 2e-4
 """Chance that devices fail alike and yet so many failing runs fall on one of them, below which the fault is its own:
@@ -214,52 +215,70 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
     """Yield what else it could have been, and what speaks against it; nothing is rejected for lack of evidence."""
     if scene.golden:
         return
-    if cause is not Cause.SOFTWARE:
-        yield _software(scene)
-    else:
-        yield _this_device(scene)
+    yield _this_device(scene) if cause is Cause.SOFTWARE else _software(scene)
     if scene.right or scene.goldens_right:
-        who = names(scene.right) or "an earlier result"
-        yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {who} matched it", rejected=True)
+        why = f"a wrong reference: {names(scene.right) or 'an earlier result'} matched it"
+        yield _rival(Suspect.REFERENCE, why, Shown.RIGHT, scene.right, rejected=True)
     else:
-        yield Rival(cause=Cause.HARNESS, why="a wrong reference: no other result has matched it yet", rejected=False)
+        yield _rival(Suspect.REFERENCE, "a wrong reference: no other result has matched it yet")
     if not scene.whole_host:
         yield _host(scene)
 
 
+KINDS = {
+    Suspect.DEVICE: Cause.HARDWARE,
+    Suspect.SOFTWARE: Cause.SOFTWARE,
+    Suspect.REFERENCE: Cause.HARNESS,
+    Suspect.HOST: Cause.HARDWARE,
+}
+"""The cause that each other explanation would be."""
+
+
+def _rival(
+    what: Suspect, why: str, shown: Shown = Shown.NOTHING, by: Iterable[str] = (), *, rejected: bool = False
+) -> Rival:
+    return Rival(cause=KINDS[what], why=why, rejected=rejected, what=what, shown=shown, by=tuple(sorted(by)))
+
+
 def _this_device(scene: Scene) -> Rival:
-    text, rejected = "a fault of this device alone: it computes right on other software", False
+    of = partial(_rival, Suspect.DEVICE)
     if scene.alike:
-        text, rejected = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits", True
-    elif scene.company:
-        text, rejected = f"a fault of this device alone: {names(scene.company)} began to fail with it", True
-    return Rival(cause=Cause.HARDWARE, why=text, rejected=rejected)
+        why = f"a fault of this device alone: {names(scene.alike)} would not give the same wrong bits"
+        return of(why, Shown.ALIKE, scene.alike, rejected=True)
+    if scene.company:
+        why = f"a fault of this device alone: {names(scene.company)} began to fail with it"
+        return of(why, Shown.TOGETHER, scene.company, rejected=True)
+    return of("a fault of this device alone: it computes right on other software", Shown.ELSEWHERE)
 
 
 def _software(scene: Scene) -> Rival:
+    of = partial(_rival, Suspect.SOFTWARE)
     if scene.alike:
-        text, rejected = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not", False
-    elif scene.right:
-        text, rejected = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}", True
-    elif scene.outlasting and not scene.alike:
-        text, rejected = f"a wrong kernel: it would fail as often on {names(scene.outlasting)}", True
-    elif scene.company:
-        text, rejected = f"a wrong kernel: {names(scene.company)} began to fail at about the same time", False
-    else:
-        text, rejected = "a wrong kernel: no identical device has computed the same on the same software", False
-    return Rival(cause=Cause.SOFTWARE, why=text, rejected=rejected)
+        why = f"a wrong kernel: {names(scene.alike)} gives the same wrong bits, others do not"
+        return of(why, Shown.ALIKE, scene.alike)
+    if scene.right:
+        why = f"a wrong kernel: the same kernel gave the right bits on {names(scene.right)}"
+        return of(why, Shown.RIGHT, scene.right, rejected=True)
+    if scene.outlasting:
+        why = f"a wrong kernel: it would fail as often on {names(scene.outlasting)}"
+        return of(why, Shown.RARER, scene.outlasting, rejected=True)
+    if scene.company:
+        why = f"a wrong kernel: {names(scene.company)} began to fail at about the same time"
+        return of(why, Shown.TOGETHER, scene.company)
+    return of("a wrong kernel: no identical device has computed the same on the same software")
 
 
 def _host(scene: Scene) -> Rival:
-    if scene.right or scene.outlasting:
-        who = names(scene.right or scene.outlasting)
-        text = f"the host's memory or CPU: in the same host, {who} computed right (slot and cable are not excluded)"
-        rejected = True
-    elif scene.host_clean:
-        text, rejected = "the host's memory or CPU: its CPU passed the same tests at about the same time", True
-    else:
-        text, rejected = "the host's memory, CPU or PCIe: nothing else on this host has passed recently", False
-    return Rival(cause=Cause.HARDWARE, why=text, rejected=rejected)
+    of = partial(_rival, Suspect.HOST)
+    if who := scene.right or scene.outlasting:
+        why = (
+            f"the host's memory or CPU: in the same host, {names(who)} computed right (slot and cable are not excluded)"
+        )
+        return of(why, Shown.RIGHT if scene.right else Shown.RARER, who, rejected=True)
+    if scene.host_clean:
+        why = "the host's memory or CPU: its CPU passed the same tests at about the same time"
+        return of(why, Shown.PASSED, rejected=True)
+    return of("the host's memory, CPU or PCIe: nothing else on this host has passed recently")
 
 
 # --- What siblings computed -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from canaryd.config.settings import JudgePolicy
 from canaryd.facts import Place, Span, Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Outcome
+from canaryd.model import Confirmation, Ground, Outcome
 
 
 def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: float) -> bool:
@@ -27,7 +27,7 @@ def crowded(mismatches: Sequence[Mismatch], count: int, gap: float, window: floa
     return False
 
 
-def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> str:
+def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
     """3 of 3 confirmation runs of one mismatch are wrong too; more clean ones do not outvote them.
 
     Source: design §4. By chance: 4.6e-18 per mismatch (1e-4 transients an hour, re-runs of a minute).
@@ -37,32 +37,33 @@ def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> 
         if run.confirms and run.outcome is Outcome.COMPLETED:
             wrong[run.confirms].add(run.id)
     if all(len(ids) < policy.confirm_runs for ids in wrong.values()):
-        return ""
-    return f"all {policy.confirm_runs} retests failed"
+        return None
+    return Confirmation(ground=Ground.RETESTS, why=f"all {policy.confirm_runs} retests failed")
 
 
-def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> str:
+def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
     """Two wrong runs within `repeat_window`, far enough apart to be independent.
 
     Source: design §4. By chance: 1.5e-9 a device-year at the AEGIS bound, 2.1e-3 at 1e-4 an hour.
     """
     if not crowded(mismatches, 2, policy.repeat_gap, policy.repeat_window):
-        return ""
+        return None
     gap, window = format_duration(policy.repeat_gap), format_duration(policy.repeat_window)
-    return f"2 runs at least {gap} apart failed within {window}"
+    return Confirmation(ground=Ground.DAY, why=f"2 runs at least {gap} apart failed within {window}")
 
 
-def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> str:
+def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:
     """Three wrong runs within a week.
 
     Source: design §4. By chance: 7.8e-14 a device-year at the AEGIS bound.
     """
     if not crowded(mismatches, policy.week_count, policy.repeat_gap, policy.week):
-        return ""
-    return f"{policy.week_count} runs failed within {format_duration(policy.week)}"
+        return None
+    why = f"{policy.week_count} runs failed within {format_duration(policy.week)}"
+    return Confirmation(ground=Ground.WEEK, why=why)
 
 
-def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> str:
+def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> Confirmation | None:
     """Two uploads went wrong at the same place: one core, or one bit of one row, column or lane.
 
     Source: design §4. By chance: 1.7e-7 in 400 days with two cores, less with more.
@@ -75,9 +76,10 @@ def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> 
             bit = next(iter(c.evidence.bits))
             places |= {(bit, axis, _line(span)) for axis, span in c.evidence.lines.items() if span.shared}
         if shared := seen & places:
-            return f"it failed twice at the same place ({min(map(_place_text, shared))})"
+            why = f"it failed twice at the same place ({min(map(_place_text, shared))})"
+            return Confirmation(ground=Ground.PLACE, why=why)
         seen |= places
-    return ""
+    return None
 
 
 def _line(span: Span) -> Span:
@@ -92,10 +94,10 @@ def _place_text(place: tuple[str, str, Span] | Place) -> str:
     return str(place) if isinstance(place, Place) else f"bit {place[0]} at {place[1]} {place[2]}"
 
 
-GROUNDS: tuple[Callable[[Sequence[Mismatch], JudgePolicy], str], ...] = (
+GROUNDS: tuple[Callable[[Sequence[Mismatch], JudgePolicy], Confirmation | None], ...] = (
     confirmed_by_reruns,
     confirmed_within_a_day,
     confirmed_within_a_week,
     confirmed_in_place,
 )
-"""Each returns, in words, why the accusations are confirmed, or ""."""
+"""Each returns why the accusations are confirmed; None where they are not, on this ground."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
@@ -16,7 +17,8 @@ from canaryd.judge.findings import make_finding, proofs, strongest
 from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wording import count, describe
-from canaryd.model import Cause, Finding, Outcome, Run, State
+from canaryd.judge.wrong import retests, wrong_results
+from canaryd.model import Cause, Finding, Run, State, Tally, WrongResults
 
 DOUBTS = {
     Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",
@@ -44,16 +46,17 @@ NAMED = 3
 def exact_mismatch(case: Case) -> Iterator[Finding]:
     """An exact golden was missed: suspect at once, and for as long as the watch lasts."""
     for mismatches in case.standing(Subject.DEVICE, case.accusations):
-        before, _ = record(case, mismatches)
-        text = f"{mismatches[-1].run.probe} computed {before.wrong:,} of {before.results:,} results wrong"
-        yield _suspicion(case, "exact-mismatch", text, mismatches)
+        probe = mismatches[-1].run.probe
+        tally = (facts := wrong_results(case, mismatches)).probes[probe]
+        text = f"{probe} computed {tally.wrong:,} of {tally.of:,} results wrong"
+        yield _suspicion(case, "exact-mismatch", text, mismatches, facts)
 
 
 def golden_disagreement(case: Case) -> Iterator[Finding]:
     """Two ways to make a golden on this host disagree: the CPU is accused, whichever device's run showed it."""
     for mismatches in case.standing(Subject.HOST, case.accusations):
         text = DOUBTS.get(mismatches[-1].comparison.doubt, "The reference computed on this CPU is in doubt")
-        yield _suspicion(case, "golden-disagreement", text, mismatches)
+        yield _suspicion(case, "golden-disagreement", text, mismatches, wrong_results(case, mismatches))
 
 
 def confirmed(case: Case) -> Iterator[Finding]:
@@ -65,15 +68,16 @@ def confirmed(case: Case) -> Iterator[Finding]:
             "exact-mismatch-confirmed",
             State.FAULTY,
             lead.cause,
-            f"Wrong results in {probes}, confirmed: {grounds[0]}",
+            f"Wrong results in {probes}, confirmed: {grounds[0].why}",
             _remedy(case, lead),
             mismatches,
             (
-                *(f"Confirmed: {ground}." for ground in grounds),
+                *(f"Confirmed: {ground.why}." for ground in grounds),
                 lead.why,
                 *_proven(case, mismatches),
                 f"Newest: {describe(mismatches[-1])}.",
             ),
+            wrong_results(case, mismatches, grounds),
         )
 
 
@@ -144,6 +148,7 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
             action,
             mismatches,
             (why, f"Newest: {describe(mismatches[-1])}."),
+            wrong_results(case, mismatches),
         )
 
 
@@ -164,12 +169,14 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
 
 
 def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
-    newest, backend = mismatches[-1], case.device.backend
+    newest, backend, facts = mismatches[-1], case.device.backend, wrong_results(case, mismatches)
     told = f"Newest: {describe(newest)}."
     if not learns(case.device.kind):
         text = f"{newest.run.probe} gave an unexpected result, but this test is not proven on {backend} devices"
         action = "Repeat the command below on a known good device of this model"
-        return make_finding("uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,))
+        return make_finding(
+            "uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts
+        )
     before = case.node.claims.before(case.device.kind, newest.run, newest.comparison.case)
     return make_finding(
         "uncharacterised-mismatch",
@@ -185,6 +192,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
             f"What settles it: {SETTLED.format(case.device.model)}",
             told,
         ),
+        facts,
     )
 
 
@@ -210,6 +218,7 @@ def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) 
             "The software, the model's design or the test is wrong, not this device alone.",
             f"Newest: {describe(newest)}.",
         ),
+        wrong_results(case, mismatches),
     )
 
 
@@ -232,26 +241,24 @@ def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
         yield f"Proven exact ({classes}): {PROVEN[by].format(by_whom)}."
 
 
-def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch]) -> Finding:
+def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch], facts: WrongResults) -> Finding:
     lead = strongest(mismatches)
-    runs = count(len({m.run.id for m in mismatches}), "run")
+    runs = count(facts.runs, "run")
     newest = f"Newest: {describe(mismatches[-1])}."
     if any(m is lead for accusations, _ in case.confirmed for m in accusations):
         message, action = f"{seen}, in {runs} (part of the confirmed fault)", ""
         evidence: tuple[str, ...] = (*_proven(case, mismatches), newest)
     else:
-        again = _retests(case, mismatches)
-        to_come = case.policy.confirm_runs - len(again)
-        message, action = f"{seen}, in {runs}", _next_step(lead, to_come)
+        again = retests(case, [m for m in mismatches if _root(m) == _root(mismatches[-1])])
+        facts = replace(facts, to_come=max(0, case.policy.confirm_runs - again.of))
+        message, action = f"{seen}, in {runs}", _next_step(lead, facts.to_come)
         evidence = (lead.why, *_progress(case, mismatches, again), *_proven(case, mismatches), newest)
-    return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence)
+    return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence, facts)
 
 
-def _retests(case: Case, mismatches: Sequence[Mismatch]) -> list[bool]:
-    """Return, for each completed retest of the newest mismatch, whether it was clean."""
-    root = mismatches[-1].run.confirms or mismatches[-1].run.id
-    again = [r for r in case.runs if r.confirms == root and r.outcome is Outcome.COMPLETED]
-    return [not any(m.run is r for m in mismatches) for r in again]
+def _root(mismatch: Mismatch) -> str:
+    """Return the id of the run that the run of a mismatch repeats, or its own."""
+    return mismatch.run.confirms or mismatch.run.id
 
 
 def _next_step(lead: Mismatch, to_come: int) -> str:
@@ -265,10 +272,10 @@ def _next_step(lead: Mismatch, to_come: int) -> str:
     return "Do not rely on its results; canaryd keeps retesting it"
 
 
-def _progress(case: Case, mismatches: Sequence[Mismatch], again: Sequence[bool]) -> Iterator[str]:
+def _progress(case: Case, mismatches: Sequence[Mismatch], again: Tally) -> Iterator[str]:
     """Yield how the retests went, and when the suspicion clears."""
-    if any(again):
-        yield f"{sum(again)} of {len(again)} retests passed, which does not clear the device."
+    if passed := again.of - again.wrong:
+        yield f"{passed} of {again.of} retests passed, which does not clear the device."
     before, _ = record(case, mismatches)
     uploads = math.ceil(RULE_OF_THREE * before.uploads / before.failed)
     results = math.ceil(RULE_OF_THREE * before.results / before.wrong)

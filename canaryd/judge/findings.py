@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.characterised import By, Proof, class_of
-from canaryd.model import Cause, Characterised, Finding, Run, State
+from canaryd.model import Cause, Characterised, Finding, Run, State, WrongResults
 
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
@@ -22,8 +22,9 @@ def make_finding(
     action: str,
     basis: Sequence[Mismatch] | Run,
     evidence: Sequence[str] = (),
+    wrong: WrongResults | None = None,
 ) -> Finding:
-    """Make a finding that rests on one run, or on mismatches (oldest first)."""
+    """Make a finding that rests on one run, or on mismatches (oldest first), which amount to `wrong`."""
     runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
     return Finding(
         rule=rule,
@@ -37,6 +38,8 @@ def make_finding(
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
         rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
         characterised=() if isinstance(basis, Run) else _characterised(basis),
+        since=runs[0].started,
+        wrong=wrong,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from canaryd.formatting import format_time
+from canaryd.judge.incidents import incidents
 from canaryd.model import Cause, State
+from canaryd.report.incidents import Step, brief
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
 
@@ -22,17 +23,6 @@ ANSWERS = {
 """What the worst state of a machine means for its numbers: those of a degraded device are right so far."""
 
 
-class Step(NamedTuple):
-    """One thing to do."""
-
-    text: str
-    command: str = ""
-    """What to type for it; "" for nothing."""
-
-    def __str__(self) -> str:
-        return f"{self.text} {self.command}".rstrip()
-
-
 def answer(status: Status) -> str:
     """Return whether this machine's numbers can be trusted, and because of which devices: one line."""
     if status.unreadable and status.state is State.UNKNOWN:
@@ -45,19 +35,18 @@ def answer(status: Status) -> str:
         return f"{ANSWERS[State.UNKNOWN]}: first tests are running on {_names(status.first_tests)}"
     alike: dict[tuple[State, Cause, str], list[DeviceStatus]] = {}
     for d in status.devices:
-        alike.setdefault((d.verdict.state, d.verdict.cause, _what_is_wrong(d)), []).append(d)
+        alike.setdefault((d.verdict.state, d.verdict.cause, _what_is_wrong(d, status.state)), []).append(d)
     # What is wrong comes before verdicts that are merely old: these say nothing of a device.
     told = sorted(alike, key=lambda key: (-key[0].severity, _is_only_old(alike[key][0])))
-    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key]) for key in told)
+    return f"{ANSWERS[status.state]}: " + "; ".join(_counted(key, alike[key], status.state) for key in told)
 
 
-def _what_is_wrong(d: DeviceStatus) -> str:
-    """Return the worst finding of a device; that its verdict is old only where nothing else is as bad."""
-    state = d.verdict.state
-    if state is State.HEALTHY:
+def _what_is_wrong(d: DeviceStatus, worst: State) -> str:
+    """Return the worst incident of a device in the worst state; that its verdict is old comes last."""
+    if d.verdict.state is not worst or worst is State.HEALTHY:
         return ""
-    worst = sorted((f for f in d.verdict.findings if f.state is state), key=lambda f: f.rule == UNTENDED_RULE)
-    return worst[0].message.rstrip(".") if worst else ""
+    found = sorted(incidents(d.verdict), key=lambda i: (-i.state.severity, i.lead.rule == UNTENDED_RULE))
+    return brief(found[0]) if found else ""
 
 
 def _is_only_old(d: DeviceStatus) -> bool:
@@ -65,12 +54,13 @@ def _is_only_old(d: DeviceStatus) -> bool:
     return all(f.rule == UNTENDED_RULE for f in d.verdict.findings if f.state is d.verdict.state)
 
 
-def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus]) -> str:
-    """Return which devices are in a state, and what is wrong with all of them."""
+def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_node: State) -> str:
+    """Return which devices are in a state; of the worst of the node, also why, and what is wrong with all of them."""
     state, cause, worst = key
     if state is State.HEALTHY and len(same) > 1:
         return f"{len(same)} devices are healthy"
-    why = "" if cause is Cause.NONE or state is State.UNKNOWN else f" ({cause_note(cause)})"
+    known = cause is not Cause.NONE and state is not State.UNKNOWN and state is of_node
+    why = f" ({cause_note(cause)})" if known else ""
     what = f": {worst}" if worst else ""
     return f"{_names(same)} {'is' if len(same) == 1 else 'are'} {state.value}{why}{what}"
 
@@ -80,6 +70,14 @@ def _names(devices: Sequence[DeviceStatus]) -> str:
     if len(names) > NAMED + 1:
         names = [*names[:NAMED], f"{len(names) - NAMED} more"]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def is_advised(status: Status, d: DeviceStatus) -> bool:
+    """Return whether the advice says what to do about the worst incident of a device, so that it need not say so."""
+    first = status.devices[0].verdict
+    found = incidents(d.verdict)
+    known = bool(found) and found[0].wrong is not None and first.cause in (Cause.HARDWARE, Cause.UNDETERMINED)
+    return known and State.FAULTY is d.verdict.state and d.verdict.cause is first.cause
 
 
 def advice(status: Status) -> str:
@@ -141,13 +139,12 @@ def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
     names, first = _names(worst), worst[0]
     cause = first.verdict.cause
     if cause is Cause.HARDWARE:
-        yield _out_of_service(worst)
-        case = "open a vendor case with the report:"
+        case = "open a vendor case"
         if len(worst) > 1:
-            case = "open a vendor case for each, with a report such as:"
+            case = "open a vendor case for each"
         if first.device.weak_identity:  # a virtual machine's part has no vendor whom this user could ask
-            case = "tell whoever runs the physical machine, with the report:"
-        yield Step(f"Then {case}", f"canaryd report {first.device.name} -o ./case")
+            case = "tell whoever runs the physical machine"
+        yield Step(f"{_out_of_service(worst)}, then {case}:", f"canaryd report {first.device.name} -o ./case")
     elif cause is Cause.SOFTWARE:
         yield Step(f"Do not use the results of {names}. Roll back or fix the software that the findings name.")
     elif cause is Cause.ENVIRONMENT:
@@ -155,16 +152,18 @@ def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
     elif cause is Cause.HARNESS:
         yield Step(f"Do not use the results of {names}. Read the findings: the test itself may be wrong.")
     else:
-        yield _out_of_service(worst)
-        yield Step("The cause is not known; the findings say how to find it.")
+        yield Step(f"{_out_of_service(worst)}.")
+        found = incidents(first.verdict)
+        if repeat := found[0].repeat if found else "":
+            yield Step("To find the cause, repeat this on an identical device:", repeat)
+        else:
+            yield Step("The cause is not known; the findings say how to find it.")
 
 
-def _out_of_service(worst: Sequence[DeviceStatus]) -> Step:
-    its = "its" if len(worst) == 1 else "their"
+def _out_of_service(worst: Sequence[DeviceStatus]) -> str:
     if processors := [d for d in worst if d.device.backend == "cpu"]:
-        what = f"this whole node out of service ({_names(processors)} is its processor)"
-        return Step(f"Take {what}, and do not use the results of {_names(worst)}.")
-    return Step(f"Take {_names(worst)} out of service and do not use {its} results.")
+        return f"Take this whole node out of service ({_names(processors)} is its processor)"
+    return f"Take {_names(worst)} out of service"
 
 
 def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterator[Step]:

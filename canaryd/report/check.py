@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
@@ -12,7 +11,8 @@ from canaryd.engine.check import Result
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
-from canaryd.report.terminal import Line, finding_lines, headline, paint, paragraph, role_of
+from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines
+from canaryd.report.terminal import Line, paint, paragraph, role_of
 
 SCHEMA = "canaryd.check/1"
 FEW = 6
@@ -45,6 +45,7 @@ def _device(result: Result, device: Device) -> dict[str, Any]:
         "state": verdict.state.value,
         "cause": verdict.cause.value,
         "since": verdict.since,
+        "incidents": incidents_json(verdict, device),
         "findings": [finding_json(f) for f in verdict.findings],
         "runs": [_run(run) for run in result.runs.get(device.uuid, [])],
         "skipped": [
@@ -90,55 +91,89 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> str:
-    """Return the report of a check for a terminal: each device's verdict, why, and what was not tested."""
+    """Return the report of a check for a terminal: the incidents of each device, and what was not tested.
+
+    `verbose` adds findings, counts, readings, what was skipped, and why something was not tested.
+    """
     lines: list[Line] = []
-    for device in result.devices:
-        lines += [*_device_lines(result, device, verbose=verbose), ("", "")]
+    worst_first = sorted(result.devices, key=lambda d: -result.verdicts[d.uuid].state.severity)
+    healthy = [d for d in worst_first if result.verdicts[d.uuid].state is State.HEALTHY]
+    for device in (d for d in worst_first if d not in healthy):
+        lines += _bad_lines(result, device, verbose=verbose)
+    lines += _healthy_lines(result, healthy, verbose=verbose)
     if not result.devices:
-        lines += [("", "no device was tested"), ("", "")]
+        lines.append(("", "no device was tested"))
     for problem in result.problems:
         lines += paragraph("problem: ", problem, role="calm")
     if verbose:
         lines += [line for gap in result.not_checked for line in paragraph("not tested: ", str(gap))]
     elif result.not_checked:
-        lines += paragraph("not tested: ", f"{', '.join(gap.what for gap in result.not_checked)} (details: -v)")
+        skipped = {probe for each in result.skipped.values() for probe, what in each if what.case == "*"}
+        gaps = [
+            *([f"{_count(len(skipped), 'probe')} skipped"] if skipped else []),
+            *(g.what for g in result.not_checked),
+        ]
+        many = f"{_count(len(gaps), 'thing')} {'was' if len(gaps) == 1 else 'were'} not tested"
+        lines += paragraph("", f"{many}: {', '.join(gaps)} (-v lists them)")
     state = result.state
     name = "drill verdict" if result.drill else "verdict"
     lines.append((role_of(state), f"{name}: {state.value.upper()}  (exit {exit_code(state)}, {result.seconds:.1f} s)"))
     return paint(lines, color=color)
 
 
-def _device_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:
+def _bad_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:
     verdict = result.verdicts[device.uuid]
-    yield from paragraph("", f"{device.name}  {device.model}  {device.uuid}", role="head")
-    yield role_of(verdict.state), f"  {headline(verdict)}"
-    findings = verdict.findings
+    yield from state_lines(device, verdict, verbose=verbose)
     if verdict.drill and verdict.state.severity >= State.SUSPECT.severity:
         yield from paragraph(
-            "  ", "The injected fault was caught, as it must be; it does not count against the device."
+            INDENT, "The injected fault was caught, as it must be; it does not count against the device."
         )
-        findings = tuple(replace(f, action="") for f in findings)  # nothing is to be done about it
-    yield from finding_lines(findings, verbose=verbose)
-    yield from _count_lines(result.runs.get(device.uuid, []), verbose=verbose)
+    if verbose:
+        yield from _detail_lines(result, device)
+
+
+def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) -> Iterator[Line]:
+    """Yield one line for each healthy device; where others are not healthy, one line for all of them."""
+    if len(devices) < len(result.devices) and not verbose:
+        if devices:
+            yield from paragraph(f"{'HEALTHY':<{STATE}}", " ".join(d.name for d in devices), role="good")
+        return
+    for device in devices:
+        runs = result.runs.get(device.uuid, [])
+        trials, took = sum(r.trials for r in runs), sum(r.seconds for r in runs)
+        what = f"{device.name}  {device.model}  {trials:,} results, 0 wrong, {took:.0f} s"
+        yield from paragraph(f"{'HEALTHY':<{STATE}}", what, role="good")
+        if bounds := result.rules_out.get(device.uuid, {}):
+            clean = sum(run.trials for run in runs if run.probe in bounds)
+            yield from paragraph(INDENT, f"would have caught {_rate(rate_bound(clean))}")
+        yield from note_lines(result.verdicts[device.uuid], verbose=verbose)
+        if verbose:
+            yield from _detail_lines(result, device)
+
+
+def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
+    """Yield what this check did on a device: counts by probe, readings, bounds, and what was skipped."""
+    yield from paragraph("  ", f"This check on {device.name} ({device.uuid}):")
+    yield from _count_lines(result.runs.get(device.uuid, []))
     for probe, poll in result.polls.get(device.uuid, {}).items():
         if poll.completed is not None:
             absent = f"; {len(poll.completed.absent)} unavailable on this machine" if poll.completed.absent else ""
             yield from paragraph(f"  {probe:<26} ", f"{len(poll.completed.readings):>9,} readings{absent}")
-    bounds = result.rules_out.get(device.uuid, {})
-    if verbose:
-        for probe, bound in bounds.items():
-            yield from paragraph(f"  {probe}: ", f"would have caught {_rate(bound)}")
-    elif bounds and verdict.state.severity < State.SUSPECT.severity:
-        clean = sum(run.trials for run in result.runs.get(device.uuid, []) if run.probe in bounds)
-        yield from paragraph("  ", f"Would have caught {_rate(rate_bound(clean))}")
-    yield from _skipped_lines(result, device, verbose=verbose)
+    for probe, bound in result.rules_out.get(device.uuid, {}).items():
+        yield from paragraph(f"  {probe}: ", f"would have caught {_rate(bound)}")
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for probe, skipped in result.skipped.get(device.uuid, []):
+        reasons[probe, skipped.reason].append(skipped.case)
+    for (probe, reason), cases in reasons.items():
+        few = ", ".join(cases) if len(cases) <= FEW else f"{len(cases)} cases"
+        yield from paragraph("  skipped ", f"{probe}{'' if cases == ['*'] else f' {few}'}: {reason}")
 
 
 def _rate(bound: float) -> str:
-    return f"any fault more frequent than 1 in {1 / bound:,.0f} results (95 %)."
+    return f"any fault more frequent than 1 in {1 / bound:,.0f} (95 %)"
 
 
-def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
+def _count_lines(runs: list[Run]) -> Iterator[Line]:
     """Yield one line per probe and instruction set: how much was compared, and how much of it was wrong."""
     totals: dict[tuple[str, str], Counter[str]] = {}
     for run in runs:
@@ -157,7 +192,7 @@ def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
             yield from paragraph(f"  {name:<26} ", failed.removeprefix(", "))
             continue
         if count["comparisons"] or not count["recordings"]:
-            many = f" in {count['comparisons']:,} comparisons" if verbose else ""
+            many = f" in {count['comparisons']:,} comparisons"
             role = "bad" if count["wrong"] else ""
             counts = f"{count['trials']:>9,} results{many}, {count['wrong']:,} wrong{failed}"
             yield from paragraph(f"  {name:<26} ", counts, role=role)
@@ -165,22 +200,6 @@ def _count_lines(runs: list[Run], *, verbose: bool) -> Iterator[Line]:
         if count["recordings"]:
             differ = f"{count['unknown']:,} differ from the baseline{failed}"
             yield from paragraph(f"  {name:<26} ", f"{count['recordings']:>9,} recordings, {differ}")
-
-
-def _skipped_lines(result: Result, device: Device, *, verbose: bool) -> Iterator[Line]:
-    """Yield what was skipped: with `verbose` each with its reason, else how much."""
-    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for probe, skipped in result.skipped.get(device.uuid, []):
-        reasons[probe, skipped.reason].append(skipped.case)
-    if verbose:
-        for (probe, reason), cases in reasons.items():
-            few = ", ".join(cases) if len(cases) <= FEW else f"{len(cases)} cases"
-            yield from paragraph("  skipped ", f"{probe}{'' if cases == ['*'] else f' {few}'}: {reason}")
-    elif reasons:
-        whole = len({probe for (probe, _), cases in reasons.items() if "*" in cases})
-        parts = sum(case != "*" for cases in reasons.values() for case in cases)
-        counts = [_count(whole, "probe")] * bool(whole) + [_count(parts, "case")] * bool(parts)
-        yield "", f"  Skipped: {' and '.join(counts)} (details: -v)"
 
 
 def _count(number: int, name: str) -> str:

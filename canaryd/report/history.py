@@ -17,6 +17,7 @@ from canaryd.codec import finding_json, to_json
 from canaryd.config.settings import Config
 from canaryd.formatting import DAY, HOUR, format_duration
 from canaryd.judge.coverage import OUTCOMES
+from canaryd.judge.incidents import incidents
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
@@ -25,6 +26,7 @@ from canaryd.judge.wording import reason_of
 from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
+from canaryd.report.incidents import headline, incidents_json
 from canaryd.report.svg import Line, Mark, plot
 from canaryd.report.terminal import cause_note
 from canaryd.store.store import Store
@@ -161,18 +163,18 @@ def gather(
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[Item]:
-    """Yield each change of state or cause with the findings that came with it."""
+    """Yield each change of state or cause with the incidents that came with it."""
     before: set[tuple[str, str]] = set()
     for verdict in verdicts:
-        held = [f for f in verdict.findings if f.state is not State.HEALTHY]
-        came = [f for f in held if (f.rule, f.probe) not in before]
-        before = {(f.rule, f.probe) for f in held}
+        held = incidents(verdict)
+        came = [i for i in held if not {(f.rule, f.probe) for f in i.findings} <= before]
+        before = {(f.rule, f.probe) for i in held for f in i.findings}
         label = f"became {_state(verdict)}"
-        why = "; ".join(f.message.rstrip(".") for f in came)
+        why = "; ".join(map(headline, came))
         text = f"{label}: {why}" if why else label
         role = "bad" if verdict.state.severity >= State.SUSPECT.severity else "calm"
         role = "good" if verdict.state is State.HEALTHY else role
-        runs = tuple(r for f in came for r in f.runs)
+        runs = tuple(r for i in came for r in i.runs)
         yield Item(at=verdict.since, first=verdict.since, kind="verdict", role=role, label=label, text=text, runs=runs)
 
 
@@ -361,6 +363,7 @@ def as_json(history: History) -> dict[str, Any]:
                 "state": one.verdict.state.value,
                 "cause": one.verdict.cause.value,
                 "state_since": one.verdict.since,
+                "incidents": incidents_json(one.verdict, one.device),
                 "findings": [finding_json(f) for f in one.verdict.findings],
                 "timeline": [to_json(item) for item in one.items],
                 "readings": [_reading(t) for t in one.trends],

@@ -7,10 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from canaryd.formatting import DAY, HOUR, format_duration, format_time, number, scale
+from canaryd.formatting import DAY, HOUR, format_time, number, scale
 from canaryd.judge.trends.change import Change
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
-from canaryd.report.terminal import Line, finding_lines, headline, paint, paragraph, role_of
+from canaryd.report.incidents import state_lines
+from canaryd.report.terminal import Line, paint, paragraph
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 FLAT = 0.05
@@ -63,13 +64,7 @@ NO_DEVICE = "no such device is known: canaryd status lists those that are"
 
 
 def _device_lines(one: DeviceHistory, history: History, room: int, *, verbose: bool) -> Iterator[Line]:
-    device, verdict = one.device, one.verdict
-    gone = "" if one.present else "  GONE"
-    yield from paragraph("", f"{device.name}  {device.model}  {device.uuid}{gone}", room, role="head")
-    ago = format_duration(history.now - verdict.since)
-    since = f"since {format_time(verdict.since, seconds=False)} ({ago} ago)"
-    yield from paragraph("  ", f"{headline(verdict)}, {since}", room, role=role_of(verdict.state))
-    yield from finding_lines(verdict.findings, verbose=verbose, width=room)
+    yield from state_lines(one.device, one.verdict, gone=not one.present, verbose=verbose, width=room)
     yield "", ""
     yield "head", "  What happened, newest first"
     if not one.items:

@@ -57,11 +57,6 @@ class DeviceStatus:
     evidence: Newest = field(default_factory=dict)
 
     @property
-    def unremarkable(self) -> bool:
-        """Whether it is healthy and there is nothing else to report."""
-        return self.verdict.state is State.HEALTHY and not (self.verdict.findings or self.events or self.acks)
-
-    @property
     def awaits_first_tests(self) -> bool:
         """Whether all that is doubtful about it is that its first tests have not ended."""
         doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]

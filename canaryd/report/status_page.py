@@ -11,13 +11,15 @@ from datetime import datetime, timezone
 from urllib.parse import quote
 
 from canaryd.formatting import format_duration, format_time
-from canaryd.model import Cause, Finding, State
+from canaryd.judge.incidents import Incident, incidents
+from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
-from canaryd.report.advice import advice, answer
+from canaryd.report.advice import advice, answer, is_advised
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
+from canaryd.report.incidents import Step, sentence, shown_notes, step, told
 from canaryd.report.status import DeviceStatus, Newest, Status, as_of, newest_of
-from canaryd.report.terminal import cause_words, label, rival_words
+from canaryd.report.terminal import cause_note, rival_words, rule_words
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 """Media type of what `render` returns."""
@@ -31,25 +33,27 @@ STYLE = """
   --line: #30363d; --healthy: #56d364; --degraded: #e3b341; --unknown: #a8b1bb; --suspect: #ff9b5e;
   --faulty: #ff7b72; } }
 * { box-sizing: border-box; } html { font-size: clamp(100%, .5rem + .55vw, 160%); }
-body { margin: 0 auto; max-width: 75rem; padding: 1rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+body { margin: 0 auto; max-width: 75rem; padding: .6rem 1rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.4 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3, p, ul, dl, dd { margin: 0; } ul { padding-left: 1.2rem; } li { margin: .2rem 0; }
 .healthy { --mark: var(--healthy); } .degraded { --mark: var(--degraded); } .unknown { --mark: var(--unknown); }
 .suspect { --mark: var(--suspect); } .faulty { --mark: var(--faulty); }
 svg.shape { height: 1em; width: 1em; vertical-align: -.12em; fill: var(--mark); }
 svg.shape .ink { stroke: var(--paper); fill: none; }
 .state { color: var(--mark); font-weight: 700; text-transform: uppercase; white-space: nowrap; }
-header { border-left: .75rem solid var(--mark); padding: .25rem 0 .25rem 1rem; margin-bottom: 1.25rem; }
+header { border-left: .75rem solid var(--mark); padding: .25rem 0 .25rem 1rem; margin-bottom: .8rem; }
 header .host { color: var(--faint); }
-h1 { font-size: clamp(2.2rem, 9vw, 5rem); line-height: 1.15; }
-header .answer { font-weight: 600; font-size: clamp(1.15rem, 2.6vw, 1.8rem); line-height: 1.3; }
-header .advice { font-size: clamp(1.05rem, 2vw, 1.35rem); margin-top: .5rem; }
+h1 { font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; }
+header .answer { font-weight: 600; font-size: clamp(1.1rem, 2vw, 1.3rem); line-height: 1.3; }
+header .advice { font-size: 1.1rem; margin-top: .3rem; }
 .cards { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
-main > h2 { font-size: 1.15rem; margin-bottom: .75rem; }
+main > h2 { font-size: 1.1rem; margin-bottom: .4rem; }
 article { background: var(--card); border: 1px solid var(--line); border-left: .4rem solid var(--mark);
-  border-radius: .3rem; padding: .6rem .8rem; min-width: 0; }
-article.loud { grid-column: 1 / -1; }
-article h3 { font-size: 1.15rem; display: flex; flex-wrap: wrap; gap: 0 .7rem; justify-content: space-between; }
+  border-radius: .3rem; padding: .45rem .7rem; min-width: 0; }
+.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+article h3 { font-size: 1.1rem; display: flex; flex-wrap: wrap; gap: 0 .6rem; align-items: baseline; }
+article h3 small { font-weight: 400; font-size: .9rem; color: var(--faint); }
+.incident { margin-top: .2rem; }
 article h4 { margin: .7rem 0 0; font-size: .95rem; }
 .faint, summary, footer { color: var(--faint); font-size: .9rem; }
 .loud .finding { border-top: 1px solid var(--line); margin-top: .6rem; padding-top: .5rem; }
@@ -63,7 +67,7 @@ details { margin-top: .4rem; } table { border-collapse: collapse; font-size: .9r
 th, td { text-align: left; font-weight: 400; padding: 0 1rem 0 0; vertical-align: top; }
 .problems { border: 1px solid var(--line); border-left: .4rem solid var(--degraded); border-radius: .3rem;
   padding: .5rem .8rem; margin-bottom: 1rem; }
-.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: 1.5rem; }
+.problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: .8rem; }
 footer { margin-top: 1.5rem; border-top: 1px solid var(--line); padding-top: .6rem; } a { color: inherit; }
 @media print { article { break-inside: avoid; } }
 """
@@ -102,8 +106,8 @@ def render(status: Status, now: float) -> bytes:
         f'<p class="advice"><strong>Do now:</strong> {_text(advice(current))}</p></header>',
         *_problems(current),
         "<main>",
-        *_section("Not healthy", bad, now),
-        *_section("Healthy", healthy, now),
+        *_section("Not healthy", bad, current, now, wide=True),
+        *_section("Healthy", healthy, current, now),
         "</main>",
         f"<footer><p>The daemon is {'' if current.daemon else 'not '}running.",
         f"Rendered at {_time(now)} from the state at {_time(status.now)}; this page reloads itself every",
@@ -124,33 +128,69 @@ def _problems(status: Status) -> list[str]:
     return [f'<section class="problems"><h2>About canaryd itself</h2><ul>{listed}</ul></section>']
 
 
-def _section(title: str, devices: Iterable[DeviceStatus], now: float) -> list[str]:
-    cards = [_card(d, now) for d in devices]
-    return [f"<h2>{title}</h2>", '<div class="cards">', *cards, "</div>"] if cards else []
+def _section(
+    title: str, devices: Iterable[DeviceStatus], status: Status, now: float, *, wide: bool = False
+) -> list[str]:
+    cards = [_card(d, now, advised=is_advised(status, d)) for d in devices]
+    return [f"<h2>{title}</h2>", f'<div class="cards{" wide" * wide}">', *cards, "</div>"] if cards else []
 
 
-def _card(d: DeviceStatus, now: float) -> str:
+def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
+    """Return a device: its incidents, and behind a click what the rules say, what happened, and the age of results."""
     verdict, device = d.verdict, d.device
-    cause = "" if verdict.cause is Cause.NONE else f" cause: <strong>{cause_words(verdict.cause)}</strong>,"
     gone = "" if d.present else " <strong>GONE</strong>"
-    findings = "".join(_finding(f) for f in verdict.findings if f.state is not State.HEALTHY)
-    notes = "".join(_finding(f) for f in verdict.findings if f.state is State.HEALTHY)
+    found = incidents(verdict)
+    began = f", since {_time(found[0].since, seconds=False)}" if found else ""
+    said = [_incident(i, device, advised=advised and not n) for n, i in enumerate(found)]
     acks = "".join(f"<li>{_text(describe_ack(a))}</li>" for a in d.acks_to_show)
-    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(describe_events(d.events)))
+    notes = [_text(sentence(f.message)) for f in shown_notes(verdict)]
     loud = "" if verdict.state is State.HEALTHY else " loud"
+    state = verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({_text(cause_note(verdict.cause))})")
+    since = f"{state} since {_time(verdict.since)} ({_ago(verdict.since, now)}), judged {_ago(verdict.decided, now)}"
     return "\n".join(
         [
             f'<article class="{verdict.state.value}{loud}">',
-            f"<h3><span>{_text(device.name)}{gone}</span> {_state(verdict.state)}</h3>",
-            f'<p class="faint">{_text(device.model)}<br>{_text(device.uuid)}</p>',
-            f"<p>{cause} since {_time(verdict.since)} ({_ago(verdict.since, now)}), "
-            f"judged {_ago(verdict.decided, now)}</p>".replace("<p> ", "<p>"),
-            f"<h4>Acknowledgements</h4><ul>{acks}</ul>" if acks else "",
+            f"<h3>{_state(verdict.state)} <span>{_text(device.name)}{gone}</span>",
+            f"<small>{_text(device.model)}{began}</small></h3>",
+            *said,
+            *(f'<p class="faint">{note}</p>' for note in notes),
+            f"<ul>{acks}</ul>" if acks else "",
+            f'<details><summary>{_summary(d, now)}</summary><p class="faint">{_text(device.uuid)}<br>{since}</p>',
+            _details(d),
+            _evidence(newest_of([d]), now),
+            "</details></article>",
+        ]
+    )
+
+
+def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
+    """Return an incident as one paragraph; `advised`: what to do about it stands at the top of the page."""
+    state = incident.state.value
+    todo = Step("") if advised else step(incident, device)
+    command = f" <code>{_text(todo.command)}</code>" if todo.command else ""
+    action = f"<br><strong>Do now:</strong> {_text(todo.text)}{command}" if todo.text else ""
+    cause = f'<span class="faint">({_text(cause_note(incident.cause))})</span>' if incident.wrong is None else ""
+    return f'<p class="incident {state}">{_text(told(incident))} {cause}{action}</p>'
+
+
+def _summary(d: DeviceStatus, now: float) -> str:
+    """Return what stands behind the click, and the age of the oldest result."""
+    known = newest_of([d])
+    if not known:
+        return "Details; no probe has run yet"
+    probe, at = next(iter(known.items()))
+    return f"Details; {f'no result of {_text(probe)} yet' if at is None else f'oldest result {_ago(at, now)}'}"
+
+
+def _details(d: DeviceStatus) -> str:
+    findings = "".join(_finding(f) for f in d.verdict.findings if f.state is not State.HEALTHY)
+    notes = "".join(_finding(f) for f in d.verdict.findings if f.state is State.HEALTHY)
+    events = "".join(f"<li>{_text(event)}</li>" for event in reversed(describe_events(d.events)))
+    return "\n".join(
+        [
             f'<ul class="findings">{findings}</ul>' if findings else "",
             f'<ul class="findings notes">{notes}</ul>' if notes else "",
             f"<h4>In the last day, newest first</h4><ul>{events}</ul>" if events else "",
-            _evidence(newest_of([d]), now),
-            "</article>",
         ]
     )
 
@@ -158,31 +198,26 @@ def _card(d: DeviceStatus, now: float) -> str:
 def _finding(finding: Finding) -> str:
     rivals = "".join(f"<li>{_text(rival_words(r))}</li>" for r in finding.rivals)
     evidence = "".join(f"<li>{_text(sentence)}</li>" for sentence in finding.evidence)
-    runs = f"; runs {_text(', '.join(finding.runs))}" if finding.runs else ""
+    runs = f"Runs: {_text(', '.join(finding.runs))}" if finding.runs else ""
     return "".join(
         [
-            f'<li class="finding {finding.state.value}">{_text(finding.message)}',
+            f'<li class="finding {finding.state.value}">{_text(rule_words(finding))}: {_text(finding.message)}',
             f"<p><strong>Do now:</strong> {_text(finding.action)}</p>" if finding.action else "",
-            f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else "",
+            f"<ul>{evidence}</ul>" if evidence else "",
             f"<p>To repeat the test: <code>{_text(finding.repro)}</code></p>" if finding.repro else "",
             f"<p>Other explanations:</p><ul>{rivals}</ul>" if rivals else "",
-            f'<p class="faint">{_text(label(finding))}; rule {_text(finding.rule)}{runs}</p></li>',
+            f'<p class="faint">{runs}</p></li>',
         ]
     )
 
 
 def _evidence(newest: Newest, now: float) -> str:
-    """Return the age of each probe's newest evidence; the oldest is visible without opening the list."""
-    if not newest:
-        return '<p class="faint">No probe has run yet.</p>'
+    """Return the age of each probe's newest evidence."""
     rows = "".join(
         f"<tr><th>{_text(probe)}</th><td>{'none yet' if at is None else f'{_ago(at, now)}, {_time(at)}'}</td></tr>"
         for probe, at in newest.items()
     )
-    probe, at = next(iter(newest.items()))
-    oldest = f"none yet from {_text(probe)}" if at is None else f"oldest {_ago(at, now)}"
-    many = f"{len(newest)} probes" if len(newest) > 1 else "1 probe"
-    return f"<details><summary>Newest results of {many}: {oldest}</summary><table>{rows}</table></details>"
+    return f"<table>{rows}</table>" if rows else ""
 
 
 def _state(state: State) -> str:
@@ -195,9 +230,9 @@ def _icon(state: State) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="{INKS[state]}">{shape}</svg>'
 
 
-def _time(at: float) -> str:
+def _time(at: float, *, seconds: bool = True) -> str:
     exact = datetime.fromtimestamp(at, tz=timezone.utc).isoformat(timespec="seconds")
-    return f'<time datetime="{exact}">{format_time(at)}</time>'
+    return f'<time datetime="{exact}">{format_time(at, seconds=seconds)}</time>'
 
 
 def _ago(at: float, now: float) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import columns, format_duration, format_time
+from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
-from canaryd.report.advice import advice, answer, steps
+from canaryd.model import State
+from canaryd.report.advice import advice, answer, is_advised, steps
 from canaryd.report.events import describe_ack, describe_events
+from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
 from canaryd.report.status import DeviceStatus, Status, newest_of
-from canaryd.report.terminal import Line, finding_lines, headline, paint, paragraph, role_of
+from canaryd.report.terminal import Line, paint, paragraph, role_of
 
 SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
@@ -41,6 +45,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "cause": d.verdict.cause.value,
                 "since": d.verdict.since,
                 "decided": d.verdict.decided,
+                "incidents": incidents_json(d.verdict, d.device),
                 "findings": [finding_json(f) for f in d.verdict.findings],
                 "acks": [
                     {"kind": a.kind, "at": a.at, "until": a.until or None, "reason": a.reason, "by": a.by}
@@ -57,81 +62,116 @@ def as_json(status: Status) -> dict[str, Any]:
 
 def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> str:
     """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
-    lines: list[Line] = [*paragraph("", answer(status), role=role_of(status.state)), *_advice_lines(status), ("", "")]
+    lines: list[Line] = [*paragraph("", answer(status), role=role_of(status.state)), *_advice_lines(status)]
     alike: dict[object, list[DeviceStatus]] = {}
     for d in status.devices:
-        if not d.unremarkable:
+        if not _is_quiet(d, verbose=verbose):
             alike.setdefault(d.device.uuid if d.events else _what_is_shown(d, verbose=verbose), []).append(d)
     for same in alike.values():
-        lines += [*_device_lines(same, status.now, verbose=verbose), ("", "")]
-    if unremarkable := [d for d in status.devices if d.unremarkable]:
-        lines += [*_healthy_lines(unremarkable, status.now, verbose=verbose), ("", "")]
+        lines += _device_lines(same, status, verbose=verbose)
+    if quiet := [d for d in status.devices if _is_quiet(d, verbose=verbose)]:
+        lines += _healthy_lines(quiet, status, verbose=verbose)
     for problem in status.problems:
         lines += paragraph("problem: ", problem, role="calm")
     if status.released_until:
         until = format_time(status.released_until)
         lines += paragraph("", f"devices are released until {until} (canaryd release): nothing is tested", role="calm")
-    lines.append(("", "daemon: running" if status.daemon else "daemon: not running on this state directory"))
-    lines.append((role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"))
+    lines += _last_lines(status)
     return paint(lines, color=color)
 
 
 def _advice_lines(status: Status) -> Iterator[Line]:
     """Yield what to do now: sentences that follow each other as a paragraph, commands on lines of their own."""
     lead, sentences = "Do now: ", ""
-    for step in steps(status):
-        sentences = f"{sentences} {step.text}".lstrip()
-        if step.command:
+    for todo in steps(status):
+        sentences = f"{sentences} {todo.text}".lstrip()
+        if todo.command:
             yield from paragraph(lead, sentences)
-            yield "head", f"        {step.command}"
+            yield "head", f"        {todo.command}"
             lead, sentences = "        ", ""
     if sentences:
         yield from paragraph(lead, sentences)
 
 
+def _is_quiet(d: DeviceStatus, *, verbose: bool) -> bool:
+    """Return whether a device is healthy and there is nothing else to show of it."""
+    healthy = d.verdict.state is State.HEALTHY and not (d.events or d.acks)
+    return healthy and not any(note_lines(d.verdict, verbose=verbose))
+
+
 def _what_is_shown(d: DeviceStatus, *, verbose: bool) -> object:
     """Return what a paragraph says of a device: devices that share it share the paragraph."""
-    findings = tuple((f.message, f.action, *((f.evidence, f.rivals) if verbose else ())) for f in d.verdict.findings)
-    return d.present, d.verdict.state, d.verdict.cause, findings, tuple(map(describe_ack, d.acks_to_show))
+    said: tuple[object, ...] = tuple((told(i), step(i, d.device).text) for i in incidents(d.verdict))
+    said += tuple((f.message, f.evidence, f.rivals) for f in d.verdict.findings if verbose)
+    noted = tuple(f.message for f in notes(d.verdict))
+    return (
+        d.device.model,
+        d.present,
+        d.verdict.state,
+        d.verdict.cause,
+        said,
+        noted,
+        tuple(map(describe_ack, d.acks_to_show)),
+    )
 
 
-def _healthy_lines(devices: Sequence[DeviceStatus], now: float, *, verbose: bool) -> Iterator[Line]:
+def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, *, verbose: bool) -> Iterator[Line]:
     """Yield the devices about which there is nothing else to report, on one line if they fit."""
     models: dict[str, list[str]] = {}
     for d in devices:
         models.setdefault(d.device.model, []).append(d.device.name)
-    names = ", ".join(f"{' '.join(names)} ({model})" for model, names in models.items())
-    yield from paragraph("HEALTHY  ", names, role="good")
-    yield from _evidence_lines("         ", devices, now, verbose=verbose)
+    if verbose or status.state is State.HEALTHY:
+        names = ", ".join(f"{' '.join(names)} ({model})" for model, names in models.items())
+    else:
+        names = " ".join(d.device.name for d in devices)
+    yield from paragraph(f"{'HEALTHY':<{STATE}}", names, role="good")
+    if verbose:
+        yield from _evidence_lines(devices, status.now)
 
 
-def _device_lines(same: Sequence[DeviceStatus], now: float, *, verbose: bool) -> Iterator[Line]:
-    """Yield the paragraph of devices that share it."""
+def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool) -> Iterator[Line]:
+    """Yield the paragraph of devices that share it; what to do about the worst of all is in the first lines."""
     d = same[0]
-    for each in same:
-        gone = "" if each.present else "  GONE"
-        yield from paragraph("", f"{each.device.name}  {each.device.model}  {each.device.uuid}{gone}", role="head")
-    since = (
-        f"since {format_time(d.verdict.since)} ({_ago(d.verdict.since, now)}), judged {_ago(d.verdict.decided, now)}"
-    )
-    yield from paragraph("  ", f"{headline(d.verdict)}  {since}", role=role_of(d.verdict.state))
+    name = ", ".join(each.device.name for each in same)
+    advised = is_advised(status, d)
+    yield from state_lines(d.device, d.verdict, name=name, gone=not d.present, advised=advised, verbose=verbose)
     for ack in d.acks_to_show:
-        yield from paragraph("  ! ", describe_ack(ack))
-    yield from finding_lines(d.verdict.findings, verbose=verbose)
-    events = describe_events(d.events)
+        yield from paragraph(f"{'!':<{STATE}}", describe_ack(ack))
+    yield from _event_lines(describe_events(d.events), verbose=verbose)
+    if verbose:
+        for each in same:
+            yield from paragraph(INDENT, f"{each.device.name} is {each.device.uuid}")
+        since = f"{d.verdict.state.value} since {format_time(d.verdict.since)} ({_ago(d.verdict.since, status.now)})"
+        yield from paragraph(INDENT, f"{since}, judged {_ago(d.verdict.decided, status.now)}")
+        yield from _evidence_lines(same, status.now)
+
+
+def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
+    """Yield the newest events of the last day if `verbose`, else the newest one, on one line."""
+    if not verbose:
+        for event in events[-1:]:
+            end = f" (and {len(events) - 1} more: -v)" if len(events) > 1 else ""
+            yield "", f"{'*':<{STATE}}{textwrap.shorten(event, columns() - STATE - len(end), placeholder=' …')}{end}"
+        return
     for event in events[-RECENT_EVENTS:]:
-        yield from paragraph("  * ", event)
+        yield from paragraph(f"{'*':<{STATE}}", event)
     if (more := len(events) - RECENT_EVENTS) > 0:
-        yield "", f"  * and {more} earlier kinds of event in the last day: canaryd status --json"
-    yield from _evidence_lines("  ", same, now, verbose=verbose)
+        yield "", f"{INDENT}and {more} earlier kinds of event in the last day: canaryd status --json"
 
 
-def _evidence_lines(lead: str, devices: Sequence[DeviceStatus], now: float, *, verbose: bool) -> list[Line]:
-    """Return the age of each probe's newest result if `verbose`, else of the oldest among them."""
-    ages = [f"{probe} ({_ago(at, now)})" for probe, at in newest_of(devices).items()]
-    if not ages:
-        return []
-    return paragraph(lead, f"newest results: {', '.join(ages)}" if verbose else f"oldest result: {ages[0]}")
+def _evidence_lines(devices: Sequence[DeviceStatus], now: float) -> list[Line]:
+    """Return the age of each probe's newest result on devices, the oldest first."""
+    ages = ", ".join(f"{probe} ({_ago(at, now)})" for probe, at in newest_of(devices).items())
+    return paragraph(INDENT, f"newest results: {ages}") if ages else []
+
+
+def _last_lines(status: Status) -> Iterator[Line]:
+    """Yield whether a daemon runs, the oldest result of all devices, and the state."""
+    stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
+    oldest = f"; oldest result: {stalest[0]} ({_ago(stalest[1], status.now)})" if stalest else ""
+    daemon = "running" if status.daemon else "not running on this state directory"
+    yield from paragraph("", f"daemon: {daemon}{oldest}")
+    yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"
 
 
 def _ago(at: float | None, now: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from canaryd.facts import printable
 from canaryd.formatting import wrapped
-from canaryd.model import Cause, Finding, Rival, State, Verdict
+from canaryd.model import Cause, Finding, Rival, State
 
 Line = tuple[str, str]
 """(role, text): the role chooses the colour, and "" has none."""
@@ -14,13 +14,6 @@ COLOURS = {"bad": "\x1b[31m", "calm": "\x1b[33m", "good": "\x1b[32m", "head": "\
 RESET = "\x1b[0m"
 ROLES: Mapping[State, str] = {State.HEALTHY: "good", State.SUSPECT: "bad", State.FAULTY: "bad"}
 """State → role; every other state is "calm"."""
-NAME_THEIR_PROBE = frozenset(
-    {
-        *("not-completed", "device-error", "no-evidence", "stale-evidence", "checked-nothing", "telemetry-stale"),
-        *("unjudged", "exact-mismatch", "exact-mismatch-confirmed", "keeps-failing"),
-    }
-)
-"""Rules whose messages name the probe, so that it need not stand before them."""
 CANARYD = "canaryd itself"
 """Cause `harness` in words."""
 
@@ -48,12 +41,6 @@ def cause_note(cause: Cause) -> str:
     return "cause undetermined" if cause is Cause.UNDETERMINED else cause_words(cause)
 
 
-def headline(verdict: Verdict) -> str:
-    """Return state and cause: "FAULTY, cause: hardware"."""
-    cause = "" if verdict.cause is Cause.NONE else f", cause: {cause_words(verdict.cause)}"
-    return f"{'DRILL, not the device: ' if verdict.drill else ''}{verdict.state.value.upper()}{cause}"
-
-
 def cause_words(cause: Cause) -> str:
     """Return a cause as people read it: `harness` is "canaryd itself"."""
     return CANARYD if cause is Cause.HARNESS else cause.value
@@ -69,28 +56,28 @@ def rival_words(rival: Rival) -> str:
     return f"{kind} {what} ({cause}): {reason}" if reason else f"{kind} {cause}: {rival.why}"
 
 
-def finding_lines(findings: Iterable[Finding], *, verbose: bool, width: int | None = None) -> Iterator[Line]:
-    """Yield each finding: what was seen, what to do, and with `verbose` the evidence and other explanations.
+def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> Iterator[Line]:
+    """Yield what each rule says: message, what to do, evidence, other explanations and runs.
 
     A command stands on a line of its own, whatever its length, and once for all findings.
     """
     commands: set[str] = set()
     for finding in findings:
-        yield from paragraph("  - ", f"{label(finding)}: {finding.message}", width)
+        yield from paragraph("  - ", f"{rule_words(finding)}: {finding.message}", width)
         if finding.action:
             yield from paragraph("    Do now: ", finding.action, width)
-        if verbose:
-            for sentence in finding.evidence:
-                yield from paragraph("    ", sentence, width)
-            for rival in finding.rivals:
-                yield from paragraph("    ", rival_words(rival), width)
+        for sentence in finding.evidence:
+            yield from paragraph("    ", sentence, width)
+        for rival in finding.rivals:
+            yield from paragraph("    ", rival_words(rival), width)
+        if finding.runs:
+            yield from paragraph("    Runs: ", ", ".join(finding.runs), width)
         if finding.repro and finding.repro not in commands:
             commands.add(finding.repro)
             yield "", "    To repeat the test:"
             yield "", f"    {finding.repro}"
 
 
-def label(finding: Finding) -> str:
-    """Return state, cause and probe of a finding: "faulty (hardware), exact_matmul"; "note" where nothing is wrong."""
-    kind = "note" if finding.state is State.HEALTHY else f"{finding.state.value} ({cause_note(finding.cause)})"
-    return kind if not finding.probe or finding.rule in NAME_THEIR_PROBE else f"{kind}, {finding.probe}"
+def rule_words(finding: Finding) -> str:
+    """Return which rule a finding is of, and about which probe: "exact-mismatch (exact_matmul)"."""
+    return finding.rule + (f" ({finding.probe})" if finding.probe else "")

@@ -196,8 +196,9 @@ def test_a_finding_shows_message_action_and_evidence(store, tmp_path):
         *("Wrong results.", "Take it out."),
         ["3 of 3 retests failed."],
     )
-    details = "<details><summary>Evidence</summary><ul><li>3 of 3 retests failed.</li></ul></details>"
+    details = "<ul><li>3 of 3 retests failed.</li></ul>"
     assert f"<p>Wrong results.</p><p><strong>Do now:</strong> Take it out.</p>{details}" in page
+    assert page.index("<summary>What each rule says</summary>") < page.index(details)
     assert '"message": "Wrong results. Take it out."' in (made / "ocp.jsonl").read_text()
 
 

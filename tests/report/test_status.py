@@ -77,7 +77,7 @@ def test_a_verdict_is_told_with_why_and_what_happened(store):
     store.add_events([old, new])
     found = ask(store)
     text = status_text(found)
-    for words in ("cuda:3", "FAULTY, cause: hardware", "a row could not be remapped", "off the bus", "2 times"):
+    for words in ("FAULTY   cuda:3", "faulty (hardware)", "a row could not be remapped", "off the bus", "2 times"):
         assert words in text
     assert "long ago" not in text
     document = json.loads(json.dumps(status_json(found)))
@@ -143,13 +143,14 @@ def test_dividing_a_gpu_anew_acquits_no_instance(store, state):
 
 
 def test_many_events_are_summed_up(store):
-    """A terminal shows the newest; JSON has all."""
+    """A terminal shows the newest one, with -v the ten newest; JSON has all."""
     store.see_device(GPU, NOW)
     store.add_events(
         [Event(device=GPU.uuid, kind="xid", name=str(n), first=NOW, last=NOW, detail=f"line {n}") for n in range(30)]
     )
     found = ask(store)
-    assert "and 20 earlier kinds of event" in status_text(found)
+    assert "(and 29 more: -v)" in status_text(found)
+    assert "and 20 earlier kinds of event" in status_text(found, verbose=True)
     assert len(status_json(found)["devices"][0]["events"]) == 30
 
 
@@ -194,7 +195,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
             [(State.FAULTY, S), (State.FAULTY, H)],
             True,
             "NO, do not trust this node's numbers: cuda:1 is faulty (hardware); cuda:0 is faulty (software)",
-            "do not use its results. Then open a vendor case with the report: canaryd report cuda:1 -o ./case",
+            "Take cuda:1 out of service, then open a vendor case: canaryd report cuda:1 -o ./case",
         ),
         ([(State.FAULTY, S)], True, "NO", "Roll back or fix the software"),
         ([(State.FAULTY, S)], False, "NO", "nothing else is tested: start it (canaryd run)."),
@@ -231,7 +232,7 @@ def test_a_faulty_processor_takes_the_whole_node_out_of_service(store, weak, the
     store.set_verdict(replace(verdict(State.FAULTY, H), device=cpu.uuid))
     told = advice(ask(store))
     assert told.startswith("Take this whole node out of service (cpu:0 is its processor)")
-    assert f"Then {then} with the report:" in told.replace(", with", " with")
+    assert f", then {then}: canaryd report cpu:0 -o ./case" in told
 
 
 def test_the_first_line_says_what_is_wrong_with_what(store):
@@ -335,13 +336,16 @@ def test_healthy_devices_are_one_line(store):
     assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
     seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
     devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
-    assert "(NVIDIA H200) oldest result: a (7 minutes ago)" in unwrapped(status_text(replace(found, devices=devices)))
-    note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")
+    assert "; oldest result: a (7 minutes ago)" in unwrapped(status_text(replace(found, devices=devices)))
+    note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off", action="Set it")
     store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
     text = status_text(ask(store))
-    assert "cuda:5  NVIDIA H200  GPU-5" in text
-    assert "- note: persistence is off" in text
+    assert "HEALTHY  cuda:5  NVIDIA H200" in text
+    assert "note     persistence is off. Set it." in text
     assert "cuda:4 cuda:6" in text
+    store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(replace(note, action=""),)))
+    assert "cuda:4 cuda:5 cuda:6" in status_text(ask(store)), "there is nothing to do about it"
+    assert "note     persistence is off." in status_text(ask(store), verbose=True)
 
 
 def test_devices_alike_share_a_paragraph(store):
@@ -355,13 +359,12 @@ def test_devices_alike_share_a_paragraph(store):
         store.set_verdict(replace(verdict(State.DEGRADED, H), device=device.uuid, findings=(finding,)))
     store.add_ack(Ack(device="GPU-2", kind="repaired", at=NOW - 60, reason="new riser"))
     text = status_text(ask(store), verbose=True)
-    assert text.count("- degraded (hardware): a link lost lanes") == 3
-    assert "cuda:0  NVIDIA H200  GPU-0\ncuda:1  NVIDIA H200  GPU-1\n  DEGRADED" in text
+    assert text.count("- a-rule: a link lost lanes") == 3
+    assert "DEGRADED cuda:0, cuda:1  NVIDIA H200" in text
+    assert "cuda:0 is GPU-0\n         cuda:1 is GPU-1" in text
     brief = status_text(ask(store))
-    assert (
-        brief.count("- degraded (hardware): a link lost lanes") == 2
-    )  # the rivals are not shown, so they make no difference
-    assert "cuda:1  NVIDIA H200  GPU-1\ncuda:3  NVIDIA H200  GPU-3\n  DEGRADED" in brief
+    assert brief.count("         a link lost lanes.") == 2, "the rivals are not shown, so they make no difference"
+    assert "DEGRADED cuda:0, cuda:1, cuda:3  NVIDIA H200" in brief
 
 
 def test_the_rivals_of_a_finding_are_told(store):
@@ -379,8 +382,8 @@ def test_the_rivals_of_a_finding_are_told(store):
     assert "maybe environment: no power was read" in lines
     assert "siblings" not in status_text(found)
     assert status_json(found)["devices"][0]["findings"][0]["rivals"] == [
-        {"cause": "software", "why": "the siblings are clean", "rejected": True},
-        {"cause": "environment", "why": "no power was read", "rejected": False},
+        {"cause": "software", "why": "the siblings are clean", "rejected": True, "what": None, "shown": "", "by": []},
+        {"cause": "environment", "why": "no power was read", "rejected": False, "what": None, "shown": "", "by": []},
     ]
 
 
@@ -613,7 +616,7 @@ def test_equal_lines_of_the_log_are_one_with_their_number(store):
     store.add_events([*hours, *flips])
     store.set_verdict(verdict(State.DEGRADED, H, "slow"))
     found = ask(store)
-    text = unwrapped(status_text(found))
+    text = unwrapped(status_text(found, verbose=True))
     assert text.count("Out of memory") == 1
     assert f"* {format_time(NOW - 60)} out of memory (6 times): {line}" in text
     assert text.count("→ 570") == 2
@@ -691,7 +694,7 @@ def test_the_schema_is_closed_and_every_field_is_explained():
     for part in objects(SCHEMA):
         assert part["additionalProperties"] is False
         assert sorted(part["required"]) == sorted(part["properties"])
-    shared = ("findings[]", "rivals[]", "characterised[]", "events[]")
+    shared = ("incidents[]", "findings[]", "rivals[]", "characterised[]", "events[]")
     assert unexplained("`canaryd status --json`", SCHEMA, shared) == []
 
 

@@ -1,0 +1,66 @@
+"""Count the wrong results that a finding rests on, once for every report."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from canaryd.facts import Place, Subject
+from canaryd.judge.case import Case, record
+from canaryd.judge.cause import Mismatch
+from canaryd.judge.findings import strongest
+from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
+
+
+def wrong_results(case: Case, mismatches: Sequence[Mismatch], confirmed: Sequence[Confirmation] = ()) -> WrongResults:
+    """Return what mismatches (oldest first, at least one) amount to; `confirmed`: how they were confirmed."""
+    of_probe: dict[str, list[Mismatch]] = defaultdict(list)
+    for m in mismatches:
+        of_probe[m.run.probe].append(m)
+    return WrongResults(
+        probes={probe: _tally(case, group) for probe, group in sorted(of_probe.items())},
+        why=strongest(mismatches).why,
+        confirmed=tuple(confirmed),
+    )
+
+
+def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
+    """Return how many completed retests the runs of mismatches had, and how many of these failed too."""
+    roots = {m.run.confirms or m.run.id for m in mismatches}
+    failed = {m.run.id for m in mismatches}
+    again = {r.id for r in case.node.all if r.confirms in roots and r.outcome is Outcome.COMPLETED}
+    return Tally(wrong=len(again & failed), of=len(again))
+
+
+def _tally(case: Case, mismatches: Sequence[Mismatch]) -> ProbeTally:
+    """Count the mismatches of one probe; a wrong golden or comparison counts as one result."""
+    wrong = of = 0
+    for subject in Subject:
+        if group := [m for m in mismatches if m.comparison.subject is subject]:
+            wrong += sum(m.comparison.wrong_trials if subject is Subject.DEVICE else 1 for m in group)
+            of += record(case, group)[0].results
+    evidence = [m.comparison.evidence for m in mismatches if m.comparison.evidence]
+    return ProbeTally(
+        wrong=wrong,
+        of=of,
+        runs=len({m.run.id for m in mismatches}),
+        retests=retests(case, mismatches),
+        places=_places(mismatches),
+        bits=tuple(sorted({int(bit) for found in evidence for bit in found.bits})),
+    )
+
+
+def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
+    """Return the single cores or SMs on which the runs of mismatches computed.
+
+    Other runs are left out: of clean ones only sums are kept.
+    """
+    wrong, of = Counter[Place](), Counter[Place]()
+    accused = {id(m.comparison) for m in mismatches}
+    for run in {m.run.id: m.run for m in mismatches}.values():
+        for c in run.comparisons:
+            if c.place.unit in ("core", "sm") and len(c.place.numbers) == 1 and c.subject is not Subject.COMPARATOR:
+                of[c.place] += c.trials
+                wrong[c.place] += c.wrong_trials if id(c) in accused else 0
+    places = sorted(of, key=lambda place: (place.unit, place.numbers))
+    return tuple(PlaceTally(place=place, wrong=wrong[place], of=of[place]) for place in places)

@@ -1,0 +1,288 @@
+"""Incidents in words: the same sentences in every report, made from the same facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from canaryd.codec import to_json
+from canaryd.facts import Place
+from canaryd.formatting import columns, format_time
+from canaryd.judge.incidents import WRONG, Incident, incidents, notes
+from canaryd.judge.wording import listed
+from canaryd.model import Cause, Device, Finding, PlaceTally, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of
+
+STATE, INDENT = 9, " " * 9
+"""Columns of the state before a paragraph; what follows stands below the text."""
+NAMED = 2
+"""Probes and devices that are named one by one in a sentence; more are counted."""
+PLACES_NAMED, BITS_NAMED = 4, 4
+ALWAYS = "always "
+TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld"})
+"""Rules of notes that are always shown, though there is nothing to do about them."""
+SUSPECTS: Mapping[Suspect, str] = {
+    Suspect.HOST: "host",
+    Suspect.SOFTWARE: "software",
+    Suspect.REFERENCE: "reference",
+}
+SHOWN: Mapping[Shown, tuple[str, str]] = {
+    Shown.RIGHT: ("computes it correctly", "compute it correctly"),
+    Shown.RARER: ("fails far less often", "fail far less often"),
+    Shown.ALIKE: ("gives the same wrong bits", "give the same wrong bits"),
+    Shown.TOGETHER: ("began to fail with it", "began to fail with it"),
+}
+"""What speaks against another explanation, said of one device and of several."""
+BY_ITSELF: Mapping[Shown, str] = {
+    Shown.RIGHT: "another result matched it",
+    Shown.PASSED: "its CPU passed the same tests",
+}
+"""The same where no device is named."""
+
+
+class Step(NamedTuple):
+    """One thing to do."""
+
+    text: str
+    command: str = ""
+    """What to type for it; "" for nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.command}".rstrip()
+
+
+# --- Sentences -------------------------------------------------------------------------------------------------------
+
+
+def headline(incident: Incident) -> str:
+    """Return what is wrong, without the cause: a clause without a full stop."""
+    lead = incident.lead
+    if incident.wrong is None:
+        more = len({f.message for f in incident.findings if f.rule == lead.rule}) - 1
+        return lead.message.rstrip(".") + (f" (and {more} more of this kind)" if more else "")
+    tally = incident.wrong.all
+    where, which = _places(incident.wrong.places), _bits(incident.wrong)
+    if where.startswith(ALWAYS) and which.startswith(ALWAYS):
+        which = which.removeprefix(ALWAYS)
+    seen = [f"{tally.wrong:,} of {tally.of:,}", where, which]
+    what = f"Wrong results in {_few(incident.probes, 'probes')}"
+    if lead.rule not in WRONG[:2]:  # not the results of the device, or of a test that nobody has passed
+        what = lead.message.rstrip(".")
+    return f"{what}: {', '.join(filter(None, seen))}"
+
+
+def brief(incident: Incident) -> str:
+    """Return the same in fewer words, as a clause that follows a colon."""
+    if incident.wrong is None or incident.lead.rule not in WRONG[:2]:
+        return headline(incident)
+    tally = incident.wrong.all
+    return f"wrong results in {_few(incident.probes, 'probes')} ({tally.wrong:,} of {tally.of:,})"
+
+
+def told(incident: Incident) -> str:
+    """Return what is wrong, how it was confirmed, its cause, and which other explanations were rejected."""
+    wrong = incident.wrong
+    if wrong is None:
+        return f"{headline(incident)}."
+    return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
+
+
+def step(incident: Incident, device: Device) -> Step:
+    """Return what to do now about an incident; no text where there is nothing to do."""
+    lead, wrong = incident.lead, incident.wrong
+    if wrong is None:
+        return Step(sentence(lead.action))
+    if lead.state is State.FAULTY and incident.cause is Cause.HARDWARE:
+        what = "this whole node" if device.backend == "cpu" else device.name
+        then = "tell whoever runs the physical machine" if device.weak_identity else "open a vendor case"
+        return Step(f"Take {what} out of service, then {then}:", f"canaryd report {device.name} -o ./case")
+    if lead.state is State.FAULTY and incident.cause is Cause.UNDETERMINED:
+        return Step("Do not use its results. Find the cause on an identical device:", incident.repeat)
+    asks = incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
+    return Step(sentence(lead.action), incident.repeat if asks else "")
+
+
+def sentence(text: str) -> str:
+    """Return a clause with one full stop, or the colon that it ends with; "" stays ""."""
+    return text if not text or text[-1] in ".:!?" else f"{text}."
+
+
+def _few(names: Sequence[str], things: str) -> str:
+    return listed(names) if len(names) <= NAMED else f"{len(names)} {things}"
+
+
+def _bits(wrong: WrongResults) -> str:
+    """Return which bits were flipped, of the probes that narrow it down most where all together do not."""
+    bits, where = wrong.bits, ""
+    if len(bits) > BITS_NAMED:
+        bits = min((t.bits for t in wrong.probes.values() if t.bits), key=len)
+        where = f" in {_few([name for name, t in wrong.probes.items() if t.bits == bits], 'probes')}"
+    if len(bits) > BITS_NAMED:
+        return f"in {len(wrong.bits)} different bits"
+    return f"{f'{ALWAYS}bit' if len(bits) == 1 else 'bits'} {listed([*map(str, bits)])}{where}" if bits else ""
+
+
+def _places(places: Sequence[PlaceTally]) -> str:
+    """Return where results were wrong, of all the places that computed; "" where that is not known."""
+    wrong = [p.place for p in places if p.wrong]
+    if not wrong:
+        return ""
+    if len(wrong) == 1:
+        return f"{ALWAYS if len(places) > 1 else 'on '}{wrong[0]}"
+    unit = f"{Place(unit=wrong[0].unit)}s"
+    if len(wrong) == len(places):
+        return f"on all {len(places)} {unit}"
+    which = f" ({listed([str(p.numbers[0]) for p in wrong])})" if len(wrong) <= PLACES_NAMED else ""
+    return f"on {len(wrong)} of {len(places)} {unit}{which}"
+
+
+def _confirmed(wrong: WrongResults) -> str:
+    again = wrong.retests
+    if wrong.confirmed and again.wrong:
+        return f"Confirmed by {again.wrong} of {again.of} retests."
+    if wrong.confirmed:
+        return f"Confirmed: {wrong.confirmed[0].why}."
+    return f"Not confirmed: {again.wrong} of {again.of} retests failed." if again.of else "Not confirmed yet."
+
+
+def _cause(incident: Incident, wrong: WrongResults) -> str:
+    """Return the cause with what rejects its rivals; those that are rejected for one reason share a clause."""
+    rejected: dict[tuple[Shown, tuple[str, ...]], list[Suspect]] = {}
+    for rival in _rivals(incident):
+        if rival.rejected and rival.what is not None:
+            rejected.setdefault((rival.shown, rival.by), []).append(rival.what)
+    reasons = [(f"not {_or(what)}", _reason(*key)) for key, what in rejected.items()]
+    if incident.cause is Cause.UNDETERMINED or not reasons:
+        known = "" if incident.cause is Cause.UNDETERMINED else f"Cause: {cause_words(incident.cause)}."
+        first = f"{known} {wrong.why}".strip()
+    else:
+        (what, why), *reasons = reasons
+        first = f"Cause: {cause_words(incident.cause)}, {what}: {why}."
+    return " ".join([first, *(f"{what.capitalize()}: {why}." for what, why in reasons)]).strip()
+
+
+def _rivals(incident: Incident) -> tuple[Rival, ...]:
+    return next((f.rivals for f in incident.findings if f.rivals and f.cause is incident.cause), ())
+
+
+def _reason(shown: Shown, by: Sequence[str]) -> str:
+    if not by:
+        return BY_ITSELF[shown]
+    one, several = SHOWN[shown]
+    return f"{_few(by, 'identical devices')} {one if len(by) == 1 else several}"
+
+
+def _or(what: Sequence[Suspect]) -> str:
+    """Return "the software, reference or host"; the device itself is never rejected together with another."""
+    if Suspect.DEVICE in what:
+        return "this device alone"
+    names = [SUSPECTS[each] for each in what]
+    return "the " + " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def incidents_json(verdict: Verdict, device: Device) -> list[dict[str, Any]]:
+    """Return the incidents of a device as every `--json` prints them, the worst first (docs/json.md)."""
+    return [_json(incident, step(incident, device)) for incident in incidents(verdict)]
+
+
+def _json(incident: Incident, todo: Step) -> dict[str, Any]:
+    wrong = incident.wrong
+    return {
+        "state": incident.state.value,
+        "cause": incident.cause.value,
+        "since": incident.since,
+        "text": told(incident),
+        "action": todo.text,
+        "command": todo.command,
+        "repeat": incident.repeat,
+        "acknowledged": any(f.acknowledged for f in incident.findings),
+        "wrong": wrong.all.wrong if wrong else 0,
+        "results": wrong.all.of if wrong else 0,
+        "probes": {name: {"wrong": t.wrong, "results": t.of} for name, t in wrong.probes.items()} if wrong else {},
+        "places": [
+            {"unit": p.place.unit, "numbers": list(p.place.numbers), "wrong": p.wrong, "results": p.of}
+            for p in (wrong.places if wrong else ())
+        ],
+        "bits": list(wrong.bits) if wrong else [],
+        "confirmed": [c.ground.value for c in wrong.confirmed] if wrong else [],
+        "retests": {"failed": wrong.retests.wrong, "completed": wrong.retests.of} if wrong else None,
+        "rivals": [to_json(rival) for rival in _rivals(incident)],
+        "rules": list(incident.rules),
+        "runs": list(incident.runs),
+    }
+
+
+# --- Terminal --------------------------------------------------------------------------------------------------------
+
+
+def state_lines(
+    device: Device,
+    verdict: Verdict,
+    *,
+    verbose: bool,
+    name: str = "",
+    gone: bool = False,
+    advised: bool = False,
+    width: int | None = None,
+) -> Iterator[Line]:
+    """Yield a device: its worst incident as one paragraph, then the others, then notes; with `verbose` each finding.
+
+    `name`: of all devices of which the same is said. `advised`: what to do about the worst incident is said elsewhere.
+    """
+    found, who = incidents(verdict), name or device.name
+    yield from _title_lines(device, verdict, found, who, width, gone=gone)
+    for number, incident in enumerate(found):
+        if number == 0:
+            yield from paragraph(INDENT, told(incident), width)
+        else:
+            state = incident.state
+            said = f"{who}{_known_cause(incident)}: {told(incident)}"
+            yield from paragraph(f"{state.value.upper():<{STATE}}", said, width, role_of(state))
+        if not (advised and number == 0) and not verdict.drill:
+            yield from _step_lines(step(incident, device), width)
+        if verbose:
+            yield from finding_lines(incident.findings, width=width)
+    yield from note_lines(verdict, verbose=verbose, width=width)
+
+
+def shown_notes(verdict: Verdict) -> list[Finding]:
+    """Return the notes with something to do, and those of operators: the others are shown on request."""
+    return [f for f in notes(verdict) if f.action or f.rule in TELLING]
+
+
+def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> Iterator[Line]:
+    """Yield the notes on a device, with `verbose` all of them, with their evidence."""
+    for note in notes(verdict) if verbose else shown_notes(verdict):
+        yield from paragraph(f"{'note':<{STATE}}", f"{sentence(note.message)} {sentence(note.action)}".strip(), width)
+        for text in note.evidence if verbose else ():
+            yield from paragraph(INDENT, text, width)
+
+
+def _title_lines(
+    device: Device, verdict: Verdict, found: Sequence[Incident], name: str, width: int | None, *, gone: bool
+) -> list[Line]:
+    """Return state, name, model, serial number and since when; the serial number only where it fits on the line."""
+    since = format_time(found[0].since if found else verdict.since, seconds=False)
+    ends = ["GONE"] * gone + ["drill, not the device" if verdict.drill else f"since {since}"]
+    ends[-1] += _known_cause(found[0]) if found else ""
+    serial = [f"serial {device.detail['serial']}"] if device.detail.get("serial") and name == device.name else []
+    state, role = f"{verdict.state.value.upper():<{STATE}}", role_of(verdict.state)
+    long, short = ("  ".join([name, device.model, *middle, *ends]) for middle in (serial, []))
+    fits = STATE + len(long) <= (columns() if width is None else width)
+    return [(role, state + long)] if fits else paragraph(state, short, width, role)
+
+
+def _known_cause(incident: Incident) -> str:
+    """Return the cause in brackets, where it is known and the incident's own words do not say it."""
+    silent = incident.wrong is not None or incident.cause in (Cause.NONE, Cause.UNDETERMINED)
+    return "" if silent else f" ({cause_words(incident.cause)})"
+
+
+def _step_lines(todo: Step, width: int | None) -> Iterator[Line]:
+    if todo.text:
+        yield from paragraph("Do now:  ", todo.text, width)
+    if todo.text and todo.command:
+        yield "head", f"{INDENT}{todo.command}"

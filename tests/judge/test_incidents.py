@@ -1,0 +1,168 @@
+"""Incidents: one fault is one of them, two faults are two, and its numbers are those of the runs."""
+
+import pytest
+
+from canaryd.judge.incidents import incidents, notes
+from canaryd.model import Cause, Event, Finding, Ground, Outcome, Shown, State, Suspect, Verdict
+from tests.judge.test_verdict import (
+    CPU,
+    DAY,
+    GPU,
+    HOUR,
+    MINUTE,
+    NOW,
+    TWIN,
+    ask,
+    confirmations,
+    fresh,
+    happened,
+    host,
+    right,
+    run,
+    signs,
+    wrong,
+)
+from tests.places import line, place
+
+PROBES = ("exact_attention", "exact_matmul", "recorded_kernels")
+
+
+def everywhere(*ages, bit="7", core="core 1", of=GPU):
+    """Return runs of every probe that are wrong in one bit: 2 of 8 results on one core, none of 8 on another."""
+    clean = right(seed=50, trials=8, place=place("core 0"))
+    return [
+        run(
+            age - n, wrong(age, 8, 2, bits=(bit,), place=place(core), lines={"row": line(n)}), clean, probe=probe, of=of
+        )
+        for age in ages
+        for n, probe in enumerate(PROBES)
+    ]
+
+
+def test_one_fault_that_every_probe_sees_is_one_incident():
+    """Counted over probes and runs; the finding that confirms it, and those that only suspect, are one thing."""
+    verdict = ask(*everywhere(3 * HOUR, HOUR), wanted=dict.fromkeys(PROBES, 900.0))
+    (incident,) = incidents(verdict)
+    assert len(verdict.findings) == 1 + len(PROBES)
+    assert sorted(f.rule for f in incident.findings) == sorted(f.rule for f in verdict.findings)
+    assert (incident.state, incident.cause) == (State.FAULTY, Cause.UNDETERMINED)
+    assert incident.lead.rule == "exact-mismatch-confirmed"
+    assert incident.since == NOW - 3 * HOUR
+    found = incident.wrong
+    assert {name: (t.wrong, t.of) for name, t in found.probes.items()} == dict.fromkeys(PROBES, (4, 32))
+    assert (found.all.wrong, found.all.of, found.runs) == (12, 96, 6)
+    assert [(str(p.place), p.wrong, p.of) for p in found.places] == [("core 0", 0, 48), ("core 1", 12, 48)]
+    assert found.bits == (7,)
+    assert [c.ground for c in found.confirmed] == [Ground.DAY, Ground.PLACE]
+
+
+def test_before_it_is_confirmed_it_is_one_incident_too():
+    """Each probe suspects the device by itself: their counts add up."""
+    (incident,) = incidents(ask(*everywhere(HOUR, core="device"), wanted=dict.fromkeys(PROBES, 900.0)))
+    assert incident.state is State.SUSPECT
+    assert incident.rules == ("exact-mismatch",)
+    assert (incident.wrong.all.wrong, incident.wrong.all.of, incident.wrong.runs) == (6, 48, 3)
+    assert incident.wrong.confirmed == ()
+    assert incident.wrong.bits == (7,)
+
+
+@pytest.mark.parametrize(("failed", "clean"), [(3, 0), (3, 2), (1, 2), (0, 0)])
+def test_retests_are_counted(failed, clean):
+    """Those that failed, of all that ended."""
+    (incident,) = incidents(ask(*confirmations(failed, clean=clean)[: 1 + failed + clean], fresh()))
+    assert (incident.wrong.retests.wrong, incident.wrong.retests.of) == (failed, failed + clean)
+    assert bool(incident.wrong.confirmed) is (failed == 3)
+
+
+def test_a_rival_says_what_it_is_and_who_rejects_it():
+    """A sibling that is right shares kernel, reference and host: it rejects all three."""
+    (incident,) = incidents(ask(run(HOUR, wrong()), fresh(), peers=[(TWIN, [run(HOUR, right(), of=TWIN)])]))
+    found = {r.what: (r.rejected, r.shown, r.by) for r in incident.lead.rivals}
+    assert found == dict.fromkeys((Suspect.HOST, Suspect.SOFTWARE, Suspect.REFERENCE), (True, Shown.RIGHT, ("cuda:1",)))
+
+
+def test_two_faults_of_one_device_are_two_incidents():
+    """Wrong results do not explain heat, nor a memory error of the device's own counters."""
+    hot = [
+        Event(device=GPU.uuid, kind="condition", name="throttle_active{reason=hw_thermal}", first=NOW - 600,
+              last=NOW - 60, count=300.0, reading="throttle_active", labels={"reason": "hw_thermal"})
+    ]  # fmt: skip
+    verdict = ask(run(HOUR, wrong()), fresh(), signs=signs(events=[*hot, *happened("xid", "48", 2, code=48)]))
+    found = {i.lead.rule: i.state for i in incidents(verdict)}
+    assert found.pop("exact-mismatch") is State.SUSPECT
+    assert found.pop("throttled") is State.DEGRADED
+    assert len(found) == 1, found
+    assert [i.wrong is not None for i in incidents(verdict)].count(True) == 1
+
+
+def test_what_follows_from_wrong_results_is_part_of_them():
+    """An error of the device in the same day is; the same error a week before the first wrong result is not."""
+    broke = {"outcome": Outcome.DEVICE_ERROR, "detail": "illegal address"}
+    (incident,) = incidents(ask(run(HOUR, wrong()), run(2 * HOUR, **broke), fresh()))
+    assert incident.rules == ("exact-mismatch", "device-error")
+    before = Finding(
+        rule="device-error", state=State.UNKNOWN, cause=Cause.UNDETERMINED, message="", since=NOW - 8 * DAY
+    )
+    verdict = ask(run(HOUR, wrong()), fresh())
+    apart = Verdict(**{**vars(verdict), "findings": (*verdict.findings, before)})
+    assert [i.rules for i in incidents(apart)] == [("exact-mismatch",), ("device-error",)]
+
+
+def test_wrong_results_of_the_software_are_an_incident_of_their_own():
+    """Bits that a sibling gives too are one fault, the device's own another: as the judge tells them apart."""
+    alike = wrong(seed=7, first=(((1, 1), "0x0", "0x1"),))
+    own = [run(HOUR * n, wrong(seed=8, first=(((2, n), "0x0", "0x8"),))) for n in (1, 3)]
+    shared = [run(HOUR * n + 1, alike, of=GPU, probe="exact_attention") for n in (1, 3)]
+    theirs = [run(2 * HOUR, alike, of=TWIN, probe="exact_attention"), run(2 * HOUR, right(seed=8), of=TWIN)]
+    wanted = {"exact_matmul": 900.0, "exact_attention": 900.0}
+    verdict = ask(*own, *shared, fresh(), peers=[(TWIN, theirs)], wanted=wanted)
+    assert [(i.state, i.cause) for i in incidents(verdict)] == [
+        (State.FAULTY, Cause.HARDWARE),
+        (State.FAULTY, Cause.SOFTWARE),
+    ]
+    assert [set(i.wrong.probes) for i in incidents(verdict)] == [{"exact_matmul"}, {"exact_attention"}]
+
+
+def test_a_golden_and_a_result_of_one_processor_are_one_incident():
+    """A core that makes references wrong computes results wrong too."""
+    runs = [run(HOUR, wrong(place=place("core 3")), of=CPU), run(2 * HOUR, host(), of=CPU)]
+    (incident,) = incidents(ask(*runs, of=CPU, wanted={"exact_matmul": 900.0}))
+    assert {"exact-mismatch", "golden-disagreement"} <= set(incident.rules)
+
+
+def test_a_device_that_is_gone_is_one_incident():
+    """That nothing is measured any more follows from it."""
+    verdict = ask(run(9 * HOUR, right()), gone_since=NOW - HOUR)
+    assert {f.rule for f in verdict.findings} == {"device-vanished", "stale-evidence"}
+    (incident,) = incidents(verdict)
+    assert incident.lead.rule == "device-vanished"
+
+
+def test_equal_findings_about_several_probes_are_one_incident():
+    """Five probes that have not run yet are one thing to know."""
+    verdict = ask(wanted=dict.fromkeys(PROBES, 900.0))
+    (incident,) = incidents(verdict)
+    assert (incident.rules, incident.probes) == (("no-evidence",), PROBES)
+
+
+def test_a_healthy_device_has_no_incident():
+    """Notes are none."""
+    note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off")
+    verdict = ask(run(MINUTE, right()))
+    assert incidents(verdict) == ()
+    noted = Verdict(**{**vars(verdict), "findings": (note,)})
+    assert (incidents(noted), notes(noted)) == ((), (note,))
+
+
+def test_no_finding_is_lost_or_told_twice():
+    """Whatever was found: each finding that is no note stands in exactly one incident."""
+    from tests.judge.test_verdict import SCENARIOS
+
+    for name, scenario in SCENARIOS.items():
+        verdict = scenario()[0]
+        told = [f for i in incidents(verdict) for f in i.findings]
+        held = [f for f in verdict.findings if f.state is not State.HEALTHY]
+        assert sorted(map(id, told)) == sorted(map(id, held)), name
+        assert (
+            max((i.state for i in incidents(verdict)), key=lambda s: s.severity, default=State.HEALTHY) is verdict.state
+        )

@@ -1,0 +1,385 @@
+"""One fault in every report: the same facts in one short paragraph, and a machine of eight on one screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from canaryd.config.settings import Config
+from canaryd.facts import Place
+from canaryd.judge.incidents import incidents
+from canaryd.model import (
+    Cause,
+    Confirmation,
+    Device,
+    Event,
+    Finding,
+    Ground,
+    PlaceTally,
+    ProbeTally,
+    Rival,
+    Shown,
+    State,
+    Suspect,
+    Tally,
+    Verdict,
+    WrongResults,
+)
+from canaryd.report import status, status_page
+from canaryd.report.incidents import state_lines, told
+from canaryd.report.status_text import as_json as status_json
+from canaryd.report.status_text import as_text as status_text
+from canaryd.store.store import Store
+from tests.command import canaryd, configure
+
+NOW = 1_790_000_000.0
+H, S, E, U = Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED
+GPU = Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H100 80GB HBM3", detail={"serial": "1654422005434"})
+SIBLINGS = tuple(f"cuda:{n}" for n in (0, 1, 2, 4, 5, 6, 7))
+
+
+def rivals(cause=H, by=SIBLINGS):
+    """Return what else it could be, each rejected because identical devices are right."""
+    kinds = {Suspect.SOFTWARE: S, Suspect.REFERENCE: Cause.HARNESS, Suspect.HOST: H}
+    return tuple(
+        Rival(cause=c, why="why: so", rejected=True, what=w, shown=Shown.RIGHT, by=by) for w, c in kinds.items()
+    )
+
+
+def tally(wrong, of, **changes):
+    places = tuple(
+        PlaceTally(place=Place(unit="sm", numbers=(n,)), wrong=wrong * (n == 37), of=of // 2) for n in (36, 37)
+    )
+    fields = {"runs": 4, "retests": Tally(wrong=3, of=3), "bits": (11,), "places": places}
+    return ProbeTally(wrong=wrong, of=of, **fields | changes)
+
+
+def fault(state=State.FAULTY, cause=H, *, probes=("exact_attention", "exact_matmul"), **changes):
+    """Return a finding on wrong results: 9 of 1,431 for the first probe, 18 of 2,862 for the second, and so on."""
+    confirmed = (Confirmation(ground=Ground.RETESTS, why="all 3 retests failed"),) if state is State.FAULTY else ()
+    tallies = {name: tally(9 * n, 1_431 * n) for n, name in enumerate(probes, 1)}
+    facts = {"why": "Cause unknown: no identical device here to compare with.", "confirmed": confirmed}
+    return Finding(
+        rule="exact-mismatch-confirmed" if state is State.FAULTY else "exact-mismatch",
+        state=state,
+        cause=cause,
+        message="a message",
+        action="Wait for 2 automatic retests",
+        repro="canaryd check --device cuda:3 --probe exact_matmul --case bfloat16/wide --seed 7",
+        rivals=changes.pop("rivals", rivals()),
+        since=NOW - 7200,
+        wrong=WrongResults(probes=tallies, **facts | changes),
+    )
+
+
+def verdict(*findings, device=GPU, drill=False):
+    worst = max(findings, key=lambda f: f.state.severity, default=None)
+    state, cause = (worst.state, worst.cause) if worst else (State.HEALTHY, Cause.NONE)
+    return Verdict(
+        device=device.uuid, state=state, cause=cause, findings=findings, decided=NOW - 60, since=NOW - 7200, drill=drill
+    )
+
+
+def lines(found, device=GPU, width=79, **options):
+    return [text for _, text in state_lines(device, found, verbose=False, width=width, **options)]
+
+
+# --- The sentences ---------------------------------------------------------------------------------------------------
+
+
+def test_a_confirmed_fault_is_one_paragraph():
+    """What, how much, where, which bits, confirmed how, the cause with its rivals, and what to do: six lines."""
+    found = lines(verdict(fault()))
+    assert found == [
+        f"FAULTY   cuda:3  NVIDIA H100 80GB HBM3  since {found[0][-16:]}",
+        "         Wrong results in exact_attention and exact_matmul: 27 of 4,293, always",
+        "         SM 37, bit 11. Confirmed by 6 of 6 retests. Cause: hardware, not the",
+        "         software, reference or host: 7 identical devices compute it correctly.",
+        "Do now:  Take cuda:3 out of service, then open a vendor case:",
+        "         canaryd report cuda:3 -o ./case",
+    ]
+
+
+@pytest.mark.parametrize("width", [79, 110])
+@pytest.mark.parametrize(
+    "finding",
+    [
+        fault(),
+        fault(cause=U, rivals=()),
+        fault(
+            cause=S,
+            rivals=(Rival(cause=H, why="x", rejected=True, what=Suspect.DEVICE, shown=Shown.ALIKE, by=("cuda:1",)),),
+        ),
+        fault(
+            *(State.SUSPECT, U),
+            rivals=(Rival(cause=H, why="x", rejected=True, what=Suspect.HOST, shown=Shown.PASSED),),
+            to_come=2,
+        ),
+        fault(probes=("exact_attention", "exact_canary", "exact_integer", "exact_matmul", "recorded_kernels")),
+    ],
+    ids=["hardware", "undetermined", "software", "suspect", "five probes"],
+)
+def test_a_paragraph_has_at_most_six_lines(finding, width):
+    """Whatever the cause, at 80 and at 120 columns; only a command is longer than a line."""
+    body = lines(verdict(finding), width=width)
+    assert len(body) <= 6, body
+    assert all(len(line) <= width or line.lstrip().startswith("canaryd ") for line in body)
+
+
+@pytest.mark.parametrize(
+    ("finding", "words"),
+    [
+        (fault(), "Cause: hardware, not the software, reference or host: 7 identical devices compute it correctly."),
+        (fault(rivals=rivals(by=("cuda:1",))), "not the software, reference or host: cuda:1 computes it correctly."),
+        (fault(cause=U, rivals=()), "Cause unknown: no identical device here to compare with."),
+        (
+            fault(cause=U, rivals=(Rival(cause=H, why="x", rejected=True, what=Suspect.HOST, shown=Shown.PASSED),)),
+            "compare with. Not the host: its CPU passed the same tests.",
+        ),
+        (fault(State.SUSPECT, U, rivals=()), "Not confirmed: 6 of 6 retests failed."),
+        (fault(probes=("a", "b", "c")), "Wrong results in 3 probes: 54 of 8,586, always SM 37, bit 11."),
+    ],
+)  # fmt: skip
+def test_what_was_rejected_is_named(finding, words):
+    """Never "hardware: rejected": what it is not, and what shows that."""
+    (incident,) = incidents(verdict(finding))
+    assert words in told(incident)
+    assert not re.search(r"hardware: rejected|undetermined", told(incident))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({0: 5, 1: 5}, "on all 2 cores"),
+        ({0: 5, 1: 0}, "always core 0"),
+        ({0: 5}, "on core 0"),
+        ({0: 5, 1: 0, 2: 1}, "on 2 of 3 cores (0 and 2)"),
+        ({n: int(n > 2) for n in range(9)}, "on 6 of 9 cores"),
+    ],
+)
+def test_no_single_core_is_named_where_several_fail(wrong, words):
+    """All places that computed are looked at, not the newest one."""
+    places = tuple(PlaceTally(place=Place(unit="core", numbers=(n,)), wrong=w, of=9) for n, w in wrong.items())
+    base = fault()
+    facts = replace(base.wrong, probes={"exact_matmul": tally(5, 99, places=places)})
+    (incident,) = incidents(verdict(replace(base, wrong=facts)))
+    assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11\.", told(incident)), told(incident)
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        ([(3, 7), (3,)], "bits 3 and 7"),
+        ([(0,), tuple(range(32))], "always SM 37, bit 0 in a"),
+        ([tuple(range(8)), tuple(range(9))], "in 9 different bits"),
+        ([(), ()], "2 of 2, always SM 37."),
+    ],
+)
+def test_bits_are_those_of_the_probe_that_narrows_them_down(bits, words):
+    """A model's answer is wrong in every bit where one product was in one."""
+    base = fault()
+    facts = replace(base.wrong, probes={name: tally(1, 1, bits=b) for name, b in zip("ab", bits, strict=True)})
+    (incident,) = incidents(verdict(replace(base, wrong=facts)))
+    assert words in told(incident)
+
+
+def test_a_drill_asks_for_nothing():
+    """Nothing is to be done about an injected fault."""
+    text = "\n".join(lines(verdict(fault(), drill=True)))
+    assert "drill, not the device" in text
+    assert "Do now" not in text
+
+
+# --- One fault, every report -----------------------------------------------------------------------------------------
+
+
+class Words(HTMLParser):
+    """The words of a page that are seen before anything is opened."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._hidden = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self._hidden += tag in ("details", "style")
+
+    def handle_endtag(self, tag):
+        self._hidden -= tag in ("details", "style")
+
+    def handle_data(self, data):
+        if not self._hidden:
+            self.seen.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.seen).split())
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A machine whose processor has one wrong bit that three probes see, checked once: (options, answers)."""
+    directory = tmp_path_factory.mktemp("faulty")
+    config = configure(directory, "mismatches", "mismatches:second", "mismatches:third", "passes")
+    options = ("--config", config, "--state-dir", directory / "state")
+    checked = canaryd("check", *options)
+    assert checked.code == 2, checked.err
+    return options, checked.out, directory
+
+
+def counts(incident):
+    """Return the numbers of an incident's JSON."""
+    return {name: incident[name] for name in ("wrong", "results", "probes", "places", "bits", "confirmed", "retests")}
+
+
+def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
+    """Check, status, history, the page, and the dossier: the same counts, and no rule before it is asked for."""
+    options, checked, directory = faulty
+    (first,) = canaryd("status", "--json", *options).document["devices"][0]["incidents"]
+    with Store.open(directory / "state") as store:
+        runs = [r for r in store.runs() if r.probe != "passes"]
+        (record,) = store.devices()
+        page = Words(status_page.render(status.gather(store, Config()), time.time()).decode()).text
+    # From the runs themselves: each wrong result, of all those that these probes computed.
+    assert first["wrong"] == sum(c.wrong_trials for r in runs for c in r.comparisons) == 12
+    assert first["results"] == sum(r.trials for r in runs) == 24
+    assert (first["state"], first["bits"], len(first["probes"])) == ("faulty", [23], 3)
+    assert first["retests"] == {"failed": 9, "completed": 9}
+    assert first["since"] == min(r.started for r in runs)
+
+    (of_history,) = canaryd("history", "--json", *options).document["devices"][0]["incidents"]
+    answer = canaryd("report", record.device.name, "-o", directory / "out", *options)
+    assert answer.code == 0, answer.err
+    (archive,) = (directory / "out").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        files = {name.rpartition("/")[2]: name for name in packed.getnames()}
+        document = json.loads(packed.extractfile(files["dossier.json"]).read())
+        dossier = Words(packed.extractfile(files["dossier.html"]).read().decode()).text
+    (of_dossier,) = document["verdict"]["incidents"]
+    assert counts(first) == counts(of_history) == counts(of_dossier)
+    assert first["text"] == of_history["text"] == of_dossier["text"]
+
+    texts = [checked, canaryd("status", *options).out, canaryd("history", *options).out, page]
+    for text in (*texts, dossier, document["summary"]):
+        shown = " ".join(text.split())
+        assert shown.count(first["text"]) >= 1, shown
+        assert "12 of 24, always bit 23." in shown
+        assert "Confirmed by 9 of 9 retests." in shown
+        assert "suspect" not in shown.partition("What happened")[0].lower()
+    for text in texts[:2] + texts[3:]:
+        assert "exact-mismatch" not in text
+
+
+def test_a_check_begins_and_ends_with_the_verdict(faulty):
+    """The paragraph of the device, one line on what was not tested, one on the verdict."""
+    options, checked, _ = faulty
+    found = checked.splitlines()
+    assert found[0].startswith("FAULTY   cpu:0  ")
+    assert found[-1].startswith("verdict: FAULTY  (exit 2, ")
+    assert len([line for line in found if line.startswith("Do now:")]) == 1
+    assert len(found) <= 11, checked
+    full = canaryd("status", "-v", *options).out
+    assert "- exact-mismatch-confirmed (" in full
+    assert re.search(r"Runs: [0-9a-f]{12}-", full)
+
+
+def test_the_next_check_counts_on_everywhere(faulty, tmp_path):
+    """What is stored is renewed with every wrong result, so that no report is behind another."""
+    options, _, directory = faulty
+    shutil.copytree(directory / "state", tmp_path / "state")
+    common = (*options[:2], "--state-dir", tmp_path / "state")
+    (checked,) = canaryd("check", "--json", *common).document["devices"][0]["incidents"]
+    (stored,) = canaryd("status", "--json", *common).document["devices"][0]["incidents"]
+    assert counts(checked) == counts(stored)
+    assert checked["wrong"] > 12
+
+
+# --- A machine of eight ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Eight GPUs and a processor: one broken, one suspected, one hot, one gone, one with an Xid, the rest sound."""
+    with Store.open(tmp_path / "state", now=lambda: NOW) as store:
+        hot = Finding(
+            rule="throttled",
+            state=State.DEGRADED,
+            cause=E,
+            message="Slowed down by heat for 3 minutes in 60 minutes (limit 60 seconds).",
+            action="Check cooling and power.",
+        )
+        gone = Finding(
+            rule="device-vanished",
+            state=State.UNKNOWN,
+            cause=U,
+            message="cuda:6 (NVIDIA H100 80GB HBM3) is gone; it was last found 3 hours ago",
+            action="Look for it in the kernel log and on the bus",
+        )
+        stale = [
+            replace(gone, rule="stale-evidence", probe=p, message=f"The last result of {p} is 3 hours old")
+            for p in ("exact_attention", "exact_matmul", "recorded_kernels")
+        ]
+        note = Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message="Baseline not ready.")
+        told_of = {
+            3: (fault(), note),
+            5: (fault(State.SUSPECT, U, rivals=(), to_come=2),),
+            2: (hot,),
+            6: (gone, *stale),
+        }
+        for index in range(8):
+            device = replace(GPU, uuid=f"GPU-{index}", index=index)
+            store.see_device(device, NOW)
+            store.set_verdict(verdict(*told_of.get(index, (note,)), device=device))
+        cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="AMD EPYC 9654 96-Core Processor")
+        store.see_device(cpu, NOW)
+        store.set_verdict(verdict(device=cpu))
+        xid = {"kind": "xid", "name": "31", "detail": "MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x7f"}
+        store.add_events([Event(device="GPU-3", first=NOW - 90, last=NOW - 60, **xid)])
+        store.set_present({f"GPU-{n}" for n in range(8) if n != 6} | {"CPU-1"}, NOW)
+        evidence = {f"GPU-{n}": {"exact_matmul": NOW - 600, "exact_attention": NOW - 60} for n in range(8)}
+        yield status.gather(store, Config(), NOW, daemon=True, evidence=evidence)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 24)])
+def test_a_mixed_machine_of_eight_fits_one_screen(mixed, columns, rows, monkeypatch):
+    """Every incident is there, worst first, and the sound devices share one line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = status_text(mixed)
+    shown = text.splitlines()
+    assert len(shown) <= rows, text
+    assert max(map(len, shown)) <= columns
+    for device in status_json(mixed)["devices"]:
+        for incident in device["incidents"]:
+            assert incident["text"] in " ".join(text.split()), text
+    assert [line.split()[0] for line in shown if re.match("[A-Z]{6,8} ", line)][-5:] == [
+        *("FAULTY", "SUSPECT", "UNKNOWN", "DEGRADED", "HEALTHY")
+    ]
+
+
+def test_a_mixed_machine_of_eight_fits_one_window(mixed, tmp_path):
+    """At 1,280 by 900 pixels nothing has to be scrolled to."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium here: nobody has looked at the page with a real browser")
+    (tmp_path / "page.html").write_bytes(status_page.render(mixed, NOW))
+    (tmp_path / "frame.html").write_text(
+        """<body><iframe id=f src=page.html style="width:1280px;height:900px;border:0"></iframe><script>
+        document.getElementById("f").onload = e => document.body.insertAdjacentHTML("beforeend", "<pre>" +
+          Math.max(...[...e.target.contentDocument.querySelectorAll("article")].map(
+            card => card.getBoundingClientRect().bottom)) + "</pre>");</script>"""
+    )
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    options = ("--headless", "--no-sandbox", "--disable-gpu", profile, "--allow-file-access-from-files", "--dump-dom")
+    done = subprocess.run(
+        [program, *options, f"file://{tmp_path}/frame.html"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert float(re.search(r"<pre>([\d.]+)</pre>", done.stdout)[1]) <= 900
