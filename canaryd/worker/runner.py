@@ -49,6 +49,7 @@ ANSWERS = {
     "capture": "canaryd.worker.canary.capture",
     "characterise": "canaryd.worker.characterise.parts",
     "compare": "canaryd.worker.canary.compare",
+    "export": "canaryd.worker.exact_canary.export",
     "reproducer": "canaryd.worker.numeric.reproducer",
 }
 """Requests that are not probes → the module that answers them."""

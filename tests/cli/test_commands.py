@@ -19,7 +19,7 @@ from canaryd.cli.main import parser
 from canaryd.config import permissions
 from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure
 
-COMMANDS = ("check", "drill", "run", "config", "probes", "devices")
+COMMANDS = ("check", "drill", "run", "canary", "config", "probes", "devices")
 
 
 @pytest.fixture
