@@ -31,9 +31,10 @@ from canaryd.worker.numeric import evidence, indexing
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import stack as numeric_stack
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
-from canaryd.worker.numeric.integers import derive, digest
+from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
 from canaryd.worker.numeric.verify import Case
 from probes import exact_attention, exact_integer, exact_matmul

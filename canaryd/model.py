@@ -75,6 +75,8 @@ class Cause(str, enum.Enum):
 
 ENDPOINT = "endpoint"
 """The backend of a server that answers on behalf of devices."""
+EXACT_ENDPOINT = "exact_endpoint"
+"""What probes name among their backends to test a server of an exact canary, whose right answers are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,11 @@ class Device:
     def is_endpoint(self) -> bool:
         """Whether it is a server and no part of this host."""
         return self.backend == ENDPOINT
+
+    @property
+    def tested_as(self) -> str:
+        """What a probe names among its backends to test it: the backend, or `EXACT_ENDPOINT`."""
+        return EXACT_ENDPOINT if self.is_endpoint and self.detail.get("exact") else self.backend
 
     @property
     def name(self) -> str:

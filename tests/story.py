@@ -67,6 +67,9 @@ ANSWER = "completions/reef/fresh"
 ANSWERED = ("the", "reef", "is", "a", "wall", "of", "coral", "in", "warm", "clear", "water", "near", "the", "coast")
 LEARNT_AT_ONCE = 30
 EXACT, RECORDED, CANARY = "exact_matmul", "recorded_kernels", "endpoint_canary"
+SERVED = "exact_endpoint"
+ASKED, ANSWERS = ("completions/alone", "completions/again", "completions/8-at-once"), 8
+"""Cases of a served exact canary, and how many answers each has."""
 NVIDIA, HOST = "nvidia_telemetry", "host_telemetry"
 SPECS: Mapping[str, ProbeSpec] = {
     spec.name: spec
@@ -74,6 +77,7 @@ SPECS: Mapping[str, ProbeSpec] = {
         ProbeSpec(name=EXACT, summary="exact products", every_instruction_set=True, order=10),
         ProbeSpec(name=RECORDED, summary="recorded kernels", backends=("cuda",), order=30),
         ProbeSpec(name=CANARY, summary="an endpoint's answers", backends=("endpoint",), numeric=False, order=40),
+        ProbeSpec(name=SERVED, summary="exact answers", backends=("exact_endpoint",), numeric=False, order=40),
         ProbeSpec(name=NVIDIA, summary="telemetry", backends=("cuda",), numeric=False, telemetry=True, period=15.0),
         ProbeSpec(name=HOST, summary="telemetry", backends=("cpu",), numeric=False, telemetry=True, period=15.0),
     )
@@ -137,6 +141,8 @@ class Machine:
     """Whether its servers tell that they serve others."""
     logprobs: bool = True
     """Whether its servers give log probabilities."""
+    exact: bool = False
+    """Whether its servers serve an exact canary, so that every answer has one right result."""
     unlisted: str = ""
     """Why the vendor's library cannot list its devices; "" where it can."""
 
@@ -493,7 +499,11 @@ class Host:
         periods = {name: story.seconds for name, spec in SPECS.items() if spec.telemetry}
         each = {n: ProbeSettings(period=periods.get(n), enabled=n in story.probes) for n in SPECS}
         endpoint = {
-            name: EndpointConfig(url="http://127.0.0.1:1/v1", devices=tuple(self.chips[part].uuid for part in parts))
+            name: EndpointConfig(
+                url="http://127.0.0.1:1/v1",
+                devices=tuple(self.chips[part].uuid for part in parts),
+                exact=Path("/srv/exact") if self.machine.exact else None,
+            )
             for name, parts in self.machine.servers.items()
         }
         self.config = Config(
@@ -679,6 +689,8 @@ class Host:
                 return replace(run, outcome=Outcome(fault.kind), detail=f"simulated: {fault.kind}")
         if any(f.kind == "nothing" and not request.spec.telemetry and self._struck(f) for f in faults):
             return replace(run, skipped=(Skipped(case="all", reason="no kernel for this device"),))
+        if probe == SERVED:
+            return replace(run, comparisons=tuple(self._exact_answers(request, faults)))
         if chip is None:
             return replace(run, **self._answers(request, self.served[name], faults), baselining=request.baselining)
         if request.spec.telemetry:
@@ -692,6 +704,20 @@ class Host:
         comparisons = tuple(self._comparisons(request, chip, faults, lane))
         trials = sum(c.trials for c in comparisons)
         return replace(run, comparisons=comparisons, readings=(Reading(name="trials", value=trials, unit="1"),))
+
+    def _exact_answers(self, request: RunRequest, faults: Sequence[Fault]) -> Iterator[Comparison]:
+        """Yield the comparisons of a served exact canary. A fault with bits is wrong in the same way each time."""
+        found = []
+        for case in (c for c in ASKED if not request.cases or c in request.cases):
+            clean = Comparison(case=case, shape="8 prompts", seed=1, exactness=Exactness.UNIVERSAL, trials=ANSWERS)
+            for fault in (f for f in faults if f.kind == "exact" and f.case in ("", case)):
+                if hits := self._struck(fault, ANSWERS):
+                    seen = replace(self._evidence(fault, clean, ""), bits={}, repeats=3, repeats_wrong=3)
+                    seen = replace(seen, repeats_alike=3 if fault.bits else 0)
+                    clean = replace(clean, wrong_trials=hits, evidence=seen, characterised=not fault.bits)
+            found.append(clean)
+        proven = any(c.wrong_trials < c.trials for c in found)
+        yield from (replace(c, characterised=c.characterised or proven) for c in found)
 
     def _comparisons(self, request: RunRequest, chip: Chip, faults: Sequence[Fault], lane: str) -> Iterator[Comparison]:
         part = chip.part

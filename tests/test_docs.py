@@ -128,7 +128,7 @@ def test_the_readmes_table_and_the_command_line_agree():
         command = commands[words.split()[0]]
         assert set(re.findall(r"--[a-z-]+", f"{words} {text}")) <= options_of(command), words
         if choices := words.split()[1:]:
-            (positional,) = (a for a in command._actions if not a.option_strings)
+            (positional,) = (a for a in command._actions if a.choices and not a.option_strings)
             assert tuple(choices[0].split("\\|")) == tuple(positional.choices)
 
 

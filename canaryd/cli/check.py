@@ -27,7 +27,7 @@ from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
 from canaryd.formatting import did_you_mean, format_duration
 from canaryd.judge.verdict import exit_code
-from canaryd.model import INTENSITIES, Device, State
+from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, State
 from canaryd.probe import LEVELS
 from canaryd.report.check import as_json, as_text
 from canaryd.store import notes
@@ -197,8 +197,8 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
 
 def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the probes that a drill runs unless others are named."""
-    endpoints = [d.is_endpoint for d in devices]
-    return ("exact_matmul",) * (not all(endpoints)) + ("endpoint_canary",) * any(endpoints)
+    probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
+    return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
 
 
 def _write_files(result: Result, report: Path | None, textfile: Path | None) -> None:

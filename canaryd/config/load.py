@@ -132,6 +132,10 @@ def _check_rules(config: Config, notes: Notes) -> None:
             notes.problems.append(
                 (notes.lines[where], where, 'url is missing; write e.g. url: "http://127.0.0.1:8000/v1"')
             )
+        for unused in (name for name in ("directory", "prompts") if f"{where}.{name}" in notes.lines):
+            if endpoint.exact is not None:
+                text = "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
+                notes.problems.append((notes.lines[f"{where}.{unused}"], f"{where}.{unused}", text))
     for names, broken, message in _RULES:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):

@@ -165,6 +165,13 @@ class EndpointConfig:
     prompts: Path | None = setting(
         PATH, "null", "A file with prompts. Default: canaryd's own prompts.", sample='"/etc/canaryd/prompts.json"'
     )
+    exact: Path | None = setting(
+        PATH,
+        "null",
+        "The directory of the exact canary that it serves, as canaryd canary export wrote it: every answer is compared"
+        " with the one right answer, and nothing is learnt. Default: it serves another model.",
+        sample='"/srv/exact"',
+    )
     apis: tuple[str, ...] = setting(
         ListOf(API), '["completions", "chat"]', "Which of its APIs to test; an API that it lacks is skipped."
     )

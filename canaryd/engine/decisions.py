@@ -18,6 +18,7 @@ from canaryd.judge.node import Node, node
 from canaryd.judge.recordings import drift, rules
 from canaryd.judge.recordings.drift import Drift
 from canaryd.judge.recordings.record import Peer, Record
+from canaryd.judge.served import Behind
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import ENDPOINT, Device, Event, Finding, Run, Verdict
@@ -140,6 +141,7 @@ class Decisions:
                 acks=() if drill else self._acks.in_force(uuid),
                 history_lost=None if drill else host.store.lost,
                 trends=() if drill else self._trends.findings(device),
+                behind=self._behind(device) if served else (),
                 serving={} if served else self._served_endpoints(device, drill=drill),
             )
             verdict = judge_verdict.decide(case)
@@ -197,6 +199,14 @@ class Decisions:
         here = [d for u, d in self._host.devices.items() if u in self._host.present]
         found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent)]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
+
+    def _behind(self, device: Device) -> tuple[Behind, ...]:
+        """Return the devices that serve an endpoint, with the evidence on them."""
+        parts = self._host.devices_behind(device)
+        return tuple(
+            Behind(d.name, tuple(r for r in self._evidence.of(d.uuid) if not r.drill), d.uuid in self._doubted)
+            for d in parts
+        )
 
     def _served_endpoints(self, device: Device, *, drill: bool) -> dict[str, tuple[int, Sequence[Finding]]]:
         """Return each endpoint that a device serves → how many devices serve it, and its findings."""

@@ -22,7 +22,11 @@ def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
             index=number,
             model=endpoint.model or "default",
             weak_identity=True,
-            detail={"url": endpoint.url, "behind": " ".join(d.name for d in behind(endpoint, known))},
+            detail={
+                "url": endpoint.url,
+                "behind": " ".join(d.name for d in behind(endpoint, known)),
+                **({"exact": str(endpoint.exact)} if endpoint.exact else {}),
+            },
         )
         for number, (name, endpoint) in enumerate(named(config).items())
     ]
@@ -63,6 +67,7 @@ def settings(endpoint: EndpointConfig) -> dict[str, Any]:
         "model": endpoint.model or "",
         "directory": str(endpoint.directory or ""),
         "prompts": str(endpoint.prompts or ""),
+        "exact": str(endpoint.exact or ""),
         "apis": list(endpoint.apis),
         "dialect": endpoint.dialect or "",
         "key_file": str(endpoint.key_file or ""),

@@ -314,6 +314,9 @@ class Engine(Host):
         """Store a run, learn from it, judge its device, and return the run as it was stored."""
         learnt: Collection[Baseline] = ()
         run = self._evidence.redated(run)
+        device = self.devices.get(run.device)
+        if device is not None and device.is_endpoint and (run.recordings or run.comparisons):
+            run = replace(run, stack=self.stack_behind(device, run))
         if run.recordings:
             run, learnt = self._learning.take_in(run)
         self.store.add_run(run, learnt, self._met.learn([run]))

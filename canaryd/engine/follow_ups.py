@@ -6,7 +6,7 @@ from canaryd.engine import schedule
 from canaryd.engine.evidence import Evidence
 from canaryd.engine.host import Host
 from canaryd.engine.schedule import Plan
-from canaryd.model import INTENSITIES, Device, Outcome, Run, State
+from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
 """Confirmations that do not complete are given up after this many times the number that is wanted."""
@@ -26,7 +26,9 @@ class FollowUps:
         if run.probe not in host.entries or run.device not in host.devices:
             return []
         device, count = host.devices[run.device], host.config.judge.confirm_runs
-        return schedule.confirmations(run, host.entries[run.probe], device, host.siblings(device), count)
+        entry = host.entries[run.probe]
+        siblings = [sibling for sibling in host.siblings(device) if schedule.applies(entry, sibling)]
+        return schedule.confirmations(run, entry, device, siblings, count)
 
     def owed(self, uuid: str) -> list[Plan]:
         """Return the confirmations that recent mismatches lack because of a stop, a crash or a busy device."""
@@ -73,7 +75,7 @@ class FollowUps:
         mine = self._evidence.of(device.uuid)
         for endpoint in (d for d in host.devices.values() if d.is_endpoint and device in host.devices_behind(d)):
             verdict = host.store.verdict(endpoint.uuid)
-            if verdict is None or verdict.state.severity < State.SUSPECT.severity:
+            if verdict is None or not _in_doubt(verdict):
                 continue
             if any(r.intensity == "content" and r.started >= verdict.since for r in mine):
                 continue
@@ -90,3 +92,9 @@ class FollowUps:
         after = [*(s for s in siblings if s.uuid > device.uuid), *(s for s in siblings if s.uuid < device.uuid)]
         free = [s for s in after if schedule.may_be_retested(self._evidence.of(s.uuid), now)]
         return [free[turn % len(free)]] if free else []
+
+
+def _in_doubt(verdict: Verdict) -> bool:
+    """Return whether an endpoint's answers are wrong: also where nobody can tell yet that it can give right ones."""
+    unproven = any(f.rule == "uncharacterised-mismatch" for f in verdict.findings)
+    return verdict.state.severity >= State.SUSPECT.severity or unproven

@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from canaryd.config.settings import Config, EndpointConfig, ProbeSettings
 from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
-from canaryd.model import Device
+from canaryd.model import Device, Run
 from canaryd.probe import ProbeSpec
 from canaryd.store.store import Store
+
+STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
+"""Facts about devices and host on which the numbers of a server may depend."""
+SERVER = "endpoint_server"
+"""The reading in which an endpoint's probe tells the server's software."""
 
 
 @dataclass
@@ -120,6 +125,18 @@ class Host:
     def devices_behind(self, device: Device) -> list[Device]:
         """Return the devices that serve an endpoint."""
         return endpoints.behind(self.endpoint(device), self.devices.values())
+
+    def stack_behind(self, device: Device, run: Run) -> dict[str, str]:
+        """Return the software of a server as its probe tells it, and below it as its devices and the host report it."""
+        parts = self.devices_behind(device)
+        parts += [d for d in self.devices.values() if d.backend == "cpu" and d not in parts]
+        found: dict[str, set[str]] = {}
+        for part in parts:
+            for key in STACK_BEHIND:
+                if key in part.detail:
+                    found.setdefault(key, set()).add(part.detail[key])
+        found |= {"server": {str(r.value)} for r in run.readings if r.name == SERVER}  # noqa: B035  at most one
+        return {key: " ".join(sorted(values)) for key, values in found.items()}
 
     def share_a_device(self, device: Device, other: Device) -> bool:
         """Return whether two endpoints are served by a common device, so that neither can be evidence on the other."""

@@ -11,10 +11,7 @@ from canaryd.engine.met import MetClasses
 from canaryd.engine.schedule import Plan, Step
 from canaryd.judge.recordings import intake
 from canaryd.judge.recordings.baseline import Baseline, Key, key_of
-from canaryd.model import Device, Outcome, Run, State
-
-STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
-"""Facts about devices and host on which the numbers of a server may depend."""
+from canaryd.model import Outcome, Run, State
 
 
 class Learning:
@@ -83,9 +80,6 @@ class Learning:
 
         Returns the run with what was found, and the baselines that changed.
         """
-        device = self._host.devices.get(run.device)
-        if device is not None and device.is_endpoint:
-            run = replace(run, stack=self._stack_behind(device))
         trusted = self._is_trusted(run)
         self.refresh()
         with self._host.mutex:
@@ -114,14 +108,3 @@ class Learning:
         found = [f for d in self._host.devices_behind(device) if d.uuid in verdicts for f in verdicts[d.uuid].findings]
         accusing = [f for f in found if f.state.severity >= State.SUSPECT.severity or f.acknowledged]
         return all(f.rule == "endpoint-departed" for f in accusing)
-
-    def _stack_behind(self, device: Device) -> dict[str, str]:
-        """Return the software below a server, as its devices and the host report it."""
-        parts = self._host.devices_behind(device)
-        parts += [d for d in self._host.devices.values() if d.backend == "cpu" and d not in parts]
-        found: dict[str, set[str]] = {}
-        for part in parts:
-            for key in STACK_BEHIND:
-                if key in part.detail:
-                    found.setdefault(key, set()).add(part.detail[key])
-        return {key: " ".join(sorted(values)) for key, values in found.items()}

@@ -70,7 +70,7 @@ def new_seed() -> int:
 
 def applies(entry: Entry, device: Device) -> bool:
     """Return whether a probe is for the device's backend; "*" does not include endpoints."""
-    return device.backend in entry.spec.backends or ("*" in entry.spec.backends and device.backend != "endpoint")
+    return device.tested_as in entry.spec.backends or ("*" in entry.spec.backends and not device.is_endpoint)
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:

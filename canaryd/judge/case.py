@@ -14,6 +14,7 @@ from typing import NamedTuple
 from canaryd.config.settings import JudgePolicy
 from canaryd.facts import Comparison, Subject
 from canaryd.judge import cause as judge_cause
+from canaryd.judge import served
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.clock import age
 from canaryd.judge.confirmation import GROUNDS
@@ -52,6 +53,8 @@ class Case:
     """Vendor → why its devices on this host could not be listed; for the host's CPU only."""
     recordings: Sequence[Finding] = ()
     """What the rules for recordings found of this device."""
+    behind: Sequence[served.Behind] = ()
+    """The devices that serve this endpoint."""
     serving: Mapping[str, tuple[int, Sequence[Finding]]] = field(default_factory=dict)
     """Endpoint that this device serves → how many devices serve it, and what was found of its recordings."""
     acks: Sequence[Ack] = ()
@@ -258,6 +261,8 @@ def cured(case: Case, run: Run) -> bool:
 def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known around the mismatches of one subject, probe and stack."""
     newest, run = mismatches[-1], mismatches[-1].run
+    if case.device.is_endpoint:
+        return served.scene(case.behind, case.runs, mismatches, repeat_command(run))
     if newest.comparison.subject is Subject.HOST:
         return _scene_of_goldens(case, mismatches)
     shared = any(id(m.comparison) in case.node.shared for m in mismatches)

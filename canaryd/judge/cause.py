@@ -114,6 +114,22 @@ class Scene:
     """The same goldens have been matched by a result, here or on a sibling."""
     command: str = ""
     """What repeats the newest mismatch."""
+    served: Served | None = None
+    """What is known of an endpoint, whose answers devices and software give together; None for a device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is known of the devices that serve an endpoint, since its first wrong answer."""
+
+    wrong: frozenset[str] = frozenset()
+    """Those with something against them."""
+    right: frozenset[str] = frozenset()
+    """Those that passed a deep test."""
+    untested: frozenset[str] = frozenset()
+    """The others."""
+    inconstant: bool = False
+    """The same question was answered wrong in different ways."""
 
 
 class Row(NamedTuple):
@@ -125,6 +141,30 @@ class Row(NamedTuple):
 
 
 TABLE: tuple[Row, ...] = (
+    Row(
+        lambda s: s.served and s.served.wrong,
+        Cause.UNDETERMINED,
+        lambda s: f"Cause unknown: {names(_behind(s).wrong)}, which serves it, has findings of its own.",
+    ),
+    Row(
+        lambda s: s.served and s.served.inconstant,
+        Cause.UNDETERMINED,
+        lambda _: "Cause unknown: it answers the same question wrong in different ways: the engine, or a rare fault.",
+    ),
+    Row(
+        lambda s: s.served and s.served.right and not s.served.untested,
+        Cause.SOFTWARE,
+        lambda s: f"The exact tests have passed since on what serves it: {names(_behind(s).right)}.",
+    ),
+    Row(
+        lambda s: s.served,
+        Cause.UNDETERMINED,
+        lambda s: (
+            f"Cause unknown: not tested since the wrong answer: {names(_behind(s).untested)}."
+            if _behind(s).untested
+            else "Cause unknown: no device of this host serves it."
+        ),
+    ),
     Row(lambda s: s.makers is not None, Cause.HARDWARE, lambda s: f"One program gave two results on {s.makers}."),
     Row(
         lambda s: s.lone_core is not None,
@@ -215,6 +255,9 @@ def _rivals(scene: Scene, cause: Cause) -> Iterator[Rival]:
     """Yield what else it could have been, and what speaks against it; nothing is rejected for lack of evidence."""
     if scene.golden:
         return
+    if scene.served:
+        yield from _rivals_of_endpoint(scene, scene.served, cause)
+        return
     yield _this_device(scene) if cause is Cause.SOFTWARE else _software(scene)
     if scene.right or scene.goldens_right:
         why = f"a wrong reference: {names(scene.right) or 'an earlier result'} matched it"
@@ -238,6 +281,27 @@ def _rival(
     what: Suspect, why: str, shown: Shown = Shown.NOTHING, by: Iterable[str] = (), *, rejected: bool = False
 ) -> Rival:
     return Rival(cause=KINDS[what], why=why, rejected=rejected, what=what, shown=shown, by=tuple(sorted(by)))
+
+
+def _behind(scene: Scene) -> Served:
+    """Return what is known of the devices that serve an endpoint."""
+    return scene.served or Served()
+
+
+def _rivals_of_endpoint(scene: Scene, served: Served, cause: Cause) -> Iterator[Rival]:
+    software = "the engine, its settings, or the copy of the model in its memory"
+    if cause is not Cause.SOFTWARE:
+        yield Rival(cause=Cause.SOFTWARE, why=software, rejected=False)
+    known = {
+        "wrong too": served.wrong,
+        "passed the exact tests since": served.right,
+        "not tested since": served.untested,
+    }
+    passed = "; ".join(f"{text}: {names(who)}" for text, who in known.items() if who)
+    why = f"a device that serves it ({passed or 'none is of this host'})"
+    yield Rival(cause=Cause.HARDWARE, why=why, rejected=cause is Cause.SOFTWARE)
+    matched = "the same questions were answered right" if scene.goldens_right else "no answer has matched it yet"
+    yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {matched}", rejected=scene.goldens_right)
 
 
 def _this_device(scene: Scene) -> Rival:

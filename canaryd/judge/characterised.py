@@ -116,8 +116,8 @@ FOLDED = "*"
 
 
 def learns(kind: Kind) -> bool:
-    """Return whether devices of a kind are characterised by evidence: processors and endpoints are not."""
-    return kind[0] not in ("cpu", ENDPOINT)
+    """Return whether devices of a kind are characterised by evidence: processors are not."""
+    return kind[0] != "cpu"
 
 
 class Proof(NamedTuple):
@@ -155,6 +155,8 @@ class Claims:
         met = [m for m in same if name in m.classes]
         if any(m.device == device for m in met):
             return Proof(By.ITSELF, (device,))
+        if kind[0] == ENDPOINT:  # another server of the same software may have other settings
+            return None
         for by, elsewhere in ((By.SIBLING, False), (By.WITNESS, True)):
             if found := tuple(sorted(m.device for m in met if m.imported is elsewhere)):
                 return Proof(by, found)

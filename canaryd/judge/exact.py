@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
-from canaryd.judge.case import Case, cured, record
-from canaryd.judge.cause import Mismatch, names
+from canaryd.judge.case import Case, cured, record, scene
+from canaryd.judge.cause import Mismatch, decide, names
 from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, proofs, strongest
@@ -49,6 +49,8 @@ def exact_mismatch(case: Case) -> Iterator[Finding]:
         probe = mismatches[-1].run.probe
         tally = (facts := wrong_results(case, mismatches)).probes[probe]
         text = f"{probe} computed {tally.wrong:,} of {tally.of:,} results wrong"
+        if case.device.is_endpoint:
+            text = f"The server answered {tally.wrong:,} of {tally.of:,} exact questions wrong"
         yield _suspicion(case, "exact-mismatch", text, mismatches, facts)
 
 
@@ -68,7 +70,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
             "exact-mismatch-confirmed",
             State.FAULTY,
             lead.cause,
-            f"Wrong results in {probes}, confirmed: {grounds[0].why}",
+            f"Wrong {'answers' if case.device.is_endpoint else 'results'} in {probes}, confirmed: {grounds[0].why}",
             _remedy(case, lead),
             mismatches,
             (
@@ -83,6 +85,8 @@ def confirmed(case: Case) -> Iterator[Finding]:
 
 def _remedy(case: Case, lead: Mismatch) -> str:
     """Return what to do about a confirmed fault."""
+    if case.device.is_endpoint:
+        return f"Do not use its answers. {_about_server(lead.cause)}"
     if lead.cause is Cause.HARDWARE and case.device.weak_identity:
         return "Take it out of service and tell whoever runs the physical machine"
     if lead.cause is Cause.HARDWARE:
@@ -158,7 +162,8 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
     Where identical devices give the same wrong bits, it is software or design and no single unit.
     """
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
-    alike = {id(m): _alike(case, m) for m in mismatches}
+    # Two servers that are alike wrong may have the same setting, which says nothing about their software.
+    alike = {id(m): frozenset() if case.device.is_endpoint else _alike(case, m) for m in mismatches}
     for shared in (True, False):
         side = [m for m in mismatches if bool(alike[id(m)]) is shared]
         for listed in case.standing(Subject.DEVICE, side):
@@ -177,6 +182,8 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
         return make_finding(
             "uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts
         )
+    if case.device.is_endpoint:
+        return _never_right(case, mismatches, facts)
     before = case.node.claims.before(case.device.kind, newest.run, newest.comparison.case)
     return make_finding(
         "uncharacterised-mismatch",
@@ -194,6 +201,33 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
         ),
         facts,
     )
+
+
+def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults) -> Finding:
+    """Return the finding of a server that is always wrong, and was never right: formats that round look like that."""
+    cause, why, rivals = decide(scene(case, mismatches))
+    found = make_finding(
+        "uncharacterised-mismatch",
+        State.UNKNOWN,
+        cause,
+        "Every answer of the server is wrong, and it has given no right one yet",
+        "Serve the exact canary unquantised, and check that it is the one that exact names",
+        mismatches,
+        (
+            "Nobody can tell yet: a format that rounds, another checkpoint, a bug of the engine, or a fault.",
+            why,
+            f"Newest: {describe(mismatches[-1])}.",
+        ),
+        facts,
+    )
+    return replace(found, rivals=rivals)
+
+
+def _about_server(cause: Cause) -> str:
+    """Return what to do about a server with wrong answers."""
+    if cause is Cause.SOFTWARE:
+        return "Restart the server; if it stays wrong, change the engine or its settings"
+    return "Test the devices that serve it: canaryd check --level deep"
 
 
 def _changed_since(before: Mapping[str, str], run: Run) -> str:
@@ -229,7 +263,7 @@ def _alike(case: Case, mismatch: Mismatch) -> frozenset[str]:
 
 def _proven(case: Case, mismatches: Sequence[Mismatch]) -> Iterator[str]:
     """Yield by what the accused classes are exact, one sentence for each kind of proof; processors are shipped so."""
-    if case.is_cpu:
+    if case.is_cpu or case.device.is_endpoint:
         return
     found = proofs([m for m in mismatches if m.comparison.subject is Subject.DEVICE])
     for by, group in itertools.groupby(found.items(), key=lambda item: item[1].by):
@@ -251,7 +285,7 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
     else:
         again = retests(case, [m for m in mismatches if _root(m) == _root(mismatches[-1])])
         facts = replace(facts, to_come=max(0, case.policy.confirm_runs - again.of))
-        message, action = f"{seen}, in {runs}", _next_step(lead, facts.to_come)
+        message, action = f"{seen}, in {runs}", _next_step(case, lead, facts.to_come)
         evidence = (lead.why, *_progress(case, mismatches, again), *_proven(case, mismatches), newest)
     return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence, facts)
 
@@ -261,10 +295,12 @@ def _root(mismatch: Mismatch) -> str:
     return mismatch.run.confirms or mismatch.run.id
 
 
-def _next_step(lead: Mismatch, to_come: int) -> str:
+def _next_step(case: Case, lead: Mismatch, to_come: int) -> str:
     """Return what to do about a suspect: wait for its retests, then act by cause."""
     if to_come > 0:
         return f"Wait for {count(to_come, 'automatic retest')}"
+    if case.device.is_endpoint:
+        return _about_server(lead.cause)
     if lead.cause is Cause.UNDETERMINED:
         return "To find the cause, repeat the command below on an identical device"
     if lead.cause is Cause.SOFTWARE:

@@ -50,6 +50,7 @@ ANSWERS = {
     "characterise": "canaryd.worker.characterise.parts",
     "compare": "canaryd.worker.canary.compare",
     "exact_capture": "canaryd.worker.exact_canary.capture",
+    "export": "canaryd.worker.exact_canary.export",
     "reproducer": "canaryd.worker.numeric.reproducer",
 }
 """Requests that are not probes → the module that answers them."""

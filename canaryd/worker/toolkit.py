@@ -7,8 +7,8 @@ Everything else below `canaryd.worker` may move. `docs/writing-a-probe.md` descr
 from __future__ import annotations
 
 from canaryd.worker.numeric.evidence import collect
-from canaryd.worker.numeric.integers import derive
 from canaryd.worker.numeric.operands import Bound, Problem
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import (
     need_torch,
     strict_switches,

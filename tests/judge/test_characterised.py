@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from canaryd.facts import Comparison, Evidence, Exactness, Subject
@@ -66,11 +68,20 @@ def test_a_kernel_for_other_sizes_vouches_for_nothing():
     assert Claims([small]).proof("GPU-a", KIND, run(), f"{case}@2048x2048x2048") is None
 
 
-def test_processors_and_endpoints_are_not_characterised_by_evidence():
-    """Processors behave as the table that ships says; an endpoint is no device."""
+def test_processors_are_not_characterised_by_evidence():
+    """They behave as the table that ships says."""
     assert learns(KIND)
     assert not learns(("cpu", "EPYC 9654"))
-    assert not learns(("endpoint", "reef"))
+
+
+def test_no_server_vouches_for_another():
+    """Two of one model and one version may have other settings; what a server gave itself counts."""
+    kind = ("endpoint", "exact")
+    right = replace(met("endpoint:a", "completions/alone"), kind=kind)
+    asked = "completions/alone"
+    assert Claims([right]).proof("endpoint:a", kind, run(), asked) == Proof(By.ITSELF, ("endpoint:a",))
+    assert Claims([right]).proof("endpoint:b", kind, run(), asked) is None
+    assert Claims([replace(right, imported=True)]).proof("endpoint:b", kind, run(), asked) is None
 
 
 @pytest.mark.parametrize(

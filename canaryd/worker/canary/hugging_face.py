@@ -24,7 +24,8 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
 from canaryd.worker.numeric import faults
-from canaryd.worker.numeric.integers import digest, mix64
+from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import bits, torch, torch_device
 from canaryd.worker.telemetry.sysfs import path_setting
 

@@ -17,9 +17,9 @@ from canaryd.facts import Claim, Seen
 from canaryd.model import Device
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.numeric import attention
-from canaryd.worker.numeric.integers import derive
 from canaryd.worker.numeric.operands import CONTENTS, Product, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, strict_switches, torch
 from canaryd.worker.numeric.verify import accumulator, refusal

@@ -11,9 +11,9 @@ from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
 from canaryd.worker.characterise.exactness import label, product_of
 from canaryd.worker.numeric import faults
-from canaryd.worker.numeric.integers import derive, mix64
 from canaryd.worker.numeric.operands import build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
+from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
 

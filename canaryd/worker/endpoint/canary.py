@@ -100,6 +100,10 @@ class Endpoint:
             raise Refused(where, 200, "an answer without the prompt's tokens")
         return replace(answer, sent=sent)
 
+    def formats(self) -> dict[str, str]:
+        """Return the formats that the server says it computes and caches in; see `Dialect.formats`."""
+        return self.dialect.formats(self._client.get)
+
     def running(self) -> int | None:
         """Return how many requests the server serves or queues now; None if unknown."""
         return self.dialect.running(self._client.get)

@@ -31,6 +31,8 @@ MOST_SAMPLES, LONGEST_SAMPLE = 16, 8192
 """Samples of one metric that are read, and characters of each (ours): there is one for each engine."""
 MOST_REQUESTS = 10**9
 """Largest plausible number of requests being served."""
+ROUNDING = ("quantization", "kv_cache_dtype", "cache_dtype")
+"""Names under which servers report formats that may round."""
 READS = 4
 """Most reads of a configuration until two in a row agree."""
 VOLATILE = frozenset(
@@ -125,6 +127,12 @@ class Dialect:
                 return digest(now)[:8]
             before = now
         return ""
+
+    def formats(self, get: Get) -> dict[str, str]:
+        """Return what the server reports of the formats that it computes and caches in; {} for nothing."""
+        found = self._configuration(get)
+        pairs = list(found.items()) if isinstance(found, dict) else [pair for sample in found or () for pair in sample]
+        return {name: str(value or "") for name, value in pairs if name in ROUNDING}
 
     def _configuration(self, get: Get) -> Any:
         if self.info:

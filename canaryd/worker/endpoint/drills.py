@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from canaryd.worker.endpoint.answers import Answer, Position
+from canaryd.worker.exact_canary.expected import spell, tokens_of
+from canaryd.worker.exact_canary.shape import Plan
 
 
 def injected(answer: Answer, fault: str) -> Answer:
@@ -23,6 +25,13 @@ def injected(answer: Answer, fault: str) -> Answer:
     for i in at[middle % 16 :: 16] if fault == "stuck" else at[middle : middle + 1]:
         positions[i] = _CHANGES[fault](positions[i])
     return replace(answer, positions=tuple(positions), text=f"[drill: {fault} at position {at[middle]}] {answer.text}")
+
+
+def another_word(answer: Answer, program: Plan) -> Answer:
+    """Return an exact canary's answer with one wrong word in the middle, whatever the drill's fault; without scores."""
+    tokens = tokens_of(program, answer.text) or [0]
+    tokens[len(tokens) // 2] ^= 1
+    return replace(answer, text=spell(program, tokens), positions=(), scored=False)
 
 
 def _bits(change: Callable[[int], int]) -> Callable[[Position], Position]:

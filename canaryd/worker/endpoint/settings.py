@@ -24,6 +24,8 @@ class Settings:
     apis: tuple[str, ...] = APIS
     directory: Path | None = None
     prompts: Path | None = None
+    exact: Path | None = None
+    """The directory of a served exact canary, as `canaryd canary export` wrote it."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
@@ -58,13 +60,14 @@ class Settings:
             apis=tuple(apis),
             directory=Path(texts["directory"]) if texts["directory"] else None,
             prompts=Path(texts["prompts"]) if texts["prompts"] else None,
+            exact=Path(texts["exact"]) if texts["exact"] else None,
             key=_key(Path(texts["key_file"])) if texts["key_file"] else "",
             ca_file=texts["ca_file"],
             timeout=float(timeout),
         )
 
 
-_FILES = ("directory", "prompts", "key_file", "ca_file")
+_FILES = ("directory", "prompts", "exact", "key_file", "ca_file")
 
 
 def _key(path: Path) -> str:

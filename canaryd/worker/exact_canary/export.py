@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from canaryd.worker.canary.model import write_safetensors
-from canaryd.worker.exact_canary.construct import Model
-from canaryd.worker.exact_canary.golden import answer, continuation, prompt
+from canaryd.worker.exact_canary import golden
+from canaryd.worker.exact_canary.construct import Model, construct
+from canaryd.worker.exact_canary.expected import FILE, SCHEMA, WEIGHTS, spell, word
+from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.shape import CONTEXT, EPSILON, THETA
-from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.exact_canary.shape import CONTEXT, EPSILON, THETA, TINY, Unfit, like
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.tensors import need_torch, torch
 
-PROMPTS = 2
-"""Prompts whose answers are written beside the checkpoint."""
-
-
-def word(model: Model, token: int) -> str:
-    """Return how a token is spelled: "p7v12" is value 12 at place 7."""
-    program = model.program
-    if token == program.anchor:
-        return "anchor"
-    if token > program.anchor:
-        return f"unused{token}"
-    return f"p{token // program.values}v{token % program.values}"
+PROMPTS = 8
+"""Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
+STEPS = 64
+"""Most words of an answer, as many as an endpoint canary asks for: proving takes time for each (ours)."""
 
 
-def spell(model: Model, tokens: list[int]) -> str:
-    """Return a text that the tokenizer turns into these tokens."""
-    return " ".join(word(model, token) for token in tokens)
+def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
+    """Write the checkpoint that `canaryd canary export` asks for; return what it is, as JSON data.
+
+    Returns {"mistake": reason} where no exact canary has the sizes. Raises `Skip` without torch, `ValueError` where the
+    directory cannot be written.
+    """
+    need_torch()
+    directory = Path(arguments["directory"])
+    progress(0.0, "making the weights")
+    try:
+        shape = like(arguments["like"], arguments["layers"]) if arguments["like"] else TINY
+        model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None)
+    except KeyError as error:
+        return {"mistake": f"has no {error.args[0]}"}
+    except (Unfit, Inexact, TypeError, ValueError) as error:
+        return {"mistake": str(error)}
+    try:
+        export(model, directory, progress)
+    except OSError as error:
+        raise ValueError(f"{directory}: not written: {error.strerror}") from None
+    return {
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "prompts": PROMPTS,
+        "words": steps(model),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+    }
+
+
+def steps(model: Model) -> int:
+    """Return how many words an answer has."""
+    return min(STEPS, model.program.steps)
 
 
 def config(model: Model) -> dict[str, Any]:
@@ -64,7 +95,7 @@ def config(model: Model) -> dict[str, Any]:
 
 def tokenizer(model: Model) -> dict[str, Any]:
     """Return `tokenizer.json`: one word, one token; words are separated by white space."""
-    words = {word(model, token): token for token in range(model.shape.vocabulary)}
+    words = {word(model.program, token): token for token in range(model.shape.vocabulary)}
     return {
         "version": "1.0",
         "truncation": None,
@@ -74,23 +105,24 @@ def tokenizer(model: Model) -> dict[str, Any]:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": word(model, model.shape.vocabulary - 1)},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": word(model.program, model.shape.vocabulary - 1)},
     }
 
 
-def answers(model: Model) -> list[dict[str, Any]]:
+def answers(model: Model, progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
     """Return prompts with their proved continuations: text, tokens, log probabilities (natural), leads."""
     walk, found = Walk(model.shape, model.weights), []
     for number in range(PROMPTS):
-        words, count = prompt(model.program, model.seed + number), model.program.steps
+        progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
+        words, count = prompt(model.program, model.seed + number), steps(model)
         following = continuation(model.program, model.shape.layers, words, count)
         logits = walk.prove(words + following[:-1]).logits[-count:].tolist()
-        right = answer(model.program, model.shape, words, count, logits)
+        right = golden.answer(model.program, model.shape, words, count, logits)
         found.append(
             {
-                "text": spell(model, words),
+                "text": spell(model.program, words),
                 "prompt": words,
-                "continuation": spell(model, following),
+                "continuation": spell(model.program, following),
                 "tokens": right.tokens,
                 "log_probabilities": right.log_probabilities,
                 "leads": right.leads,
@@ -99,12 +131,28 @@ def answers(model: Model) -> list[dict[str, Any]]:
     return found
 
 
-def export(model: Model, directory: Path) -> None:
-    """Prove the model's answers, and write the checkpoint; raises `Inexact` before anything is written."""
-    expected = answers(model)
-    directory.mkdir(parents=True, exist_ok=True)
+def export(
+    model: Model, directory: Path, progress: Callable[[float, str], None] = lambda _fraction, _text: None
+) -> None:
+    """Prove the model's answers, and write the checkpoint as a whole or not at all.
+
+    The directory is new or empty. Raises `Inexact` before anything is written, `OSError` where it cannot be.
+    """
+    proved = answers(model, progress)
+    fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        fresh.mkdir(parents=True)
+        _write(model, fresh, proved)
+        fresh.rename(directory)  # takes the place of an empty directory
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(fresh)
+
+
+def _write(model: Model, directory: Path, proved: list[dict[str, Any]]) -> None:
     narrow = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
-    (directory / "model.safetensors").write_bytes(write_safetensors(narrow, {"format": "pt"}))
+    weights = write_safetensors(narrow, {"format": "pt"})
+    (directory / WEIGHTS).write_bytes(weights)
     documents = {
         "config": config(model),
         "generation_config": {"do_sample": False},
@@ -116,7 +164,14 @@ def export(model: Model, directory: Path) -> None:
             "model_max_length": CONTEXT,
             "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
         },
-        "expected": {"seed": model.seed, "anchored": model.program.anchored, "prompts": expected},
     }
-    for name, document in documents.items():
-        (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    expected = {
+        "schema": SCHEMA,
+        "shape": asdict(model.shape),
+        "seed": model.seed,
+        "anchored": model.program.anchored,
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "prompts": proved,
+    }
+    for name, document in {**{f"{name}.json": each for name, each in documents.items()}, FILE: expected}.items():
+        (directory / name).write_text(json.dumps(document, indent=1) + "\n")

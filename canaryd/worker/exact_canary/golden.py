@@ -9,16 +9,23 @@ import math
 from dataclasses import dataclass
 
 from canaryd.worker.exact_canary.shape import Plan, Shape
-from canaryd.worker.numeric.integers import derive, mix64
+from canaryd.worker.numeric.seeds import GAMMA, derive, mix64
 
 
 def prompt(program: Plan, seed: int) -> list[int]:
     """Return the words of a prompt: the anchor if there is one, each place once, the last one last."""
     start = derive(seed, "prompt")
     values = [mix64(start + i) % program.values for i in range(program.prompt)]
-    order = sorted(range(program.prompt - 1), key=lambda i: mix64(start ^ (i + 1) * 0x9E3779B97F4A7C15))
+    order = sorted(range(program.prompt - 1), key=lambda i: mix64(start ^ (i + 1) * GAMMA))
     words = [place * program.values + values[place] for place in [*order, program.prompt - 1]]
     return [program.anchor, *words] if program.anchored else words
+
+
+def codes(program: Plan, seed: int) -> list[int]:
+    """Return each place's code as a number: `integers.permutation` of the places, in plain Python."""
+    start = derive(seed, "places")
+    drawn = [mix64((i + 1) * GAMMA + start) & ((1 << 63) - 1) for i in range(program.places)]
+    return sorted(range(program.places), key=drawn.__getitem__)
 
 
 def continuation(program: Plan, layers: int, words: list[int], count: int) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.worker.numeric.integers import mix64
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import bits, torch
 
 Change = Callable[[Any, int], None]

@@ -6,18 +6,14 @@ Nothing here uses a floating-point operation, and everything is defined by two's
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
+from canaryd.worker.numeric.seeds import GAMMA, MIX1, MIX2, derive, mix64
 from canaryd.worker.numeric.tensors import bits, torch
 
-# SplitMix64: G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the
-# finaliser is David Stafford's Mix13. Constants as signed int64.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX2 = 0x94D049BB133111EB - (1 << 64)
+# The constants of `seeds` as signed int64.
+_GAMMA, _MIX1, _MIX2 = (constant - (1 << 64) for constant in (GAMMA, MIX1, MIX2))
 _CHUNK = 1 << 20
-_MASK64 = (1 << 64) - 1
 
 
 def _mix(z: Any) -> Any:
@@ -25,20 +21,6 @@ def _mix(z: Any) -> Any:
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
-
-
-def mix64(value: int) -> int:
-    """Return SplitMix64's finaliser of one unsigned 64-bit integer, in plain Python."""
-    z = value & _MASK64
-    z = ((z ^ (z >> 30)) * (_MIX1 & _MASK64)) & _MASK64
-    z = ((z ^ (z >> 27)) * (_MIX2 & _MASK64)) & _MASK64
-    return z ^ (z >> 31)
-
-
-def derive(seed: int, name: str) -> int:
-    """Return the seed of the stream called `name` under `seed`; unsigned, below 2**63."""
-    text = name.encode()
-    return mix64(mix64(seed) ^ (zlib.crc32(text) | zlib.adler32(text) << 32)) >> 1
 
 
 def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:

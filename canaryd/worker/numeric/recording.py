@@ -28,7 +28,8 @@ from canaryd.model import Device
 from canaryd.probe import Absent, Fact
 from canaryd.worker.numeric import error_bounds, evidence, verify
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.integers import combine, derive
+from canaryd.worker.numeric.integers import combine
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.tensors import host_same_bits, on_core, synchronize, torch, torch_device
 

@@ -15,7 +15,8 @@ from typing import Any
 from canaryd.model import Device
 from canaryd.worker.numeric import error_bounds
 from canaryd.worker.numeric.attention import attend
-from canaryd.worker.numeric.integers import below, derive, stream
+from canaryd.worker.numeric.integers import below, stream
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.numeric.verify import FIXED_SEED

@@ -16,8 +16,9 @@ from canaryd.model import Device
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.integers import combine, derive, digest
+from canaryd.worker.numeric.integers import combine, digest
 from canaryd.worker.numeric.operands import Problem
+from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import capability
 from canaryd.worker.numeric.tensors import (
     as_text,

@@ -16,7 +16,7 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 from canaryd.worker.canary import capture, compare
 from canaryd.worker.canary import model as canary_model
 from canaryd.worker.canary.model import write_safetensors
-from canaryd.worker.numeric.integers import mix64
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches
 from tests.command import ROOT

@@ -19,7 +19,7 @@ from canaryd.worker.canary import model as canary_model
 from canaryd.worker.canary.golden import Bench, golden_digest, load_golden, look, record
 from canaryd.worker.canary.model import BadFile, Canary, read_safetensors, write_safetensors
 from canaryd.worker.numeric import faults, verify
-from canaryd.worker.numeric.integers import mix64
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.stack import cpu, stack
 from canaryd.worker.numeric.tensors import bits, strict_switches
 

@@ -16,7 +16,8 @@ from canaryd.facts import Recording
 from canaryd.model import Device
 from canaryd.probe import Context
 
-PROBE = Path(__file__).resolve().parents[3] / "probes" / "endpoint_canary.py"
+PROBES = Path(__file__).resolve().parents[3] / "probes"
+PROBE = PROBES / "endpoint_canary.py"
 PORTABLE = {"model", "prompt", "messages", "max_tokens", "temperature", "stream"}
 
 
@@ -79,9 +80,9 @@ def served(routes: Mapping[str, Any], *, server: str = "uvicorn") -> Iterator[Se
         thread.join()
 
 
-def probe() -> Any:
-    """Return the probe as a module."""
-    spec = importlib.util.spec_from_file_location("canaryd_probe_endpoint_canary", PROBE)
+def probe(name: str = "endpoint_canary") -> Any:
+    """Return a probe as a module."""
+    spec = importlib.util.spec_from_file_location(f"canaryd_probe_{name}", PROBES / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -2,22 +2,26 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from canaryd.worker.exact_canary.shape import TINY, like
-from tests.command import ROOT
+from tests.command import ROOT, bare_python, canaryd, configure
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
+from canaryd.probe import Skip  # noqa: E402
 from canaryd.worker.canary.model import read_safetensors  # noqa: E402
+from canaryd.worker.exact_canary import expected  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
+from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
-from tools.export_exact_canary import main  # noqa: E402
 
 FILES = ("config", "expected", "generation_config", "tokenizer", "tokenizer_config")
 
@@ -25,7 +29,7 @@ FILES = ("config", "expected", "generation_config", "tokenizer", "tokenizer_conf
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """A directory, and its documents by name."""
-    directory = tmp_path_factory.mktemp("exported")
+    directory = tmp_path_factory.mktemp("exported") / "canary"
     model = construct(TINY, 5)
     export(model, directory)
     return model, directory, {name: json.loads((directory / f"{name}.json").read_text()) for name in FILES}
@@ -59,8 +63,81 @@ def test_the_expected_answers_are_what_the_files_give(exported):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_the_command_takes_a_served_models_sizes(tmp_path, capsys):
-    """What fits is written; what does not is named, with exit code 64 and nothing written."""
+def test_the_bounds_of_the_answers_hold_for_every_candidate(exported):
+    """Each word of the program lies below the right one by what its wrong bits cost; the others are below 4."""
+    model, directory, _ = exported
+    found = expected.load(directory)
+    question = found.questions[1]
+    logits = Walk(TINY, model.weights).prove(question.prompt + question.tokens[:-1]).logits[-len(question.tokens) :]
+    for right, row in zip(question.tokens, logits.tolist(), strict=True):
+        assert row[: model.program.words] == [expected.RIGHT - found.cost(right, i) for i in range(model.program.words)]
+        assert max(map(abs, row[model.program.words :])) <= expected.MOST_SAID
+        assert found.cost(right, model.program.words) is None
+
+
+SPOILT = {
+    "another prompt": lambda d: d["prompts"][2]["prompt"].reverse(),
+    "another text": lambda d: d["prompts"][2].update(text=d["prompts"][1]["text"]),
+    "another word": lambda d: d["prompts"][7]["tokens"].__setitem__(39, 1020),
+    "a missing word": lambda d: d["prompts"][7]["tokens"].pop(),
+    "a probability that cannot be": lambda d: d["prompts"][0]["log_probabilities"].__setitem__(3, -0.0034),
+    "another seed": lambda d: d.update(seed=6),
+    "another number of layers": lambda d: d["shape"].update(layers=2),
+    "no prompts": lambda d: d.update(prompts=[]),
+    "another document": lambda d: d.pop("schema"),
+    "sizes that no model has": lambda d: d["shape"].update(heads=1),
+}
+
+
+@pytest.mark.parametrize("change", SPOILT)
+def test_a_file_that_does_not_agree_with_its_seed_is_refused(exported, tmp_path, change):
+    """Prompts, words and bounds are made again from the seed: nothing is believed because it stands there."""
+    _, directory, documents = exported
+    assert len(expected.load(directory).questions) == 8
+    document = json.loads(json.dumps(documents["expected"]))
+    SPOILT[change](document)
+    (tmp_path / "expected.json").write_text(json.dumps(document))
+    with pytest.raises(Skip, match="canary export"):
+        expected.load(tmp_path)
+
+
+def test_changed_weights_on_disk_are_seen(exported, tmp_path):
+    """One bit of the file; a directory without weights says nothing."""
+    _, directory, _ = exported
+    assert expected.load(directory).changed_file() == ""
+    shutil.copy(directory / "expected.json", tmp_path)
+    assert expected.load(tmp_path).changed_file() == ""
+    data = bytearray((directory / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert "is not the file" in expected.load(tmp_path).changed_file()
+
+
+def test_texts_are_read_whatever_white_space_stands_between(exported):
+    """And a text with another word is none of this tokenizer's."""
+    model, directory, _ = exported
+    program, question = model.program, expected.load(directory).questions[0]
+    text = expected.spell(program, question.tokens)
+    for given in (text, f" {text}\n", text.replace(" ", ""), text.replace(" ", "  ")):
+        assert expected.tokens_of(program, given) == question.tokens
+    assert expected.tokens_of(program, "anchor unused1025 p0v0") == [1024, 1025, 0]
+    for given in ("p24v3 said", "p24", "p024v3", "unused3", "p99v3", "p3v99"):
+        assert expected.tokens_of(program, given) is None
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    """A configuration whose workers have torch."""
+    directory = tmp_path_factory.mktemp("command")
+    settings = {"worker": {"python": sys.executable}, "state_dir": str(directory / "state")}
+    return ("--config", configure(directory, **settings))
+
+
+def test_the_command_takes_a_served_models_sizes(common, tmp_path):
+    """What fits is written, and the next steps are named; the configuration lines are ready to be pasted."""
     config = {
         "model_type": "qwen2",
         "hidden_size": 256,
@@ -70,15 +147,53 @@ def test_the_command_takes_a_served_models_sizes(tmp_path, capsys):
         "num_hidden_layers": 9,
         "vocab_size": 700,
     }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert main([str(tmp_path / "out"), "--like", str(path), "--layers", "2"]) == 0
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    done = canaryd("canary", "export", out, "--like", tmp_path / "config.json", "--layers", "2", *common)
+    assert (done.code, done.err) == (0, "")
+    written = json.loads((out / "config.json").read_text())
     assert {name: written[name] for name in config} == {**config, "num_hidden_layers": 2}
-    path.write_text(json.dumps({**config, "hidden_size": 100}))
-    assert main([str(tmp_path / "other"), "--like", str(path)]) == 64
-    assert "multiples of 16" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
+    lines = done.out.split("\n\n")[1]
+    assert yaml.safe_load(lines)["endpoints"]["exact"]["exact"] == str(out)
+    assert expected.load(out).changed_file() == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("{0}/full",), 64, "not empty"),
+        (("{0}/full/file",), 64, "not a directory"),
+        (("{0}/missing/out",), 64, "name a directory in one that exists"),
+        (("{0}/out", "--like", "{0}/missing"), 64, "No such file"),
+        (("{0}/out", "--like", "{0}/full/file"), 64, "not a JSON object"),
+        (("{0}/out", "--like", "{0}/odd.json"), 64, "multiples of 16"),
+        (("{0}/out", "--like", "{0}/short.json"), 64, "has no hidden_size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_gets_one_clear_line(common, tmp_path, arguments, code, said):
+    """Where and why, and nothing is written."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    odd = {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "odd.json").write_text(json.dumps({**odd, "num_hidden_layers": 2, "vocab_size": 700}))
+    (tmp_path / "short.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2}))
+    done = canaryd("canary", "export", *(a.format(tmp_path) for a in arguments), *common)
+    assert done.code == code, done
+    (line,) = done.err.splitlines()
+    assert line.startswith("canaryd: ")
+    assert said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_torch_it_says_what_to_do(tmp_path):
+    """One line that names worker.python, and exit status 3."""
+    settings = {"worker": {"python": str(bare_python())}, "state_dir": str(tmp_path / "state")}
+    done = canaryd("canary", "export", tmp_path / "out", "--config", configure(tmp_path, **settings))
+    assert done.code == 3, done
+    assert "worker.python" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_transformers_gives_the_expected_answers(exported):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canaryd.worker.numeric import integers
+from canaryd.worker.numeric import integers, seeds
 from canaryd.worker.numeric.tensors import bits
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -29,7 +29,7 @@ def splitmix(seed: int, count: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 def test_stream_is_splitmix(seed, name, count):
     """A stream is SplitMix64 started at the seed derived for its name."""
-    assert integers.stream(seed, name, (count,)).tolist() == splitmix(integers.derive(seed, name), count)
+    assert integers.stream(seed, name, (count,)).tolist() == splitmix(seeds.derive(seed, name), count)
 
 
 def test_splitmix_matches_the_published_vector():
@@ -38,7 +38,7 @@ def test_splitmix_matches_the_published_vector():
     state, out = 1234567, []
     for _ in published:
         state = (state + 0x9E3779B97F4A7C15) & MASK
-        out.append(integers.mix64(state))
+        out.append(seeds.mix64(state))
     assert out == published
 
 

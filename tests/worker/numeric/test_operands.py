@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from canaryd.facts import Exactness
 from canaryd.worker.numeric import operands
-from canaryd.worker.numeric.integers import mix64, significant_bits
+from canaryd.worker.numeric.integers import significant_bits
 from canaryd.worker.numeric.operands import CONTENTS, Bound, Inexact, Pools, Product, build, build_int8
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")

@@ -15,8 +15,8 @@ from canaryd.facts import Comparison, Exactness, Reading, Recording, Skipped, Su
 from canaryd.model import Device
 from canaryd.probe import Absent, Context, Skip
 from canaryd.worker.numeric import error_bounds, faults, serving_kernels
-from canaryd.worker.numeric.integers import mix64
 from canaryd.worker.numeric.recording import fingerprint, launched, tiles
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, can_pin, strict_switches, visible_cores

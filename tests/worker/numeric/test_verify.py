@@ -15,9 +15,10 @@ from canaryd.worker.numeric import evidence, faults, indexing, stress, tensors, 
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric.attention import Attention
 from canaryd.worker.numeric.attention import build as build_attention
-from canaryd.worker.numeric.integers import digest, mix64
+from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, upload, words
 from canaryd.worker.numeric.verify import Case, verify_all

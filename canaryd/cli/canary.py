@@ -1,0 +1,137 @@
+"""`canaryd canary export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from canaryd.cli.arguments import USAGE, Commands, add_wait, seed
+from canaryd.cli.common import ask, complain, make_engine, open_store, say
+from canaryd.config.settings import Config
+from canaryd.judge.verdict import exit_code
+from canaryd.model import State
+
+CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
+MAX_CONFIG_BYTES = 1 << 20
+DESCRIPTION = """\
+Write an exact canary: a checkpoint in Hugging Face's format for which every
+healthy engine gives the same answers, which are written beside it.
+
+  export  write the checkpoint into DIR"""
+
+
+def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the parser of this command."""
+    command = commands.add_parser(
+        "canary",
+        parents=[common],
+        epilog=CANARY_EXIT_STATUS,
+        help="write a model with known right answers for your serving engine",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("what", choices=("export",), help="what to do")
+    command.add_argument("directory", type=Path, metavar="DIR", help="where to write it: a new or an empty directory")
+    command.add_argument(
+        "--like", type=Path, metavar="CONFIG", help="take the sizes of a served model's config.json (default: tiny)"
+    )
+    command.add_argument(
+        "--layers", type=layers, default=4, metavar="4", help="at most this many layers, with --like (default: 4)"
+    )
+    command.add_argument(
+        "--seed", type=seed, default=1, metavar="1", help="other weights, prompts and answers (default: 1)"
+    )
+    command.add_argument(
+        "--no-anchor", action="store_true", help="for an engine that scales queries by a factor that rounds"
+    )
+    add_wait(command)
+    command.set_defaults(function=canary_command)
+
+
+def layers(text: str) -> int:
+    """Return a number of layers."""
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers; write for example 4")
+    return int(text)
+
+
+def canary_command(options: argparse.Namespace, settings: Config) -> int:
+    """Write the checkpoint in a worker, which has torch; return the exit code."""
+    directory = options.directory.absolute()
+    mistake, like = _unusable(directory), None
+    if options.like and not mistake:
+        mistake, like = _read(options.like)
+    if mistake:
+        complain(mistake)
+        return USAGE
+    begun = time.monotonic()
+    engine = make_engine(settings, open_store(settings))
+    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if cpu is None:
+        complain("canary: cannot start worker.python, which makes the model", *engine.problems)
+        return exit_code(State.UNKNOWN)
+    arguments = {
+        "directory": str(directory),
+        "like": like,
+        "layers": options.layers,
+        "seed": options.seed,
+        "no_anchor": options.no_anchor,
+    }
+    answer = ask(engine, cpu, "export", arguments, options.wait)
+    if answer is None:
+        return exit_code(State.UNKNOWN)
+    if mistake := answer.get("mistake", ""):
+        complain(f"{options.like or directory}: no exact canary has these sizes: {mistake}")
+        return USAGE
+    say(_written(directory, answer, time.monotonic() - begun))
+    return 0
+
+
+def _unusable(directory: Path) -> str:
+    """Return why nothing can be written into a directory, as far as this can be checked beforehand; "" for nothing."""
+    try:
+        there = directory.is_dir()
+        if there and any(directory.iterdir()):
+            return f"{directory}: not empty; name a new directory"
+        if not there and os.path.lexists(directory):
+            return f"{directory}: not a directory; name a new one"
+    except OSError as error:
+        return f"{directory}: cannot be read: {error.strerror}"
+    if not os.access(directory.parent, os.W_OK | os.X_OK):
+        return f"{directory}: cannot be written; name a directory in one that exists and is yours"
+    return ""
+
+
+def _read(path: Path) -> tuple[str, Any]:
+    """Return "" and the object in a config.json, or why there is none."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            return f"--like {path}: larger than 1 MiB; name a model's config.json", None
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        return f"--like {path}: cannot be read: {error.strerror}", None
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or not data:
+        return f"--like {path}: not a JSON object; name a model's config.json", None
+    return "", data
+
+
+def _written(directory: Path, answer: dict[str, Any], seconds: float) -> str:
+    return f"""\
+{directory}: {answer["layers"]} layers of {answer["hidden"]}, {answer["vocabulary"]:,} words, {answer["prompts"]} \
+proved prompts of {answer["words"]} words; {answer["bytes"] / 1e6:.1f} MB in {seconds:.1f} s
+Next:
+1. Serve this directory with your engine, unquantised, in bfloat16, float16 or float32.
+2. Add it to /etc/canaryd/canaryd.yaml, with the address of that server:
+
+endpoints:
+  exact:
+    url: "http://127.0.0.1:8000/v1"
+    exact: {json.dumps(str(directory))}
+
+3. canaryd check --device endpoint:exact"""

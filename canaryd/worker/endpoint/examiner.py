@@ -1,0 +1,195 @@
+"""Ask a served exact canary, alone and several questions at once, and turn the answers into comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from canaryd.facts import Comparison, Evidence, Exactness, Span
+from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
+from canaryd.worker.endpoint import excuses
+from canaryd.worker.endpoint.canary import Endpoint, new_salt
+from canaryd.worker.endpoint.client import Refused
+from canaryd.worker.endpoint.drills import another_word
+from canaryd.worker.endpoint.marking import Marked, Sort, hexadecimal, mark
+from canaryd.worker.endpoint.prompts import Prompt
+from canaryd.worker.exact_canary.expected import Expected, Question, word
+
+REPEATS = 3
+"""How often a question with a wrong answer is asked again, alone (ours)."""
+SHOWN = 64
+"""Wrong places that evidence keeps, as everywhere."""
+ROUNDED = "all first words are right and a little off, as on a server whose weights or cache are quantised"
+BLIND = "the server gives no log probabilities: only the words are compared"
+
+
+class Examiner:
+    """Asks, keeps the marked answers by case, and concludes."""
+
+    def __init__(self, ctx: Context, endpoint: Endpoint, expected: Expected) -> None:
+        self.ctx, self.endpoint, self.expected = ctx, endpoint, expected
+        self.refused: dict[str, str] = {}
+        """APIs that the server declines, with the reason."""
+        self._marked: dict[str, list[Marked]] = {}
+        self._drilled = not ctx.drill
+        self._strained: dict[str, str] = {}
+
+    def wanted(self, case: str) -> bool:
+        """Return whether `ctx.cases` contains a case, by its name or by the part before a slash."""
+        return not self.ctx.cases or any(case == want or case.startswith(f"{want}/") for want in self.ctx.cases)
+
+    def alone(self, api: str, question: Question) -> None:
+        """Ask one question while no other of ours is asked, and the same again, so that the prefix cache is hit."""
+        if api in self.refused:
+            return
+        salt = new_salt()
+        try:
+            for case, fresh in ((f"{api}/alone", True), (f"{api}/again", False)):
+                self._keep(case, self._asked(api, question, fresh=fresh, salt=salt))
+        except Refused as refused:
+            self.refused[api] = str(refused)
+
+    def together(self, api: str, questions: Sequence[Question]) -> None:
+        """Ask several different questions at the same time; what is not answered is kept as the reason of the case."""
+        case = f"{api}/{len(questions)}-at-once"
+        if api in self.refused or case in self._strained:
+            return
+        with ThreadPoolExecutor(len(questions)) as pool:
+            asked = [pool.submit(self._asked, api, q, fresh=True, salt=new_salt()) for q in questions]
+        for future in asked:
+            try:
+                self._keep(case, future.result())
+            except Skip as error:
+                self._strained[case] = f"the server did not answer {len(questions)} requests at once: {error}"
+
+    def concluded(self) -> Iterator[Fact]:
+        """Yield the comparisons and readings; raise `Skip` where an excuse holds, or nothing was compared."""
+        yield from self._readings()
+        reasons, trials = [], 0
+        proven = any(m.fine or m.right for marked in self._marked.values() for m in marked)
+        for case, reason in self._strained.items():
+            yield Skipped(case=case, reason=reason)
+        for api in self.endpoint.settings.apis:
+            mine = {c: m for c, m in self._marked.items() if c.startswith(f"{api}/")}
+            reason = self._excuse(api, mine)
+            if api in self.refused and self.wanted(api):
+                yield Skipped(case=api, reason=self.refused[api])
+            for case, marked in mine.items():
+                if not reason or all(m.right for m in marked):
+                    trials += len(marked)
+                    yield self._comparison(case, marked, proven=proven)
+            reasons += [f"{api}: {reason}"] if reason else []
+        yield Reading(name="trials", value=trials, unit="1")
+        if reasons:
+            raise Skip("; ".join(dict.fromkeys(reasons)))
+        if not trials:
+            raise Skip("; ".join([*self.refused.values(), *self._strained.values()]) or "no question was asked")
+
+    def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
+        prompt = Prompt(name=f"exact-{question.number}", text=question.text, tokens=len(question.tokens))
+        answer = self.endpoint.ask(api, prompt, fresh=fresh, salt=salt)
+        if not self._drilled:
+            self._drilled = True
+            answer = another_word(answer, self.expected.program)
+        return mark(self.expected, question, answer)
+
+    def _keep(self, case: str, marked: Marked) -> None:
+        if self.wanted(case):
+            self._marked.setdefault(case, []).append(marked)
+
+    def _excuse(self, api: str, mine: dict[str, list[Marked]]) -> str:
+        """Return what else than a wrong computation explains the answers of an API; ask again to find out."""
+        every = [m for marked in mine.values() for m in marked]
+        if all(m.right for m in every):
+            return ""
+        if reason := excuses.excuse(self.expected, api, every, self.endpoint.formats()):
+            return reason
+        wrong = {m.question.number: m for m in every if not m.right}
+        if self.ctx.drill or any(m.scored for m in every):
+            return ""
+        again = {n: any(r.look == m.look for r in self._repeats(api, m.question)) for n, m in wrong.items()}
+        return excuses.may_be_sampling(self.expected, every, again)
+
+    def _repeats(self, api: str, question: Question) -> list[Marked]:
+        """Ask a question again and again, alone; fewer times where the server fails meanwhile."""
+        found: list[Marked] = []
+        while len(found) < REPEATS:
+            try:
+                found.append(self._asked(api, question, fresh=True, salt=new_salt()))
+            except Skip:
+                break
+        return found
+
+    def _comparison(self, case: str, marked: Sequence[Marked], *, proven: bool) -> Comparison:
+        numbers = sorted({m.question.number for m in marked})
+        wrong = [m for m in marked if not m.right]
+        evidence = self._evidence(case.partition("/")[0], wrong, marked) if wrong else None
+        if evidence is not None and excuses.looks_rounded(marked):
+            evidence = replace(evidence, pattern=f"{evidence.pattern}; {ROUNDED}")
+        again = evidence is not None and (evidence.repeats_alike or 0) < evidence.repeats
+        return Comparison(
+            case=case,
+            shape=f"prompts {', '.join(map(str, numbers))} of {len(self.expected.questions)}, {self._words} words",
+            seed=self.expected.seed,
+            exactness=Exactness.UNIVERSAL,
+            trials=len(marked),
+            wrong_trials=len(wrong),
+            evidence=evidence,
+            # A format that rounds is wrong everywhere, and always in the same way: until something was right, or came
+            # out otherwise the next time, nobody can tell.
+            characterised=proven or again,
+        )
+
+    @property
+    def _words(self) -> int:
+        return len(self.expected.questions[0].tokens)
+
+    def _evidence(self, api: str, wrong: Sequence[Marked], marked: Sequence[Marked]) -> Evidence:
+        faults = [(m.question.number, f) for m in wrong for f in m.faults]
+        again = [] if self.ctx.drill else self._repeats(api, wrong[0].question)
+        repeated = [m for m in again if not m.right]
+        return Evidence(
+            wrong=len(faults),
+            total=sum(len(m.question.tokens) for m in marked),
+            first=tuple(((number, f.position + 1), *hexadecimal(f)) for number, f in faults[:SHOWN]),
+            bits={},
+            zeroed=0,
+            nonfinite=sum(f.sort not in (Sort.WORD, Sort.CHOICE) and not abs(f.got) < 1e30 for _, f in faults),
+            lines={"prompt": _span([m.question.number for m in wrong])},
+            pattern=self._pattern(wrong[0]),
+            repeats=len(again),
+            repeats_wrong=len(repeated),
+            repeats_alike=sum(m.look == wrong[0].look for m in repeated),
+        )
+
+    def _pattern(self, wrong: Marked) -> str:
+        if not wrong.faults:
+            return f"prompt {wrong.question.number}: {len(wrong.tokens or ())} of {self._words} words came"
+        # A wrong word says more than the log probabilities at its place.
+        here = [f for f in wrong.faults if f.position == wrong.faults[0].position]
+        fault = next((f for f in here if f.sort is Sort.WORD), here[0])
+        where = f"prompt {wrong.question.number}, word {fault.position + 1} of {self._words}"
+        if fault.sort is Sort.WORD:
+            wanted, got = (word(self.expected.program, int(token)) for token in (fault.wanted, fault.got))
+            return f"{where}: wanted {wanted}, got {got}"
+        what = "log probability" if fault.sort is Sort.CHANCE else "lead over a candidate"
+        return f"{where}: the right word's {what} is {fault.got!r}, wanted {fault.wanted!r}"
+
+    def _readings(self) -> Iterator[Fact]:
+        endpoint = self.endpoint
+        every = [m for marked in self._marked.values() for m in marked]
+        prints = dict.fromkeys(m.answer.fingerprint for m in every)
+        parts = [endpoint.dialect.name, endpoint.version, *prints, endpoint.configuration]
+        yield Reading(name="endpoint_server", value=" ".join(filter(None, dict.fromkeys(parts)))[:200])
+        yield Reading(name="switches", value=endpoint.switches())
+        if endpoint.started is not None:
+            yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
+        for api in endpoint.settings.apis:
+            mine = [m for case, marked in self._marked.items() if case.startswith(f"{api}/") for m in marked]
+            if mine and not any(m.scored for m in mine):
+                yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
+
+
+def _span(numbers: Sequence[int]) -> Span:
+    return Span(first=min(numbers), last=max(numbers), distinct=len(set(numbers)))

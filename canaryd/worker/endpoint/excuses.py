@@ -1,0 +1,180 @@
+"""What else than a wrong computation may make an answer of a served exact canary wrong, told by name.
+
+Each excuse is decided from all answers of a run on one API. One that holds makes the run prove nothing: it is skipped
+with the reason, so the endpoint is unknown, and nobody is accused. docs/exact-canary.md lists them with their limits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from canaryd.facts import printable
+from canaryd.worker.endpoint.marking import Marked, Sort
+from canaryd.worker.exact_canary.expected import COST, Expected, spell
+from canaryd.worker.exact_canary.golden import continuation
+
+LAYERS = 8
+"""Numbers of layers that are tried to find out whether another exact canary is served (ours)."""
+SPREAD = 0.01
+"""By how much scaled differences may differ from their median, relatively (ours)."""
+QUOTED = 60
+"""Characters of an answer that a reason quotes."""
+EXACT = frozenset({"", "auto", "none", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float"})
+"""Formats that hold every number of an exact canary."""
+
+
+def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapping[str, str]) -> str:
+    """Return why answers of one API, some of them wrong, prove nothing; "" where no excuse holds.
+
+    `formats` are those that the server reports.
+    """
+    rules: tuple[Callable[[], str], ...] = (
+        lambda: _other_words(expected, marked),
+        lambda: _other_prompt(expected, api, marked),
+        lambda: _ended_early(marked),
+        lambda: _rounding_format(formats),
+        lambda: _other_layers(expected, marked),
+        lambda: _sampled(marked),
+        lambda: _scaled(marked),
+        lambda: _penalised(expected, marked),
+        lambda: _changed_file(expected),
+    )
+    return next((text for rule in rules if (text := rule())), "")
+
+
+def _other_words(expected: Expected, marked: Sequence[Marked]) -> str:
+    foreign = next((m for m in marked if m.tokens is None), None)
+    if foreign is None:
+        return ""
+    text = printable(foreign.answer.text)[:QUOTED]
+    return (
+        f'it answers with words that the exact canary does not have ("{text}"): another model or another tokenizer is '
+        f"served; serve {expected.directory}"
+    )
+
+
+def _other_prompt(expected: Expected, api: str, marked: Sequence[Marked]) -> str:
+    """The server read another prompt than was sent: by its token ids, or by their number."""
+    for m in (m for m in marked if not m.right):
+        ids, count, wanted = m.answer.prompt_ids, m.answer.prompt_tokens, len(m.question.prompt)
+        if (ids and list(ids) != m.question.prompt) or (not ids and count not in (None, wanted)):
+            seen = f"it reads {len(ids) or count} tokens in a prompt of {wanted} words"
+            seen = "it reads other tokens than the prompt has" if (len(ids) or count) == wanted else seen
+            if api == "chat":
+                return (
+                    f"{seen}: a chat template or a tokenizer adds to the messages; serve {expected.directory} with its "
+                    "own template, or set apis: [completions]"
+                )
+            return f"{seen}: its tokenizer is another, or adds words; serve {expected.directory} with its own tokenizer"
+    return ""
+
+
+def _ended_early(marked: Sequence[Marked]) -> str:
+    """Everything that came is right, and it was too little."""
+    short = [m for m in marked if m.short]
+    if not short or any(m.faults for m in marked):
+        return ""
+    tokens = short[0].tokens or []
+    return (
+        f"it ends an answer after {len(tokens)} of {len(short[0].question.tokens)} words: a limit of tokens or a stop "
+        "word of the server; take it away"
+    )
+
+
+def _rounding_format(formats: Mapping[str, str]) -> str:
+    found = {name: value for name, value in formats.items() if value.lower() not in EXACT}
+    told = ", ".join(f"{name} {value}" for name, value in sorted(found.items()))
+    return f"the server says that it rounds ({told}): serve the exact canary without that" if found else ""
+
+
+def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
+    """The answers are those of an exact canary with another number of layers."""
+    for layers in range(1, LAYERS + 1):
+        if layers != expected.shape.layers and all(
+            m.tokens and m.tokens == continuation(expected.program, layers, m.question.prompt, len(m.tokens))
+            for m in marked
+        ):
+            return (
+                f"it answers as an exact canary with {layers} layers, and {expected.directory} has "
+                f"{expected.shape.layers}: serve that one"
+            )
+    return ""
+
+
+def _sampled(marked: Sequence[Marked]) -> str:
+    """The right word was the most probable, and another one came."""
+    faults = [(m, f) for m in marked for f in m.faults if f.sort is Sort.CHOICE]
+    if not faults:
+        return ""
+    return (
+        "it computes the right word as the most probable and gives another, though temperature 0 was asked for: it "
+        "samples, or its choice is wrong; let it choose the most probable word"
+    )
+
+
+def _scaled(marked: Sequence[Marked]) -> str:
+    """All differences are off by one factor."""
+    ratios = [lead / cost for m in marked for cost, lead in m.leads]
+    if not ratios or any(f.sort is Sort.WORD or not math.isfinite(f.got) for m in marked for f in m.faults):
+        return ""
+    factor = statistics.median(ratios)
+    if abs(factor - 1) <= SPREAD or any(abs(ratio / factor - 1) > SPREAD for ratio in ratios if factor):
+        return ""
+    return f"it multiplies all logits by {factor:.3g}: a temperature or a scale; set temperature 1, or none, there"
+
+
+def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
+    """Words that stand in the context already have lost some of their probability, and nothing else is wrong."""
+    faults = [(m, f) for m in marked for f in m.faults]
+    if not faults or any(f.sort is not Sort.CHANCE for _, f in faults):
+        return ""
+    for m, fault in faults:
+        right = m.question.tokens[fault.position]
+        context = {*m.question.prompt, *m.question.tokens[: fault.position]}
+        costs = [cost for word in context if (cost := expected.cost(right, word)) is not None]
+        lost = math.fsum(math.exp(-cost) for cost in costs)
+        if not 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24:
+            return ""
+    return "it lowers the probability of words that came before: a repetition, presence or frequency penalty; set none"
+
+
+def looks_rounded(marked: Sequence[Marked]) -> bool:
+    """Return whether every answer is off a little from its first word on, though the first word is right.
+
+    A server that rounds looks like that, and a fault that reaches every logit may.
+    """
+    for m in marked:
+        first = [f for f in m.faults if f.position == 0]
+        if not first or any(f.sort is Sort.WORD or not abs(f.wanted - f.got) < COST / 2 for f in first):
+            return False
+    return True
+
+
+def _changed_file(expected: Expected) -> str:
+    changed = expected.changed_file()
+    return f"{changed}: write it again (canaryd canary export DIR) and restart the server" if changed else ""
+
+
+def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapping[int, bool]) -> str:
+    """Return why wrong words of a server without log probabilities cannot be told from sampling; "" where they can.
+
+    Sampling mostly takes a word one bit from the right one (660 times as often as one two bits away at temperature 1)
+    and does not repeat itself. `repeated` has, by question, whether its wrong answer came again.
+    """
+    near = far = 0
+    for m in (m for m in marked if m.faults):
+        fault = m.faults[-1]
+        cost = expected.cost(int(fault.wanted), int(fault.got))
+        if m.scored or repeated.get(m.question.number, False):
+            return ""
+        near, far = near + (cost == COST), far + (cost != COST)
+    if near == 0 or far > near:
+        return ""
+    m = next(m for m in marked if m.faults)
+    wanted, got = (spell(expected.program, [int(token)]) for token in (m.faults[-1].wanted, m.faults[-1].got))
+    return (
+        f"it gave {got} for {wanted}, and not when asked again: either it samples though temperature 0 was asked for, "
+        "or it errs now and then; it gives no log probabilities, which would tell"
+    )

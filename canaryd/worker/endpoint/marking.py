@@ -1,0 +1,230 @@
+"""Compare an answer of a served exact canary with the one right answer: words, ranks, differences, log probabilities.
+
+Logits are exact, so the words are, and so are the differences between candidates: 8 for each wrong bit. What an engine
+prints of them went through its own log-softmax and its own format. How finely it prints is read from the values
+themselves, and nothing is compared more finely than that (docs/exact-canary.md has the tolerances and their sources).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from canaryd.worker.endpoint.answers import MINUS_INFINITY, Answer, Position
+from canaryd.worker.exact_canary.expected import COST, MOST_SAID, RIGHT, Expected, Question, tokens_of
+
+FORMATS = (8, 11, 24)
+"""Significand bits of bfloat16, float16 and float32, in which an engine may take its log-softmax."""
+DECIMALS = 7
+"""Most decimals of a number that counts as rounded to decimals; float32 in full has more."""
+
+
+class Sort(enum.Enum):
+    """What is wrong at a position."""
+
+    WORD = "another word"
+    CHOICE = "the right word is the most probable, and another was chosen"
+    CHANCE = "another log probability of the right word"
+    LEAD = "another difference between the right word and a candidate"
+
+
+class Fault(NamedTuple):
+    """One thing that is not right in an answer."""
+
+    sort: Sort
+    position: int
+    wanted: float
+    """A token, a log probability, or a difference of two."""
+    got: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked:
+    """An answer, and what is wrong in it up to its first wrong word; after that the model answers another text."""
+
+    question: Question
+    answer: Answer
+    tokens: list[int] | None
+    """None for a text with words that this model does not have."""
+    faults: tuple[Fault, ...] = ()
+    leads: tuple[tuple[float, float], ...] = ()
+    """(what a candidate's wrong bits cost, how far it lies below the right word), for all candidates looked at."""
+    fine: bool = False
+    """Whether a position was right to the last bit of float32: a server that rounds gives none."""
+    scored: bool = False
+    """Whether log probabilities were compared."""
+
+    @property
+    def short(self) -> bool:
+        """Whether it ended before all words that were asked for had come."""
+        return self.tokens is not None and len(self.tokens) < len(self.question.tokens)
+
+    @property
+    def right(self) -> bool:
+        """Whether everything is as it has to be."""
+        return self.tokens is not None and not self.faults and not self.short
+
+    @property
+    def look(self) -> object:
+        """What two equally wrong answers share."""
+        return self.tokens, self.faults
+
+
+class Printing(NamedTuple):
+    """How finely an engine prints."""
+
+    bits: int
+    step: float
+    """Its last decimal, 0 where it does not round to decimals."""
+
+    def unit(self, size: float) -> float:
+        """Return one unit in the last place of a number of this size."""
+        return math.ldexp(1.0, math.frexp(max(abs(size), 2.0**-14))[1] - self.bits) + self.step
+
+
+def printing(values: Iterable[float]) -> Printing:
+    """Return the coarsest format that holds all the values: the engine may have rounded each of them to it."""
+    given = list(values)
+    for bits in FORMATS:
+        if all(_fits(value, bits) for value in given):
+            return Printing(bits, 0.0)
+    decimals = max(len(text.partition(".")[2]) for text in map(_plain, given))
+    return Printing(FORMATS[-1], 10.0**-decimals if decimals <= DECIMALS else 0.0)
+
+
+def _fits(value: float, bits: int) -> bool:
+    return math.ldexp(math.frexp(value)[0], bits).is_integer()
+
+
+def _plain(value: float) -> str:
+    return f"{value:.17f}" if "e" in repr(value) else repr(value)
+
+
+def mark(expected: Expected, question: Question, answer: Answer) -> Marked:
+    """Return an answer with everything that is wrong in it."""
+    tokens = tokens_of(expected.program, answer.text) if answer.text else _named(expected, answer)
+    if tokens is None:
+        return Marked(question=question, answer=answer, tokens=None)
+    scores = _Scores(expected, answer, len(tokens))
+    tokens = tokens[: len(question.tokens)]
+    faults: list[Fault] = []
+    for at, (wanted, got) in enumerate(zip(question.tokens, tokens, strict=False)):
+        seen = scores.faults(at, wanted, question.chances[at])
+        faults += seen
+        if got != wanted:
+            chosen = at in scores.looked and not seen
+            faults.append(Fault(Sort.CHOICE if chosen else Sort.WORD, at, wanted, got))
+            break
+    return Marked(
+        question=question,
+        answer=answer,
+        tokens=tokens,
+        faults=tuple(faults),
+        leads=tuple(scores.leads),
+        fine=scores.fine,
+        scored=bool(scores.looked),
+    )
+
+
+def _named(expected: Expected, answer: Answer) -> list[int] | None:
+    """Return the tokens of an answer without text, by its tokens alone."""
+    found = [_token(expected, position.token) for position in answer.positions]
+    return None if any(token is None for token in found) else [token for token in found if token is not None]
+
+
+def _token(expected: Expected, given: str) -> int | None:
+    """Return the number of a token that a server gives as its id or as its text; None for one that is not there."""
+    if given.isdecimal():
+        return int(given) if int(given) < expected.shape.vocabulary else None
+    found = tokens_of(expected.program, re.sub("[\u2581\u0120]", " ", given))
+    return found[0] if found is not None and len(found) == 1 else None
+
+
+@dataclass
+class _Scores:
+    """The log probabilities of an answer, looked at position by position."""
+
+    expected: Expected
+    answer: Answer
+    words: int
+    looked: set[int] = field(default_factory=set)
+    leads: list[tuple[float, float]] = field(default_factory=list)
+    fine: bool = False
+
+    def __post_init__(self) -> None:
+        """Find out how finely the engine prints."""
+        positions = self.answer.positions if self.answer.scored else ()
+        # Where there are more tokens than words, nobody could say which belongs to which.
+        self.positions: tuple[Position, ...] = positions if len(positions) == self.words else ()
+        given = [v for p in self.positions for v in (p.value, *(value for _, value in p.top)) if _is_value(v)]
+        self.printing = printing([v for v in given if v is not None]) if given else Printing(FORMATS[-1], 0.0)
+        self.neighbours = self.expected.program.place_bits + self.expected.program.value_bits
+        # After the choice: the chosen word is certain and nothing else is possible. That says nothing of the logits.
+        self.certain = all(v == 0.0 for v in given)
+
+    def faults(self, at: int, wanted: int, chance: float) -> list[Fault]:
+        """Return what is wrong with the candidates of a position, [] for nothing and where none are given."""
+        if at >= len(self.positions) or self.certain:
+            return []
+        position = self.positions[at]
+        candidates = {_token(self.expected, token): value for token, value in position.top if _is_value(value)}
+        impossible = sum(not _is_value(value) for _, value in position.top)
+        own = candidates.get(wanted)
+        if own is None and _token(self.expected, position.token) == wanted:
+            own = position.value
+        if own is None and not candidates:
+            return []  # only the chosen word has a value, and it is another word
+        self.looked.add(at)
+        if own is None or not _is_value(own):
+            return [Fault(Sort.CHANCE, at, chance, -math.inf if own is None else own)]
+        found = []
+        if abs(own - chance) > self._slack():
+            found.append(Fault(Sort.CHANCE, at, chance, own))
+        others = [(value, token) for token, value in candidates.items() if token != wanted and value is not None]
+        for rank, (value, token) in enumerate(sorted(others, key=lambda other: -other[0])):
+            found += self._compared(at, wanted, own, token, value, rank)
+        found += [Fault(Sort.LEAD, at, COST, math.inf)] * impossible
+        self.fine = self.fine or (not found and len(candidates) > 1 and self.printing.bits == FORMATS[-1])
+        return found
+
+    def _compared(self, at: int, wanted: int, own: float, token: int | None, value: float, rank: int) -> list[Fault]:
+        """Return what is wrong with a candidate: the best are all one bit from the right word, then come the others."""
+        cost = None if token is None else self.expected.cost(wanted, token)
+        lead = own - value
+        tolerance = self.printing.unit(own) + self.printing.unit(value)
+        # Servers add the chosen word where it is not among the best.
+        near = rank < self.neighbours and _token(self.expected, self.answer.positions[at].token) != token
+        if cost is None:
+            return [] if not near and lead >= RIGHT - MOST_SAID - tolerance else [Fault(Sort.LEAD, at, COST, lead)]
+        self.leads.append((cost, lead))
+        right = abs(lead - cost) <= tolerance and (cost == COST or not near)
+        return [] if right else [Fault(Sort.LEAD, at, cost, lead)]
+
+    def _slack(self) -> float:
+        """Return how far the right word's log probability may be off.
+
+        One unit of the printed format at the size of the logits, where the logarithm of the sum is subtracted, and half
+        a unit of float32 for each addition to a sum below 2.
+        """
+        return self.printing.unit(RIGHT) + self.expected.shape.vocabulary * 2.0**-24
+
+
+def _is_value(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > MINUS_INFINITY
+
+
+def hexadecimal(fault: Fault) -> tuple[str, str]:
+    """Return wanted and got as hexadecimal digits: of a token's number, or of the bits of a float64."""
+    if fault.sort in (Sort.WORD, Sort.CHOICE):
+        return f"{int(fault.wanted):x}", f"{int(fault.got):x}"
+    return f"{_bits(fault.wanted):016x}", f"{_bits(fault.got):016x}"
+
+
+def _bits(value: float) -> int:
+    (raw,) = struct.unpack("<Q", struct.pack("<d", value))
+    return int(raw)

@@ -1,0 +1,88 @@
+"""The exact canary through a serving engine: every answer has one right result, known before the first request.
+
+Stresses: what users get: the engine's own kernels at prefill and decode, batching, its cache cold and warm, tokenizer,
+template and sampler, every device of its parallel group.
+
+Cannot see: faults that the exact canary's sizes do not meet (large matrices, full load), what rounding would show, and
+which of several devices is at fault. See docs/exact-canary.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.worker.endpoint.canary import Endpoint
+from canaryd.worker.endpoint.examiner import Examiner
+from canaryd.worker.endpoint.settings import Settings
+from canaryd.worker.exact_canary.expected import Question, load
+
+SPEC = ProbeSpec(
+    name="exact_endpoint",
+    summary="a served model with one right answer: words and log probabilities",
+    backends=("exact_endpoint",),
+    numeric=False,
+    period=300.0,
+    budget={"quick": 30.0, "standard": 60.0, "deep": 300.0},
+    timeout=120.0,
+    order=30,
+)
+LOADS = (2, 4, 8)
+"""Different questions sent at the same time."""
+QUICK = 2
+"""Questions that a quick run asks alone: one wrong answer and one right one tell a fault from a format that rounds."""
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Ask questions alone, again, and several at once; compare each answer with the one right one."""
+    settings = Settings.read(ctx.settings)
+    if settings.exact is None:
+        raise Skip("exact: not set: this endpoint serves no exact canary")
+    expected = load(settings.exact)
+    ctx.progress(0.0, "asking which server it is")
+    endpoint = Endpoint(settings, memory=ctx.memory)
+    examiner = Examiner(ctx, endpoint, expected)
+    if not any(map(examiner.wanted, every_case(settings))):
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {every_case(settings)[0]}")
+    stopped = None
+    try:
+        _ask(ctx, examiner, expected.questions)
+    except Skip as error:  # what was answered before counts
+        stopped = error
+    try:
+        yield from examiner.concluded()
+    except Skip as error:
+        stopped = stopped or error
+    if stopped is not None:
+        raise stopped
+
+
+def every_case(settings: Settings) -> list[str]:
+    """Return the names of all cases."""
+    kinds = ("alone", "again", *(f"{count}-at-once" for count in LOADS))
+    return [f"{api}/{kind}" for api in settings.apis for kind in kinds]
+
+
+def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> None:
+    """Ask what the level calls for, from a question on that the seed chooses; at deep until the budget is spent."""
+    turn = ctx.seed % len(questions)
+    rotated = questions[turn:] + questions[:turn]
+    quick = ctx.level == "quick"
+    first = True
+    while first or (ctx.level == "deep" and not ctx.cases and ctx.left > 0):
+        for api in examiner.endpoint.settings.apis:
+            _round(ctx, examiner, api, rotated, quick=quick)
+        first = False
+
+
+def _round(ctx: Context, examiner: Examiner, api: str, rotated: tuple[Question, ...], *, quick: bool) -> None:
+    asked = rotated[:QUICK] if quick else rotated
+    if any(map(examiner.wanted, (f"{api}/alone", f"{api}/again"))):
+        for number, question in enumerate(asked):
+            ctx.progress(number / len(asked) / 2, f"{api}, prompt {question.number}, alone")
+            examiner.alone(api, question)
+    loads = (LOADS[ctx.seed % len(LOADS)],) if quick and not ctx.cases else LOADS
+    for load_ in loads:
+        if examiner.wanted(f"{api}/{load_}-at-once"):
+            ctx.progress(0.75, f"{api}, {load_} at once")
+            examiner.together(api, rotated[:load_])

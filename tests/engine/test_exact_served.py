@@ -1,0 +1,139 @@
+"""A served exact canary as a device: right at once, wrong at once, and apart from the devices that serve it.
+
+Real engine, store and workers, against a server that computes every answer.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
+pytestmark = pytest.mark.torch
+
+from canaryd.config import load  # noqa: E402
+from canaryd.engine import schedule  # noqa: E402
+from canaryd.engine.engine import Engine  # noqa: E402
+from canaryd.model import Cause, State  # noqa: E402
+from canaryd.store.store import Store  # noqa: E402
+from canaryd.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd.worker.exact_canary.export import export  # noqa: E402
+from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
+from tests.command import configure  # noqa: E402
+from tests.exact_server import serving  # noqa: E402
+
+NAMED = "endpoint:exact"
+NORM = ("model.norm.weight", 7, 3)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """An exported exact canary."""
+    path = tmp_path_factory.mktemp("exact") / "canary"
+    export(construct(TINY, 3), path)
+    return path
+
+
+class Host:
+    """A host whose CPU serves an exact canary, and another model beside it."""
+
+    def __init__(self, place, directory, url):
+        others = {"plain": {"url": "http://127.0.0.1:9/v1", "model": "tiny"}}
+        path = configure(
+            place,
+            each={name: {"enabled": True} for name in ("exact_endpoint", "endpoint_canary", "exact_integer")},
+            endpoints={"exact": {"url": url, "exact": str(directory), "apis": ["completions"]}, **others},
+            state_dir=str(place / "state"),
+        )
+        loaded = load.load(path)
+        self.engine = Engine(loaded, Store.open(loaded.state_dir))
+        self.engine.discover()
+
+    def ask(self, uuid=NAMED):
+        """Run a round at level quick, with all that it calls for."""
+        engine = self.engine
+        entries = list(engine.entries.values())
+        levels = engine.levels("quick")
+        plans = schedule.plan_round(engine.devices[uuid], entries, levels=levels, seed=2, sets=("",))
+        return [run for plan in plans for run in engine.carry_out(plan)]
+
+    def found(self, uuid=NAMED):
+        """Return the findings by rule."""
+        return {f.rule: f for f in self.engine.verdict(uuid).findings}
+
+    @property
+    def verdict(self):
+        return self.engine.verdict(NAMED)
+
+    @property
+    def cpu(self):
+        return next(u for u, d in self.engine.devices.items() if d.backend == "cpu")
+
+
+def test_an_endpoint_with_exact_has_a_probe_of_its_own(tmp_path, directory):
+    """The others are recorded, and neither probe runs on both."""
+    host = Host(tmp_path, directory, "http://127.0.0.1:9/v1")
+    assert list(host.engine.periods(host.engine.devices[NAMED])) == ["exact_endpoint"]
+    assert list(host.engine.periods(host.engine.devices["endpoint:plain"])) == ["endpoint_canary"]
+    (run,) = host.ask()
+    assert "refused" in run.detail
+    assert host.verdict.state is State.UNKNOWN
+
+
+def test_the_first_right_answers_make_it_healthy(tmp_path, directory):
+    """No baseline is awaited, and its software is recorded."""
+    with serving(directory) as url:
+        host = Host(tmp_path, directory, url)
+        (run,) = host.ask()
+    assert host.verdict.state is State.HEALTHY, host.found()
+    assert run.trials == 12
+    assert run.stack["server"] == "generic"
+
+
+def test_the_first_wrong_answers_accuse_the_endpoint_alone(tmp_path, directory):
+    """Confirmed by three retests; the device that serves it is tested deeply at once, and keeps its own state."""
+    with serving(directory, flipped=NORM) as url:
+        host = Host(tmp_path, directory, url)
+        runs = host.ask()
+    assert [bool(run.confirms) for run in runs] == [False, True, True, True]
+    found = host.found()["exact-mismatch-confirmed"]
+    assert (found.state, found.cause) == (State.FAULTY, Cause.UNDETERMINED)
+    assert "Do not use its answers" in found.action
+    assert any("not tested since" in text for text in found.evidence)
+    assert not {"exact-mismatch", "endpoint-departed"} & set(host.found(host.cpu))
+    plans = host.engine.retests(host.cpu)
+    assert {step.trigger for plan in plans for step in plan.steps} == {f"{NAMED} departed"}
+    assert {step.intensity for plan in plans for step in plan.steps} == {"content"}
+
+
+def test_answers_that_were_never_right_are_unknown(tmp_path, directory):
+    """A format that rounds looks like that: nobody is accused, and the device that serves it is tested deeply."""
+    with serving(directory, quantised={"": 4}) as url:
+        host = Host(tmp_path, directory, url)
+        host.ask()
+        found = host.found()["uncharacterised-mismatch"]
+        assert (found.state, found.cause) == (State.UNKNOWN, Cause.UNDETERMINED)
+        assert host.engine.retests(host.cpu)
+
+
+def test_a_setting_makes_it_unknown(tmp_path, directory):
+    """With the reason and what to do, and without an accusation of anybody."""
+    with serving(directory, begin="anchor") as url:
+        host = Host(tmp_path, directory, url)
+        (run,) = host.ask()
+    found = host.found()["not-completed"]
+    assert (found.state, found.cause) == (State.UNKNOWN, Cause.ENVIRONMENT)
+    assert "its tokenizer is another" in found.message
+    assert not run.wrong
+
+
+def test_wrong_after_right_is_faulty_even_where_everything_is_wrong(tmp_path, directory):
+    """The server has shown that it can be right on this software."""
+    with serving(directory) as url:
+        host = Host(tmp_path, directory, url)
+        host.ask()
+        assert host.verdict.state is State.HEALTHY
+    port = int(url.split(":")[2].split("/")[0])
+    with serving(directory, port=port, quantised={"": 4}):
+        host.ask()
+    assert host.verdict.state is State.FAULTY, host.found()
+    assert host.verdict.cause is Cause.UNDETERMINED

@@ -1,0 +1,312 @@
+"""The exact canary through a server: right answers pass in every format, faults are seen, and settings are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
+pytestmark = pytest.mark.torch
+
+from canaryd.facts import Comparison, Skipped, Subject  # noqa: E402
+from canaryd.probe import Absent, Skip  # noqa: E402
+from canaryd.worker.endpoint.marking import FORMATS, printing  # noqa: E402
+from canaryd.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd.worker.exact_canary.export import export  # noqa: E402
+from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
+from tests.exact_server import serving  # noqa: E402
+from tests.worker.endpoint.served import context, probe  # noqa: E402
+
+NORM = ("model.norm.weight", 7, 3)
+"""A bit of a weight that reaches every logit."""
+COARSE = 8
+"""A bit of it that makes the weight 4 times as large."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """An exported exact canary."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("exact") / "canary"
+    export(construct(TINY, 3), path)
+    yield path
+    torch.set_num_threads(threads)
+
+
+def ask(url, directory, *, level="quick", seed=0, **fields):
+    """Return the comparisons and other facts of a run, and the reason for which it was skipped."""
+    settings = {"exact": str(directory), **fields.pop("settings", {})}
+    facts, reason = [], ""
+    try:
+        facts.extend(probe("exact_endpoint").run(context(url, level=level, seed=seed, settings=settings, **fields)))
+    except Skip as skip:
+        reason = str(skip)
+    return [f for f in facts if isinstance(f, Comparison)], [f for f in facts if not isinstance(f, Comparison)], reason
+
+
+# --- Right answers ---------------------------------------------------------------------------------------------------
+
+
+RIGHT = {
+    "bfloat16": {},
+    "float16": {"form": "float16"},
+    "float32": {"form": "float32"},
+    "float64": {"form": "float64", "printed": "float64"},
+    "log-softmax in bfloat16": {"printed": "bfloat16"},
+    "log-softmax in float16": {"printed": "float16"},
+    "four decimals": {"decimals": 4},
+    "six decimals": {"decimals": 6},
+    "no log probabilities": {"scored": False},
+    "no number of tokens": {"counts": False},
+}
+
+
+@pytest.mark.parametrize(("seed", "traits"), list(enumerate(RIGHT.values())), ids=RIGHT)
+def test_right_answers_are_right_from_the_first_one_on(directory, seed, traits):
+    """In every format and however finely it prints: nothing is learnt, and every case is compared."""
+    with serving(directory, **traits) as url:
+        compared, others, reason = ask(url, directory, seed=seed)
+    assert reason == ""
+    assert not [c for c in compared if c.wrong]
+    load = (2, 4, 8)[seed % 3]
+    assert {c.case: c.trials for c in compared} == {
+        f"{api}/{case}": trials
+        for api in ("completions", "chat")
+        for case, trials in (("alone", 2), ("again", 2), (f"{load}-at-once", load))
+    }
+    assert all(c.subject is Subject.DEVICE and c.characterised for c in compared)
+    blind = [f for f in others if isinstance(f, Absent)]
+    assert len(blind) == (2 if traits == {"scored": False} else 0)
+
+
+def test_what_is_printed_after_the_choice_says_nothing(directory):
+    """Where the chosen word is certain the words alone are compared, and the run says so."""
+    with serving(directory, certain=True) as url:
+        compared, others, reason = ask(url, directory)
+    assert reason == ""
+    assert compared
+    assert not [c for c in compared if c.wrong]
+    assert len([f for f in others if isinstance(f, Absent)]) == 2
+
+
+def test_more_candidates_than_neighbours_are_compared_too(directory):
+    """Beyond the ten words that are one bit off come those that are two bits off."""
+    with serving(directory, best=20) as url:
+        compared, _, reason = ask(url, directory)
+    assert reason == ""
+    assert compared
+    assert not [c for c in compared if c.wrong]
+
+
+def test_standard_asks_everything(directory):
+    """All eight prompts alone and again, and 2, 4 and 8 of them at once, on both interfaces."""
+    with serving(directory) as url:
+        compared, _, reason = ask(url, directory, level="standard")
+    assert (reason, len(compared)) == ("", 10)
+    assert sum(c.trials for c in compared) == 2 * (8 + 8 + 2 + 4 + 8)
+
+
+def test_a_run_may_be_limited_to_a_case(directory):
+    """As confirmations are; a case that does not exist is an error that names one that does."""
+    with serving(directory) as url:
+        compared, _, _ = ask(url, directory, cases=("chat/8-at-once",))
+        assert [(c.case, c.trials) for c in compared] == [("chat/8-at-once", 8)]
+        _, _, reason = ask(url, directory, cases=("chat/9-at-once",))
+    assert reason == "no case matches chat/9-at-once; one of them is completions/alone"
+
+
+def test_a_server_that_takes_fewer_at_once_says_so(directory):
+    """The rest is compared, and what was not answered is told."""
+    with serving(directory, at_once=1, form="float64") as url:
+        compared, others, reason = ask(url, directory, seed=2, settings={"timeout": 5.0, "apis": ["completions"]})
+    assert reason == ""
+    assert {"completions/alone", "completions/again"} <= {c.case for c in compared}
+    (left,) = [f for f in others if isinstance(f, Skipped)]
+    assert left.case == "completions/8-at-once"
+    assert "did not answer 8 requests at once" in left.reason
+
+
+# --- Faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_flipped_bit_of_a_live_weight_is_seen_in_the_first_run(directory, scored):
+    """Always wrong in the same way; the evidence names prompt and word, and what came."""
+    # Without log probabilities only what changes a word is seen; and no position shows that the server can be right.
+    bit = NORM if scored else (*NORM[:2], COARSE)
+    with serving(directory, flipped=bit, scored=scored) as url:
+        compared, _, reason = ask(url, directory, seed=2, settings={"apis": ["completions"]})
+    assert reason == ""
+    wrong = [c for c in compared if c.wrong]
+    assert {c.case for c in wrong} == {"completions/alone", "completions/again", "completions/8-at-once"}
+    for found in wrong:
+        assert found.characterised is scored
+        assert found.evidence.repeats_alike == found.evidence.repeats_wrong == found.evidence.repeats == 3
+        ((prompt, word), wanted, got) = found.evidence.first[0]
+        assert f"prompt {prompt}, word {word} of 40" in found.evidence.pattern
+        assert wanted != got
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("rate", [1 / 50, 1 / 500])
+def test_results_that_err_now_and_then_are_seen(directory, scored, rate):
+    """Wrong in another way each time: no format rounds like that, so it accuses though no answer may be right."""
+    with serving(directory, rate=rate, scored=scored) as url:
+        compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
+    assert reason == ""
+    wrong = [c for c in compared if c.wrong]
+    assert wrong
+    assert all(c.characterised for c in wrong)
+    assert any(c.evidence.repeats_alike < c.evidence.repeats_wrong for c in wrong)
+
+
+def test_most_flipped_weights_are_seen(directory):
+    """Bits of weights in each layer and kind that have a value; not seen is only what changes no logit."""
+    names = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    weights = construct(TINY, 3).weights
+    seen = tried = 0
+    for layer in range(TINY.layers):
+        for number, part in enumerate(names):
+            name = f"model.layers.{layer}.{part}.weight"
+            live = weights[name].flatten().nonzero().flatten().tolist()
+            element = live[(37 * number + 11 * layer) % len(live)]
+            with serving(directory, flipped=(name, element, 9)) as url:
+                compared, _, reason = ask(url, directory, cases=("completions/alone",))
+            assert reason == ""
+            tried, seen = tried + 1, seen + any(c.wrong for c in compared)
+    assert (tried, seen >= 0.9 * tried) == (15, True), seen
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_server_that_was_never_right_proves_nothing_against_itself(directory, scored):
+    """Quantised weights are wrong everywhere, always in the same way: wrong, and marked as not characterised."""
+    with serving(directory, quantised={"": 4}, scored=scored) as url:
+        compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
+    assert reason == ""
+    assert all(c.wrong_trials == c.trials for c in compared)
+    assert not any(c.characterised for c in compared)
+
+
+@pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
+def test_every_drill_is_caught(directory, fault):
+    """One wrong word in the first answer, on top of a healthy server."""
+    with serving(directory) as url:
+        compared, _, reason = ask(url, directory, drill=fault)
+    assert reason == ""
+    assert [(c.case, c.wrong_trials, c.characterised) for c in compared if c.wrong] == [("completions/alone", 1, True)]
+
+
+# --- What is no fault ------------------------------------------------------------------------------------------------
+
+
+SETTINGS = {
+    "a tokenizer that adds a word": ({"begin": "anchor"}, "reads 26 tokens in a prompt of 25 words: its tokenizer"),
+    "a chat template": ({"template": "p0v0"}, "chat: it reads 26 tokens in a prompt of 25 words: a chat template"),
+    "a strong penalty": ({"penalty": 2.0}, "presence or frequency penalty"),
+    "a weak penalty": ({"penalty": 0.2}, "presence or frequency penalty"),
+    "a temperature": ({"temperature": 1.0}, "it samples, or its choice is wrong"),
+    "a high temperature": ({"temperature": 2.0}, "it samples, or its choice is wrong"),
+    "a temperature, in text alone": ({"temperature": 1.0, "scored": False}, "either it samples"),
+    "scaled logits": ({"scale": 0.7}, "multiplies all logits by 0.7"),
+    "a limit of tokens": ({"most": 10}, "ends an answer after 10 of 40 words"),
+    "another model": ({"spoken": "The reef is alive.", "scored": False}, "words that the exact canary does not have"),
+    "a cache in 8 bits": (
+        {"reports": {"version": "0.5", "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}, "quantised": {"": 4}},
+        "the server says that it rounds (kv_cache_dtype fp8_e4m3)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("traits", "said"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_is_named_and_accuses_nobody(directory, traits, said):
+    """The run is skipped with the reason, so the endpoint is unknown: neither wrong nor healthy."""
+    with serving(directory, **traits) as url:
+        compared, _, reason = ask(url, directory, seed=2)
+    assert said in reason
+    assert not [c for c in compared if c.wrong]
+
+
+def test_a_format_of_the_documents_is_no_excuse_for_right_answers(directory):
+    """What the server reports is looked at only where something is wrong."""
+    with serving(directory, reports={"version": "0.5", "kv_cache_dtype": "fp8_e4m3"}) as url:
+        compared, _, reason = ask(url, directory)
+    assert reason == ""
+    assert compared
+    assert not [c for c in compared if c.wrong]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.001, 0.0001])
+def test_small_errors_everywhere_look_like_rounding(directory, noise):
+    """The first word of every answer is right, and its neighbours are a little off: told, and not characterised."""
+    with serving(directory, form="float32", noise=noise) as url:
+        compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
+    assert reason == ""
+    assert [c.wrong_trials for c in compared] == [2, 2, 2]
+    assert not any(c.characterised for c in compared)
+    assert all("as on a server whose weights or cache are quantised" in c.evidence.pattern for c in compared)
+
+
+def test_another_exact_canary_is_named(directory, tmp_path):
+    """With other layers it answers otherwise: that is not computed wrong."""
+    sizes = {**vars(TINY), "layers": 2}
+    export(construct(Shape(**sizes), 3), tmp_path / "two")
+    with serving(tmp_path / "two") as url:
+        compared, _, reason = ask(url, directory)
+    assert "as an exact canary with 2 layers" in reason
+    assert not [c for c in compared if c.wrong]
+
+
+def test_a_checkpoint_that_changed_on_disk_is_named(directory, tmp_path):
+    """The server loaded what is there; the file is not the one that canaryd wrote."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    start = json.loads(data[8 : 8 + header])["model.norm.weight"]["data_offsets"][0]
+    data[8 + header + start + 2 * NORM[1]] ^= 1 << NORM[2]
+    (copy / "model.safetensors").write_bytes(data)
+    with serving(copy) as url:
+        compared, _, reason = ask(url, copy)
+    assert "is not the file that canaryd wrote" in reason
+    assert not [c for c in compared if c.wrong]
+
+
+def test_what_was_wrong_before_the_server_died_counts(directory):
+    """A request that fails later does not discard a wrong answer."""
+    with serving(directory, flipped=NORM, dies_after=3) as url:
+        compared, _, reason = ask(url, directory, settings={"timeout": 2.0})
+    assert any(c.wrong for c in compared)
+    assert "503" in reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exact": ""}, "exact: not set"),
+        ({"exact": "/nowhere"}, "cannot be read"),
+        ({"exact": "here"}, "wanted an absolute path"),
+        ({"model": "other"}, "model: 'other' is not served; the server lists exact"),
+    ],
+)
+def test_bad_settings_are_one_line(directory, settings, said):
+    """And nothing is compared."""
+    with serving(directory) as url:
+        compared, _, reason = ask(url, directory, settings=settings)
+    assert said in reason
+    assert not compared
+
+
+# --- How finely values are printed -----------------------------------------------------------------------------------
+
+
+def test_the_coarsest_format_that_holds_all_values_counts():
+    """A single value in full makes it float32; decimals are told from a format."""
+    assert printing([0.0, -8.0, -0.0034027099609375]).bits == FORMATS[0]
+    assert printing([0.0, -8.0, -0.003355026]).bits == FORMATS[-1]
+    assert printing([-0.0033553822431713343, -8.003355026245117]) == (24, 0.0)
+    assert printing([-0.0034, -8.0034]) == (24, 1e-4)
+    assert printing([-0.0034, -8.0034]).unit(-8.0034) == pytest.approx(1e-4, rel=0.01)
+    assert printing([-0.0033553822431713343]).unit(-8.0) == 2.0**-20
+    assert printing([-3.353e-05]).step == 0.0
