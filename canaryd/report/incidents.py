@@ -256,7 +256,9 @@ def shown_notes(verdict: Verdict) -> list[Finding]:
 def note_lines(verdict: Verdict, *, verbose: bool, width: int | None = None) -> Iterator[Line]:
     """Yield the notes on a device, with `verbose` all of them, with their evidence."""
     for note in notes(verdict) if verbose else shown_notes(verdict):
-        yield from paragraph(f"{'note':<{STATE}}", f"{sentence(note.message)} {sentence(note.action)}".strip(), width)
+        about = f"{note.probe}: " if note.probe else ""
+        said = f"{about}{sentence(note.message)} {sentence(note.action)}".strip()
+        yield from paragraph(f"{'note':<{STATE}}", said, width)
         for text in note.evidence if verbose else ():
             yield from paragraph(INDENT, text, width)
 

@@ -59,23 +59,22 @@ def rival_words(rival: Rival) -> str:
 def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> Iterator[Line]:
     """Yield what each rule says: message, what to do, evidence, other explanations and runs.
 
-    A command stands on a line of its own, whatever its length, and once for all findings.
+    What several of them say is said once. A command stands on a line of its own, whatever its length.
     """
-    commands: set[str] = set()
+    said: set[str] = set()
     for finding in findings:
         yield from paragraph("  - ", f"{rule_words(finding)}: {finding.message}", width)
         if finding.action:
             yield from paragraph("    Do now: ", finding.action, width)
-        for sentence in finding.evidence:
-            yield from paragraph("    ", sentence, width)
-        for rival in finding.rivals:
-            yield from paragraph("    ", rival_words(rival), width)
+        for sentence in (*finding.evidence, *map(rival_words, finding.rivals)):
+            if sentence not in said:
+                yield from paragraph("    ", sentence, width)
         if finding.runs:
             yield from paragraph("    Runs: ", ", ".join(finding.runs), width)
-        if finding.repro and finding.repro not in commands:
-            commands.add(finding.repro)
+        if finding.repro and finding.repro not in said:
             yield "", "    To repeat the test:"
             yield "", f"    {finding.repro}"
+        said |= {*finding.evidence, *map(rival_words, finding.rivals), finding.repro}
 
 
 def rule_words(finding: Finding) -> str:

@@ -151,7 +151,7 @@ def test_the_text_begins_with_the_verdict_and_fits(store):
     eventful(store)
     text = as_text(look(store), 80)
     lines = text.splitlines()
-    assert lines[0] == f"FAULTY   cuda:3  NVIDIA H200  since {format_time(NOW - 4 * HOUR, seconds=False)}"
+    assert lines[0] == f"FAULTY   cuda:3  NVIDIA H200  since {format_time(NOW - 4 * HOUR, seconds=False)} (hardware)"
     assert max(map(len, lines)) <= 80
     assert text.index("exact-mismatch in x") < text.index("What happened") < text.index("Readings, by the day")
     row = next(line for line in lines if SPARK.search(line))
