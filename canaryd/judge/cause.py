@@ -293,13 +293,12 @@ def _rivals_of_endpoint(scene: Scene, served: Served, cause: Cause) -> Iterator[
     if cause is not Cause.SOFTWARE:
         yield Rival(cause=Cause.SOFTWARE, why=software, rejected=False)
     known = {
-        "wrong too": served.wrong,
-        "passed the exact tests since": served.right,
+        "with findings of its own": served.wrong,
+        "right in the exact tests since (memory that they did not use is not excluded)": served.right,
         "not tested since": served.untested,
     }
-    passed = "; ".join(f"{text}: {names(who)}" for text, who in known.items() if who)
-    why = f"a device that serves it ({passed or 'none is of this host'})"
-    yield Rival(cause=Cause.HARDWARE, why=why, rejected=cause is Cause.SOFTWARE)
+    each = ", ".join(f"{names(who)} {text}" for text, who in known.items() if who)
+    yield Rival(cause=Cause.HARDWARE, why=f"what serves it: {each or 'no device of this host'}", rejected=False)
     matched = "the same questions were answered right" if scene.goldens_right else "no answer has matched it yet"
     yield Rival(cause=Cause.HARNESS, why=f"a wrong reference: {matched}", rejected=scene.goldens_right)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from canaryd.facts import Subject, shared, stack_id
-from canaryd.model import ENDPOINT, Run
+from canaryd.model import Run
 
 SIZES = re.compile(r"[0-9]{1,9}(x[0-9]{1,9})*")
 """The sizes of a case, as its name gives them after "@"."""
@@ -155,12 +156,16 @@ class Claims:
         met = [m for m in same if name in m.classes]
         if any(m.device == device for m in met):
             return Proof(By.ITSELF, (device,))
-        if kind[0] == ENDPOINT:  # another server of the same software may have other settings
-            return None
         for by, elsewhere in ((By.SIBLING, False), (By.WITNESS, True)):
             if found := tuple(sorted(m.device for m in met if m.imported is elsewhere)):
                 return Proof(by, found)
         return None
+
+    def met_since(self, device: str, kind: Kind, run: Run, case: str) -> float:
+        """Return when a device first met the class of a run's case on its stack (since the epoch); inf for never."""
+        name = class_of(case)
+        mine = (m for m in self._of(kind, run) if run.stack and m.line.stack_id == run.stack_id and m.device == device)
+        return min((m.classes[name] for m in mine if name in m.classes), default=math.inf)
 
     def before(self, kind: Kind, run: Run, case: str) -> Met | None:
         """Return the newest record that has the class of a run's case on other software; None where there is none."""

@@ -162,6 +162,8 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
     Where identical devices give the same wrong bits, it is software or design and no single unit.
     """
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
+    if case.device.is_endpoint:  # a server that was wrong everywhere and then right was served in another way
+        mismatches = [m for m in mismatches if not _right_since(case, m.run)]
     # Two servers that are alike wrong may have the same setting, which says nothing about their software.
     alike = {id(m): frozenset() if case.device.is_endpoint else _alike(case, m) for m in mismatches}
     for shared in (True, False):
@@ -171,6 +173,12 @@ def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
                 yield _unproven(case, listed)
             elif not cured(case, listed[-1].run):
                 yield _shared(case, listed, frozenset().union(*(alike[id(m)] for m in listed)))
+
+
+def _right_since(case: Case, run: Run) -> bool:
+    """Return whether a later whole run of the same probe compared something, and all of it was right."""
+    later = (r for r in case.scheduled(run.probe) if r.started > run.started and r.outcome is Outcome.COMPLETED)
+    return any(r.trials and not r.wrong for r in later)
 
 
 def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -75,13 +76,12 @@ def test_processors_are_not_characterised_by_evidence():
 
 
 def test_no_server_vouches_for_another():
-    """Two of one model and one version may have other settings; what a server gave itself counts."""
-    kind = ("endpoint", "exact")
-    right = replace(met("endpoint:a", "completions/alone"), kind=kind)
-    asked = "completions/alone"
-    assert Claims([right]).proof("endpoint:a", kind, run(), asked) == Proof(By.ITSELF, ("endpoint:a",))
-    assert Claims([right]).proof("endpoint:b", kind, run(), asked) is None
-    assert Claims([replace(right, imported=True)]).proof("endpoint:b", kind, run(), asked) is None
+    """Two of one model and one version may have other settings; what a server gave itself before counts."""
+    kind, asked = ("endpoint", "exact"), "completions/alone"
+    right = replace(met("endpoint:a", asked), kind=kind)
+    assert Claims([right]).met_since("endpoint:a", kind, run(), asked) == right.classes[asked]
+    assert Claims([right]).met_since("endpoint:a", kind, run(), "completions/again") == math.inf
+    assert Claims([right]).met_since("endpoint:b", kind, run(), asked) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class Examiner:
         again = [] if self.ctx.drill else self._repeats(api, wrong[0].question)
         repeated = [m for m in again if not m.right]
         return Evidence(
-            wrong=len(faults),
+            wrong=len({(i, f.position) for i, m in enumerate(wrong) for f in m.faults}),
             total=sum(len(m.question.tokens) for m in marked),
             first=tuple(((number, f.position + 1), *hexadecimal(f)) for number, f in faults[:SHOWN]),
             bits={},

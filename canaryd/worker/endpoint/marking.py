@@ -55,7 +55,7 @@ class Marked:
     leads: tuple[tuple[float, float], ...] = ()
     """(what a candidate's wrong bits cost, how far it lies below the right word), for all candidates looked at."""
     fine: bool = False
-    """Whether a position was right to the last bit of float32: a server that rounds gives none."""
+    """Whether a word after the first was right to the last bit of float32: a server that rounds gives none."""
     scored: bool = False
     """Whether log probabilities were compared."""
 
@@ -189,7 +189,9 @@ class _Scores:
         for rank, (value, token) in enumerate(sorted(others, key=lambda other: -other[0])):
             found += self._compared(at, wanted, own, token, value, rank)
         found += [Fault(Sort.LEAD, at, COST, math.inf)] * impossible
-        self.fine = self.fine or (not found and len(candidates) > 1 and self.printing.bits == FORMATS[-1])
+        # The first word comes from the prompt's own keys and values: a cache that rounds shows from the second on.
+        in_full = at > 0 and len(candidates) > 1 and self.printing.bits == FORMATS[-1]
+        self.fine = self.fine or (in_full and not found)
         return found
 
     def _compared(self, at: int, wanted: int, own: float, token: int | None, value: float, rank: int) -> list[Fault]:

@@ -148,6 +148,7 @@ def test_a_flipped_bit_of_a_live_weight_is_seen_in_the_first_run(directory, scor
         ((prompt, word), wanted, got) = found.evidence.first[0]
         assert f"prompt {prompt}, word {word} of 40" in found.evidence.pattern
         assert wanted != got
+        assert 0 < found.evidence.wrong <= found.evidence.total == 40 * found.trials
 
 
 @pytest.mark.parametrize("scored", [True, False])
