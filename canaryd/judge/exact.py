@@ -18,7 +18,7 @@ from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wording import count, describe
 from canaryd.judge.wrong import retests, wrong_results
-from canaryd.model import Cause, Finding, Run, State, Tally, WrongResults
+from canaryd.model import Cause, Finding, Outcome, Run, State, Tally, WrongResults
 
 DOUBTS = {
     Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",

@@ -164,6 +164,7 @@ def test_results_that_err_now_and_then_are_seen(directory, scored, rate):
     assert any(c.evidence.repeats_alike < c.evidence.repeats_wrong for c in wrong)
 
 
+@pytest.mark.slow
 def test_most_flipped_weights_are_seen(directory):
     """Bits of weights in each layer and kind that have a value; not seen is only what changes no logit."""
     names = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
