@@ -140,8 +140,7 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         return
     for device in devices:
         runs = result.runs.get(device.uuid, [])
-        trials, took = sum(r.trials for r in runs), sum(r.seconds for r in runs)
-        what = f"{device.name}  {device.model}  {trials:,} results, 0 wrong, {took:.0f} s"
+        what = f"{device.name}  {device.model}  {_compared(runs)}, {sum(r.seconds for r in runs):.0f} s"
         yield from paragraph(f"{'HEALTHY':<{STATE}}", what, role="good")
         if bounds := result.rules_out.get(device.uuid, {}):
             clean = sum(run.trials for run in runs if run.probe in bounds)
@@ -149,6 +148,14 @@ def _healthy_lines(result: Result, devices: Sequence[Device], *, verbose: bool) 
         yield from note_lines(result.verdicts[device.uuid], verbose=verbose)
         if verbose:
             yield from _detail_lines(result, device)
+
+
+def _compared(runs: Sequence[Run]) -> str:
+    """Return how much was compared: exact results, and where there are none, recordings; an endpoint has only these."""
+    results, recordings = sum(r.trials for r in runs), sum(len(r.recordings) for r in runs)
+    if results or not recordings:
+        return f"{results:,} results, {sum(c.wrong_trials for r in runs for c in r.comparisons):,} wrong"
+    return f"{_count(recordings, 'recording')}, {sum(len(r.unknown) for r in runs):,} differ from the baseline"
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:

@@ -19,8 +19,8 @@ NAMED = 2
 """Probes and devices that are named one by one in a sentence; more are counted."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
-TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld"})
-"""Rules of notes that are always shown, though there is nothing to do about them."""
+TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld", "recording-text-only"})
+"""Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
 SUSPECTS: Mapping[Suspect, str] = {
     Suspect.HOST: "host",
     Suspect.SOFTWARE: "software",

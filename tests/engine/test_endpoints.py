@@ -218,6 +218,7 @@ def test_that_it_is_judged_by_text_alone_is_told_everywhere(host, tmp_path):
     assert (done.code, found["recording-text-only"]) == (0, told)
     done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main")
     assert told in " ".join(done.out.split())
+    assert "tiny 1 recording, 0 differ from the baseline, " in " ".join(done.out.split()), "not: 0 results, 0 wrong"
     assert "bit-stable, text alone" in canaryd("baseline", "list", "--config", host.path).out
     assert "judged by text alone" in canaryd("baseline", "show", "--config", host.path).out
     document = canaryd("baseline", "list", "--json", "--config", host.path).document
