@@ -54,6 +54,7 @@ def test_tolerances_miss_the_lowest_bit(rows):
     assert faults["one element zeroed"].found["relative L2"] < faults["one element zeroed"].changed
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_counts_and_the_report_holds_them(rows, tmp_path, monkeypatch, capsys):
     """The run is a function of its seed; the command writes report and data."""
     from benchmarks import detection

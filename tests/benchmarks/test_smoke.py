@@ -49,6 +49,7 @@ def test_verified_gemm(bench):
 
 @needs_torch
 @pytest.mark.torch
+@pytest.mark.slow
 def test_clean_runs(bench):
     """Every run is distinct and right, is counted in each of its groups, and a flipped bit is found."""
     words = ("--runs", 20, "--instruction-sets", "native", "--threads", 1)
@@ -61,6 +62,7 @@ def test_clean_runs(bench):
 
 @needs_torch
 @pytest.mark.torch
+@pytest.mark.slow
 def test_exact_capture(bench):
     """Every fault is counted once, by its place and what was said; a capture without a fault raises no alarm."""
     data = bench("exact_capture", "--faults", 2, "--clean", 1, "--formats", "float32", result="exact_capture")

@@ -37,7 +37,7 @@ def shown(columns: int, *arguments: object) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", read.decode()).replace("\r\n", "\n").split("\n")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_every_line_fits_the_terminal(tmp_path, columns):
     """Verdicts, lists, answers and mistakes; only a command to type or a path to copy stays whole."""
     config = configure(tmp_path, "passes", "mismatches", "records")

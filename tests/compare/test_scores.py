@@ -281,6 +281,7 @@ def test_null_pairs_of_marks_are_seldom_significant():
     assert rate(covered) >= 1 - LIMIT
 
 
+@pytest.mark.slow
 def test_null_pairs_of_graded_answers_are_seldom_significant(monkeypatch):
     """Skewed grades between 0 and 1, sign flips drawn."""
     monkeypatch.setattr(score_tests, "sign_flip", lambda d: sign_flip(d, flips=399))

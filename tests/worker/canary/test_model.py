@@ -192,7 +192,7 @@ def test_the_recomputation_notices_what_was_changed(make, tmp_path, monkeypatch)
     assert make.check([]) == ["boats: margins differ"]
 
 
-@pytest.mark.parametrize("stack", ["native", "baseline", pytest.param("avx2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stack", ["native", *(pytest.param(s, marks=pytest.mark.slow) for s in ("avx2", "baseline"))])
 def test_robust_prompts_are_robust(make, golden, said, stack):
     """Every format, path and batch gives the tokens; the margin is 20 errors wide, the tolerance 8; in numbers."""
     files = [PROBES / "canary" / f"{name}.safetensors" for name in ("weights", "reference")]
