@@ -126,10 +126,11 @@ class Evidence:
         if any(known.id == run.id for known in runs):
             return
         kin = self._host.kin(run.device)
+        if run.wrong and not run.drill:
+            self._onsets[run.probe] = sorted([*self._onsets.get(run.probe, ()), run.started])
         if run.wrong and not run.drill and not kin & self._mismatched:
             # From now on the whole record of this device and of its siblings counts.
             self._mismatched |= {run.device}
-            self._onsets[run.probe] = sorted([*self._onsets.get(run.probe, ()), run.started])
             self._runs |= {uuid: self._load(uuid) for uuid in kin}
             runs = [known for known in self._runs[run.device] if known.id != run.id]
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)])

@@ -146,9 +146,9 @@ class RunTables(BufferedDatabase):
         return self._decode(Run, (*stored, *waiting)), [Counted(*row) for row in (*counted, *others)]
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
-        """Return (device, probe, start of the first mismatch, start of the newest) on record, drills left out."""
+        """Return (device, probe, first start, newest start) of the mismatches on each software, drills left out."""
         query = "SELECT device, probe, min(started), max(started) FROM runs WHERE wrong > 0 AND drill = ''"
-        stored, waiting = self._read(f"{query} GROUP BY device, probe")
+        stored, waiting = self._read(f"{query} GROUP BY device, probe, stack_id")
         return [*stored, *waiting]
 
     # Baselines

@@ -27,13 +27,13 @@ def results(runs):
 
 
 def test_live_and_read_back_are_alike(tmp_path):
-    """A device with a mismatch in the middle of a slot: 400 runs in 100 hours, live and after a restart."""
+    """A device with mismatches in the middle of slots: 400 runs in 100 hours, live and after a restart."""
     config = settings(tmp_path, "passes")
     engine = start(config)
     device = the_cpu(engine).uuid
     runs = [
         dataclasses.replace(
-            made(number, "passes", wrong=number == 210, stack={"torch": "1" if number < 300 else "2"}),
+            made(number, "passes", wrong=number in (130, 210), stack={"torch": "1" if number < 300 else "2"}),
             device=device,
             started=START + 900.0 * number,
         )
@@ -49,9 +49,10 @@ def test_live_and_read_back_are_alike(tmp_path):
     for found in (live, read):
         assert results(found) == results(runs)
         assert len(found) < NEWEST + 25
-        (wrong,) = (run for run in found if run.wrong)
-        after = sum(run.trials for run in found if run.started > wrong.started)
-        assert after == 189, "what was clean before and after a mismatch is told apart"
+        first, newest = (run for run in found if run.wrong)
+        between = sum(run.trials for run in found if first.started < run.started < newest.started)
+        after = sum(run.trials for run in found if run.started > newest.started)
+        assert (between, after) == (79, 189), "what was clean before and after a mismatch is told apart"
         assert [r.id for r in found] == sorted(r.id for r in found)
     assert {(r.id, r.started, r.trials, r.stack_id) for r in live} == {
         (r.id, r.started, r.trials, r.stack_id) for r in read
