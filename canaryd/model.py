@@ -239,6 +239,11 @@ class Run:
         """Results of the device that were compared in this run."""
         return sum(c.trials for c in self.comparisons if c.subject is Subject.DEVICE)
 
+    @property
+    def uploads(self) -> int:
+        """Uploads of operands to the device whose results were compared in this run."""
+        return sum(c.uploads for c in self.comparisons if c.subject is Subject.DEVICE)
+
     @functools.cached_property
     def stack_id(self) -> str:
         """Twelve hex digits that equal stacks share."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import bisect
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
 from canaryd.engine.sums import add_up, can_sum, of_counts, summary
-from canaryd.facts import Comparison, Reading, Recording, Subject
+from canaryd.facts import Comparison, Reading, Recording
 from canaryd.judge import acks
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.judge.recordings import speed
@@ -78,7 +79,7 @@ class Evidence:
         self._runs: dict[str, list[Run]] = {}
         self._mismatched: frozenset[str] = frozenset()
         """Devices with a mismatch on record."""
-        self._onsets: dict[str, list[float]] = {}
+        self._onsets: dict[str, list[float]] = defaultdict(list)
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
         self._loaded: set[str] = set()
         """Probes whose newest runs have been read from the store."""
@@ -89,10 +90,10 @@ class Evidence:
         """Read the runs of new devices, and of all devices when there are new probes, from the store."""
         onsets = self._host.store.onsets()
         self._mismatched = frozenset(uuid for uuid, *_ in onsets)
-        self._onsets = {
-            probe: sorted(at for _, of, *between in onsets if of == probe for at in between)
-            for probe in {probe for _, probe, *_ in onsets}
-        }
+        self._onsets.clear()
+        for _, probe, first, newest in onsets:
+            bisect.insort(self._onsets[probe], first)
+            bisect.insort(self._onsets[probe], newest)
         self._met.read()
         new = set(self._host.entries) - self._loaded
         self._loaded |= new
@@ -105,7 +106,7 @@ class Evidence:
         with self._host.mutex:
             runs, now = self._runs.get(uuid, ()), self._host.clock()
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
-            return tuple(run for run in runs if run.started > since and not (run.drill and expired(run, now)))
+            return tuple(run for run in runs if run.started > since and not expired(run, now))
 
     def redated(self, run: Run) -> Run:
         """Return a run with a corrected start where the clock was set back.
@@ -127,12 +128,12 @@ class Evidence:
             return
         kin = self._host.kin(run.device)
         if run.wrong and not run.drill:
-            self._onsets[run.probe] = sorted([*self._onsets.get(run.probe, ()), run.started])
-        if run.wrong and not run.drill and not kin & self._mismatched:
-            # From now on the whole record of this device and of its siblings counts.
-            self._mismatched |= {run.device}
-            self._runs |= {uuid: self._load(uuid) for uuid in kin}
-            runs = [known for known in self._runs[run.device] if known.id != run.id]
+            bisect.insort(self._onsets[run.probe], run.started)
+            if not kin & self._mismatched:
+                # From now on the whole record of this device and of its siblings counts.
+                self._mismatched |= {run.device}
+                self._runs |= {uuid: self._load(uuid) for uuid in kin}
+                runs = [known for known in self._runs[run.device] if known.id != run.id]
         self._runs[run.device] = self._kept(run.device, [*runs, fold(run)])
 
     def _limit(self, uuid: str) -> int:
@@ -175,7 +176,9 @@ class Evidence:
                 many = len(run.recordings) > FEW and not run.unknown
                 with_recordings[kind] += many
                 kept.append(without_recordings(run) if many and with_recordings[kind] > SHOWN else run)
-        return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: run.id)
+        # In the order given, not by id: where the clock was set back, the ids of newer runs are smaller.
+        place = {run.id: n for n, run in enumerate(runs)}
+        return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: place[run.id])
 
 
 def fold(run: Run) -> Run:
@@ -184,8 +187,9 @@ def fold(run: Run) -> Run:
         return replace(run, comparisons=tuple(map(_brief, run.comparisons)), skipped=(), readings=_kept_readings(run))
     if not run.whole or len(run.comparisons) < 2:
         return run
-    uploads = sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE)
-    return replace(run, comparisons=summary(run.seed, run.trials, uploads), skipped=(), readings=_kept_readings(run))
+    return replace(
+        run, comparisons=summary(run.seed, run.trials, run.uploads), skipped=(), readings=_kept_readings(run)
+    )
 
 
 def _brief(comparison: Comparison) -> Comparison:

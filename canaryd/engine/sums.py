@@ -67,8 +67,8 @@ def _total(runs: Sequence[Run]) -> Run:
     newest = runs[-1]
     if len(runs) == 1:
         return newest
-    uploads = sum(c.uploads for run in runs for c in run.comparisons if c.subject is Subject.DEVICE)
-    return _bare(replace(newest, comparisons=summary(newest.seed, sum(run.trials for run in runs), uploads)))
+    results, uploads = sum(run.trials for run in runs), sum(run.uploads for run in runs)
+    return _bare(replace(newest, comparisons=summary(newest.seed, results, uploads)))
 
 
 def _bare(run: Run) -> Run:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Subject, whole
+from canaryd.facts import whole
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
@@ -111,8 +111,7 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
 def lane(run: Run) -> tuple[Any, ...]:
     """Return the columns `LANE` of a run."""
     kind = run.probe_version, run.instruction_set, run.intensity, run.whole
-    uploads = sum(c.uploads for c in run.comparisons if c.subject is Subject.DEVICE)
-    return (*kind, len(run.unknown), len(run.recordings), run.trials, uploads)
+    return (*kind, len(run.unknown), len(run.recordings), run.trials, run.uploads)
 
 
 def run_counts(run: Run) -> list[tuple[str, str, float]]:

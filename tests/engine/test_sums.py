@@ -74,6 +74,17 @@ def test_a_mismatch_that_comes_later_finds_the_record_in_parts(tmp_path):
     engine.store.close()
 
 
+def test_after_a_clock_was_set_back_the_newest_runs_stay(tmp_path):
+    """Ids are made of the clock: those of the newest runs are smaller then, and order by them would drop the newest."""
+    engine = start(settings(tmp_path, "passes"))
+    device = the_cpu(engine).uuid
+    numbers = [*range(1000, 1000 + 2 * NEWEST), *range(10)]
+    for number in numbers:
+        engine.take(dataclasses.replace(made(number, "passes"), device=device))
+    assert [run.id for run in engine.evidence(device)][-10:] == [made(n, "passes").id for n in range(10)]
+    engine.store.close()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
