@@ -8,7 +8,6 @@ with that record and no GPU: it judges all of them from what it remembers.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sqlite3
 import subprocess
@@ -20,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import common
+import psutil
+
+from benchmarks import common, footprint
 from canaryd.facts import Evidence, Span
 from canaryd.model import Device, Run
 from canaryd.store import rows
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import new_run_id
-from tests.command import free_port
 
 GPUS = 8
 DAY = 86400.0
@@ -102,34 +102,21 @@ def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
 
 def start(state: Path) -> dict[str, float]:
     """Start the daemon; return the seconds until it serves and until it has judged every GPU, and its largest MiB."""
-    port, log = free_port(), state / "log"
-    words = ["run", "--listen", f"127.0.0.1:{port}", "--state-dir", str(state)]
     began, serves, judges = time.monotonic(), 0.0, 0.0
-    with log.open("wb") as file:
-        daemon = subprocess.Popen(
-            [sys.executable, "-m", "canaryd", *words],
-            cwd=common.ROOT,
-            env=os.environ | common.UNIT,
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        while not judges and time.monotonic() - began < PATIENCE and daemon.poll() is None:
+    with footprint.daemon(None, state) as (process, metrics):
+        while not judges:
             with contextlib.suppress(OSError):
-                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
-                judged = re.findall(
-                    rb'^canaryd_device_state_since_timestamp_seconds{.*"GPU-', answer.read(), re.MULTILINE
-                )
+                answer = urllib.request.urlopen(metrics, timeout=30)  # noqa: S310  an address of our own making
+                judged = re.findall(rb'\ncanaryd_device_state_since_timestamp_seconds{.*"GPU-', answer.read())
                 serves = serves or time.monotonic() - began
                 judges = time.monotonic() - began if len(judged) == GPUS else 0.0
+            if time.monotonic() - began > PATIENCE:
+                raise TimeoutError(f"not judged after {PATIENCE:g} s")
+            if process.status() == psutil.STATUS_ZOMBIE:
+                raise psutil.NoSuchProcess(process.pid, msg="it ended")
             time.sleep(0.02)
-        if not judges:
-            raise SystemExit(f"not judged after {time.monotonic() - began:.0f} s; its log:\n{log.read_text()[-2000:]}")
         time.sleep(SETTLES)
-        status = Path(f"/proc/{daemon.pid}/status").read_text()
-    finally:
-        daemon.terminate()
-        daemon.wait(60)
+        status = Path(f"/proc/{process.pid}/status").read_text()
     return {"serves": serves, "judges": judges, "MiB": int(status.split("VmHWM:")[1].split()[0]) / 1024}
 
 

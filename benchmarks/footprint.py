@@ -41,14 +41,18 @@ DEPENDENCIES = {
 
 
 @contextlib.contextmanager
-def daemon(config: Path | None) -> Iterator[tuple[psutil.Process, str]]:
-    """Run the daemon and yield its process and the address of its metrics; end it as an operator would."""
+def daemon(config: Path | None, record: Path | None = None) -> Iterator[tuple[psutil.Process, str]]:
+    """Run the daemon and yield its process and the address of its metrics; end it as an operator would.
+
+    `record`: a state directory to start with; without one it begins with an empty one.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory(prefix="canaryd-") as state:
-        words = ["--listen", address, "--state-dir", state, *(["--config", str(config)] if config else [])]
-        log = Path(state) / "log"
+    with tempfile.TemporaryDirectory(prefix="canaryd-") as empty:
+        state = record or Path(empty)
+        words = ["--listen", address, "--state-dir", str(state), *(["--config", str(config)] if config else [])]
+        log = state / "log"
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "canaryd", "run", *words],
