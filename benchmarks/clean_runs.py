@@ -4,6 +4,7 @@ A run is one golden, made from a seed of its own, computed once and compared twi
 key is (case with sizes, seed, instruction set, threads). Every key differs, and so does every golden: both are
 counted. Each combination of instruction set and threads is a process of its own, because libraries choose their kernels
 when they start. Each process ends with controls: results with one bit flipped on purpose, which must be found wrong.
+Another runtime (`--runtime`) must be installed in the Python that runs this; it chooses its threads itself.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from typing import Any
 
 from benchmarks import common
 from canaryd.codec import to_json
-from canaryd.model import Device
+from canaryd.model import RUNTIMES, TORCH, Device
 from canaryd.probe import Context
-from canaryd.worker.numeric import evidence, indexing
+from canaryd.worker.numeric import evidence, faults, indexing
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import stack as numeric_stack
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
+from canaryd.worker.numeric.cases import Case, refusal
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Inexact
-from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS
+from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
 from canaryd.worker.numeric.seeds import derive
-from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, strict_switches, torch, upload
-from canaryd.worker.numeric.verify import Case
+from canaryd.worker.numeric.tensors import host_same_bits, torch
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 from probes import exact_attention, exact_integer, exact_matmul
 
 KEPT = 100
@@ -63,9 +66,11 @@ def products(context: Context) -> Iterator[Maker]:
         layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (LAYOUTS, exact_matmul.KINDS)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
-    for name in ("narrow", "wide"):
-        if name == "narrow" or not numeric_stack.int8_pairs_saturate():
-            yield from (partial(_int8, name, layout) for layout in ("nn", "nt"))
+    for left, name in int8_pairs(context.device):
+        saturates = name == "wide" and numeric_stack.int8_pairs_saturate()
+        tiny = _int8(context.device, left, name, "nt", random.Random(1))
+        if not saturates and not refusal(context.device, tiny.build(1), tiny.compute):
+            yield from (partial(_int8, context.device, left, name, layout) for layout in ("nn", "nt"))
 
 
 def _product(device: Device, source: str, target: str, name: str, kind: str, layout: str, rng: random.Random) -> Case:
@@ -89,18 +94,18 @@ def product_sizes(rng: random.Random, kind: str, step: int) -> tuple[int, int, i
     return size(8, 96), size(8, 96), size(16, 192), rng.randint(2, 5)
 
 
-def _int8(name: str, layout: str, rng: random.Random) -> Case:
+def _int8(device: Device, left: str, name: str, layout: str, rng: random.Random) -> Case:
     M, N, K = (8 * rng.randint(4, 40) for _ in range(3))
     return Case(
-        f"int8>int32/{name}/square/{layout}@{M}x{N}x{K}",
-        partial(numeric_operands.build_int8, name, M, N, K, layout),
-        lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
+        f"{left}>int32/{name}/square/{layout}@{M}x{N}x{K}",
+        partial(numeric_operands.build_int8, name, M, N, K, layout, left=left),
+        partial(interface.of(device).run, Operation("matmul", left, "int32")),
     )
 
 
 def attentions(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine takes."""
-    for kernel, form in itertools.product(exact_attention.KERNELS, exact_attention.FORMAT_NAMES):
+    for kernel, form in itertools.product(interface.of(context.device).attention_kernels, exact_attention.FORMAT_NAMES):
         for mask, (kind, sizes) in itertools.product(MASKS, exact_attention.SIZES["quick"].items()):
             if not exact_attention.refuses(context.device, kernel, form, mask, sizes):
                 for name in CONTENTS:
@@ -122,7 +127,10 @@ def attention_sizes(rng: random.Random, kind: str) -> tuple[int, ...]:
 
 def integers(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every integer and index operation."""
-    return (partial(_integer, context.device, name) for name in indexing.OPERATIONS)
+    for name in indexing.OPERATIONS:
+        tiny = exact_integer._case(context.device, name, 256)  # noqa: SLF001
+        if not refusal(context.device, tiny.build(1), tiny.compute):
+            yield partial(_integer, context.device, name)
 
 
 def _integer(device: Device, name: str, rng: random.Random) -> Case:
@@ -135,49 +143,57 @@ def run_one(case: Case, seed: int, device: Device, *, spoil: bool = False) -> di
         problem = case.build(seed)
     except Inexact as error:
         return {"outcome": "inexact", "detail": str(error)}
+    runtime = interface.of(device)
     try:
-        result = case.compute(upload(problem.operands, device), None)
+        result = case.compute(runtime.upload(problem.operands, device), None)
     except (RuntimeError, NotImplementedError) as error:
         return {"outcome": "refused", "detail": str(error).splitlines()[0][:200]}
     if spoil:
-        bits(result).view(-1)[seed % result.numel()] ^= 1
+        result = runtime.changed(result, faults.FAULTS["flip"].change, seed)
     done = {"outcome": "right", "digest": digest(problem.golden), "elements": problem.golden.numel()}
     if not problem.witnessed:
         return {**done, "outcome": "doubted", "detail": "two ways of making the golden disagree"}
-    by_torch, by_host = same_bits(result, problem.golden), host_same_bits(result, problem.golden)
-    if by_torch != by_host:
-        return {**done, "outcome": "doubted", "detail": f"equal by torch: {by_torch}, by the host: {by_host}"}
-    if not by_torch:
-        found = to_json(evidence.collect(problem.golden, result))
+    (by_device,) = runtime.agree([result], *runtime.upload((problem.golden,), device))
+    observed = runtime.download(result)
+    by_host = host_same_bits(observed, problem.golden)
+    if by_device != by_host:
+        return {**done, "outcome": "doubted", "detail": f"equal by the device: {by_device}, by the host: {by_host}"}
+    if not by_device:
+        found = to_json(evidence.collect(problem.golden, observed))
         return {**done, "outcome": "wrong", "shape": problem.shape, "detail": found["pattern"], "evidence": found}
     return done
+
+
+def of_runtime(name: str) -> Device:
+    """Return the device of a runtime that is this host's processor. Raises `Skip` where its package is missing."""
+    return next(device for device in interface.named(name).devices() if device.unit == "cpu")
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """Be one process: do `--runs` runs and print each as a line of JSON, the first line telling what this torch is."""
     torch.set_num_threads(arguments.threads[0])
-    device = numeric_stack.cpu()
+    device = of_runtime(arguments.runtime)
     where = (arguments.instruction_sets[0], arguments.threads[0])
     start = derive(arguments.seed, "/".join(map(str, where)))
     rng = random.Random(start)
     context = Context(device=device, level="standard", seed=start, budget=3600.0)
-    with strict_switches():
+    with interface.of(device).strict(device):
         families = {
             "product": list(products(context)),
             "attention": list(attentions(context)),
             "integer": list(integers(context)),
         }
-        stack = numeric_stack.stack(device, where[0])
+        stack = interface.of(device).stack(device, where[0])
         print(json.dumps({"stack": stack, "classes": {k: len(v) for k, v in families.items()}}), flush=True)
         # Every class of a family in turn, in an order of its own, so that few runs already touch many classes.
         decks = {name: itertools.cycle(rng.sample(makers, len(makers))) for name, makers in families.items()}
-        hands = itertools.cycle([name for name, weight in WEIGHTS.items() for _ in range(weight)])
+        hands = itertools.cycle([name for name, weight in WEIGHTS.items() if families[name] for _ in range(weight)])
         for number, family in zip(range(arguments.runs), hands):  # noqa: B905  hands never end
             case, seed = next(decks[family])(rng), derive(start, f"run {number}")
             done = run_one(case, seed, device)
             line = {"family": family, "case": case.name, "seed": seed, **done}
             print(json.dumps(line), flush=True)
-        for family in families:
+        for family in filter(families.get, families):
             done = run_one(next(decks[family])(rng), derive(start, f"control {family}"), device, spoil=True)
             print(json.dumps({"control": done["outcome"] == "wrong"}), flush=True)
 
@@ -258,10 +274,22 @@ class Tally:
         return text + "\n"
 
 
-def follow(tally: Tally, instruction_set: str, threads: int, runs: int, seed: int) -> None:
+def follow(tally: Tally, runtime: str, instruction_set: str, threads: int, runs: int, seed: int) -> None:
     """Start one process, count its runs, and raise `RuntimeError` with what it said if it fails."""
     env = common.worker_environment(instruction_set)
-    words = ["--serve", "--instruction-sets", instruction_set, "--threads", threads, "--runs", runs, "--seed", seed]
+    words = [
+        "--serve",
+        "--runtime",
+        runtime,
+        "--instruction-sets",
+        instruction_set,
+        "--threads",
+        threads,
+        "--runs",
+        runs,
+        "--seed",
+        seed,
+    ]
     argv = [sys.executable, "-m", "benchmarks.clean_runs", *map(str, words)]
     with subprocess.Popen(argv, cwd=common.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -277,7 +305,8 @@ def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1, help="another seed gives other runs (default: %(default)s)")
-    parser.add_argument("--instruction-sets", nargs="+", default=list(numeric_stack.cpu().instruction_sets))
+    parser.add_argument("--runtime", choices=RUNTIMES, default=TORCH, help="default: %(default)s")
+    parser.add_argument("--instruction-sets", nargs="+", default=[])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -285,7 +314,10 @@ def main() -> None:
         serve(arguments)
         return
     facts = common.machine()
-    tally = Tally(arguments.runs)
+    tally, runtime = Tally(arguments.runs), arguments.runtime
+    arguments.instruction_sets = arguments.instruction_sets or list(of_runtime(runtime).instruction_sets) or [""]
+    if runtime != TORCH:
+        arguments.threads = arguments.threads[:1]
     places = list(itertools.product(sorted(set(arguments.threads)), arguments.instruction_sets))
     share, rest = divmod(arguments.runs, len(places))
     started = time.monotonic()
@@ -293,15 +325,18 @@ def main() -> None:
         at_once = max(1, len(os.sched_getaffinity(0)) // threads)
         with ThreadPoolExecutor(at_once) as pool:
             jobs = [
-                pool.submit(follow, tally, isa, threads, share + (places.index((threads, isa)) < rest), arguments.seed)
+                pool.submit(
+                    follow, tally, runtime, isa, threads, share + (places.index((threads, isa)) < rest), arguments.seed
+                )
                 for isa in arguments.instruction_sets
             ]
         for job in jobs:
             job.result()
     common.write(
         arguments.out,
-        "clean_runs",
-        "False alarms of exact goldens over distinct clean runs",
+        "clean_runs" if runtime == TORCH else f"clean_runs-{runtime}",
+        "False alarms of exact goldens over distinct clean runs"
+        + ("" if runtime == TORCH else f", {runtime} on the CPU"),
         {**facts, "seconds": f"{time.monotonic() - started:.0f}", "seed": str(arguments.seed)},
         tally.report(),
         {

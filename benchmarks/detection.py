@@ -28,11 +28,11 @@ from typing import Any
 from benchmarks import common
 from canaryd.facts import Exactness
 from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import CONTENTS, Problem, Product, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
 from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, strict_switches, torch, upload
-from canaryd.worker.numeric.verify import accumulator
 from probes import exact_matmul
 
 SIZES = {"square": (64, 48, 96, 0), "decode": (3, 80, 160, 0), "batched": (24, 32, 48, 2)}

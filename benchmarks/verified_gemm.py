@@ -1,23 +1,28 @@
 """Throughput of verified products over the same products unverified, and an account of what verification costs.
 
 Unverified: torch.matmul(a, b, out=c). Verified: what exact_matmul does per trial, its own `compute` and the comparison
-of every result with the kept golden where both lie; on an accelerator in bursts with one synchronisation. What happens
-once per upload (the golden is made twice, uploaded, compared by the host) is measured apart, and so is the digest,
-which is taken of fixed cases only.
+of every result with the golden where both lie, on an accelerator in bursts with one synchronisation, and fresh operands
+and golden that the device gathers for every eighth product. What happens once per upload (the pools are made twice and
+uploaded, the first result compared by the host) is measured apart, and so is the digest, which is taken of fixed cases
+only.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks import common
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric import stack, verify
+from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.operands import gather, make_pools
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
 from probes import exact_matmul
 
@@ -40,7 +45,7 @@ class Account:
     spoiling: float
     """Overwriting one compared result, so that the next is not found in its memory; part of every trial."""
     making: float
-    """The golden and its operands, made twice; once per upload."""
+    """The pools and their answers, made twice; once per upload."""
     upload: float
     """Operands and golden into new allocations; once per upload."""
     host: float
@@ -86,14 +91,21 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     session = verify.Session(context)
     case = exact_matmul.product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
     seed = verify.case_seed(context, case)
+    product = case.product
+    assert product is not None
+    of_pools = replace(case, build=partial(make_pools, product))
     made: list[Any] = []
-    making = common.seconds(lambda: made.append(verify._make(session, case, seed, None, "")))
-    problem, doubts = made[0]
+    making = common.seconds(lambda: made.append(verify._make(session, of_pools, seed, None, "")))
+    pools, doubts = made[0]
     if doubts:
         raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")
+    gatherer = Gatherer(session.runtime, device, product, pools, seed)
+    problem = gather(product, pools, seed, 0)
     operands = upload(problem.operands, device)
     (golden,) = upload((problem.golden,), device)
-    burst = 1 if device.backend == "cpu" else max(1, min(verify.BURST, verify.BURST_BYTES // golden.nbytes))
+    bursts, turns = itertools.count(), itertools.count()
+    fresh: list[Any] = []
+    burst = session.runtime.burst(golden)
     buffers = [torch.empty_like(golden) for _ in range(burst)]
     repeats = 1
 
@@ -105,12 +117,14 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
 
     def verified() -> None:
         for _ in range(repeats):
-            results = [case.compute(operands, buffer) for buffer in buffers]
+            if next(bursts) * burst % PRODUCTS == 0:
+                fresh[:] = gatherer.gather(next(turns))
+            results = [case.compute(fresh[0], buffer) for buffer in buffers]
             for result in results:
                 session.injector.after(case.name, result)
-            if not all(verify._agree(results, golden)):  # noqa: SLF001
+            if not all(session.runtime.agree(results, fresh[1])):
                 raise SystemExit(f"{case.name} with seed {seed} is wrong on this machine")
-            verify._spoil(results)  # noqa: SLF001
+            session.runtime.spoil(results)
 
     unverified()
     verified()
@@ -130,8 +144,8 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     spare = [torch.empty_like(golden) for _ in range(burst)]
     account = Account(
         product=statistics.median(first for first, _ in times) / (repeats * burst),
-        comparison=median(lambda: verify._agree(buffers, golden)) / burst,  # noqa: SLF001
-        spoiling=median(lambda: verify._spoil(spare)) / burst,  # noqa: SLF001
+        comparison=median(lambda: session.runtime.agree(buffers, golden)) / burst,
+        spoiling=median(lambda: session.runtime.spoil(spare)) / burst,
         making=making,
         upload=median(load),
         host=median(lambda: host_same_bits(buffers[0].cpu(), problem.golden)),

@@ -76,7 +76,7 @@ class Place:
     """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
 
     unit: str = ""
-    """"core", "sm", "threads", "thread" or "device"; "" where it is not known."""
+    """"core", "sm", "threads", "thread", "memory" or "device"; "" where it is not known."""
     numbers: tuple[int, ...] = ()
     """Which cores or SMs; of "threads", how many. A golden that one core made twice names that core twice."""
 
@@ -124,6 +124,50 @@ class Span:
         return f"{self.first}…{self.last} ({self.distinct} distinct)"
 
 
+class Cell(str, enum.Enum):
+    """What a wrong word of memory turned out to be."""
+
+    STUCK = "stuck"
+    """A bit of it has one value whatever is written."""
+    ALIAS = "alias"
+    """Another address reaches the same word."""
+    COUPLED = "coupled"
+    """It changes when another word is written."""
+    LEAKING = "leaking"
+    """It loses its value while nobody writes."""
+    FLIPPED = "flipped"
+    """It held something else, and was right once it was written again: a write that went wrong, or a passing flip."""
+    TRANSFER = "transfer"
+    """It was right when it was read again: the read went wrong, not the memory."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the memory itself is broken there."""
+        return self not in (Cell.FLIPPED, Cell.TRANSFER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongMemory:
+    """Where in memory wrong words lie, and what they are."""
+
+    cells: Mapping[str, int]
+    """`Cell` → words, of those that were examined."""
+    rose: int
+    """Bits that were read 1 instead of 0, in the words that were examined."""
+    fell: int
+    """Bits that were read 0 instead of 1."""
+    allocation: int
+    """Bytes of the allocation."""
+    offset: int
+    """Bytes from the allocation's start to the first wrong word."""
+    address: int
+    """Virtual address of the first wrong word, in the address space of a process that has ended."""
+    physical: int | None = None
+    """Physical address of the first wrong word on the host; None where the system does not tell it."""
+    partner: int | None = None
+    """Bytes from the first wrong word to the one that it is coupled with or an alias of; None where none was found."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
@@ -150,6 +194,8 @@ class Evidence:
     """How many of these were wrong too."""
     repeats_alike: int | None = None
     """How many were wrong in the same elements with the same bits; None where that was not compared."""
+    memory: WrongMemory | None = None
+    """Where in memory, where memory itself was under test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +365,16 @@ class Observation:
 def printable(text: str) -> str:
     """Return a text that is safe on a terminal and in a log: what a part calls itself may hold control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def beginning(text: str, length: int) -> str:
+    """Return a text as one line of at most `length` characters; a longer one ends after a word, with "…"."""
+    line = " ".join(text.split())
+    if len(line) <= length:
+        return line
+    head = line[: length - 1]
+    words = head if line[length - 1] == " " else head.rpartition(" ")[0]
+    return f"{(words or head).rstrip(' .,;:')}…"
 
 
 def whole(value: Any, depth: int = 100) -> Any:

@@ -7,11 +7,10 @@ workers report is in canaryd.facts; canaryd.codec is the only way to JSON and ba
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from canaryd.facts import Comparison, Place, Reading, Recording, Sentence, Skipped, Subject, stack_id
+from canaryd.facts import Cell, Comparison, Place, Reading, Recording, Sentence, Skipped, Subject, stack_id
 
 
 class Outcome(str, enum.Enum):
@@ -73,6 +72,10 @@ class Cause(str, enum.Enum):
     UNDETERMINED = "undetermined"
 
 
+TORCH = "torch"
+"""The runtime of every device whose backend names no other."""
+RUNTIMES = (TORCH, "mlx", "onnx", "webgpu")
+"""Ways to a device, each one file of canaryd/worker/runtime."""
 ENDPOINT = "endpoint"
 """The backend of a server that answers on behalf of devices."""
 EXACT_ENDPOINT = "exact_endpoint"
@@ -86,7 +89,8 @@ class Device:
     uuid: str
     """Serial-like identity, e.g. "GPU-5f1c…" or "CPU-90ab…"."""
     backend: str
-    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "endpoint" for a server that answers on behalf of devices."""
+    """"cpu", "cuda", "rocm", "mps", "xpu" or "npu"; "mlx-cpu", "onnx-cuda" and so on where another runtime than torch
+    reaches it; "endpoint" for a server that answers on behalf of devices."""
     index: int
     """The backend's own ordinal at the time of discovery; it may change, the uuid may not."""
     model: str
@@ -94,13 +98,16 @@ class Device:
     weak_identity: bool = False
     """True where the uuid does not name the physical part (a virtual machine's CPU): never yields an RMA dossier."""
     instruction_sets: tuple[str, ...] = ()
-    """CPUs only: execution paths that torch can be told to use, the native one first."""
+    """CPUs and MLX: execution paths that the runtime can be told to use, its own choice or the strict one first."""
     detail: Mapping[str, str] = field(default_factory=dict)
     """Further identity: serial, bus address, driver, memory, visible cores."""
     torch_index: int | None = None
     """How torch under the stack under test numbers it; None where that torch does not reach it."""
     parent: str = ""
     """The uuid of the device that this one is an instance of (MIG); "" for a whole device."""
+    card: str = ""
+    """The uuid of the device that is the same physical part, seen by torch or the vendor's driver; "" for that device
+    itself, and where nobody can tell."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -109,8 +116,24 @@ class Device:
 
     @property
     def part(self) -> str:
-        """The uuid of the physical part: instances of one divided device share it."""
-        return self.parent or self.uuid
+        """The uuid of the physical part: instances of one divided device share it, and runtimes that reach it."""
+        return self.parent or self.physical
+
+    @property
+    def physical(self) -> str:
+        """The uuid under which it is locked and budgeted: of two runtimes on one device only one computes at a time."""
+        return self.card or self.uuid
+
+    @property
+    def runtime(self) -> str:
+        """The runtime through which it is tested: one of `RUNTIMES`."""
+        name, dash, _ = self.backend.partition("-")
+        return name if dash else TORCH
+
+    @property
+    def unit(self) -> str:
+        """What its runtime drives: "cpu", "cuda", "coreml"; for torch the backend."""
+        return self.backend.partition("-")[2] or self.backend
 
     @property
     def is_endpoint(self) -> bool:
@@ -169,8 +192,16 @@ MPS_CLIENT = "mps_client"
 """In `Run.environment` where the worker shared its GPU with other processes through NVIDIA's MPS."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class _Known:
+    """What a run knows of itself once it was asked: in slots, because a dictionary of its own takes more than a run."""
+
+    __slots__ = ("_stack_id", "_wrong")
+    _stack_id: str
+    _wrong: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run(_Known):
     """One execution of one probe on one device: outcome, facts, environment. Stored; never changed afterwards."""
 
     id: str
@@ -206,7 +237,7 @@ class Run:
     """What the clock showed, in seconds since the epoch, where the store did not believe it and dated the run by its
     own time; None where `started` is what the clock showed."""
     repro: str = ""
-    """A command that repeats this run."""
+    """A command that repeats this run on any machine with such a device."""
     drill: str = ""
     """Name of the injected fault when this run is a drill; drills are a world of their own."""
     confirms: str = ""
@@ -229,10 +260,19 @@ class Run:
         """Whether it looked at all that its probe looks at: only then does it stand for the device's state."""
         return not (self.confirms or self.cases or self.intensity)
 
-    @functools.cached_property
+    @property
+    def repeat(self) -> str:
+        """The command that repeats this run where it is on record; `repro` does so elsewhere, and for a drill."""
+        return self.repro if self.drill else f"canaryd check --repeat {self.id}"
+
+    @property
     def wrong(self) -> tuple[Comparison, ...]:
         """Comparisons that found a wrong bit."""
-        return tuple(c for c in self.comparisons if c.wrong)
+        try:
+            return self._wrong
+        except AttributeError:
+            object.__setattr__(self, "_wrong", tuple(c for c in self.comparisons if c.wrong))
+            return self._wrong
 
     @property
     def trials(self) -> int:
@@ -244,10 +284,14 @@ class Run:
         """Uploads of operands to the device whose results were compared in this run."""
         return sum(c.uploads for c in self.comparisons if c.subject is Subject.DEVICE)
 
-    @functools.cached_property
+    @property
     def stack_id(self) -> str:
         """Twelve hex digits that equal stacks share."""
-        return stack_id(self.stack)
+        try:
+            return self._stack_id
+        except AttributeError:
+            object.__setattr__(self, "_stack_id", stack_id(self.stack))
+            return self._stack_id
 
 
 INTENSITIES = ("repeated", "content", "steady", "pulsed", "idle")
@@ -352,6 +396,8 @@ class ProbeTally:
     """Single cores or SMs that computed in these runs, sound ones too, by number; empty where none is known."""
     bits: tuple[int, ...] = ()
     """Every flipped bit that was recorded (0 = lowest), ascending."""
+    cells: tuple[Cell, ...] = ()
+    """What wrong words of memory turned out to be, in the order of `Cell`; empty where memory was not under test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,6 +442,12 @@ class WrongResults:
     def bits(self) -> tuple[int, ...]:
         """Every flipped bit that was recorded (0 = lowest), ascending."""
         return tuple(sorted({bit for t in self.probes.values() for bit in t.bits}))
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """What wrong words of memory turned out to be; empty unless every probe tested memory."""
+        found = {cell for t in self.probes.values() for cell in t.cells}
+        return tuple(c for c in Cell if c in found) if all(t.cells for t in self.probes.values()) else ()
 
 
 def _sum(tallies: Iterable[Tally | ProbeTally | PlaceTally]) -> Tally:

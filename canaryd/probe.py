@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Place, Reading, Recording, Skipped, Span, Subject
-from canaryd.model import Device, Reason
+from canaryd.model import TORCH, Device, Reason
 
 __all__ = [
     "LEVELS",
@@ -50,7 +50,9 @@ class ProbeSpec:
     version: int = 1
     """Raise it whenever the numbers of a healthy device may change."""
     backends: tuple[str, ...] = ("*",)
-    """Backends it applies to; ("*",) for all."""
+    """Backends it applies to; ("*",) for all of its runtimes."""
+    runtimes: tuple[str, ...] = (TORCH,)
+    """Runtimes through which it can test; ("*",) for all. A probe that calls torch itself keeps the default."""
     period: float = 1800.0
     """Seconds between two runs under `canaryd run`."""
     budget: Mapping[str, float] = field(default_factory=lambda: {"quick": 2.0, "standard": 20.0, "deep": 120.0})
@@ -122,6 +124,8 @@ class Context:
     """True: the judge has no baseline of these recordings yet; repeat each case so that all its modes show."""
     memory: str = ""
     """A directory that outlives the worker, for results that take long to compute; "" where there is none."""
+    room: int = 0
+    """Bytes that the run may take on the device and on the host, beside a server; 0 where it has them to itself."""
     intensity: str = ""
     """How a retest is harder: one of `canaryd.model.INTENSITIES`; "" for a normal run."""
     pace: Callable[[], None] = lambda: None

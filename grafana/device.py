@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grafana.parts import (
-    BLUE,
     CAUSE_WORDS,
     DEVICE,
     GREEN,
@@ -158,7 +157,7 @@ def _verdict(made: Page) -> None:
     )
     made.add(
         grid(
-            "Software under it",
+            "Its software",
             "The software of the newest runs; only results with equal software are comparable.",
             Ask(f"canaryd_stack_info{{{THIS}}}"),
             columns=[
@@ -194,7 +193,7 @@ def _verdict(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Since when",
+            "Verdict and findings over time",
             "The verdict, and below it each finding while it was in force.",
             Ask(ranked(THIS), "verdict"),
             Ask(f"max by (rule) ({spoken_rules(THIS)})", "{{rule}}"),
@@ -273,7 +272,7 @@ def _evidence(made: Page) -> None:
     )
     made.add(
         lines(
-            "Mismatches",
+            "Wrong results over time",
             "Comparisons that found a wrong bit, by probe.",
             Ask(f"increase(canaryd_probe_mismatches_total{{{THIS}}}[$__rate_interval])", "{{probe}}"),
             bars=True,
@@ -282,41 +281,13 @@ def _evidence(made: Page) -> None:
         ),
         **EACH,
     )
-    made.add(
-        lines(
-            "Runs by outcome",
-            "Outcomes of the workers. A device whose workers crash or hang may be faulty.",
-            Ask(
-                f"sum by (outcome) (increase(canaryd_probe_runs_total{{{THIS}}}[$__rate_interval])) > 0", "{{outcome}}"
-            ),
-            bars=True,
-            least=0,
-            decimals=0,
-            colors={"completed": GREEN, "timed_out": ORANGE, "crashed": RED, "skipped": GREY},
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "Recorded cases",
-            "Cases without a golden, by what their newest run gave. Unknown bits on an unchanged stack speak against "
-            "the "
-            "device.",
-            Ask(f"sum by (status) (canaryd_recordings{{{THIS}}})", "{{status}}"),
-            stacked=True,
-            least=0,
-            decimals=0,
-            colors={"known": GREEN, "unknown": ORANGE, "learning": BLUE},
-        ),
-        **EACH,
-    )
 
 
 def _siblings(made: Page) -> None:
-    made.row("Compared with its siblings: devices of the same model on this node")
+    made.row("Compared with its siblings: devices of the same model on this node", folded=True)
     made.add(
         lines(
-            "Mismatches, all siblings",
+            "Wrong results of all siblings",
             "Mismatches so far. One line that rises alone points to the part; all together point to software, or to "
             "the "
             "host.",
@@ -334,7 +305,7 @@ def _siblings(made: Page) -> None:
     )
     made.add(
         lines(
-            "Kernel time over the siblings' median",
+            "Time of kernels, over the siblings' median",
             "Time of one call on this device over the median of its siblings (itself included). 1 is like the others.",
             Ask(
                 f"canaryd_kernel_seconds{{{THIS}}} / on (job, instance, model, kind) group_left () "
@@ -348,7 +319,7 @@ def _siblings(made: Page) -> None:
     )
     made.add(
         lines(
-            "Drift over tolerance",
+            "Change of recorded results, over tolerance",
             "Distance of recordings from the nearest known ones, over the tolerance, of this device and of its "
             "farthest "
             "sibling. A bit-stable case that gives other bits has no finite ratio; then recorded cases show unknown "
@@ -362,29 +333,7 @@ def _siblings(made: Page) -> None:
     )
     made.add(
         lines(
-            "Canary: token agreement",
-            "Share of a canary's tokens that are correct, by path. 1 is all of them.",
-            Ask(f"canaryd_canary_token_agreement{{{THIS}}}", "{{dtype}} {{path}} {{batch}}"),
-            Ask(f"canaryd_recording_token_agreement{{{THIS}}}", "recorded {{reading}}"),
-            unit="percentunit",
-            most=1,
-            usually=0.9,
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "Canary: logit distance over tolerance",
-            "Largest distance of a logit from its golden, over its tolerance. Above 1 it is wrong.",
-            Ask(f"canaryd_canary_logit_distance{{{THIS}}}", "{{dtype}} {{path}} {{batch}}"),
-            least=0,
-            limits=((1, RED),),
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "Kernel error over bound",
+            "Error of kernels, over its bound",
             "Largest error of a recorded kernel's float32 result over its bound. Above 1 it is wrong.",
             Ask(f"canaryd_recorded_error_ratio{{{THIS}}}", "{{kind}}"),
             least=0,
@@ -395,7 +344,7 @@ def _siblings(made: Page) -> None:
 
 
 def _wear(made: Page) -> None:
-    made.row("Memory: what the device itself counts")
+    made.row("Memory errors that the device counts itself", folded=True)
     made.add(
         number(
             "SRAM over limit",
@@ -405,7 +354,7 @@ def _wear(made: Page) -> None:
             missing="not told",
         ),
         number(
-            "Row without spare",
+            "Bad row, no spare",
             "Whether a bad memory row could not be replaced by a spare one. This alone is a reason for an RMA.",
             Ask(f"canaryd_row_remap_failed{{{THIS}}}", "failed"),
             mappings=yes_no(RED),
@@ -452,8 +401,9 @@ def _wear(made: Page) -> None:
     made.add(
         lines(
             "Errors over time",
-            "Memory errors over the device's life, by kind and place.",
+            "Memory errors over the device's life, by kind, place and unit.",
             Ask(f"sum by (kind, location) (canaryd_ecc_aggregate_errors_total{{{THIS}}})", "{{kind}} {{location}}"),
+            Ask(f"canaryd_ecc_sram_units_total{{{THIS}}}", "SRAM of {{unit}}"),
             least=0,
             decimals=0,
         ),
@@ -461,31 +411,12 @@ def _wear(made: Page) -> None:
     )
     made.add(
         lines(
-            "Replaced rows and spare banks",
-            "Rows that were replaced by spare ones, and banks with few or no spare rows left.",
+            "Memory taken out of use",
+            "Rows that were replaced by spare ones, banks with few or no spare rows left, and retired pages.",
             Ask(f"canaryd_row_remap_rows{{{THIS}}}", "rows replaced, {{cause}}"),
             Ask(f'canaryd_row_remap_banks{{{THIS}, available=~"low|none"}}', "banks with {{available}} spares"),
-            least=0,
-            decimals=0,
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "Retired pages",
-            "Memory pages taken out of use, on devices that retire pages instead of replacing rows.",
-            Ask(f"canaryd_retired_pages{{{THIS}}}", "{{cause}}"),
-            Ask(f"canaryd_memory_bad_pages{{{THIS}}}", "{{status}}"),
-            least=0,
-            decimals=0,
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "SRAM errors by unit",
-            "Uncorrected SRAM errors over the device's life, by unit.",
-            Ask(f"canaryd_ecc_sram_units_total{{{THIS}}}", "{{unit}}"),
+            Ask(f"canaryd_retired_pages{{{THIS}}}", "pages retired, {{cause}}"),
+            Ask(f"canaryd_memory_bad_pages{{{THIS}}}", "bad pages, {{status}}"),
             least=0,
             decimals=0,
         ),
@@ -497,7 +428,7 @@ def _driver(made: Page) -> None:
     made.row("Driver, kernel log, links")
     made.add(
         grid(
-            "Xids",
+            "Driver errors (NVIDIA's Xids)",
             "Messages of the NVIDIA driver in the kernel log: in all, and within the time range. docs/readings.md "
             "says "
             "what each code means.",
@@ -580,7 +511,7 @@ def _surroundings(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Throttled by",
+            "Slowed down by",
             "Reasons why the device is throttled, while it is. Wrong results only when throttled point to the "
             "surroundings.",
             Ask(f"canaryd_throttle_active{{{THIS}, {HELD}}}", "{{reason}}"),
@@ -611,22 +542,10 @@ def _surroundings(made: Page) -> None:
         ),
         **EACH,
     )
-    made.add(
-        lines(
-            "Use",
-            "Share of time in use by engine, and share of the memory in use.",
-            Ask(f'canaryd_utilization_ratio{{{THIS}, engine!="memory"}}', "{{engine}}"),
-            Ask(f"canaryd_memory_used_bytes{{{THIS}}} / canaryd_memory_total_bytes{{{THIS}}}", "memory"),
-            unit="percentunit",
-            least=0,
-            most=1,
-        ),
-        **EACH,
-    )
 
 
 def _drills(made: Page) -> None:
-    made.row("Drills: faults injected on purpose, counted nowhere else")
+    made.row("Drills: faults injected on purpose, counted nowhere else", folded=True)
     state = ranked(THIS).replace("canaryd_device_state", "canaryd_drill_device_state")
     made.add(
         timeline(

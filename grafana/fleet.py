@@ -20,6 +20,7 @@ from grafana.parts import (
     hidden,
     instance,
     job,
+    lanes,
     lines,
     marks,
     named,
@@ -113,7 +114,7 @@ def _now(made: Page) -> None:
     )
     made.add(
         number(
-            "Oldest result, in periods",
+            "Oldest result",
             "How long ago the latest probe last passed, in its own periods; suspect and faulty "
             "devices are left out. From three periods on, a device counts as unknown.",
             Ask(f"max({neglect(DEVICES)})", "periods"),
@@ -163,7 +164,7 @@ def _since(made: Page) -> None:
     )
     made.add(
         grid(
-            "Findings by rule",
+            "What speaks against devices",
             "Findings by rule, and on how many devices and nodes. The rules are "
             "explained in docs/judgement.md and docs/telemetry.md.",
             Ask(f"max by (rule, state, cause) ({spoken_rules(DEVICES)}) > 0"),
@@ -191,7 +192,7 @@ def _since(made: Page) -> None:
             "Devices that were not healthy in this time range",
             "When, and in which state. A gap is a time in which the device was healthy; the lane of a node that "
             "fell silent continues. From the recorded series of canaryd.rules.yml.",
-            Ask(standing(DEVICES), "{{instance}} {{device}}"),
+            Ask(lanes(standing(DEVICES), DEVICES), "{{instance}} {{name}}"),
             mappings=RANKS,
             thresholds=steps(STATES["healthy"], *RANK_STEPS),
             links=series_links(device=True),
@@ -202,11 +203,11 @@ def _since(made: Page) -> None:
 
 
 def _vote(made: Page) -> None:
-    made.row("The vote: identical devices with identical software must compute identical bits")
+    made.row("Identical devices with identical software must compute identical bits")
     group = "model, probe, stack"
     made.add(
         number(
-            "Devices outvoted",
+            "Devices that differ",
             "Devices whose results differ from most identical devices with the same software. Probably "
             "hardware: open the device's page. From the recorded series of canaryd-fleet.rules.yml.",
             Ask(
@@ -217,21 +218,12 @@ def _vote(made: Page) -> None:
             missing=RULES_MISSING,
             thresholds=steps(QUIET, (1, RED)),
         ),
-        number(
-            "Groups without majority",
-            "Groups (model, probe, stack) whose devices disagree without a majority: no device is "
-            "accused, "
-            "and none is cleared.",
-            Ask("count(canaryd:fleet_no_majority) or 0 * count(canaryd:fleet_voters)", "groups"),
-            missing=RULES_MISSING,
-            thresholds=steps(QUIET, (1, ORANGE)),
-        ),
         width=4,
-        height=4,
+        height=8,
     )
     made.add(
         grid(
-            "Outvoted devices",
+            "Which device differs from identical ones",
             "Which device differs, in which probe, on which stack. The vote needs at least three voters, more than "
             "half "
             "of them, on more than half of the nodes: two devices, or two nodes, never outvote each other.",
@@ -252,7 +244,7 @@ def _vote(made: Page) -> None:
     )
     made.add(
         grid(
-            "Compared groups",
+            "Groups of identical devices",
             "Every group that votes: how many devices and nodes, how many different values, and how large the largest "
             "share is. Healthy identical devices give one value. Devices that are suspect or faulty do not vote.",
             Ask('canaryd:fleet_voters{model=~"$model"}'),
@@ -382,7 +374,7 @@ def _course(made: Page) -> None:
     )
     made.add(
         lines(
-            "Mismatches by probe",
+            "Wrong results by test",
             "Comparisons that found a wrong bit, in the whole fleet. Look at every one.",
             Ask(
                 f"sum by (probe) (increase(canaryd_probe_mismatches_total{{{DEVICES}}}[$__rate_interval])) > 0",

@@ -18,6 +18,7 @@ from grafana.parts import (
     instance,
     job,
     lines,
+    named,
     neglect,
     number,
     row_links,
@@ -49,7 +50,7 @@ def page() -> Page:
 
 
 def _health(made: Page) -> None:
-    made.row("Does it work?")
+    made.row("Does canaryd work?")
     counts = (
         ("Silent", "Nodes whose canaryd did not answer the last scrape.", "sum(up{%s} == bool 0)", RED),
         (
@@ -134,7 +135,7 @@ def _health(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Answering",
+            "Nodes that do not answer, over time",
             "Whether canaryd answered each scrape, node by node: those that missed at least one.",
             Ask(f"up{{{NODES}}} and on ({BY}) (min_over_time(up{{{NODES}}}[$__range] @ end()) == 0)", "{{instance}}"),
             mappings=yes_no(GREEN, RED, ("answers", "silent")),
@@ -146,7 +147,7 @@ def _health(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Trouble",
+            "Problems over time",
             "What keeps canaryd from its work: the store, the configuration, the kernel log, a release, held drivers.",
             Ask(f"canaryd_store_problem{{{NODES}}} > 0", "{{instance}} cannot store"),
             Ask(
@@ -165,7 +166,7 @@ def _health(made: Page) -> None:
 
 
 def _work(made: Page) -> None:
-    made.row("Its work")
+    made.row("What canaryd does")
     made.add(
         lines(
             "Runs and polls by outcome",
@@ -184,20 +185,6 @@ def _work(made: Page) -> None:
             "Wall time of the newest runs and polls of each probe, the slowest device; the worker's start is excluded.",
             Ask(f"max by (probe) (canaryd_probe_duration_seconds{{{NODES}}})", "{{probe}}"),
             unit="s",
-            least=0,
-        ),
-        **EACH,
-    )
-    made.add(
-        lines(
-            "Age of evidence",
-            "How long ago each probe last passed on the device where it is oldest, in its own periods; "
-            "suspect "
-            "and faulty devices are left out. From three on a device is unknown.",
-            Ask(f"max by (probe) ({neglect(NODES)})", "{{probe}}"),
-            unit="none",
-            decimals=1,
-            limits=((3, ORANGE),),
             least=0,
         ),
         **EACH,
@@ -243,7 +230,7 @@ def _work(made: Page) -> None:
 
 
 def _cost(made: Page) -> None:
-    made.row("Its cost")
+    made.row("What canaryd costs", folded=True)
     for title, about, query, unit in (
         (
             "Memory",
@@ -257,9 +244,7 @@ def _cost(made: Page) -> None:
             "topk(20, rate(process_cpu_seconds_total{%s}[$__rate_interval]))",
             "none",
         ),
-        ("Open files", "File descriptors of the daemon.", "topk(20, process_open_fds{%s})", "none"),
         ("Scrape", "How long a scrape took.", "topk(20, scrape_duration_seconds{%s})", "s"),
-        ("Series", "Series that a scrape brought.", "topk(20, scrape_samples_scraped{%s})", "none"),
     ):
         made.add(
             lines(
@@ -278,9 +263,12 @@ def _cost(made: Page) -> None:
             "Part of a device's time that canaryd's workers take, retests and confirmations included, and the share "
             "that rounds may take. The 20 largest.",
             Ask(
-                f"topk(20, sum by ({BY}, device) (rate(canaryd_budget_spent_seconds_total{{{NODES}}}"
-                "[$__rate_interval])))",
-                "{{instance}} {{device}}",
+                named(
+                    f"topk(20, sum by ({BY}, device) (rate(canaryd_budget_spent_seconds_total{{{NODES}}}"
+                    "[$__rate_interval])))",
+                    NODES,
+                ),
+                "{{instance}} {{name}}",
             ),
             Ask(f"max(canaryd_budget_share_ratio{{{NODES}}})", "share"),
             unit="percentunit",

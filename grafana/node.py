@@ -98,40 +98,13 @@ def _first_look() -> list[Panel]:
             thresholds=steps(QUIET, (1, RED)),
             decimals=0,
         ),
-        number(
-            "Xids",
-            "Xid messages of the NVIDIA driver within the time range. Which ones: below, and as marks in every panel.",
-            Ask(f"round(sum(increase(canaryd_xid_errors_total{{{DEVICES}}}[$__range])))", "Xids"),
-            thresholds=steps(QUIET, (1, ORANGE)),
-            decimals=0,
-            missing="no NVIDIA device",
-        ),
-        number(
-            "Throttled",
-            "Devices that are throttled now, by heat, power or a fault.",
-            Ask(
-                f"count(max by ({BY}) (canaryd_throttle_active{{{DEVICES}, {HELD}}}) == 1) "
-                f"or 0 * count(canaryd_throttle_active{{{DEVICES}, {HELD}}})",
-                "devices",
-            ),
-            thresholds=steps(QUIET, (1, YELLOW)),
-            missing="not told",
-        ),
-        number(
-            "Oldest result, in periods",
-            "How long ago the latest probe last passed, in its own periods; suspect and faulty "
-            "devices are left out. From three periods on, a device counts as unknown.",
-            Ask(f"max({neglect(DEVICES)})", "periods"),
-            decimals=1,
-            thresholds=steps(GREEN, (2, YELLOW), (3, ORANGE)),
-        ),
     ]
 
 
 def _devices(made: Page) -> None:
     made.row("Devices")
     for panel in _first_look():
-        made.add(panel, width=4, height=4)
+        made.add(panel, width=8, height=4)
     made.add(
         grid(
             "Side by side",
@@ -198,11 +171,11 @@ def _devices(made: Page) -> None:
 
 
 def _numbers(made: Page) -> None:
-    made.row("Numbers: mismatches and drift")
+    made.row("Wrong and changed results")
     each = {"width": 8, "height": 8}
     made.add(
         lines(
-            "Mismatches",
+            "Wrong results over time",
             "Comparisons that found a wrong bit, by device and probe. Look at every one.",
             Ask(
                 named(f"increase(canaryd_probe_mismatches_total{{{DEVICES}}}[$__rate_interval]) > 0", DEVICES),
@@ -217,7 +190,7 @@ def _numbers(made: Page) -> None:
     )
     made.add(
         lines(
-            "Drift over tolerance",
+            "Change of recorded results, over tolerance",
             "Largest distance of a recording from the nearest known one, over its tolerance: 0 while the bits are "
             "known; "
             "healthy devices stay below 1. A bit-stable case that gives other bits has no finite ratio "
@@ -231,7 +204,7 @@ def _numbers(made: Page) -> None:
     )
     made.add(
         lines(
-            "Cases with unknown bits",
+            "Recorded cases with new bits",
             "Recorded cases whose newest result is not among the known ones. 0 is what a healthy device on an "
             "unchanged "
             "stack gives.",
@@ -245,11 +218,11 @@ def _numbers(made: Page) -> None:
 
 
 def _canaries(made: Page) -> None:
-    made.row("Canaries: agreement and latency")
+    made.row("Language models and servers", folded=True)
     each = {"width": 8, "height": 8}
     made.add(
         lines(
-            "Token agreement",
+            "Share of right tokens",
             "Share of tokens that are the right ones (canary), and that are those of the nearest known recording "
             "(recorded). 1 is all of them.",
             Ask(
@@ -269,7 +242,7 @@ def _canaries(made: Page) -> None:
     )
     made.add(
         lines(
-            "Logit distance over tolerance",
+            "Error of the model's numbers, over tolerance",
             "Largest distance of a canary's logit from its golden, over its tolerance. Above 1 it is wrong.",
             Ask(
                 named(f"max by ({BY}, dtype) (canaryd_canary_logit_distance{{{DEVICES}}})", DEVICES),
@@ -295,34 +268,13 @@ def _canaries(made: Page) -> None:
     )
     made.add(
         lines(
-            "Endpoint: time to first token",
-            "From a canary's request to its first token. An endpoint is a model server.",
-            Ask(named(f"canaryd_endpoint_first_token_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{api}}"),
+            "Model server: time to its answer",
+            "From a request to the first token, and from one token to the next on average.",
+            Ask(named(f"canaryd_endpoint_first_token_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{api}} first token"),
+            Ask(named(f"canaryd_endpoint_token_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{api}} each token"),
             unit="s",
             least=0,
             links=_links(),
-        ),
-        **each,
-    )
-    made.add(
-        lines(
-            "Endpoint: time per token",
-            "From one token of a canary's answer to the next, on average.",
-            Ask(named(f"canaryd_endpoint_token_seconds{{{DEVICES}}}", DEVICES), "{{name}} {{api}}"),
-            unit="s",
-            least=0,
-            links=_links(),
-        ),
-        **each,
-    )
-    made.add(
-        lines(
-            "Duration of runs",
-            "Wall time of the newest run of each probe, the worker's start excluded. It grows where the device is busy "
-            "or slow.",
-            Ask(f"max by (probe) (canaryd_probe_duration_seconds{{{DEVICES}}})", "{{probe}}"),
-            unit="s",
-            least=0,
         ),
         **each,
     )
@@ -354,7 +306,7 @@ def _heat(made: Page) -> None:
     )
     made.add(
         timeline(
-            "Throttled by",
+            "Slowed down by",
             "Reasons why a device is throttled, while it is. Idling does not count.",
             Ask(
                 named(
@@ -414,7 +366,7 @@ def _heat(made: Page) -> None:
 
 
 def _memory(made: Page) -> None:
-    made.row("Memory, links, driver")
+    made.row("Memory, links and driver messages of accelerators", folded=True)
     each = {"width": 8, "height": 8}
     made.add(
         lines(
@@ -449,18 +401,7 @@ def _memory(made: Page) -> None:
     )
     made.add(
         lines(
-            "Replaced memory rows",
-            "Memory rows that were replaced by spare ones. The reason is on the device's page.",
-            Ask(named(f"sum by ({BY}) (canaryd_row_remap_rows{{{DEVICES}}})", DEVICES), "{{name}}"),
-            least=0,
-            decimals=0,
-            links=_links(),
-        ),
-        **each,
-    )
-    made.add(
-        lines(
-            "Xids by code",
+            "Driver errors by code (NVIDIA's Xids)",
             "Xid messages of the driver. docs/readings.md says what each code means. A code outside the usual list "
             "appears with its first message, which cannot be counted as an increase.",
             Ask(
@@ -500,7 +441,7 @@ def _memory(made: Page) -> None:
 
 
 def _host(made: Page) -> None:
-    made.row("Host")
+    made.row("Host: memory errors and waiting", folded=True)
     each = {"width": 8, "height": 8}
     made.add(
         lines(
@@ -516,22 +457,12 @@ def _host(made: Page) -> None:
     )
     made.add(
         lines(
-            "Pressure",
+            "Tasks that wait",
             "Share of the last minute in which some tasks waited for the resource.",
             Ask(f'canaryd_pressure_ratio{{{NODES}, kind="some"}}', "{{resource}}"),
             unit="percentunit",
             least=0,
             colors={"cpu": BLUE, "memory": RED, "io": GREEN},
-        ),
-        **each,
-    )
-    made.add(
-        lines(
-            "Available memory",
-            "Memory that is available without swapping.",
-            Ask(f"canaryd_memory_available_bytes{{{NODES}}}", "available"),
-            unit="bytes",
-            least=0,
         ),
         **each,
     )

@@ -51,7 +51,10 @@ def mapped(words: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMapping]
 
 RANKS = mapped({str(rank): (state, color) for rank, (state, color) in enumerate(STATES.items())})
 """0 healthy … 4 faulty, in words."""
-CAUSE_WORDS = mapped({cause: (cause, color) for cause, color in CAUSES.items()})
+CAUSE_WORDS = mapped(
+    {cause: ("canaryd itself" if cause == "harness" else cause, color) for cause, color in CAUSES.items()}
+)
+"""Causes as every report of canaryd calls them."""
 
 
 def yes_no(yes: str, no: str = GREEN, texts: tuple[str, str] = ("yes", "no")) -> list[dashboard.ValueMapping]:
@@ -106,6 +109,17 @@ def spoken_rules(selector: str) -> str:
 def named(query: str, selector: str) -> str:
     """Give the series of a query the name that people type, such as "cuda:3"."""
     return f"({query}) * on (job, instance, device) group_left (name) canaryd_device_info{{{selector}}}"
+
+
+def lanes(query: str, selector: str) -> str:
+    """Give series names as `named` does, those of nodes that fell silent a while ago too; else the uuid is the name.
+
+    The names are read once, at the end of the time range: that is cheap on a large fleet.
+    """
+    info = f"topk by (job, instance, device) (1, last_over_time(canaryd_device_info{{{selector}}}[15m] @ end()))"
+    by = "on (job, instance, device)"
+    known = f"({query}) * {by} group_left (name) {info}"
+    return f'{known} or label_replace(({query}) unless {by} {info}, "name", "$1", "device", "(.*)")'
 
 
 def age_in_periods(selector: str) -> str:
@@ -544,11 +558,19 @@ class Page:
     _x: int = 0
     _y: int = 0
     _below: int = 0
+    _ids: int = 0
+    _row: build.Row | None = None
+    """The folded row that panels are put into; None on the open page."""
+    _row_y: int = 0
 
-    def row(self, title: str) -> None:
-        """Begin a section."""
+    def row(self, title: str, *, folded: bool = False) -> None:
+        """Begin a section; `folded` where many machines have no data for it: a reader opens it."""
+        if self._row is not None:
+            self._below = self._row_y + 1  # what is folded takes no room; Grafana moves the rest down when it is opened
         place = dashboard.GridPos(x=0, y=self._below, w=24, h=1)
-        self._content.append(build.Row(title).grid_pos(place).id(len(self._content) + 1))
+        row = build.Row(title).grid_pos(place).id(self._next_id())
+        self._content.append(row.collapsed(True) if folded else row)
+        self._row, self._row_y = row if folded else None, self._below
         self._x, self._y = 0, self._below + 1
         self._below = self._y
 
@@ -561,9 +583,17 @@ class Page:
             self._x, self._y = 0, self._below
         for number_, panel in enumerate(panels):
             place = dashboard.GridPos(x=self._x, y=self._y + number_ * height, w=width, h=height)
-            self._content.append(panel.grid_pos(place).id(len(self._content) + 1))
+            placed = panel.grid_pos(place).id(self._next_id())
+            if self._row is None:
+                self._content.append(placed)
+            else:
+                self._row.with_panel(placed)
         self._x += width
         self._below = max(self._below, self._y + len(panels) * height)
+
+    def _next_id(self) -> int:
+        self._ids += 1
+        return self._ids
 
     def write(self) -> dashboard.Dashboard:
         """Return it as Grafana's model."""

@@ -148,7 +148,7 @@ def choices(dashboard: Json, api: Api, window: Window, **wanted: str) -> dict[st
 def fill(text: str, chosen: Mapping[str, str], window: Window) -> str:
     """Put values in the place of `$name` and `${name}`; raises `KeyError` for a variable that nobody has."""
     values = {**chosen, **window.times}
-    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values[found[1] or found[2]], text)
+    return re.sub(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", lambda found: values[found[1] or found[2]], text)
 
 
 class Line(NamedTuple):

@@ -4,33 +4,35 @@ Stresses: both products of attention, the maximum, the exponential at 0 and far 
 grouped queries, and the reads of a long key/value cache. Rows are one-hot (the answer is one value) or uniform over
 eight keys (the answer is their mean).
 
-Cannot see: errors of the exponential between 0 and the gap (recorded_kernels does), kernels outside torch.
+Cannot see: errors of the exponential between 0 and the gap (recorded_kernels does), kernels outside the runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
-from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, attend, blank, build, value_bits
+from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, blank, build, value_bits
+from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.tensors import FORMATS
-from canaryd.worker.numeric.verify import is_characterised
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.toolkit import Case, chosen, need_torch, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_attention",
     summary="attention with one right answer, through every kernel",
     budget={"quick": 2.5, "standard": 20.0, "deep": 120.0},
+    runtimes=("torch", "mlx", "onnx"),  # WGSL leaves the error of exp open: WebGPU has no one right answer
     every_instruction_set=True,
     order=20,
 )
 
 FORMAT_NAMES = ("float64", "float32", "bfloat16", "float16")
-KERNELS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 # (B, H, G, L, S, D): G < H is grouped-query, L ≪ S decodes, a long S forces rescaling over many blocks.
 SIZES = {
     "quick": {"prefill": (1, 2, 2, 48, 48, 64), "grouped": (1, 4, 2, 32, 65, 64), "decode": (2, 2, 2, 3, 320, 64)},
@@ -66,14 +68,15 @@ def run(ctx: Context) -> Iterator[Fact]:
             _, _, mask, sizes = question
             yield Skipped(case=f"{kernel.lower()}/{form}/{mask}@{_text(sizes)}", reason=refused[question])
     taken = [case for question, case in cases if question not in refused]
-    yield from verify_all(ctx, [c for c in taken if not c.fixed], [c for c in taken if c.fixed], GOLDEN)
+    fixed = [case for case in taken if case.fixed]
+    yield from verify_all(ctx, [c for c in taken if not c.fixed], fixed, GOLDEN, list(refused.values()))
 
 
 def every_case(ctx: Context) -> list[tuple[Question, Case]]:
     """Return every case of a run with what its kernel is asked first, also where the device has no such kernel."""
     cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
-    for kernel, form, content in product(KERNELS, FORMAT_NAMES, CONTENTS):
+    for kernel, form, content in product(_kernels(ctx.device), FORMAT_NAMES, CONTENTS):
         turn += 1
         variants = [(kind, mask, SIZES[ctx.level][kind]) for kind, mask in _variants(ctx, turn)]
         for kind, mask, sizes in [("fixed", "none", FIXED), *variants]:
@@ -84,9 +87,12 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
 
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case, with kernels that `device` lacks; their digests ship with canaryd."""
-    return [
-        attention_case(device, *choice, "none", "fixed", FIXED) for choice in product(KERNELS, FORMAT_NAMES, CONTENTS)
-    ]
+    choices = product(_kernels(device), FORMAT_NAMES, CONTENTS)
+    return [attention_case(device, *choice, "none", "fixed", FIXED) for choice in choices]
+
+
+def _kernels(device: Device) -> tuple[str, ...]:
+    return interface.of(device).attention_kernels
 
 
 def _variants(ctx: Context, turn: int) -> list[tuple[str, str]]:
@@ -108,21 +114,20 @@ def attention_case(
     where = f"fixed{bits}" if kind == "fixed" and bits < FORMATS[form].bits else kind
     name = f"{form}/{content}/{where}/{kernel.lower()}/{mask}@{_text(sizes)}"
     sound = is_characterised(device, form)
-    return Case(name, partial(build, spec), partial(_compute, kernel, mask), sound, struck=2, fixed=kind == "fixed")
+    compute = attend(device, kernel, form, mask)
+    return Case(name, partial(build, spec), compute, sound, struck=2, fixed=kind == "fixed")
 
 
 def _text(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes))
 
 
-def _compute(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001  SDPA has no out=
-    query, key, value, allowed = operands
-    return attend(
-        kernel, query, key, value, causal=mask == "causal", mask=allowed if mask in ("bool", "float") else None
-    )
+def attend(device: Device, kernel: str, form: str, mask: str) -> Callable[[tuple[Any, ...], Any], Any]:
+    """Return how a device computes one kernel's attention of query, key, value and mask."""
+    return partial(interface.of(device).run, Operation("attention", form, form, kernel, mask))
 
 
 def refuses(device: Device, kernel: str, form: str, mask: str, sizes: tuple[int, ...]) -> str:
     """Return why this kernel does not take a problem of these sizes here, or "" after it has taken one of zeros."""
     problem = blank(Attention("onehot", FORMATS[form], mask, *sizes))
-    return refusal(device, problem, partial(_compute, kernel, mask))
+    return refusal(device, problem, attend(device, kernel, form, mask))

@@ -15,7 +15,8 @@ from canaryd.probe import Context, Fact, ProbeSpec, Skip
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.examiner import Examiner
 from canaryd.worker.endpoint.settings import Settings
-from canaryd.worker.exact_canary.expected import Question, load
+from canaryd.worker.endpoint.starting import started
+from canaryd.worker.exact_canary.expected import Expected, Question, load
 
 SPEC = ProbeSpec(
     name="exact_endpoint",
@@ -27,6 +28,8 @@ SPEC = ProbeSpec(
     timeout=120.0,
     order=30,
 )
+START = 240.0
+"""Seconds that a server started for a deep run has until it answers: the largest engines take minutes (ours)."""
 LOADS = (2, 4, 8)
 """Different questions sent at the same time."""
 QUICK = 2
@@ -39,6 +42,14 @@ def run(ctx: Context) -> Iterator[Fact]:
     if settings.exact is None:
         raise Skip("exact: not set: this endpoint serves no exact canary")
     expected = load(settings.exact)
+    if settings.command and ctx.level == "deep":
+        with started(settings, START, ctx.progress) as there:
+            yield from _examined(ctx, there, expected)
+    else:
+        yield from _examined(ctx, settings, expected)
+
+
+def _examined(ctx: Context, settings: Settings, expected: Expected) -> Iterator[Fact]:
     ctx.progress(0.0, "asking which server it is")
     endpoint = Endpoint(settings, memory=ctx.memory)
     examiner = Examiner(ctx, endpoint, expected)
@@ -46,7 +57,7 @@ def run(ctx: Context) -> Iterator[Fact]:
         raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {every_case(settings)[0]}")
     stopped = None
     try:
-        _ask(ctx, examiner, expected.questions)
+        yield from _ask(ctx, examiner, expected.questions)
     except Skip as error:  # what was answered before counts
         stopped = error
     try:
@@ -63,26 +74,31 @@ def every_case(settings: Settings) -> list[str]:
     return [f"{api}/{kind}" for api in settings.apis for kind in kinds]
 
 
-def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> None:
-    """Ask what the level calls for, from a question on that the seed chooses; at deep until the budget is spent."""
+def _ask(ctx: Context, examiner: Examiner, questions: tuple[Question, ...]) -> Iterator[Fact]:
+    """Ask what the level calls for, from a question on that the seed chooses; at deep until the budget is spent.
+
+    Yields wrong answers as they come.
+    """
     turn = ctx.seed % len(questions)
     rotated = questions[turn:] + questions[:turn]
     quick = ctx.level == "quick"
     first = True
     while first or (ctx.level == "deep" and not ctx.cases and ctx.left > 0):
         for api in examiner.endpoint.settings.apis:
-            _round(ctx, examiner, api, rotated, quick=quick)
+            yield from _round(ctx, examiner, api, rotated, quick=quick)
         first = False
 
 
-def _round(ctx: Context, examiner: Examiner, api: str, rotated: tuple[Question, ...], *, quick: bool) -> None:
+def _round(ctx: Context, examiner: Examiner, api: str, rotated: tuple[Question, ...], *, quick: bool) -> Iterator[Fact]:
     asked = rotated[:QUICK] if quick else rotated
     if any(map(examiner.wanted, (f"{api}/alone", f"{api}/again"))):
         for number, question in enumerate(asked):
             ctx.progress(number / len(asked) / 2, f"{api}, prompt {question.number}, alone")
             examiner.alone(api, question)
+            yield from examiner.accused(api)
     loads = (LOADS[ctx.seed % len(LOADS)],) if quick and not ctx.cases else LOADS
     for load_ in loads:
         if examiner.wanted(f"{api}/{load_}-at-once"):
             ctx.progress(0.75, f"{api}, {load_} at once")
             examiner.together(api, rotated[:load_])
+            yield from examiner.accused(api)

@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec
+from canaryd.worker.numeric.characterised import is_settled
 from canaryd.worker.numeric.indexing import OPERATIONS, build
-from canaryd.worker.numeric.verify import SETTLED
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.toolkit import Case, need_torch, verify_all
 
 SPEC = ProbeSpec(
     name="exact_integer",
     summary="integer and index operations with one right answer",
     budget={"quick": 1.0, "standard": 8.0, "deep": 60.0},
+    runtimes=("*",),
     every_instruction_set=True,
     order=5,
 )
@@ -49,9 +51,5 @@ def fixed_cases(device: Device) -> list[Case]:
 def _case(device: Device, name: str, n: int, *, is_fixed: bool = False) -> Case:
     """Return an operation as a case: it rounds nothing, on any processor and where torch's kernels are settled."""
     kind = "fixed" if is_fixed else "fresh"
-    known = device.backend in ("cpu", *SETTLED)
-    return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), partial(_compute, name), known, fixed=is_fixed)
-
-
-def _compute(name: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001  results are always new
-    return OPERATIONS[name][1](*operands).contiguous()
+    compute = partial(interface.of(device).run, Operation(name))
+    return Case(f"int64/{name}/{kind}@{n}", partial(build, name, n), compute, is_settled(device), fixed=is_fixed)

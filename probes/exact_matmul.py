@@ -4,29 +4,34 @@ Stresses: the matrix units (tensor cores, AMX, AVX-512/AVX2 FMA), the vector uni
 operands' path through memory and caches. Every result is compared with its golden bit for bit, on the device.
 
 Cannot see: faults that need full load or a temperature that this run did not reach; kernels that serving uses and
-torch's matmul does not choose; errors rarer than the rate that the run's report rules out.
+the runtime's matmul does not choose; errors rarer than the rate that the run's report rules out.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
+from canaryd.worker.numeric.cases import why_refused
+from canaryd.worker.numeric.characterised import accumulator, is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
-from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
+from canaryd.worker.numeric.products import LAYOUTS, format_pairs, int8_pairs
 from canaryd.worker.numeric.sizes import choose, measure_speed
-from canaryd.worker.numeric.stack import float8, int8_pairs_saturate
+from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
-from canaryd.worker.numeric.verify import accumulator, is_characterised, why_refused
-from canaryd.worker.toolkit import Case, need_torch, refusal, torch, verify_all
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
+from canaryd.worker.toolkit import Case, need_torch, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_matmul",
     summary="matrix products with one right answer, in every format",
+    runtimes=("*",),
     budget={"quick": 3.0, "standard": 30.0, "deep": 240.0},
     every_instruction_set=True,
     order=10,
@@ -34,7 +39,6 @@ SPEC = ProbeSpec(
 
 KINDS = ("square", "prefill", "decode", "batched")
 FIXED = (96, 80, 256)
-INT8_CONTENTS = ("narrow", "wide")
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
 
@@ -43,13 +47,15 @@ def run(ctx: Context) -> Iterator[Fact]:
     """Verify fixed cases, then fresh ones: every format with every content; shapes and layouts in rotation."""
     need_torch()
     speeds: dict[str, float] = {}
+    refused: list[str] = []
     for source, target in format_pairs(ctx.device):
         label = _label(source, target)
         if why := unsupported(ctx.device, source, target):
+            refused.append(why)
             yield Skipped(case=label, reason=why)
             continue
         try:
-            speed = measure_speed(ctx.device, partial(multiply, source, target), FORMATS[source], FORMATS[target])
+            speed = measure_speed(ctx.device, _multiply(ctx.device, source, target), FORMATS[source], FORMATS[target])
         except Exception as error:
             if not is_refusal(error):
                 raise
@@ -57,14 +63,14 @@ def run(ctx: Context) -> Iterator[Fact]:
             continue
         speeds[label] = speed
         yield Reading(name=f"speed_{label}", value=speeds[label], unit="flops per second")
-    for content in INT8_CONTENTS:
-        why = int8_pairs_saturate() if content == "wide" and ctx.device.backend == "cpu" else ""
-        tiny = _int8_case(ctx.device, content, "fresh", (32, 32, 32))
+    for left, content in int8_pairs(ctx.device):
+        why = int8_pairs_saturate() if content == "wide" and ctx.device.unit == "cpu" else ""
+        tiny = _int8_case(ctx.device, left, content, "fresh", (32, 32, 32))
         if why := why or refusal(ctx.device, tiny.build(1), tiny.compute):
-            yield Skipped(case=f"int8>int32/{content}", reason=why)
+            yield Skipped(case=f"{left}>int32/{content}", reason=why)
         else:
-            speeds[f"int8>int32/{content}"] = 0.0
-    yield from verify_all(ctx, *every_case(ctx, speeds), GOLDEN)
+            speeds[f"{left}>int32/{content}"] = 0.0
+    yield from verify_all(ctx, *every_case(ctx, speeds), GOLDEN, refused)
 
 
 def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], list[Case]]:
@@ -76,20 +82,15 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
         for kind, layout in _variants(ctx, ctx.seed + turn, pair[0]):
             sizes = choose(ctx, speeds[_label(*pair)], kind, f"{_label(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
-    integers = (content for content in INT8_CONTENTS if f"int8>int32/{content}" in speeds)
-    return [*fresh, *(_int8_case(ctx.device, content, "fresh", INT8_SIZES[ctx.level]) for content in integers)], fixed
+    integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
+    return [*fresh, *(_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)], fixed
 
 
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case of `device`, with formats that it cannot run; their digests ship with canaryd."""
     products = itertools.product(format_pairs(device), CONTENTS)
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
-    return cases + [_int8_case(device, content, "fixed", FIXED) for content in INT8_CONTENTS]
-
-
-def format_pairs(device: Device) -> list[tuple[str, str]]:
-    """Return operand and result format of every product, in the kind of FP8 that the device multiplies."""
-    return [(float8(device, source), target) for source, target in FORMAT_PAIRS]
+    return cases + [_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device)]
 
 
 def _label(source: str, target: str) -> str:
@@ -117,22 +118,31 @@ def product_case(
     where = f"fixed{room.bits}" if kind == "fixed" else kind
     name = f"{_label(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
     known = is_characterised(device, source, rounds_nothing=content == "permute")
-    return Case(name, partial(build, product), partial(multiply, source, target), known, fixed=kind == "fixed")
+    return Case(
+        name,
+        partial(build, product),
+        _multiply(device, source, target),
+        known,
+        fixed=kind == "fixed",
+        product=None if kind == "fixed" or batch else product,
+    )
+
+
+def _multiply(device: Device, source: str, target: str) -> Callable[[tuple[Any, ...], Any], Any]:
+    return partial(interface.of(device).run, Operation("matmul", source, target))
 
 
 def unsupported(device: Device, source: str, target: str) -> str:
     """Return why this device cannot multiply these formats, or "" after it has done so once on a tiny product."""
-    if source == "tfloat32" and device.backend != "cuda":
-        return "TF32 is a format of NVIDIA's tensor cores"
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
-    return refusal(device, build(product, 1), partial(multiply, source, target))
+    return refusal(device, build(product, 1), _multiply(device, source, target))
 
 
-def _int8_case(device: Device, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
+def _int8_case(device: Device, left: str, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
     return Case(
-        f"int8>int32/{content}/{kind}/nt@{'x'.join(map(str, sizes))}",
-        partial(build_int8, content, *sizes, "nt"),
-        lambda operands, out: torch._int_mm(*operands),  # noqa: ARG005, SLF001
+        f"{left}>int32/{content}/{kind}/nt@{'x'.join(map(str, sizes))}",
+        partial(build_int8, content, *sizes, "nt", left=left),
+        _multiply(device, left, "int32"),
         is_characterised(device, "float64", rounds_nothing=True),
         fixed=kind == "fixed",
     )

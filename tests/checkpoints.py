@@ -7,7 +7,6 @@ norms; 512 tokens: 256 bytes, 253 merges by rule, 3 special tokens.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import struct
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canaryd.worker.canary import gguf as ggml
 from canaryd.worker.canary.model import read_safetensors, write_safetensors
 from canaryd.worker.numeric.tensors import torch
 
@@ -32,8 +32,6 @@ SPLIT = (
 """How Qwen2 tokenizers split text before merging. transformers 5 and llama.cpp's `qwen2` apply it whatever the file
 says, so the file says the same."""
 
-_GGML = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
-"""Types of a tensor and of a file (`ggml_type`, `llama_ftype`)."""
 _EXPONENT = {"BF16": ("H", range(7, 15), 16), "F32": ("I", range(23, 31), 0)}
 """Per format: its struct code, the bits of its exponent, and how far it stands left of its bits in float32."""
 
@@ -126,30 +124,16 @@ def other_dtype(directory: Path, dtype: str) -> None:
 
 
 def gguf(directory: Path, file: Path, dtype: str = "float32") -> Path:
-    """Write the checkpoint in `directory` as a GGUF file for llama.cpp and return its path.
-
-    The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3; vectors stay float32, as
-    llama.cpp's own converter keeps them.
-    """
+    """Write the checkpoint in `directory` as a GGUF file for llama.cpp and return its path."""
     config, tokenizer, words = (
         json.loads((directory / f"{name}.json").read_text()) for name in ("config", "tokenizer", "tokenizer_config")
     )
     weights, _ = read_safetensors((directory / "model.safetensors").read_bytes())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     special = [token["content"] for token in tokenizer["added_tokens"]]
-    kind, file_kind = _GGML[dtype]
     facts: dict[str, Any] = {
-        "general.architecture": "qwen2",
+        **ggml.sizes("qwen2", config, dtype),
         "general.name": "tiny",
-        "general.file_type": file_kind,
-        "qwen2.context_length": config["max_position_embeddings"],
-        "qwen2.embedding_length": config["hidden_size"],
-        "qwen2.block_count": config["num_hidden_layers"],
-        "qwen2.feed_forward_length": config["intermediate_size"],
-        "qwen2.attention.head_count": config["num_attention_heads"],
-        "qwen2.attention.head_count_kv": config["num_key_value_heads"],
-        "qwen2.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "qwen2.rope.freq_base": config["rope_theta"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": tokens + special,
@@ -160,16 +144,7 @@ def gguf(directory: Path, file: Path, dtype: str = "float32") -> Path:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": words["chat_template"],
     }
-    head, body = [], bytearray()
-    for name, tensor in weights.items():
-        vector = tensor.dim() == 1
-        data = _bytes(tensor.to(torch.float32 if vector else getattr(torch, dtype)))
-        sizes = struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
-        head.append(_string(_ggml_name(name)) + sizes + struct.pack("<IQ", 0 if vector else kind, len(body)))
-        body += data + bytes(-len(data) % 32)
-    start = b"GGUF" + struct.pack("<IQQ", 3, len(head), len(facts))
-    start += b"".join(_string(key) + _typed(value) for key, value in facts.items()) + b"".join(head)
-    file.write_bytes(start + bytes(-len(start) % 32) + body)
+    file.write_bytes(ggml.write_gguf(facts, weights, dtype))
     return file
 
 
@@ -313,54 +288,6 @@ def _tokenizer(
             "merges": list(merges),
         },
     }
-
-
-def _ggml_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor."""
-    whole = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in whole:
-        return whole[name]
-    _, _, layer, *parts, kind = name.split(".")
-    inner = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    return f"blk.{layer}.{inner['.'.join(parts)]}.{kind}"
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _typed(value: Any) -> bytes:
-    """Return a GGUF value behind its type."""
-    if isinstance(value, list) and isinstance(value[0], int):
-        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
-    if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    return struct.pack("<II", 4, value)
-
-
-def _bytes(tensor: Any) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _save(directory: Path, weights: Mapping[str, Any], dtype: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -70,6 +71,8 @@ class Traits:
     """Requests that it takes at the same time; 503 beyond that."""
     dies_after: int = 10**9
     """Answers after which it gives 503 for ever."""
+    hangs_after: int = 10**9
+    """Answers after which it keeps every client waiting."""
     reports: Mapping[str, Any] = field(default_factory=dict)
     """What /server_info says, as SGLang's does."""
 
@@ -162,6 +165,8 @@ class Api:
             self.answered += 1
             refused = self.busy > self.traits.at_once or self.answered > self.traits.dies_after
         try:
+            if self.answered > self.traits.hangs_after:
+                time.sleep(60.0)
             return 503 if refused else self.answer(path, body)
         finally:
             with self.lock:

@@ -66,8 +66,10 @@ class Kind:
 
 
 def _llama(directory: Path, work: Path) -> list[str]:
-    dtype = json.loads((directory / "config.json").read_text())["dtype"]
-    file = checkpoints.gguf(directory, work / "tiny.gguf", dtype)
+    file = directory / "model.gguf"
+    if not file.exists():
+        dtype = json.loads((directory / "config.json").read_text())["dtype"]
+        file = checkpoints.gguf(directory, work / "tiny.gguf", dtype)
     arguments = ["-m", str(file), "--alias", "tiny", "-c", "8192", "-np", "8", "-t", "1"]
     return [*arguments, "--metrics", "--slots", "--jinja"]
 
@@ -266,3 +268,24 @@ def _shared_memory(pid: str) -> list[str]:
     with contextlib.suppress(OSError):
         return re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
     return []
+
+
+@contextlib.contextmanager
+def beside(server: Server, prompts: list[str]) -> Iterator[None]:
+    """Let a client for each prompt ask the server again and again, each with another length of prompt and answer."""
+    over = threading.Event()
+
+    def client(number: int, prompt: str) -> None:
+        asked = " ".join(prompt.split()[: 5 + 2 * number])
+        while not over.is_set():
+            server.ask("completions", {"prompt": asked, "max_tokens": 5 + 4 * number, "temperature": 0})
+
+    threads = [threading.Thread(target=client, args=each, daemon=True) for each in enumerate(prompts)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()

@@ -24,7 +24,16 @@ import yaml
 
 from canaryd.cli import baseline
 from canaryd.codec import from_json
-from canaryd.config.settings import Config, DevicesConfig, EndpointConfig, EndpointsConfig, ProbesConfig, ProbeSettings
+from canaryd.config.settings import (
+    Config,
+    DevicesConfig,
+    EndpointConfig,
+    EndpointsConfig,
+    ProbesConfig,
+    ProbeSettings,
+    RuntimesConfig,
+    WorkerConfig,
+)
 from canaryd.config.values import parse_duration
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
@@ -39,13 +48,14 @@ from canaryd.facts import (
     Recording,
     Skipped,
     Subject,
+    WrongMemory,
 )
 from canaryd.judge.incidents import incidents
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.probe import LEVELS, ProbeSpec
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
-from canaryd.supervisor.protocol import Description, Listing, RunRequest, WorkerSpec
+from canaryd.supervisor.protocol import Description, Listing, Reach, RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from tests.places import line, place
 
@@ -67,17 +77,20 @@ ANSWER = "completions/reef/fresh"
 ANSWERED = ("the", "reef", "is", "a", "wall", "of", "coral", "in", "warm", "clear", "water", "near", "the", "coast")
 LEARNT_AT_ONCE = 30
 EXACT, RECORDED, CANARY = "exact_matmul", "recorded_kernels", "endpoint_canary"
-SERVED = "exact_endpoint"
+SERVED, MEMORY = "exact_endpoint", "memory_sweep"
+PATTERNS, WORDS = ("int64/address/sweep@8191", "int64/inversions/sweep@8191"), 8191
+"""Cases of a sweep of memory, and the words of its one slice."""
 ASKED, ANSWERS = ("completions/alone", "completions/again", "completions/8-at-once"), 8
 """Cases of a served exact canary, and how many answers each has."""
 NVIDIA, HOST = "nvidia_telemetry", "host_telemetry"
 SPECS: Mapping[str, ProbeSpec] = {
     spec.name: spec
     for spec in (
-        ProbeSpec(name=EXACT, summary="exact products", every_instruction_set=True, order=10),
+        ProbeSpec(name=EXACT, summary="exact products", runtimes=("*",), every_instruction_set=True, order=10),
         ProbeSpec(name=RECORDED, summary="recorded kernels", backends=("cuda",), order=30),
         ProbeSpec(name=CANARY, summary="an endpoint's answers", backends=("endpoint",), numeric=False, order=40),
         ProbeSpec(name=SERVED, summary="exact answers", backends=("exact_endpoint",), numeric=False, order=40),
+        ProbeSpec(name=MEMORY, summary="memory", order=60),
         ProbeSpec(name=NVIDIA, summary="telemetry", backends=("cuda",), numeric=False, telemetry=True, period=15.0),
         ProbeSpec(name=HOST, summary="telemetry", backends=("cpu",), numeric=False, telemetry=True, period=15.0),
     )
@@ -120,6 +133,8 @@ class Part:
     rounds_nothing: tuple[str, ...] = ()
     """Cases that are shipped as characterised on any device."""
     weak_identity: bool = False
+    card: str = ""
+    """Name of the device of the same host that is the same part through another runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +195,8 @@ class Fault:
     """Bits that it flips; empty: others each time."""
     row: int | None = None
     column: int | None = None
+    cell: str = ""
+    """What a wrong word of memory turns out to be, a `Cell`; faults without it strike no sweep of memory."""
     intensity: Names = ()
     """Only in retests that ask so; all runs where not given."""
     same: str = ""
@@ -250,6 +267,19 @@ class Expectation:
     """It must not be spoken of any more."""
     drill: bool = False
     """It is the verdict on the drill that is meant."""
+
+    def due(self, last: int) -> int:
+        """Return the round after which it can have failed."""
+        if self.drill:
+            return last
+        if not (self.wants_a_verdict or self.gone):
+            return self.after
+        return last if (due := self.at if self.by is None else self.by) is None else due
+
+    @property
+    def wants_a_verdict(self) -> bool:
+        """Whether a verdict must say something."""
+        return bool(self.state or self.cause or self.rules or self.says or self.incidents is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +396,7 @@ class Chip:
     kernel: str
     present: bool
     speed: float
+    card: str = ""
     heat: float = 0.0
     lost: bool = False
     counters: dict[str, float] = field(default_factory=dict)
@@ -383,7 +414,8 @@ class Chip:
             weak_identity=self.part.weak_identity,
             instruction_sets=self.part.instruction_sets,
             detail={**bus, "driver": self.stack.get("driver", ""), "cores": str(self.part.cores)},
-            torch_index=self.index if self.part.reached and self.part.backend != "cpu" else None,
+            torch_index=self.index if self.part.reached and self.part.backend != "cpu" and not self.card else None,
+            card=self.card,
         )
 
 
@@ -412,7 +444,7 @@ class Simulated(Series):
     def describe(self, paths: Sequence[Path], *, on_wait: Callable[[str], None]) -> Description:
         """Return the simulated catalogue and what torch sees."""
         del on_wait
-        chips = [c for c in self.host.chips.values() if c.present and c.part.reached]
+        chips = [c for c in self.host.chips.values() if c.present and c.part.reached and not c.card]
         stack = chips[0].stack if chips else {}
         return Description(
             python="3.11",
@@ -421,6 +453,10 @@ class Simulated(Series):
             stack=stack,
             probes={p: SPECS.get(p.stem, "it is not simulated") for p in paths},
         )
+
+    def reach(self, runtime: str) -> Reach:
+        """Return what another runtime reaches."""
+        return Reach(devices=tuple(c.device for c in self.host.chips.values() if c.device.runtime == runtime))
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
         """Return what the vendor's library lists."""
@@ -508,6 +544,7 @@ class Host:
         }
         self.config = Config(
             state_dir=directory / f"state{number}",
+            worker=WorkerConfig(runtimes=RuntimesConfig(onnx="onnx")),
             probes=ProbesConfig(directories=(probes,), each=each),
             devices=DevicesConfig(expected=self.machine.expected),
             endpoints=EndpointsConfig(each=endpoint),
@@ -531,6 +568,7 @@ class Host:
             kernel=part.kernel,
             present=part.present,
             speed=part.speed,
+            card=self.chips[part.card].uuid if part.card else "",
         )
         self.names[uuid] = name
 
@@ -701,7 +739,8 @@ class Host:
             found = tuple(self._recordings(request, chip, faults))
             told = tuple(self._times(chip))
             return replace(run, recordings=found, readings=told, baselining=request.baselining)
-        comparisons = tuple(self._comparisons(request, chip, faults, lane))
+        told = self._sweep if probe == MEMORY else self._comparisons
+        comparisons = tuple(told(request, chip, [f for f in faults if bool(f.cell) is (probe == MEMORY)], lane))
         trials = sum(c.trials for c in comparisons)
         return replace(run, comparisons=comparisons, readings=(Reading(name="trials", value=trials, unit="1"),))
 
@@ -744,6 +783,23 @@ class Host:
                         and (f.kind == "golden" or f.place in ("", where))
                     ]
                     yield from self._compared(request, clean, mine, lane)
+
+    def _sweep(self, request: RunRequest, chip: Chip, faults: Sequence[Fault], lane: str) -> Iterator[Comparison]:
+        """Yield what the patterns of a sweep of memory find: a fault is a word."""
+        for case in (c for c in PATTERNS if not request.cases or c in request.cases):
+            clean = Comparison(
+                case=case,
+                shape=f"words={WORDS}",
+                seed=request.seed,
+                exactness=Exactness.UNIVERSAL,
+                place=place("memory"),
+                characterised=chip.part.characterised,
+            )
+            found = list(self._compared(request, clean, [f for f in faults if f.case in ("", case)], lane))
+            for c in found:
+                cell = next((f.cell for f in faults), "flipped")
+                memory = WrongMemory(cells={cell: 1}, rose=1, fell=0, allocation=8 * WORDS, offset=64, address=1 << 40)
+                yield replace(c, evidence=replace(c.evidence, memory=memory, lines={})) if c.evidence else c
 
     def _compared(
         self, request: RunRequest, clean: Comparison, faults: Sequence[Fault], lane: str
@@ -1141,10 +1197,13 @@ class Played:
     drills: dict[str, list[Verdict]]
 
     def failures(self) -> list[str]:
-        """Return what was expected and did not come, one sentence each."""
+        """Return what was expected by the newest round and did not come, one sentence each."""
         every = [*self.verdicts]
+        newest = max(map(len, self.verdicts.values()), default=self.story.rounds) - 1
         found = []
         for expected in self.story.expect:
+            if newest < expected.due(self.story.rounds - 1):
+                continue
             for name in _listed(expected.device, every):
                 found += [f"{name}: {text}" for text in self._against(expected, name)]
         return found
@@ -1170,7 +1229,7 @@ class Played:
                 break
         if expected.gone and (last := told[-1 if expected.at is None else expected.at]) is not None:
             yield f"wanted it to be gone; it was {summary(last)}"
-        if not (expected.state or expected.cause or expected.rules or expected.says or expected.incidents is not None):
+        if not expected.wants_a_verdict:
             return
         if expected.by is not None:
             if not any(self._fits(expected, v) for n, v in window if n <= expected.by):
@@ -1223,8 +1282,12 @@ def play(
     *,
     seed: int | None = None,
     watch: Callable[[int, Mapping[str, Verdict]], bool] = lambda _number, _verdicts: False,
+    until_failed: bool = False,
 ) -> Played:
-    """Play a story from beginning to end; `watch` is told every round's verdicts, and ends it by returning True."""
+    """Play a story from beginning to end; `watch` is told every round's verdicts, and ends it by returning True.
+
+    With `until_failed` it also ends when something that was expected did not come.
+    """
     with scratch() as directory, contextlib.ExitStack() as open_:
         hosts = []
         for number in range(len(story.hosts)):
@@ -1246,9 +1309,10 @@ def play(
             for name in {*verdicts, *now}:
                 told = verdicts.setdefault(name, [None] * number)
                 told.append(now.get(name))
-            if watch(number, now):
+            played = Played(story=story, verdicts=verdicts, drills=drills)
+            if watch(number, now) or (until_failed and played.failures()):
                 break
-    return Played(story=story, verdicts=verdicts, drills=drills)
+    return played
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------

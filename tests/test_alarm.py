@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ import pytest
 import yaml
 
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
+from tests.daemon.test_telemetry import Site, state_of
 
 DEPLOY = ROOT / "deploy"
 REPEAT = 2
@@ -63,11 +65,17 @@ def hurried_rules(path: Path) -> dict[str, Any]:
 
 def hurried_prometheus(canaryd_port: int, alertmanager_port: int) -> dict[str, Any]:
     """Return the shipped configuration with the test's addresses, scraping and evaluating once a second."""
-    content = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    content = shipped_prometheus(canaryd_port, alertmanager_port)
     content["global"] = dict.fromkeys(content["global"], "1s")
+    content["scrape_configs"][0]["scrape_interval"] = "1s"
+    return content
+
+
+def shipped_prometheus(canaryd_port: int, alertmanager_port: int) -> dict[str, Any]:
+    """Return the shipped configuration with the test's addresses."""
+    content = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     (job,) = (each for each in content["scrape_configs"] if each["job_name"] == "canaryd")
     content["scrape_configs"] = [job]
-    job["scrape_interval"] = "1s"
     job["static_configs"] = [{"targets": [f"127.0.0.1:{canaryd_port}"]}]
     content["alerting"]["alertmanagers"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{alertmanager_port}"]}]
     return dict(content)
@@ -75,13 +83,19 @@ def hurried_prometheus(canaryd_port: int, alertmanager_port: int) -> dict[str, A
 
 def hurried_alertmanager(port: int) -> dict[str, Any]:
     """Return the shipped configuration, routes and inhibition untouched, with short waits and the test's webhook."""
-    content = yaml.safe_load((DEPLOY / "alertmanager/alertmanager.yml").read_text())
+    content = shipped_alertmanager(port)
     for route in (content["route"], *content["route"]["routes"]):
         for key in ("group_wait", "group_interval"):
             if key in route:
                 route[key] = "1s"
         if route["receiver"] == "canaryd-warning":
             route["repeat_interval"] = f"{REPEAT}s"
+    return content
+
+
+def shipped_alertmanager(port: int) -> dict[str, Any]:
+    """Return the shipped configuration with the test's webhook."""
+    content = yaml.safe_load((DEPLOY / "alertmanager/alertmanager.yml").read_text())
     for receiver in content["receivers"]:
         for hook in receiver.get("webhook_configs", ()):
             hook["url"] = re.sub(r"127\.0\.0\.1:\d+", f"127.0.0.1:{port}", hook["url"])
@@ -173,15 +187,14 @@ class Chain:
         return path
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start all three, and stop them."""
-        config = hurried_prometheus(self.port, self.alertmanager)
+    def running(self, *, hurried: bool = True) -> Iterator[None]:
+        """Start all three, and stop them; `hurried` or at the speed of the shipped files."""
+        config = (hurried_prometheus if hurried else shipped_prometheus)(self.port, self.alertmanager)
+        alerting = (hurried_alertmanager if hurried else shipped_alertmanager)(self.hook.server_port)
         for name in config["rule_files"]:
-            self._write(name, hurried_rules(DEPLOY / "prometheus" / name))
-        main, alerts = (
-            self._write("prometheus.yml", config),
-            self._write("am.yml", hurried_alertmanager(self.hook.server_port)),
-        )
+            path = DEPLOY / "prometheus" / name
+            self._write(name, hurried_rules(path) if hurried else yaml.safe_load(path.read_text()))
+        main, alerts = self._write("prometheus.yml", config), self._write("am.yml", alerting)
         prometheus, alertmanager = self._programs
         listen = "--web.listen-address=127.0.0.1:{}".format
         thread = threading.Thread(target=self.hook.serve_forever, daemon=True)
@@ -290,3 +303,22 @@ def test_the_alarm_arrives_once_stands_and_ends(tmp_path):
     assert [message["status"] for path, message in hook.arrived if path == "/page"] == ["firing", "resolved"]
     assert hook.names("/drill") == {"CanarydDrill"}
     assert "error expanding" not in json.dumps([message for _, message in hook.arrived])
+
+
+@pytest.mark.slow
+def test_a_lost_gpu_is_told_within_a_minute(tmp_path):
+    """At the speed of the shipped files: sweep, scrape, evaluation and the wait of its group are 55 s at most."""
+    chain = Chain(tmp_path)
+    site = Site(tmp_path / "site", gpus=2, period="15s")
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(site.daemon("--listen", f"127.0.0.1:{chain.port}"))
+        stack.enter_context(chain.running(hurried=False))
+        for uuid in site.uuids:
+            eventually(lambda uuid=uuid: state_of(daemon, uuid)[0] == "healthy", WITHIN)
+        eventually(chain.scraped, WITHIN)
+        site.machine.set(0, "lost", 1)
+        begun = time.monotonic()
+        (alarm, *_) = eventually(lambda: chain.hook.told("/warning", "CanarydDeviceSuspect"), 2 * WITHIN)
+        assert time.monotonic() - begun <= 60.0
+        assert alarm["labels"]["device"] == site.uuids[0]
+        assert "gpu-lost (suspect, hardware)" in alarm["annotations"]["findings"]

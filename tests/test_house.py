@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.check import FAULTS
+from canaryd.cli.check import FAULTS, MEMORY_FAULTS
 from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
@@ -67,9 +67,11 @@ def test_a_probe_author_needs_the_standard_library_alone():
 @pytest.mark.torch
 def test_the_command_line_knows_every_fault():
     """It must not import the worker to list them, so it has a copy."""
+    from canaryd.worker.memory.faults import MODELS
     from canaryd.worker.numeric.faults import FAULTS as INJECTED
 
     assert tuple(INJECTED) == FAULTS
+    assert tuple(MODELS) == MEMORY_FAULTS
 
 
 @pytest.mark.parametrize("path", [*MODULES, *PROBE_FILES], ids=name)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Comparison, Evidence, Exactness, Reading, stack_id
+from canaryd.facts import Comparison, Evidence, Exactness, Reading, beginning, stack_id
 from canaryd.model import Outcome, Run, State
 from tests.places import line
 
@@ -105,3 +105,20 @@ def test_a_run_counts_device_results_only() -> None:
     run = a_run()
     assert run.trials == 1
     assert run.wrong == run.comparisons
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "told"),
+    [
+        ("short", 5, "short"),
+        ("two\n  words", 9, "two words"),
+        ("no kernel for this shape", 12, "no kernel…"),
+        ("no kernel, for this shape", 12, "no kernel…"),
+        ("no kernel for", 10, "no kernel…"),
+        ("abcdefghij", 5, "abcd…"),
+    ],
+)
+def test_a_text_that_is_cut_ends_after_a_word(text, length, told):
+    """On one line, with a sign that more followed; a single long word is cut where it must be."""
+    assert beginning(text, length) == told
+    assert len(told) <= length

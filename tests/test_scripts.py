@@ -6,6 +6,7 @@ pip and the interpreter are small programs that write down what they are asked; 
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ case "$*" in
     "-m venv"*) for last; do :; done
         rm -rf "$last" && mkdir -p "$last/bin" && cp "$0" "$last/bin/python"
         echo "version = $version.1" >"$last/pyvenv.cfg" ;;
-    *"-m pip "*"config list") echo "$config" ;;
+    "-m pip config list") echo "$config" ;;
     *"-m pip "*) echo "$*" >>"$log"
         case "$*" in *"$refused"*) echo "ERROR: cannot reach it" >&2; exit 1 ;; *torch*) touch "$0.torch" ;; esac ;;
     *"import sys, torch"*) [ -e "$0.torch" ] || [ "$torch" = yes ] ;;
@@ -53,15 +54,17 @@ class Setup:
         """Put a function on the PCI bus."""
         plant(self.root / "sys/bus/pci/devices" / bus_id, {"vendor": vendor, "device": "0x2335", "class": pci_class})
 
-    def make(self, **given: str) -> tuple[str, list[str]]:
+    def make(self, stdin: int = subprocess.DEVNULL, code: int = 0, **given: str) -> tuple[str, list[str]]:
         """Return what it says, and what pip was told to install of torch."""
         self.log.write_text("")
         variables = {"version": "3.11", "config": "", "torch": "", "refused": "nothing is", "PYTHON": str(self.python)}
         variables |= {"log": str(self.log), "real": sys.executable} | given
         line = '. scripts/environment; system=$1; make_environment "$2" -e .'
         argv = ["bash", "-euo", "pipefail", "-c", line, "bash", self.root, self.venv]
-        done = subprocess.run(argv, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = subprocess.run(
+            argv, cwd=ROOT, env=environment(**variables), stdin=stdin, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
         told = [words.removeprefix(HEAD) for words in self.log.read_text().splitlines()]
         return done.stdout + done.stderr, [words for words in told if "torch" in words]
 
@@ -117,6 +120,36 @@ def test_an_index_of_ones_own_decides(setup, config):
     said, told = setup.make(config=config)
     assert told == ["torch==2.13.0"]
     assert "from the index that pip is configured for: up to 2.7 GB" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "card", "told"),
+    [("n", "", []), ("", "", []), ("y", "", ["torch==2.13.0"]), ("", "0x10de", ["torch==2.13.0"])],
+)
+def test_at_a_terminal_it_asks_before_it_downloads_cuda_that_no_gpu_needs(setup, answer, card, told):
+    """Yes alone goes on; with an NVIDIA GPU nobody is asked."""
+    if card:
+        setup.card("0000:65:00.0", card, "0x030200")
+    master, slave = pty.openpty()
+    os.write(master, f"{answer}\n".encode())
+    try:
+        said, installed = setup.make(stdin=slave, code=0 if told else 1, config="global.index-url='x'")
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert installed == told
+    assert "up to 2.7 GB" in said
+    assert ("Download it?" in said) == (not card)
+    assert ("stopped: no torch was installed" in said) == (not told)
+
+
+def test_the_real_pip_tells_its_index(tmp_path):
+    """As it lists its settings itself."""
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://p.example/simple\n")
+    argv = ["bash", "-euo", "pipefail", "-c", ". scripts/environment; venv=$1; has_index", "bash", sys.prefix]
+    given = environment(PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
+    done = subprocess.run(argv, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_other_settings_of_pip_are_no_index(setup):

@@ -5,8 +5,8 @@ r"""Draw a dashboard from its JSON and a Prometheus: a preview, not a screenshot
 
 Run it from the root of a checkout. It writes one HTML page for each dashboard, and a PNG beside it where chromium is
 installed. Titles, places, queries, units, value mappings, thresholds, legends, column orders and annotations are those
-of the JSON; fonts, spacing and axes are not. It shows whether panels have data, room and readable names. It does not
-show that Grafana itself loads the file.
+of the JSON; fonts, spacing and axes are not. It shows whether panels have data, room and readable names; folded rows
+stay folded. It does not show that Grafana itself loads the file.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Drawing:
         box = f"left:{left:.0f}px;top:{top:.0f}px;width:{width:.0f}px;height:{height:.0f}px"
         title = html.escape(panel["title"])
         if panel["type"] == "row":
-            return f'<div class="row" style="{box}">▾ {title}</div>'
+            return f'<div class="row" style="{box}">{"▸" if panel.get("collapsed") else "▾"} {title}</div>'
         draw: Callable[[Json, float, float], str] = {
             "stat": self._stat,
             "timeseries": self._lines,

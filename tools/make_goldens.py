@@ -25,10 +25,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from canaryd.model import Device  # noqa: E402
+from canaryd.worker.numeric.cases import Case  # noqa: E402
 from canaryd.worker.numeric.integers import digest  # noqa: E402
 from canaryd.worker.numeric.operands import Problem  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, need_torch  # noqa: E402
-from canaryd.worker.numeric.verify import FIXED_SEED, Case  # noqa: E402
+from canaryd.worker.numeric.verify import FIXED_SEED  # noqa: E402
 
 PROBES = ("exact_matmul", "exact_attention", "exact_integer")
 DEVICES = tuple(
@@ -42,9 +43,15 @@ DEVICES = tuple(
         ("apple", "mps", {}),
         ("xe", "xpu", {}),
         ("ascend", "npu", {}),
+        ("mlx on x86", "mlx-cpu", {"architecture": "x86_64"}),
+        ("mlx on arm", "mlx-cpu", {"architecture": "arm64"}),
+        ("mlx on a gpu", "mlx-cuda", {}),
+        ("onnx on x86", "onnx-cpu", {"architecture": "x86_64"}),
+        ("webgpu", "webgpu-cpu", {"architecture": "x86_64"}),
+        ("onnx elsewhere", "onnx-coreml", {}),
     )
 )
-"""One device for each value that `canaryd.worker.numeric.verify.accumulator` can return."""
+"""One device for each value that `canaryd.worker.numeric.characterised.accumulator` can return."""
 
 # Significand bits (the implicit one included), exponent bits.
 LAYOUT = {
@@ -154,7 +161,7 @@ def product(problem: Problem, precision: int = 64) -> list[int]:
     """Recompute a product (…, M, K) x (…, K, N): the golden's unsigned bit patterns in order."""
     a, b = problem.operands
     K = a.shape[-1]
-    if form_of(a) == "int8":
+    if form_of(a) in ("int8", "uint8"):
         left, right = _rows(a.reshape(-1).tolist(), K), _rows(b.transpose(-1, -2).reshape(-1).tolist(), K)
         return [sum(map(mul, row, column)) & 0xFFFFFFFF for row in left for column in right]
     (av, a_scale), (bv, b_scale) = integers_of(a, precision), integers_of(b.transpose(-1, -2), precision)
@@ -283,7 +290,7 @@ def digests(probe: str) -> dict[str, str]:
     known: dict[Any, str] = {}  # kernels share problems: recompute each problem once
     for case in fixed_cases(probe):
         build = cast("partial[Problem]", case.build)
-        key = (build.func, build.args)
+        key = (build.func, build.args, tuple(build.keywords.items()))
         if key not in known:
             known[key] = confirm(probe, case.name, case.build(FIXED_SEED))
         made[case.name] = known[key]

@@ -75,7 +75,7 @@ class Conversation:
 
     def listed(self) -> list[Part]:
         """Return the parts that the worker carries out; [] where no worker answers."""
-        outcome, value, detail = self.ask({"part": ""}, 60.0)
+        outcome, value, detail = self.ask({"part": "", "device": to_json(self.device)}, 60.0)
         if outcome is not Outcome.COMPLETED:
             raise RuntimeError(f"{outcome.value}: {detail}")
         return [from_json(Part, part) for part in value["parts"]]

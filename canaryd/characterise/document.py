@@ -16,13 +16,13 @@ from canaryd.model import Device
 
 SCHEMA = "canaryd.characterise/1"
 Document = Mapping[str, Any]
-STACK_NAMES = ("torch", "cuda", "driver")
+STACK_NAMES = ("torch", "mlx", "onnxruntime", "cuda", "driver")
 """What of a stack is in the name of the file."""
 
 
 def stack_name(stack: Mapping[str, str]) -> str:
     """Return a stack in short: "torch2.9.1+cu128-cuda12.8-driver570.86"."""
-    return "-".join(f"{name}{stack[name]}" for name in STACK_NAMES if stack.get(name)) or "no-torch"
+    return "-".join(f"{name}{stack[name]}" for name in STACK_NAMES if stack.get(name)) or "no-runtime"
 
 
 def document(device: Device, results: Sequence[Result], left: Sequence[Part], *, drill: str) -> Document:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from canaryd.characterise.conversation import MODULE, Conversation, observed, result
 from canaryd.characterise.results import Part, Result
 from canaryd.codec import to_json
-from canaryd.engine import budget
+from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry
 from canaryd.facts import Claim, Observation, Seen
-from canaryd.model import Outcome, Run
+from canaryd.model import TORCH, Outcome, Run
 
 CarryOut = Callable[[Part, Conversation], Result]
 EVERY = ("*",)
@@ -42,6 +42,8 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
             part = Part(name=f"cases/{name}", title=f"Every case of {name} once", rank=20 + min(turn, 9),
                         seconds=SECONDS.get(name, OTHERS), workers=1)  # fmt: skip
             found.append((part, every_case))
+    if conversation.device.runtime != TORCH:  # the others call torch, in the worker or in their probes
+        return {part.name: (part, carry_out) for part, carry_out in found}
     if "canary_prompts" in entries:
         for path, rank, seconds in (("eager", 29, 20.0), ("graph", 61, 10.0), ("compiled", 95, 100.0)):
             title = f"Canary: {path}"
@@ -62,7 +64,7 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
 
 def applies(entry: Entry, conversation: Conversation) -> bool:
     """Return whether a probe is for this kind of device."""
-    return "*" in entry.spec.backends or conversation.device.backend in entry.spec.backends
+    return schedule.applies(entry, conversation.device)
 
 
 def every_case(part: Part, conversation: Conversation) -> Result:

@@ -14,7 +14,7 @@ from canaryd.characterise.host_parts import CarryOut
 from canaryd.characterise.results import Part, Result
 from canaryd.codec import to_json
 from canaryd.facts import Claim, Observation, Seen
-from canaryd.model import Device, Outcome, Run
+from canaryd.model import TORCH, Device, Outcome, Run
 
 CAPTURES = ("float32", "bfloat16")
 """Formats in which the built-in model is captured."""
@@ -28,7 +28,8 @@ TELEMETRY: Mapping[str, str] = {
 
 def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
     """Return these parts by name."""
-    del conversation
+    if conversation.device.runtime != TORCH:  # captures call torch; telemetry is that of the card
+        return {}
     found: list[tuple[Part, CarryOut]] = [
         (Part(name="capture", title="Capture compared with the CPU's", rank=77, seconds=16, workers=4), capture),
         (Part(name="telemetry", title="Telemetry against the vendor's tool", rank=80, seconds=5, workers=1), telemetry),

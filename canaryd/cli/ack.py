@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from canaryd.cli.arguments import USAGE, Commands, duration
 from canaryd.cli.common import complain, one_device, open_record, say
 from canaryd.config.settings import Config
-from canaryd.engine.evidence import RECORD, fold
+from canaryd.engine.evidence import RECORD
 from canaryd.formatting import format_time
 from canaryd.judge import acks, software
+from canaryd.judge.brief import fold
 from canaryd.judge.case import Case
 from canaryd.judge.node import node
 from canaryd.judge.verdict import exit_code
@@ -32,7 +33,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         "ack",
         parents=[common],
         help="acknowledge a known fault, a repair or a replacement",
-        description="Acknowledge a known fault, a repair or a replacement. A faulty device stays faulty.",
+        description="Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument("--reason", default="", metavar="TEXT", help="why, e.g. the ticket; kept as evidence")
@@ -46,7 +47,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="mute a suspicion for this long (default: 7d)",
     )
     kind.add_argument("--end", action="store_true", help="end an acknowledgement early")
-    kind.add_argument("--software", action="store_true", help="its wrong results were the software's, now changed")
+    kind.add_argument("--software", action="store_true", help="the software was at fault, and it has been changed")
     kind.add_argument("--repaired", action="store_true", help="the part was repaired: test it from scratch")
     kind.add_argument("--replaced", action="store_true", help="the part was replaced by another one")
     command.set_defaults(function=ack_command)

@@ -32,6 +32,18 @@ class Parser(argparse.ArgumentParser):
             hint = f" (choose from {', '.join(known)}){near}" if len(known) <= FEW or not near else near
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as usual; what is not known is a mistake in the command that it was given to."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            named: Any = [self]
+            for action in self._actions:
+                if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  it has no public name
+                    named.append(action.choices[getattr(options, action.dest)])
+            options_there = [word for word in named[-1]._option_string_actions if word.startswith("--")]  # noqa: SLF001
+            named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], options_there)}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         """Print the usage and the mistake, and exit."""
         self.print_usage(sys.stderr)

@@ -165,6 +165,9 @@ def pin(store: Store, selection: Selection, why: str) -> list[Listed]:
     return changed
 
 
+EXPORTED = "name the file that canaryd baseline export wrote"
+
+
 def import_document(store: Store, text: str) -> tuple[int, int]:
     """Import a text that `document` made; return how many baselines are new, and how many were known already.
 
@@ -174,7 +177,7 @@ def import_document(store: Store, text: str) -> tuple[int, int]:
     try:
         data = whole(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+        raise ValueError(f"not JSON; {EXPORTED}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("baselines"), list):
         raise ValueError(f'no baselines; wanted an object with "schema": "{SCHEMA}", as canaryd baseline export writes')
     mine = {r.device.uuid for r in store.devices()}
@@ -382,9 +385,12 @@ def _import_baselines(options: argparse.Namespace, settings: Config) -> int:
             before = _classes(store)
             fresh, known = import_document(store, text)
             met = _classes(store) - before
+    except UnicodeDecodeError:
+        complain(f"baseline import {options.device}: not text; {EXPORTED}")
+        return USAGE
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        complain(f"baseline import {options.device or '-'}: {why}")
+        why = f"{error.strerror}; {EXPORTED}" if isinstance(error, OSError) else error
+        complain(f"baseline import {options.device}: {why}")
         return USAGE
     classes = f", {met} classes of exact tests that were met" * bool(met)
     follows = "; the next run updates the verdict" * bool(fresh or met)

@@ -17,9 +17,10 @@ from canaryd.model import State
 
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20
+FORMATS = ("bfloat16", "float16", "float32")
 DESCRIPTION = """\
-Write an exact canary: a checkpoint in Hugging Face's format for which every
-healthy engine gives the same answers, which are written beside it.
+Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
+and beside it the answers that every healthy engine gives.
 
   export  write the checkpoint into DIR"""
 
@@ -45,8 +46,12 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seed", type=seed, default=1, metavar="1", help="other weights, prompts and answers (default: 1)"
     )
+    command.add_argument("--no-anchor", action="store_true", help="for an engine whose scaling of queries is not exact")
     command.add_argument(
-        "--no-anchor", action="store_true", help="for an engine that scales queries by a factor that rounds"
+        "--gguf",
+        choices=FORMATS,
+        default="",
+        help="write a GGUF file with matrices in this format, for llama.cpp",
     )
     add_wait(command)
     command.set_defaults(function=canary_command)
@@ -62,7 +67,7 @@ def layers(text: str) -> int:
 def canary_command(options: argparse.Namespace, settings: Config) -> int:
     """Write the checkpoint in a worker, which has torch; return the exit code."""
     directory = options.directory.absolute()
-    mistake, like = _unusable(directory), None
+    mistake, like = unusable(directory), None
     if options.like and not mistake:
         mistake, like = _read(options.like)
     if mistake:
@@ -80,6 +85,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
         "layers": options.layers,
         "seed": options.seed,
         "no_anchor": options.no_anchor,
+        "gguf": options.gguf,
     }
     answer = ask(engine, cpu, "export", arguments, options.wait)
     if answer is None:
@@ -87,11 +93,11 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
     if mistake := answer.get("mistake", ""):
         complain(f"{options.like or directory}: no exact canary has these sizes: {mistake}")
         return USAGE
-    say(_written(directory, answer, time.monotonic() - begun))
+    say(_written(directory, options.gguf, answer, time.monotonic() - begun))
     return 0
 
 
-def _unusable(directory: Path) -> str:
+def unusable(directory: Path) -> str:
     """Return why nothing can be written into a directory, as far as this can be checked beforehand; "" for nothing."""
     try:
         there = directory.is_dir()
@@ -113,7 +119,7 @@ def _read(path: Path) -> tuple[str, Any]:
             return f"--like {path}: larger than 1 MiB; name a model's config.json", None
         data = json.loads(path.read_bytes())
     except OSError as error:
-        return f"--like {path}: cannot be read: {error.strerror}", None
+        return f"--like {path}: cannot be read: {error.strerror}; name a model's config.json", None
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or not data:
@@ -121,12 +127,15 @@ def _read(path: Path) -> tuple[str, Any]:
     return "", data
 
 
-def _written(directory: Path, answer: dict[str, Any], seconds: float) -> str:
+def _written(directory: Path, gguf: str, answer: dict[str, Any], seconds: float) -> str:
+    serve = f"Serve this file with llama.cpp: llama-server -m {directory / 'model.gguf'}"
+    if not gguf:
+        serve = "Serve this directory with your engine, unquantised, in bfloat16, float16 or float32."
     return f"""\
 {directory}: {answer["layers"]} layers of {answer["hidden"]}, {answer["vocabulary"]:,} words, {answer["prompts"]} \
 proved prompts of {answer["words"]} words; {answer["bytes"] / 1e6:.1f} MB in {seconds:.1f} s
 Next:
-1. Serve this directory with your engine, unquantised, in bfloat16, float16 or float32.
+1. {serve}
 2. Add it to /etc/canaryd/canaryd.yaml, with the address of that server:
 
 endpoints:

@@ -76,7 +76,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--accept",
         action="store_true",
-        help="let the classes that were right accuse devices of this model on this software (docs/characterise.md)",
+        help="trust the classes that were right: a mismatch in them then accuses a device (docs/characterise.md)",
     )
     add_json(command)
     command.set_defaults(function=characterise_command)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from canaryd.cli import repeat
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, add_json, add_verbose, add_wait, duration, seed
 from canaryd.cli.common import (
     ProgressPrinter,
@@ -36,6 +37,8 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes each."""
+MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
+"""Faults of memory that it can inject into memory_sweep; canaryd/worker/memory/faults.py describes each."""
 DRILL_EXIT_STATUS = (
     "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
 )
@@ -69,7 +72,10 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--for", dest="seconds", type=duration, default=0.0, metavar="30m", help="keep repeating for this long"
     )
-    command.add_argument("--seed", type=seed, metavar="N", help="use this seed, to repeat an earlier run exactly")
+    command.add_argument("--seed", type=seed, metavar="N", help="make the operands from this seed")
+    command.add_argument(
+        "--repeat", metavar="RUN", default="", help="repeat a run on record: its device, cases, seed and conditions"
+    )
     command.add_argument(
         "--instruction-set",
         choices=[name for name in INSTRUCTION_SETS if name],
@@ -85,7 +91,7 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
     )
-    command.set_defaults(function=check_command)
+    command.set_defaults(function=check_command, parser=command)
 
 
 def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -96,7 +102,13 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="inject a software fault and check that the alarm arrives",
         description="Inject a software fault and check that the alarm arrives. It never counts against the device.",
     )
-    command.add_argument("--fault", choices=FAULTS, default="flip", help="fault to inject (default: flip)")
+    command.add_argument(
+        "--fault",
+        choices=(*FAULTS, *MEMORY_FAULTS),
+        metavar="FAULT",
+        default="flip",
+        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}",
+    )
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
@@ -131,10 +143,17 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
             " wait, or type canaryd release --end"
         )
         return exit_code(State.UNKNOWN)
+    asked = getattr(options, "repeat", "")
+    again = repeat.recorded(options, store, options.parser.parse_args([])) if asked else None
+    if asked and again is None:
+        return USAGE
     printer = ProgressPrinter()
     engine = Engine(settings, store, listener=printer)
     stop_on_signals(engine)
     engine.discover(complain)
+    if again and again.device not in engine.devices and not (engine.stopping or engine.failing):
+        complain(repeat.elsewhere(again, store))
+        return USAGE
     devices, missing = choose(engine.devices, options.device)  # one that has vanished is tried, and so unknown
     if not engine.stopping and (mistakes := _mistakes(engine, missing, options.probe)):
         complain(*mistakes, *engine.problems)
@@ -184,7 +203,7 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
     return check.Options(
         level="quick" if drill else options.level,
         devices=tuple(options.device),
-        probes=tuple(options.probe) or (_drill_probes(devices) if drill else ()),
+        probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if drill else ()),
         cases=tuple(getattr(options, "case", ())),
         seed=getattr(options, "seed", None),
         instruction_set=getattr(options, "instruction_set", ""),
@@ -195,8 +214,10 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
     )
 
 
-def _drill_probes(devices: Sequence[Device]) -> tuple[str, ...]:
+def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
     """Return the probes that a drill runs unless others are named."""
+    if fault in MEMORY_FAULTS:
+        return ("memory_sweep",)
     probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
     return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
 

@@ -8,7 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from canaryd import __version__
-from canaryd.cli import ack, baseline, canary, characterise, check, compare, daemon, fleet, listing, report, status
+from canaryd.cli import (
+    ack,
+    baseline,
+    canary,
+    characterise,
+    check,
+    compare,
+    daemon,
+    fleet,
+    listing,
+    pack,
+    report,
+    status,
+)
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Parser, common_options
 from canaryd.cli.common import complain, overrides
 from canaryd.config import load
@@ -27,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EXIT_STATUS)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for module in (check, daemon, status, report, ack, baseline, compare, canary, characterise, fleet, listing):
+    last = (canary, pack, characterise, fleet, listing)
+    for module in (check, daemon, status, report, ack, baseline, compare, *last):
         module.add_parsers(commands, common)
     return top
 

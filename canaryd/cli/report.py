@@ -53,6 +53,7 @@ def report_command(options: argparse.Namespace, settings: Config) -> int:
         except DossierError as error:
             complain(str(error))
             return exit_code(State.UNKNOWN)
-    say(f"read {made / 'dossier.html'}; send the vendor {made.with_name(f'{made.name}.tar.gz')}", sys.stderr)
-    print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made)
+    print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made, flush=True)
+    say(f"open:   {made / 'dossier.html'}", sys.stderr)
+    say(f"attach: {made.with_name(f'{made.name}.tar.gz')}", sys.stderr)
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
@@ -136,10 +138,33 @@ def _check_rules(config: Config, notes: Notes) -> None:
             if endpoint.exact is not None:
                 text = "has no use beside exact, which names the checkpoint and its prompts; remove one of them"
                 notes.problems.append((notes.lines[f"{where}.{unused}"], f"{where}.{unused}", text))
+        if endpoint.command is not None and (text := _bad_command(endpoint.command)):
+            notes.problems.append((notes.lines[f"{where}.command"], f"{where}.command", text))
     for names, broken, message in _RULES:
         given = [(notes.lines[name], name) for name in names if name in notes.lines]
         if given and not wrong.intersection(names) and broken(config):
             notes.problems.append((*max(given), message))
+
+
+def _bad_command(command: str) -> str:
+    """Return what is wrong with a command that starts a server, "" for nothing."""
+    sample = 'write e.g. command: "vllm serve {model} --port {port}"'
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"got {command!r:.200}, which is no shell command ({error}); {sample}"
+    if not words:
+        return f"got {command!r:.200}, which names no program; {sample}"
+    found = set(re.findall(r"\{(\w+)\}", command))
+    if missing := sorted({"model", "port"} - found):
+        return f"has no {{{missing[0]}}}; {sample}"
+    if unknown := sorted(found - {"model", "port"}):
+        return f"has {{{unknown[0]}}}; wanted no other than {{model}} and {{port}}"
+    return ""
+
+
+ANSWERS = "expected.json"
+"""The file of an exact canary that has its right answers; canaryd/worker/exact_canary/expected.py reads it."""
 
 
 def missing_files(config: Config) -> list[str]:
@@ -149,9 +174,18 @@ def missing_files(config: Config) -> list[str]:
         for where, value in _named_files(config, "")
         if not value.exists()
     ]
+    missing += [
+        f"endpoints.{name}.exact: {endpoint.exact} holds no {ANSWERS}; write it with canaryd canary export"
+        for name, endpoint in config.endpoints.each.items()
+        if endpoint.exact and endpoint.exact.exists() and not (endpoint.exact / ANSWERS).exists()
+    ]
     program = next(iter(config.worker.command), None)
     if program and shutil.which(program) is None:
         missing.append(f"worker.command: {program} cannot be run here; name a program that can")
+    for name, endpoint in config.endpoints.each.items():
+        program = next(iter(shlex.split(endpoint.command or "")), None)
+        if program and shutil.which(program) is None:
+            missing.append(f"endpoints.{name}.command: {program} cannot be run here; name a program that can")
     return missing
 
 

@@ -42,6 +42,7 @@ from canaryd.config.values import (
     VARIABLE,
     whole,
 )
+from canaryd.model import RUNTIMES
 
 STATE_DIRECTORY = Path("/var/lib/canaryd")
 DROP_IN_DIRECTORY = Path("/etc/canaryd/probes.d")
@@ -64,6 +65,35 @@ def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuntimesConfig:
+    """Runtimes beside torch, each under an interpreter of its own."""
+
+    mlx: str | None = setting(
+        PROGRAM,
+        "null",
+        "Python interpreter with mlx and torch. Default: no device is tested through MLX.",
+        sample='"/opt/mlx/bin/python3"',
+    )
+    onnx: str | None = setting(
+        PROGRAM,
+        "null",
+        "Python interpreter with onnxruntime, onnx and torch. Default: no device is tested through ONNX Runtime.",
+        sample='"/opt/onnx/bin/python3"',
+    )
+    webgpu: str | None = setting(
+        PROGRAM,
+        "null",
+        "Python interpreter with wgpu and torch. Default: no device is tested through WebGPU.",
+        sample='"/opt/wgpu/bin/python3"',
+    )
+
+    @property
+    def each(self) -> Mapping[str, str]:
+        """Runtime → interpreter, of those that are named."""
+        return {name: python for name in RUNTIMES if (python := getattr(self, name, None))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """How workers are started. At most one of `python` and `command` is given."""
 
@@ -78,6 +108,9 @@ class WorkerConfig:
         "[]",
         "Instead of python: a command that starts an interpreter elsewhere, such as in a container. Default: none.",
         sample='["docker", "exec", "-i", "vllm", "python3"]',
+    )
+    runtimes: RuntimesConfig = section(
+        RuntimesConfig, "Runtimes to test devices through in addition to torch. docs/runtimes.md"
     )
     env: Mapping[str, str] = setting(
         Variables(VARIABLE),
@@ -171,6 +204,19 @@ class EndpointConfig:
         "The directory of the exact canary that it serves, as canaryd canary export wrote it: every answer is compared"
         " with the one right answer, and nothing is learnt. Default: it serves another model.",
         sample='"/srv/exact"',
+    )
+    command: str | None = setting(
+        FILLED,
+        "null",
+        "What starts the server on the exact canary: level deep tests a server that it starts itself, on {port} of this"
+        " host, and stops it. For nodes that serve nobody meanwhile. Default: every level tests the server at url.",
+        sample='"vllm serve {model} --port {port}"',
+    )
+    memory: int | None = setting(
+        MEMORY,
+        "null",
+        "Memory of the host that the started server may use; it is stopped beyond that. Default: 80% of all.",
+        sample='"64GiB"',
     )
     apis: tuple[str, ...] = setting(
         ListOf(API), '["completions", "chat"]', "Which of its APIs to test; an API that it lacks is skipped."

@@ -117,7 +117,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.put(number))
         _place_workers()
-        self.engine.recall()
+        self.engine.recall(runs=False)  # stored verdicts are served at once; runs are read with the first inventory
         self.engine.watch.runs(running=True)
         self._publisher.changed()
         server.start()

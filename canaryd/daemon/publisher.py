@@ -17,6 +17,7 @@ from canaryd.metrics import families
 from canaryd.metrics.exposition import Exposition, Page
 from canaryd.model import State, Verdict
 from canaryd.report import status, status_page
+from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.store import Store
 from canaryd.supervisor import process
@@ -69,7 +70,7 @@ class Publisher:
         engine, store, now = self._engine, self._store, time.time()
         if self.gate:
             self.gate.refresh()  # a bad certificate shows in the metrics before somebody needs the good one
-        verdicts, statements = store.verdicts(), acks.heeded(store.acks(), now)
+        verdicts, statements = status.in_force(store.verdicts(), now), acks.heeded(store.acks(), now)
         self._log_changes(verdicts)
         self.summary = self._status_line(verdicts)
         self._health = snapshot.health(engine, now)
@@ -111,10 +112,8 @@ class Publisher:
             self._logged[uuid] = verdict
             if before is None or (before.state, before.cause) != (verdict.state, verdict.cause):
                 was = f"{before.state.value} → " if before else ""
-                log.log(
-                    _level(verdict.state),
-                    "%s %s: %s%s, cause %s", name, uuid, was, verdict.state.value, verdict.cause.value,
-                )  # fmt: skip
+                now = state_note(verdict.state.value, verdict.cause)
+                log.log(_level(verdict.state), "%s %s: %s%s", name, uuid, was, now)
             known = {(f.rule, f.probe, f.state) for f in before.findings} if before else set()
             for finding in verdict.findings:
                 if (finding.rule, finding.probe, finding.state) not in known:

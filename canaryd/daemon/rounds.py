@@ -60,6 +60,8 @@ class Rounds:
         """(device, probe) → when this process last started it."""
         self._luck: dict[str, float] = {}
         """Device → where in the jitter of a period its next round lies."""
+        self._at_work: dict[str, str] = {}
+        """Card → the device of it that is being tested now; there are several where runtimes share a card."""
         self._triggered: dict[str, tuple[float, float]] = {}
         """Device → its last extra test, by the monotonic clock, and the seconds without another one."""
 
@@ -70,6 +72,15 @@ class Rounds:
         if device is None or uuid not in engine.present or engine.halted or not engine.reached(device):
             self._stop_waiting(uuid)
             return
+        if self._at_work.setdefault(device.physical, uuid) != uuid:
+            return  # the card is tested through another runtime just now; the next tick comes soon
+        try:
+            self._test(device)
+        finally:
+            del self._at_work[device.physical]
+
+    def _test(self, device: Device) -> None:
+        engine, uuid = self._engine, device.uuid
         periods = engine.periods(device)
         if not self._loading(periods):
             self._stop_waiting(uuid)
@@ -117,7 +128,7 @@ class Rounds:
             trigger=chosen.trigger,
             sets=schedule.instruction_sets(device, max(levels.values(), key=LEVELS.index), turn),
         )
-        started, before = time.time(), engine.account.spent(uuid)
+        started, before = time.time(), engine.account.spent(device.physical)
         try:
             for plan in plans:
                 engine.carry_out(plan, purpose=chosen.purpose)
@@ -130,7 +141,7 @@ class Rounds:
             if chosen.purpose == budget.DOUBT:  # this spends no share, and does not show what a round costs
                 engine.account.release(uuid)
             else:
-                engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(uuid) - before))
+                engine.account.took(uuid, tuple(names), max(0.0, engine.account.spent(device.physical) - before))
             self._note_waiting()
         self._turns[group] = turn + 1
         self._luck[uuid] = random.random()
@@ -219,10 +230,10 @@ class Rounds:
         engine, now = self._engine, time.time()
         return budget.facts(
             device,
-            engine.watch.readings(device.uuid, now),
+            engine.watch.readings(device.physical, now),
             engine.watch.readings(device.parent, now) if device.parent else (),
             now=now,
-            spent=engine.account.spent(device.uuid),
+            spent=engine.account.spent(device.physical),
             expected=expected,
         )
 

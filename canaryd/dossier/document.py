@@ -29,6 +29,7 @@ from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
 from canaryd.report.incidents import incidents_json
 from canaryd.report.status import UNTENDED
+from canaryd.report.terminal import state_note
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 
@@ -150,7 +151,7 @@ def _judged(
 
 
 def _state_and_cause(verdict: Verdict) -> str:
-    return verdict.state.value + ("" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}")
+    return state_note(verdict.state.value, verdict.cause)
 
 
 def _drilled(device: Device, runs: Sequence[Run], config: Config, now: float, claims: Claims) -> Verdict:
@@ -176,7 +177,7 @@ def _kind(facts: Facts) -> tuple[str, str]:
             "virtual machine), so nobody can prove that the returned part is the failed part"
         )
     if verdict.cause is not Cause.HARDWARE or verdict.state is not State.FAULTY:
-        return "evidence", f"the verdict is {_state_and_cause(verdict)}; an RMA needs faulty, cause hardware"
+        return "evidence", f"the verdict is {_state_and_cause(verdict)}; an RMA needs faulty (hardware)"
     return "rma", ""
 
 
@@ -194,12 +195,13 @@ def _summary(document: Mapping[str, Any]) -> str:
     """Return the verdict in one sentence, then each incident, as every other report tells it."""
     verdict, identity = document["verdict"], document["identity"]
     serial = f", serial {identity['serial']}" if identity["serial"] else ""
-    cause = "" if verdict["cause"] == "none" else f", cause {verdict['cause']},"
-    text = f"{identity['name']} ({identity['model']}{serial}) is {verdict['state'].upper()}{cause}"
+    text = (
+        f"{identity['name']} ({identity['model']}{serial}) is {state_note(verdict['state'].upper(), verdict['cause'])}"
+    )
     incidents = verdict["incidents"]
     text += f" since {format_time(incidents[0]['since'] if incidents else verdict['since'])}."
     if document["kind"] == "drill":
-        text = f"canaryd injected {document['drill'] or 'nothing'}. Judged by this drill alone, {text}"
+        text = f"canaryd injected the fault “{document['drill']}”. Judged by this drill alone, {text}"
     text = " ".join([text, *(incident["text"] for incident in incidents)])
     if any(incident["wrong"] for incident in incidents):
         return text

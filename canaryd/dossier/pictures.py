@@ -5,7 +5,7 @@ Every picture says in its title and caption what it shows, for readers who canno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from canaryd.dossier.text import plural
@@ -18,12 +18,15 @@ figure { margin: 0 0 1rem; } figcaption { color: var(--soft); font-size: .94rem;
 .maps { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: 1.2rem; }
 .map svg { display: block; width: 100%; max-width: 34rem; height: auto; margin-top: .4rem; }
 .map text, .bars text { fill: currentColor; font: 14px system-ui, sans-serif; }
+.bars .names { font-size: 12px; opacity: .75; }
 .map .cell { fill: var(--empty); } .map .hit { fill: rgb(var(--heat)); }
 .map .unknown { fill: var(--paper); }
 .map .frame { fill: none; stroke: var(--soft); }
 .bars svg { display: block; width: 100%; max-width: 26rem; height: auto; }
-.bars .bar { fill: rgb(var(--heat)); } .bars .part { fill: var(--empty); } .bars .axis { stroke: var(--soft); }
+.bars .bar { fill: rgb(var(--heat)); } .bars .part { fill: var(--soft); opacity: .5; }
 """
+FORMATS = 3
+"""Formats in the chart of bits at most: it shares a sheet of paper."""
 LAYOUTS = {
     "float64": "63 sign, 62…52 exponent, 51…0 mantissa",
     "float32": "31 sign, 30…23 exponent, 22…0 mantissa",
@@ -93,42 +96,48 @@ def _span(name: str, cell: int, bins: int, size: int) -> str:
     return f"{name} {first}" if first >= last else f"{name}s {first}…{last}"
 
 
-def bit_chart(flips: Mapping[str, Any]) -> str:
-    """Return a histogram over the bits of one format, the highest (the sign) on the left as a number is written.
+def bit_chart(formats: Sequence[Mapping[str, Any]]) -> str:
+    """Return one chart of the flipped bits: a row for each format, the sign on the left as a number is written.
 
-    It is as wide as the narrowest phone, so that its letters can be read there; wider screens enlarge it.
+    The lowest bits of all rows stand below each other. The chart is as wide as the narrowest phone, so that its letters
+    can be read there; wider screens enlarge it. Of many formats the most often flipped are drawn.
     """
-    width, bits = flips["width"], flips["bits"]
-    count = {b["bit"]: b["count"] for b in bits}
-    top_bit = max(bits, key=lambda b: b["count"])
-    most = top_bit["count"]
-    title = f"{flips['format']}: bit {top_bit['bit']}{_part(top_bit)} was flipped most often, {plural(most, 'time')}"
-    summary = ", ".join(f"bit {b['bit']}{_part(b)}: {b['count']:,}" for b in bits)
-    room, left, top, tall = 320, 12 + 8 * len(f"{most:,}"), 16, 110
-    step, floor = room / width, top + tall
-    parts = [
-        f'<figure class="bars"><figcaption>{escape(title)}.</figcaption>',
-        f'<svg viewBox="0 0 {left + room + 8} {floor + 46}" role="img">',
-        f"<title>{escape(title)}</title><desc>{escape(summary)}</desc>",
-    ]
-    for bit in range(width):
-        x, thick = left + (width - 1 - bit) * step, 0.8 * step
-        across = f'x="{x + 0.1 * step:.1f}" width="{thick:.1f}"'
-        parts.append(f'<rect class="part" {across} y="{floor}" height="6"/>')
-        if bit in count:
-            height = tall * count[bit] / most
-            bar = f'y="{floor - height:.1f}" height="{max(height, 1.5):.1f}"'
-            parts.append(f'<rect class="bar" {across} {bar}><title>bit {bit}: {count[bit]:,}</title></rect>')
-        if bit % (4 if width <= 32 else 8) == 0 or bit == width - 1:
-            parts.append(f'<text x="{x + step / 2:.1f}" y="{floor + 22}" text-anchor="middle">{bit}</text>')
-    layout = LAYOUTS.get(flips["format"], f"{width - 1} sign" if flips["format"].startswith("int") else "")
-    parts.append(
-        f'<line class="axis" x1="{left}" x2="{left + room}" y1="{floor}" y2="{floor}"/>'
-        f'<text x="{left - 6}" y="{top + 10}" text-anchor="end">{most:,}</text>'
-        f'<text x="{left - 6}" y="{floor}" text-anchor="end">0</text>'
-        f'<text x="{left}" y="{floor + 38}">{layout}</text></svg></figure>'
+    shown = sorted(formats, key=lambda f: -sum(b["count"] for b in f["bits"]))[:FORMATS]
+    room, row, widest = 340, 60, max(f["width"] for f in shown)
+    titles = [_most_flipped(flips) for flips in shown]
+    summary = "; ".join(
+        f"{f['format']}: " + ", ".join(f"bit {b['bit']}{_part(b)} {b['count']:,} times" for b in f["bits"])
+        for f in shown
     )
-    return "".join(parts)
+    parts = [
+        '<figure class="bars"><figcaption>How often each bit was flipped, the lowest bit on the right.</figcaption>',
+        f'<svg viewBox="0 0 {room + 4} {row * len(shown)}" role="img">',
+        f"<title>{escape('; '.join(titles))}</title><desc>{escape(summary)}</desc>",
+    ]
+    for number, (flips, title) in enumerate(zip(shown, titles, strict=True)):
+        parts += _bit_row(flips, title, room, room / widest, row * number)
+    return "".join([*parts, "</svg></figure>"])
+
+
+def _most_flipped(flips: Mapping[str, Any]) -> str:
+    top, total = max(flips["bits"], key=lambda b: b["count"]), sum(b["count"] for b in flips["bits"])
+    return f"{flips['format']}: bit {top['bit']}{_part(top)}, {top['count']:,} of {plural(total, 'flip')}"
+
+
+def _bit_row(flips: Mapping[str, Any], title: str, room: float, step: float, top: float) -> Iterator[str]:
+    """Yield one format of the chart: its title, bars of the flipped bits over a strip of all bits, their names."""
+    count = {b["bit"]: b["count"] for b in flips["bits"]}
+    most, tall, floor = max(count.values()), 20, top + 40
+    yield f'<text x="0" y="{top + 14}">{escape(title)}</text>'
+    for bit in range(flips["width"]):
+        across = f'x="{room - (bit + 0.9) * step:.1f}" width="{0.8 * step:.1f}"'
+        yield f'<rect class="part" {across} y="{floor}" height="4"/>'
+        if bit in count:
+            height = max(tall * count[bit] / most, 1.5)
+            bar = f'y="{floor - height:.1f}" height="{height:.1f}"'
+            yield f'<rect class="bar" {across} {bar}><title>bit {bit}: {count[bit]:,}</title></rect>'
+    layout = LAYOUTS.get(flips["format"], f"{flips['width'] - 1} sign" if flips["format"].startswith("int") else "")
+    yield f'<text class="names" x="{room}" y="{floor + 16}" text-anchor="end">{layout}</text>'
 
 
 def _part(bit: Mapping[str, Any]) -> str:

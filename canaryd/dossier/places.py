@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from canaryd.dossier.text import counted, share, wrong_places
+
+NAMED = 4
+"""Places that are named one by one."""
+
 
 def is_unit(place: Mapping[str, Any]) -> bool:
     """Return whether a place names exactly one core or SM."""
@@ -16,3 +21,19 @@ def failing_core(failure: Mapping[str, Any]) -> int | None:
     cores = [p for p in failure["places"] if is_unit(p) and p["unit"] == "core" and p["results"]["wrong"]]
     worst = max(cores, key=lambda p: p["results"]["wrong"], default=None)
     return None if worst is None else int(worst["numbers"][0])
+
+
+def told_places(failure: Mapping[str, Any]) -> str:
+    """Return where a case failed, worst first, with the shares: "core 3: 8 of 32 (25 %)"; "" where nobody knows."""
+    wrong = sorted(wrong_places(failure), key=lambda p: -p["results"]["wrong"])
+    told = [
+        f"{p['place']}: {counted(p['results'])} ({share(p['results']['wrong'] / p['results']['total'])})"
+        for p in wrong[:NAMED]
+    ]
+    return ", ".join([*told, *([f"{len(wrong) - NAMED} more"] if len(wrong) > NAMED else [])])
+
+
+def shared_lines(failure: Mapping[str, Any]) -> str:
+    """Return what all wrong elements of a case have in common, as a sentence; "" for nothing."""
+    shared = "; ".join(f"{axis} {text}" for axis, text in failure["lines"].items())
+    return f"All wrong elements share: {shared}." if shared else ""

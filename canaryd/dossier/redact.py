@@ -102,6 +102,7 @@ class Redactor:
             device = record.device
             self._know(device.uuid, "uuid")
             self._know(device.parent, "uuid")
+            self._know(device.card, "uuid")
             for name in NAMING:
                 self._know(device.detail.get(name, ""), "bus" if name == "bus_id" else "serial")
         self._know(document["identity"]["host"], "host")

@@ -11,6 +11,11 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def clipped(text: str, most: int, end: str = "…") -> str:
+    """Return a text of at most `most` letters and the mark that it was cut."""
+    return text if len(text) <= most else text[:most].rstrip() + end
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers in few words: "0…14, 17"."""
     stretches: list[list[int]] = []
@@ -46,6 +51,16 @@ def rated(rate: Mapping[str, Any]) -> str:
     """Return "3 of 3 (95 % interval: 29.2 % to 100 %)"."""
     interval = f" (95 % interval: {share(rate['low'])} to {share(rate['high'])})"
     return counted(rate) + (interval if rate["total"] else "")
+
+
+def ruled_out(probe: Mapping[str, Any]) -> str:
+    """Return which fault rate the clean results of a test rule out: "more than 0.3 %", or "nothing"."""
+    return f"more than {share(probe['rules_out'])}" if probe["rules_out"] is not None else "nothing"
+
+
+def flipped_bits(failure: Mapping[str, Any]) -> str:
+    """Return which bits a failing case flipped: "13", "0…3, 7"."""
+    return ranges([int(bit) for bit in failure["bits"]]) or "not recorded"
 
 
 def wrong_places(failure: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -13,8 +13,9 @@ from canaryd.dossier.facts import PLOTTED, Facts
 from canaryd.dossier.text import plural
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
-from canaryd.model import Cause, Event, Outcome
+from canaryd.model import Event, Outcome
 from canaryd.report.incidents import headline
+from canaryd.report.terminal import state_note
 
 TIMELINE = 200
 """Newest entries that the timeline keeps."""
@@ -113,10 +114,14 @@ def _verdicts(facts: Facts) -> Iterator[dict[str, Any]]:
     stored = facts.store.verdict_history(facts.device.uuid)
     now = [] if facts.verdict.since in {v.since for v in stored} else [facts.verdict]  # judged for this dossier alone
     for verdict in [*stored, *now]:
-        cause = "" if verdict.cause is Cause.NONE else f", cause {verdict.cause.value}"
         found = incidents(verdict)
         why = f": {headline(found[0])}" if found else ""
-        yield {"at": verdict.since, "kind": "verdict", "text": f"{verdict.state.value}{cause}{why}", "conditions": {}}
+        yield {
+            "at": verdict.since,
+            "kind": "verdict",
+            "text": f"{state_note(verdict.state.value, verdict.cause)}{why}",
+            "conditions": {},
+        }
 
 
 def series(facts: Facts) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from datetime import datetime
 
 from canaryd.config.settings import BudgetConfig
 from canaryd.facts import Reading
-from canaryd.model import Device
+from canaryd.model import Device, Run
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
@@ -173,18 +173,18 @@ def facts(
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
     draws = mine if "power_watts" in mine or not device.parent else shared
     total, used = _one(mine, "memory_total_bytes"), _one(mine, "memory_used_bytes")
-    free = _one(mine, "memory_available_bytes") if device.backend == "cpu" else None
+    free = _one(mine, "memory_available_bytes") if device.unit == "cpu" else None
     if total is not None and used is not None:
         free = total - used
     busy = [float(r.value) for r in mine.get("utilization_ratio", ()) if r.labels.get("engine") != "memory"]
-    if device.backend == "cpu":
+    if device.unit == "cpu":
         load, cores = _one(mine, "load_average"), _one(mine, "cpu_cores", state="online")
         busy = [load / cores] if load is not None and cores else []
     watts, limit = _one(draws, "power_watts"), _one(draws, "power_limit_watts", limit="enforced")
     processes = _one(mine, "compute_processes")
     return Facts(
         now=now,
-        accelerator=device.backend != "cpu",
+        accelerator=device.unit != "cpu",
         spent=spent,
         expected=expected,
         busy=max(busy, default=None),
@@ -225,15 +225,16 @@ def oldest(policy: BudgetConfig, fresh: float) -> float:
     return COVERAGE * fresh if policy.evidence is None else policy.evidence
 
 
-def device_seconds(device: Device, wall: float, processor: float | None) -> float:
+def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
     """Return how many seconds of a device's time a worker used.
 
-    For a CPU, its processor time divided by all cores. For an accelerator, the worker's life without its pauses: more
-    than it computed for, because starting torch and making goldens on the host are included.
+    For a CPU, its processor time divided by all cores. For an accelerator, the worker's life without its pauses, and
+    without what its `runs` report as the host's part: making expected results. The start of torch is included.
     """
-    if device.backend == "cpu" and processor is not None:
+    if device.unit == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
-    return max(0.0, wall)
+    host = sum(float(r.value) for run in runs for r in run.readings if r.name == "host_seconds")
+    return max(0.0, wall - host)
 
 
 def worked(seconds: float) -> float:

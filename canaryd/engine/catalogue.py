@@ -115,7 +115,13 @@ def unknown(named: Iterable[str], files: Iterable[ProbeFile]) -> list[str]:
     ]
 
 
+ABSENT = "there is no such directory; create it, or correct probes.directories"
+
+
 def _in_directory(directory: Path, source: str) -> Iterator[ProbeFile | Problem]:
+    if source == "directory" and not os.path.lexists(directory):
+        yield Problem(where=str(directory), message=ABSENT)
+        return
     if source == "directory" and (problem := _untrusted(directory)):
         yield problem
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from canaryd.engine import schedule
+from canaryd.engine.catalogue import Entry
 from canaryd.engine.engine import Engine
 from canaryd.engine.schedule import Plan
 from canaryd.facts import Skipped
@@ -34,19 +36,28 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
         Gap("other instruction sets", "only the first of the CPU's was tested; use --level standard"),
         Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
         Gap("large products", "larger than 512; use --level standard"),
+        Gap("most memory", "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
     ),
     "standard": (
         Gap("some layouts", "not every layout was tested with every shape; use --level deep"),
         Gap("large products", "larger than 2048; use --level deep"),
+        Gap("most memory", "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
     ),
     "deep": (Gap("very large products", "larger than 4096"),),
 }
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
 NEVER_CHECKED = (
-    Gap("other memory", "device memory that the tests did not use"),
     Gap("links", "links between devices"),
     Gap("higher load", "load, power and temperature above those of this check"),
 )
+MEMORY_SWEEP = "memory_sweep"
+"""The probe that tests memory itself."""
+
+
+def unswept(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
+    """Return that the memory of some devices was not swept; `runs`: name of a device → its runs."""
+    without = [name for name, done in runs.items() if not any(r.probe == MEMORY_SWEEP and r.trials for r in done)]
+    return [Gap("memory", f"no {MEMORY_SWEEP} ran on {', '.join(without)}")] if without else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +119,11 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep(hold=True)
     while True:
-        for device in filter(engine.reached, devices):
-            sets = (options.instruction_set,) if options.instruction_set and device.instruction_sets else ()
-            plans = schedule.plan_round(
-                device,
-                entries,
-                levels=engine.levels(options.level),
-                seed=schedule.new_seed() if options.seed is None else options.seed,
-                sets=sets or schedule.instruction_sets(device, options.level, turn),
-                cases=options.cases,
-                drill=options.drill,
-                intensity=options.intensity,
-            )
-            _carry_out(engine, plans, result, options.wait, on_wait)
+        for group in _side_by_side(list(filter(engine.reached, devices))):
+            plans = [_plans(engine, options, entries, device, turn) for device in group]
+            with ThreadPoolExecutor(len(group)) as pool:
+                for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
+                    ended.result()
         turn += 1
         if engine.stopping or time.monotonic() - begun >= options.seconds:
             break
@@ -146,26 +149,62 @@ def ended(result: Result) -> bool:
     return any(run.outcome is Outcome.COMPLETED for runs in result.runs.values() for run in runs)
 
 
+def _side_by_side(devices: Sequence[Device]) -> list[list[Device]]:
+    """Return the groups of devices that are tested at once.
+
+    Accelerators are, as far as memory allows (`canaryd.engine.room`). A processor needs its cores for itself and comes
+    first, since what it shows bears on the others; endpoints may share a server.
+    """
+    processors = [[d] for d in devices if d.unit == "cpu"]
+    endpoints = [[d] for d in devices if d.is_endpoint]
+    accelerators = [d for d in devices if d.unit != "cpu" and not d.is_endpoint]
+    return [*processors, *([accelerators] if accelerators else []), *endpoints]
+
+
+def _plans(
+    engine: Engine, options: Options, entries: Sequence[Entry], device: Device, turn: int
+) -> Sequence[schedule.Plan]:
+    sets = (options.instruction_set,) if options.instruction_set and device.instruction_sets else ()
+    return schedule.plan_round(
+        device,
+        entries,
+        levels=engine.levels(options.level),
+        seed=schedule.new_seed() if options.seed is None else options.seed,
+        sets=sets or schedule.instruction_sets(device, options.level, turn),
+        cases=options.cases,
+        drill=options.drill,
+        intensity=options.intensity,
+    )
+
+
 def _carry_out(
     engine: Engine, plans: Sequence[Plan], result: Result, wait: float, on_wait: Callable[[str], None]
 ) -> None:
     for plan in plans:
-        mine = result.skipped.setdefault(plan.device.uuid, [])
         try:
             runs = engine.carry_out(plan, wait=wait, on_wait=on_wait)
         except Busy as busy:
             why = engine.stopping or str(busy)
-            mine += [(s.entry.spec.name, Skipped(case="*", reason=why)) for s in plan.steps]
-            result.missed[plan.device.uuid] = why
+            with engine.mutex:  # a device's confirmations write to its siblings' parts of the result too
+                mine = result.skipped.setdefault(plan.device.uuid, [])
+                mine += [(s.entry.spec.name, Skipped(case="*", reason=why)) for s in plan.steps]
+                result.missed[plan.device.uuid] = why
             continue
-        for done in runs:
-            result.runs.setdefault(done.device, []).append(done)
-            skipped = result.skipped.setdefault(done.device, [])
-            if done.outcome is Outcome.SKIPPED:
-                skipped.append((done.probe, Skipped(case="*", reason=done.detail or "the probe gave no reason")))
-            skipped += [(done.probe, s) for s in done.skipped if (done.probe, s) not in skipped]
-        if engine.stopping:
-            result.missed[plan.device.uuid] = engine.stopping
+        with engine.mutex:
+            _add(result, plan.device, runs)
+            if engine.stopping:
+                result.missed[plan.device.uuid] = engine.stopping
+
+
+def _add(result: Result, device: Device, runs: Sequence[Run]) -> None:
+    """Add the runs of a plan for `device`, some of which may be its siblings'."""
+    result.skipped.setdefault(device.uuid, [])
+    for done in runs:
+        result.runs.setdefault(done.device, []).append(done)
+        skipped = result.skipped.setdefault(done.device, [])
+        if done.outcome is Outcome.SKIPPED:
+            skipped.append((done.probe, Skipped(case="*", reason=done.detail or "the probe gave no reason")))
+        skipped += [(done.probe, s) for s in done.skipped if (done.probe, s) not in skipped]
 
 
 def _conclude(engine: Engine, options: Options, result: Result) -> None:
@@ -192,12 +231,13 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     if options.probes or options.cases:
         selected = ", ".join([*options.probes, *options.cases])
         gaps.append(Gap("other probes and cases", f"only {selected} was selected"))
-    if silent := [d.name for d in result.devices if not result.polls.get(d.uuid) and not options.drill]:
+    if silent := [d.name for d in result.devices if not (result.polls.get(d.uuid) or d.card or options.drill)]:
         gaps.append(Gap("telemetry", f"no telemetry probe ran for {', '.join(silent)}"))
     if engine.watch.log_problem:
         gaps.append(Gap("kernel log", engine.watch.log_problem))
     if not any(d.is_endpoint for d in result.devices):
         gaps.append(NO_ENDPOINT)
+    gaps += unswept({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
     result.not_checked = (*gaps, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 

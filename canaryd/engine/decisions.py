@@ -21,7 +21,7 @@ from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.watch import days_of_tests
-from canaryd.model import ENDPOINT, Device, Event, Finding, Run, Verdict
+from canaryd.model import ENDPOINT, TORCH, Device, Event, Finding, Run, Verdict
 
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""
@@ -197,7 +197,7 @@ class Decisions:
         if expected is None or device.backend != "cpu":
             return None
         here = [d for u, d in self._host.devices.items() if u in self._host.present]
-        found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent)]
+        found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent or d.runtime != TORCH)]
         return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
 
     def _behind(self, device: Device) -> tuple[Behind, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections.abc import Callable, Collection, Mapping
 
 from canaryd.engine import catalogue, endpoints, inventory
@@ -39,9 +41,17 @@ class Discovery:
         """
         host = self._host
         files, problems = catalogue.find(host.config.probes.directories, host.config.probes.enabled)
+        # A worker imports torch for seconds, on another core: long enough to read the record.
+        reader = threading.Thread(target=self.recall, name="canaryd-record")
+        reader.start()
         listing = self._workers.ask(lambda series: series.inventory(self._vendor_settings()), numeric=False)
         paths = [f.path for f in files]
         described = self._workers.ask(lambda series: series.describe(paths, on_wait=on_wait), numeric=True)
+        runtimes = {
+            name: self._workers.ask(operator.methodcaller("reach", name), numeric=True, runtime=name)
+            for name in host.config.worker.runtimes.each
+        }
+        reader.join()
         reached = [f for f in files if not described.lost or f.path in described.probes]
         entries, more = catalogue.load(reached, described.probes)
         with host.mutex:
@@ -55,11 +65,12 @@ class Discovery:
                 *map(str, [*problems, *more]),
                 *catalogue.unknown(host.config.probes.each, files),
                 *_stack_problem(described),
+                *(f"worker.runtimes.{name}: {found.problem}" for name, found in runtimes.items() if found.problem),
                 *listing.problems,
             ]
             host.failing = {**listing.failing, **({"torch": described.lost} if described.lost else {})}
             here = {r.device.uuid for r in host.store.devices() if r.present}
-            self._take_inventory(inventory.merge(described, listing, self._known(), here), here)
+            self._take_inventory(inventory.merge(described, listing, self._known(), here, runtimes), here)
 
     def ignored(self) -> list[str]:
         """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own."""
@@ -98,8 +109,11 @@ class Discovery:
     def _known(self) -> dict[str, Device]:
         return {r.device.uuid: r.device for r in self._host.store.devices()}
 
-    def recall(self) -> None:
-        """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start."""
+    def recall(self, *, runs: bool = True) -> None:
+        """Load from the store what is known of devices and runs, so that a faulty device stays faulty after a start.
+
+        Without `runs` no device can be judged yet.
+        """
         host = self._host
         with host.mutex:
             now = host.clock()
@@ -118,7 +132,8 @@ class Discovery:
             # A new mapping each time: other threads iterate over the old one.
             host.devices = {r.device.uuid: r.device for r in records}
             host.in_place = {r.device.uuid for r in records if r.present}
-            self._evidence.recall()
+            if runs:
+                self._evidence.recall()
             self._learning.refresh(always=True)
             instances: dict[str, list[str]] = {}
             for device in host.devices.values():

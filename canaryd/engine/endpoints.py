@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canaryd.config.settings import Config, EndpointConfig
-from canaryd.model import ENDPOINT, Device
+from canaryd.model import ENDPOINT, TORCH, Device
 
 
 def listed(config: Config, devices: Iterable[Device]) -> list[Device]:
@@ -42,9 +42,10 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
 
     A server on another host uses none of this one's, unless they are named.
     """
-    parts = [d for d in devices if not d.is_endpoint]
+    every = [d for d in devices if not d.is_endpoint]
+    parts = [d for d in every if d.runtime == TORCH]  # one part of this host is one device here
     if endpoint.devices:
-        return [d for d in parts if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
+        return [d for d in every if {d.uuid, d.name, d.backend} & set(endpoint.devices)]
     if not _here(endpoint.url):
         return []
     return [d for d in parts if d.backend != "cpu"] or parts
@@ -68,6 +69,8 @@ def settings(endpoint: EndpointConfig) -> dict[str, Any]:
         "directory": str(endpoint.directory or ""),
         "prompts": str(endpoint.prompts or ""),
         "exact": str(endpoint.exact or ""),
+        "command": endpoint.command or "",
+        "memory": endpoint.memory or 0,
         "apis": list(endpoint.apis),
         "dialect": endpoint.dialect or "",
         "key_file": str(endpoint.key_file or ""),

@@ -20,9 +20,11 @@ from canaryd.engine.host import Host
 from canaryd.engine.learning import Learning
 from canaryd.engine.met import MetClasses
 from canaryd.engine.polling import Watch, poll_tasks
+from canaryd.engine.room import CONTEXT, Room
 from canaryd.engine.schedule import Plan, Step
 from canaryd.engine.trends import Trends
 from canaryd.engine.workers import Workers
+from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
 from canaryd.model import Device, Event, Outcome, Reason, Run, Verdict
@@ -66,6 +68,8 @@ class Engine(Host):
     beside: bool = False
     """Whether servers use the devices at the same time, so that runs keep to the budget; false for a check."""
     account: budget.Account = field(default_factory=budget.Account)
+    room: Room = field(default_factory=lambda: Room(available))
+    """Keeps series that run side by side within this host's memory."""
     workers: Workers = field(init=False)
     watch: Watch = field(init=False)
 
@@ -137,9 +141,9 @@ class Engine(Host):
         """Return a line for each probe that the configuration names and that cannot be used; touches no device."""
         return self._discovery.ignored()
 
-    def recall(self) -> None:
-        """Load from the store what is known of devices and runs."""
-        self._discovery.recall()
+    def recall(self, *, runs: bool = True) -> None:
+        """Load from the store what is known of devices and runs; without `runs` no device can be judged yet."""
+        self._discovery.recall(runs=runs)
 
     def sweep(self, *, hold: bool = False, due: bool = False) -> None:
         """Poll the telemetry of all devices once, and judge; with `due`, only what its period calls for.
@@ -199,13 +203,20 @@ class Engine(Host):
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
         """Run a series under its device's lock. One that `confirms` runs if it `may`; else it stays owed."""
-        with self._locked(plan.device, wait, on_wait):
+        with self._locked(plan.device, wait, on_wait), self._room_for(plan):
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
+
+    def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """Wait until there is memory for the worker of a plan. An endpoint's worker loads no torch."""
+        if not plan.numeric or plan.device.is_endpoint:
+            return contextlib.nullcontext()
+        context = 0 if plan.device.unit == "cpu" else CONTEXT
+        return self.room.enter(self.config.budget.memory + context, lambda: bool(self.halted))
 
     @contextlib.contextmanager
     def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None]) -> Iterator[None]:
         """Hold a device's lock; raise `Busy` when another process keeps it for `wait` seconds, or until a stop."""
-        with self.store.lock(device.uuid, wait, on_wait, lambda: bool(self.halted)):
+        with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted)):
             yield
 
     def _run_series(self, plan: Plan, purpose: str) -> list[Run]:
@@ -239,8 +250,8 @@ class Engine(Host):
         finally:
             self.workers.end(series)
             if yields:
-                took = budget.device_seconds(plan.device, series.wall_seconds, series.processor_seconds)
-                self.account.spend(plan.device.uuid, took, purpose)
+                took = budget.device_seconds(plan.device, series.wall_seconds, series.processor_seconds, runs)
+                self.account.spend(plan.device.physical, took, purpose)
         return runs
 
     def _request(self, device: Device, step: Step, *, yields: bool) -> tuple[RunRequest, float]:

@@ -9,16 +9,12 @@ from dataclasses import replace
 
 from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
-from canaryd.engine.sums import add_up, can_sum, of_counts, summary
-from canaryd.facts import Comparison, Reading, Recording
+from canaryd.engine.sums import add_up, can_sum, of_counts
 from canaryd.judge import acks
+from canaryd.judge.brief import SHOWN, brief, fold
 from canaryd.judge.node import DRILL_EXPIRY
-from canaryd.judge.recordings import speed
-from canaryd.judge.recordings.baseline import IDLE
-from canaryd.judge.telemetry.readings import READINGS
 from canaryd.model import Ack, Outcome, Run
 from canaryd.store.clock import MAX_LAG
-from canaryd.store.runs import FEW
 
 NEWEST = 50
 """Clean runs of one probe and instruction set that the judge sees of a device without a mismatch."""
@@ -28,12 +24,6 @@ mismatch decide; this many runs cover more than the time for which the judge wat
 FAILURES = 100
 """Mismatches of one probe and instruction set that stay in memory, and as many clean confirmations. The two are counted
 apart, because a sibling's many confirmations must never push out a mismatch."""
-SHOWN = 5
-"""A run with at most `FEW` recordings keeps them; of runs with more, only the newest `SHOWN` keep theirs."""
-BRIEF = 4
-"""Wrong elements of a comparison that stay in memory; the store keeps all."""
-KEPT = frozenset({"golden_fingerprint", *READINGS})
-"""Readings that stay in memory."""
 
 
 class Acknowledgements:
@@ -81,13 +71,13 @@ class Evidence:
         """Devices with a mismatch on record."""
         self._onsets: dict[str, list[float]] = defaultdict(list)
         """Probe → the starts of mismatches, ascending, between which clean runs may be added up."""
-        self._loaded: set[str] = set()
-        """Probes whose newest runs have been read from the store."""
+        self._recalled: set[str] = set()
+        """Devices whose record has been read from the store."""
         self._clock_offset = 0.0
         """Seconds added to the start of a run while the clock is behind the last confirmed time."""
 
     def recall(self) -> None:
-        """Read the runs of new devices, and of all devices when there are new probes, from the store."""
+        """Read the runs of new devices from the store."""
         onsets = self._host.store.onsets()
         self._mismatched = frozenset(uuid for uuid, *_ in onsets)
         self._onsets.clear()
@@ -95,11 +85,10 @@ class Evidence:
             bisect.insort(self._onsets[probe], first)
             bisect.insort(self._onsets[probe], newest)
         self._met.read()
-        new = set(self._host.entries) - self._loaded
-        self._loaded |= new
         for uuid in self._host.devices:
-            if new or uuid not in self._runs:
+            if uuid not in self._recalled:
                 self._runs[uuid] = self._load(uuid)
+        self._recalled = set(self._host.devices)
 
     def of(self, uuid: str) -> Sequence[Run]:
         """Return the runs of a device that count, oldest first: clean ones folded, drills only while recent."""
@@ -143,10 +132,9 @@ class Evidence:
     def _load(self, uuid: str) -> list[Run]:
         """Read from the store what the judge needs: all failures, the newest of the rest, and recent drills."""
         store = self._host.store
-        found = store.failures(uuid, FAILURES)
-        # One probe at a time: many runs of one must not hide the last run of another with a longer period.
-        for probe in self._host.entries:
-            found += store.runs(uuid, probe, failed=False, limit=NEWEST)
+        # What passed long ago by a probe that is switched off is not shown beside what is tested now.
+        clean = [r for r in store.newest_clean(uuid, NEWEST) if self._host.settings(r.probe).enabled is not False]
+        found = store.failures(uuid, FAILURES) + clean
         if self._limit(uuid) > NEWEST:
             older, counted = store.older_clean(uuid, NEWEST, RECORD)
             found += [*older, *of_counts(counted, self._onsets, store.run)]
@@ -160,7 +148,7 @@ class Evidence:
         """Return which of a device's runs (oldest first) stay in memory: the newest of each kind."""
         limit, now = self._limit(uuid), self._host.clock()
         seen: Counter[object] = Counter()
-        with_recordings: Counter[object] = Counter()
+        of_kind: Counter[object] = Counter()
         kept: list[Run] = []
         summed: list[Run] = []
         for run in reversed(runs):
@@ -173,48 +161,11 @@ class Evidence:
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # A run that did not complete, or tested only a part, never takes the place of a complete one.
                 kind = lane, run.whole, run.outcome is Outcome.COMPLETED
-                many = len(run.recordings) > FEW and not run.unknown
-                with_recordings[kind] += many
-                kept.append(without_recordings(run) if many and with_recordings[kind] > SHOWN else run)
+                of_kind[kind] += 1
+                kept.append(brief(run) if of_kind[kind] > SHOWN else run)
         # In the order given, not by id: where the clock was set back, the ids of newer runs are smaller.
         place = {run.id: n for n, run in enumerate(runs)}
         return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: place[run.id])
-
-
-def fold(run: Run) -> Run:
-    """Return a clean run with its comparisons summed into one, which is all that the judge needs."""
-    if run.wrong:
-        return replace(run, comparisons=tuple(map(_brief, run.comparisons)), skipped=(), readings=_kept_readings(run))
-    if not run.whole or len(run.comparisons) < 2:
-        return run
-    return replace(
-        run, comparisons=summary(run.seed, run.trials, run.uploads), skipped=(), readings=_kept_readings(run)
-    )
-
-
-def _brief(comparison: Comparison) -> Comparison:
-    """Return a comparison with the first few of its wrong elements, enough to distinguish two mismatches."""
-    found = comparison.evidence
-    return comparison if found is None else replace(comparison, evidence=replace(found, first=found.first[:BRIEF]))
-
-
-def _kept_readings(run: Run) -> tuple[Reading, ...]:
-    """Return the readings that are shown or judged; without any, the first one, as a sign that there were some."""
-    return tuple(r for r in run.readings if r.name in KEPT) or run.readings[:1]
-
-
-def without_recordings(run: Run) -> Run:
-    """Return a run without its recordings, and with only those readings that are compared with later runs.
-
-    The latency of an endpoint depends on what was asked and on whether it served others at the time. The first
-    recording shows the one, the first recording that was not alone shows the other.
-    """
-    compared = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in speed.LATENCIES)
-    kept: tuple[Recording, ...] = ()
-    if any(r.name in speed.LATENCIES for r in compared):
-        kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
-    learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
-    return replace(run, recordings=kept, learnt=learnt, readings=compared or run.readings[:1])
 
 
 def last_pass(runs: Iterable[Run]) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from canaryd.config.settings import Config, EndpointConfig, ProbeSettings
 from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
-from canaryd.model import Device, Run
+from canaryd.model import TORCH, Device, Run
 from canaryd.probe import ProbeSpec
 from canaryd.store.store import Store
 
@@ -70,7 +70,9 @@ class Host:
         return not spec.opt_in if enabled is None else enabled
 
     def is_included(self, device: Device) -> bool:
-        """Return whether `devices.include` names a device; an empty list names all."""
+        """Return whether `devices.include` names a device, or is empty, and its runtime is one that is asked for."""
+        if device.runtime != TORCH and device.runtime not in self.config.worker.runtimes.each:
+            return False
         wanted = self.config.devices.include
         return not wanted or any(w in (device.uuid, device.name, device.backend) for w in wanted)
 
@@ -106,7 +108,7 @@ class Host:
 
     def reached(self, device: Device) -> bool:
         """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""
-        return device.backend == "cpu" or device.is_endpoint or device.torch_index is not None
+        return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
 
     def kin(self, uuid: str) -> frozenset[str]:
         """Return a device and its siblings: those of the same backend and model."""

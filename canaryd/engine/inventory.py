@@ -17,7 +17,7 @@ from canaryd.judge.watch import is_over
 from canaryd.model import Ack, Device, Event, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
-from canaryd.supervisor.protocol import Description, Listing
+from canaryd.supervisor.protocol import Description, Listing, Reach
 
 PLACEHOLDER = "undriven"
 """`Device.detail` key of a PCI function that looks like an accelerator but has no working driver."""
@@ -89,8 +89,16 @@ def bus_key(bus_id: str) -> str:
     return f"{domain:04x}:{match[2]}:{match[3]}".lower()
 
 
-def merge(described: Description, listing: Listing, known: Mapping[str, Device], here: Collection[str] = ()) -> Found:
-    """Return one list of what torch and the vendors' libraries see. Of the `known` devices, `here` were present before.
+def merge(
+    described: Description,
+    listing: Listing,
+    known: Mapping[str, Device],
+    here: Collection[str] = (),
+    runtimes: Mapping[str, Reach] | None = None,
+) -> Found:
+    """Return one list of what torch and the vendors' libraries see, and behind it what each other runtime reaches.
+
+    Of the `known` devices, `here` were present before.
 
     A device that both see gets the vendor's index and identity, torch's number, and the facts of both. Known facts that
     cannot be read now are kept.
@@ -129,7 +137,34 @@ def merge(described: Description, listing: Listing, known: Mapping[str, Device],
     silent = {BACKENDS[name] for name in listing.unavailable if name in BACKENDS}
     if described.torch is None:
         silent |= {*BACKENDS.values()}
-    return Found(devices=tuple(_filled(d, stack, listing, known) for d in found), uncertain=frozenset(silent - asked))
+    seen = [_filled(d, stack, listing, known) for d in found]
+    seen += [on_its_card(d, found) for reach in (runtimes or {}).values() for d in reach.devices]
+    lost = {name for name, reach in (runtimes or {}).items() if reach.problem}
+    silent |= {d.backend for d in known.values() if d.runtime in lost}
+    return Found(devices=tuple(seen), uncertain=frozenset(silent - asked))
+
+
+def on_its_card(device: Device, others: Iterable[Device]) -> Device:
+    """Return a device of another runtime with the one of torch or the vendor that is the same card, if it can be told.
+
+    By uuid, by PCI address, or because a Mac has one GPU. The runtime itself tells of the processor.
+    """
+    if device.card:
+        return device
+    uuid, bus = device.detail.get("gpu_uuid", "").lower(), bus_key(device.detail.get("bus_id", ""))
+    macs = [other for other in others if other.backend == "mps"]
+    same = [
+        other.uuid
+        for other in others
+        if PLACEHOLDER not in other.detail
+        and not other.parent
+        and ((uuid and other.uuid.lower() == uuid) or (bus and bus_key(other.detail.get("bus_id", "")) == bus))
+    ]
+    same = same or [other.uuid for other in macs if device.unit == "metal" and len(macs) == 1]
+    if same:
+        return replace(device, card=same[0])
+    why = "not known: the runtime gives no uuid and no PCI address that another device here has"
+    return replace(device, weak_identity=True, detail={**device.detail, "card": why})
 
 
 def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: Mapping[str, Device]) -> Device:

@@ -93,7 +93,7 @@ def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
     A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host.
     """
     place = bus_key(record.bus_id)
-    whole = [d for d in devices if not d.parent]
+    whole = [d for d in devices if not (d.parent or d.card)]
     for device in whole:
         if place and bus_key(device.detail.get("bus_id", "")) == place:
             return device.uuid

@@ -69,8 +69,11 @@ def new_seed() -> int:
 
 
 def applies(entry: Entry, device: Device) -> bool:
-    """Return whether a probe is for the device's backend; "*" does not include endpoints."""
-    return device.tested_as in entry.spec.backends or ("*" in entry.spec.backends and not device.is_endpoint)
+    """Return whether a probe is for the device's backend and runtime; "*" does not include endpoints."""
+    spec = entry.spec
+    if device.runtime not in spec.runtimes and "*" not in spec.runtimes:
+        return False
+    return device.tested_as in spec.backends or ("*" in spec.backends and not device.is_endpoint)
 
 
 def instruction_sets(device: Device, level: str, turn: int = 0) -> tuple[str, ...]:
@@ -154,7 +157,7 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
         entry=entry,
         level=run.level,
         seed=run.seed,
-        cases=_repeated(run),
+        cases=cases_to_repeat(run),
         drill=run.drill,
         confirms=run.id,
         intensity=run.intensity,
@@ -165,8 +168,10 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
     return again + others
 
 
-def _repeated(run: Run) -> tuple[str, ...]:
-    """Return the cases of a run to repeat: wrong ones first, then those with unknown bits."""
+def cases_to_repeat(run: Run) -> tuple[str, ...]:
+    """Return the cases of a run to repeat: wrong ones first, then those with unknown bits, or else all that it had."""
+    if not (run.wrong or run.unknown):
+        return run.cases
     # Different ones each time: a run with many unknown vectors is repeated until all were.
     turn = run.seed % max(1, len(run.unknown))
     unknown = (*run.unknown[turn:], *run.unknown[:turn])
@@ -194,7 +199,9 @@ def retests(
         return []
     why = f"retest of {run.id}"
     if intensity != "content":
-        step = Step(entry=entry, level=run.level, seed=run.seed, cases=_repeated(run), trigger=why, intensity=intensity)
+        step = Step(
+            entry=entry, level=run.level, seed=run.seed, cases=cases_to_repeat(run), trigger=why, intensity=intensity
+        )
         return [Plan(device=device, instruction_set=run.instruction_set, steps=(step,))]
     asked = [entry] if run.wrong else [e for e in entries.values() if can_be_retested(e, device)]
     others = [name for name in device.instruction_sets if name != run.instruction_set]

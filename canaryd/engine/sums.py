@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from canaryd.facts import Comparison, Exactness, Subject
+from canaryd.judge.brief import summary
 from canaryd.model import Outcome, Run
-from canaryd.store.runs import FEW, Counted
+from canaryd.store.runs import Counted
 
 SLOT = 6 * 3600.0
 """Seconds within which clean runs are added up (ours). It divides a day (UTC), since the judge counts days of tests."""
@@ -19,18 +19,8 @@ Onsets = Mapping[str, Sequence[float]]
 
 
 def can_sum(run: Run) -> bool:
-    """Return whether only the counts of an older run matter: it is clean and complete, and no recording is compared."""
-    clean = run.outcome is Outcome.COMPLETED and not (run.wrong or run.unknown or run.drill)
-    return clean and run.whole and not 0 < len(run.recordings) <= FEW
-
-
-def summary(seed: int, results: int, uploads: int) -> tuple[Comparison, ...]:
-    """Return the comparison that stands for all clean ones of a run; () for none."""
-    exactness, subject = Exactness.UNIVERSAL, Subject.DEVICE
-    one = Comparison(
-        case="*", shape="", seed=seed, exactness=exactness, subject=subject, trials=results, uploads=uploads
-    )
-    return (one,) if results else ()
+    """Return whether only the counts of an older run matter: it is clean and complete."""
+    return run.outcome is Outcome.COMPLETED and run.whole and not (run.wrong or run.unknown or run.drill)
 
 
 def add_up(runs: Iterable[Run], onsets: Onsets) -> list[Run]:

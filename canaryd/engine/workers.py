@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from canaryd.engine.host import Host
-from canaryd.model import Device
+from canaryd.model import TORCH, Device
 from canaryd.supervisor import process
 from canaryd.supervisor.protocol import WorkerSpec
 from canaryd.supervisor.series import Series
@@ -47,16 +47,21 @@ class Workers:
         *,
         numeric: bool = True,
         device: Device | None = None,
+        runtime: str = TORCH,
         uses_device: bool = True,
         nice: int = 0,
     ) -> Series:
-        """Return a new series, under the stack under test if `numeric`, else under canaryd's own interpreter."""
+        """Return a new series, under the stack under test if `numeric`, else under canaryd's own interpreter.
+
+        The stack under test is that of the `device`, or of the `runtime` where no device is given.
+        """
         settings = self._host.config.worker
         spec = WorkerSpec()
         if numeric:
             only = None if device is None or device.is_endpoint else device
-            python = settings.python or sys.executable
-            command = tuple(settings.command)
+            python, command = settings.python or sys.executable, tuple(settings.command)
+            if named := settings.runtimes.each.get(device.runtime if device else runtime):
+                python, command = named, ()
             spec = WorkerSpec(python=python, command=command, env=settings.env, nice=nice, only=only)
         series = Series(spec, instruction_set=instruction_set, grace=settings.grace, on_progress=on_progress)
         with self._mutex:
@@ -71,9 +76,9 @@ class Workers:
         with self._mutex:
             self._series.pop(series, None)
 
-    def ask(self, question: Callable[[Series], T], *, numeric: bool) -> T:
+    def ask(self, question: Callable[[Series], T], *, numeric: bool, runtime: str = TORCH) -> T:
         """Return the answer to a question that is put to a new series."""
-        series = self.start(numeric=numeric)
+        series = self.start(numeric=numeric, runtime=runtime)
         try:
             return question(series)
         finally:

@@ -16,6 +16,7 @@ from canaryd.facts import Comparison, Subject
 from canaryd.judge import cause as judge_cause
 from canaryd.judge import served
 from canaryd.judge.cause import Mismatch
+from canaryd.judge.cells import broken_cells
 from canaryd.judge.clock import age
 from canaryd.judge.confirmation import GROUNDS
 from canaryd.judge.node import Node, by_time
@@ -143,7 +144,7 @@ class Case:
         near = [
             r
             for uuid, runs in self.peers.items()
-            if self.devices[uuid].backend == "cpu"
+            if self.devices[uuid].backend == "cpu" and uuid != self.device.physical
             for r in runs
             if r.trials and abs(r.started - run.started) <= self.policy.repeat_window
         ]
@@ -262,7 +263,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known around the mismatches of one subject, probe and stack."""
     newest, run = mismatches[-1], mismatches[-1].run
     if case.device.is_endpoint:
-        return served.scene(case.behind, case.runs, mismatches, repeat_command(run))
+        return served.scene(case.behind, case.runs, mismatches, run.repeat)
     if newest.comparison.subject is Subject.HOST:
         return _scene_of_goldens(case, mismatches)
     shared = any(id(m.comparison) in case.node.shared for m in mismatches)
@@ -290,6 +291,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     return judge_cause.Scene(
         whole_host=case.is_cpu and _whole_host(case, mismatches),
         cores=_sound_cores(case, mismatches),
+        cells=broken_cells(m.comparison.evidence for m in mismatches if m.comparison.evidence),
         right=frozenset(right),
         insistent=max(right.values(), default=0) >= enough and not same.alike,
         alike=same.alike,
@@ -300,10 +302,21 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         right_since=not sound - _wrong_too(case, run) and _right_since(case, mismatches),
         believed=_believed(case, mismatches),
         siblings=frozenset(siblings),
+        views=_views(case, run),
         host_clean=case.host_clean(run),
         goldens_right=any(c.trials > c.wrong_trials for key in data for c in (own.results.get(key, ()) if own else ())),
-        command=repeat_command(run),
+        command=run.repeat,
     )
+
+
+def _views(case: Case, run: Run) -> frozenset[str]:
+    """Return the devices that are the same part, seen by other runtimes, and were right within `repeat_window`."""
+    same = {uuid: d.name for uuid, d in case.devices.items() if d.physical == case.device.physical}
+    near = {
+        uuid: [r for r in case.peers[uuid] if r.trials and abs(r.started - run.started) <= case.policy.repeat_window]
+        for uuid in same
+    }
+    return frozenset(same[uuid] for uuid, runs in near.items() if runs and not any(r.wrong for r in runs))
 
 
 def _company(case: Case, run: Run) -> frozenset[str]:
@@ -436,7 +449,7 @@ def supports(case: Case, other: OtherSoftware) -> bool:
 
 def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     """Return what is known of goldens that contradict each other: a core may be to blame, or the reference itself."""
-    command = repeat_command(mismatches[-1].run)
+    command = mismatches[-1].run.repeat
     for mismatch in reversed(mismatches):
         if mismatch.makers:
             return judge_cause.Scene(golden=True, makers=mismatch.makers, command=command)
@@ -451,7 +464,8 @@ def _scene_of_goldens(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause
 def _whole_host(case: Case, mismatches: Sequence[Mismatch]) -> bool:
     """Whether, within `repeat_window`, every accelerator (two or more) was wrong too and no two in the same way."""
     times, window = sorted(h.run.started for h in mismatches), case.policy.repeat_window
-    peers = [case.node.accusing[uuid] for uuid in case.peers if case.devices[uuid].backend != "cpu"]
+    others = (uuid for uuid, d in case.devices.items() if d.backend != "cpu" and d.physical == d.uuid)
+    peers = [case.node.accusing[uuid] for uuid in others]
     accused = [mismatches, *([h for h in theirs if _near(times, h.run.started, window)] for theirs in peers)]
     ways = [{(h.run.probe, h.operands, m) for h in each for m in judge_cause.marks([h.comparison])} for each in accused]
     return len(peers) >= 2 and all(accused) and len(set().union(*ways)) == sum(map(len, ways))
@@ -461,11 +475,6 @@ def _near(times: Sequence[float], at: float, window: float) -> bool:
     """Whether any of the ascending times lies within `window` seconds of `at`, before or after."""
     following = bisect.bisect_left(times, at - window)
     return following < len(times) and times[following] <= at + window
-
-
-def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run."""
-    return run.repro or f"canaryd check --probe {run.probe}"
 
 
 def _disputed(mismatch: Mismatch) -> bool:

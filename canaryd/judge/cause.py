@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from canaryd.facts import Comparison, Place, Subject
+from canaryd.facts import Cell, Comparison, Place, Subject
+from canaryd.judge.cells import name_cells
 from canaryd.judge.characterised import Proof
 from canaryd.judge.statistics import Count, tail
 from canaryd.model import Cause, Rival, Run, Shown, Suspect
@@ -85,6 +86,8 @@ class Scene:
     """A core that made a golden wrong which this host has made right elsewhere."""
     whole_host: bool = False
     """Every accelerator was wrong too, no two alike, and the host's CPU is on trial."""
+    cells: tuple[Cell, ...] = ()
+    """What a few words of memory do again and again, while the others are right."""
     cores: frozenset[str] = frozenset()
     """Cores of this processor that computed right what one core alone computed wrong."""
     right: frozenset[str] = frozenset()
@@ -107,6 +110,8 @@ class Scene:
     """An operator says that it was the software, and the runs on other software since support it."""
     siblings: frozenset[str] = frozenset()
     """All that ran the probe on the same stack."""
+    views: frozenset[str] = frozenset()
+    """Devices of other runtimes that are the same physical part, and computed exact goldens right at about the time."""
     host_clean: bool | None = None
     """Whether the host's CPU computed exact goldens right at about the same time; None where it did not compute any,
     or is on trial itself."""
@@ -197,6 +202,11 @@ TABLE: tuple[Row, ...] = (
         lambda s: f"Identical devices give the same wrong bits on the same software: {names(s.alike)}.",
     ),
     Row(
+        lambda s: s.cells,
+        Cause.HARDWARE,
+        lambda s: f"The same writes and reads are right everywhere else in this memory: {name_cells(s.cells)}.",
+    ),
+    Row(
         lambda s: s.outlasting and not s.alike,
         Cause.HARDWARE,
         lambda s: f"It fails far more often than identical devices on the same software: {names(s.outlasting)}.",
@@ -235,6 +245,14 @@ TABLE: tuple[Row, ...] = (
         lambda s: s.siblings,
         Cause.UNDETERMINED,
         lambda s: f"Cause unknown: the identical devices have not run long enough to tell: {names(s.siblings)}.",
+    ),
+    Row(
+        lambda s: s.views,
+        Cause.UNDETERMINED,
+        lambda s: (
+            f"Cause unknown: the same part computes correctly through {names(s.views)}: "
+            "this runtime's kernels are wrong, or a unit that only they use."
+        ),
     ),
     Row(
         lambda _: True,

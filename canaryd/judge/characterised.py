@@ -47,9 +47,10 @@ def class_of(case: str) -> str:
     """Return the class of a case: its name, with each of the sizes that follow "@" rounded up to a power of two.
 
     Libraries choose a kernel by size, so a kernel that was met says nothing about those that serve other sizes. Sizes
-    vary with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out.
+    vary with the seed, so exact ones would hardly ever be met twice. Any other text after "@" is left out, as is the
+    turn of a gather, "#7".
     """
-    name, _, sizes = case.partition("@")
+    name, _, sizes = case.partition("#")[0].partition("@")
     if SIZES.fullmatch(sizes):
         name += "@" + "x".join(str(1 << max(0, int(size) - 1).bit_length()) for size in sizes.split("x"))
     return shared(name)

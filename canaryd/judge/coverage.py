@@ -10,8 +10,8 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import reason_of
-from canaryd.model import Cause, Finding, Outcome, State
+from canaryd.judge.wording import KERNEL_LOG, reason_of
+from canaryd.model import TORCH, Cause, Finding, Outcome, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
@@ -20,7 +20,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
         "If that is expected, disable the probe: probes.NAME.enabled: false",
     ),
     Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Fix what the error names, or report a bug of canaryd"),
-    Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", "Read the kernel log: journalctl -k -n 100"),
+    Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", f"Read the kernel log: {KERNEL_LOG}"),
     Outcome.TIMED_OUT: (Cause.UNDETERMINED, "timed out", "Check whether the driver hangs or the machine is overloaded"),
     Outcome.OUT_OF_MEMORY: (Cause.ENVIRONMENT, "ran out of memory", "Free memory, or lower the level"),
     Outcome.UNKILLABLE: (
@@ -31,7 +31,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.GARBLED: (
         Cause.HARNESS,
         "sent an unreadable answer",
-        "Disable the probe, or report a bug: it or a library writes where only canaryd may write",
+        "Disable the probe, or report a bug: something wrote into canaryd's own channel",
     ),
 }
 """Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do."""
@@ -57,6 +57,7 @@ def unreached(case: Case) -> Iterator[Finding]:
         device.backend == "cpu"
         or device.is_endpoint
         or device.torch_index is not None
+        or device.runtime != TORCH
         or case.divided
         or any(r.trials for r in case.runs)
     ):

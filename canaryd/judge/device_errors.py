@@ -8,7 +8,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import count, reason_of
+from canaryd.judge.wording import KERNEL_LOG, count, reason_of
 from canaryd.model import MPS_CLIENT, Cause, Finding, Outcome, Run, State
 
 REPEATS = 2
@@ -55,7 +55,7 @@ def device_error(case: Case) -> Iterator[Finding]:
             who = "No identical device here has run it on this software: it may be the software."
         if not alone:
             who = "It runs under MPS, where an error of any other client ends this one too."
-        action = "Take it out of service and read the kernel log: journalctl -k -n 100"
+        action = f"Take it out of service and read the kernel log: {KERNEL_LOG}"
     newest = errors[-1]
     times = f" in {len(errors)} runs" if len(errors) >= REPEATS else ""
     message = f"The device failed while {newest.probe} computed on it{times}: {reason_of(newest)}"

@@ -11,12 +11,13 @@ from canaryd.facts import Doubt, Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case, cured, record, scene
 from canaryd.judge.cause import Mismatch, decide, names
+from canaryd.judge.cells import name_cells
 from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, proofs, strongest
 from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.statistics import RULE_OF_THREE
-from canaryd.judge.wording import count, describe
+from canaryd.judge.wording import count, describe, whom_to_tell
 from canaryd.judge.wrong import retests, wrong_results
 from canaryd.model import Cause, Finding, Outcome, Run, State, Tally, WrongResults
 
@@ -49,6 +50,8 @@ def exact_mismatch(case: Case) -> Iterator[Finding]:
         probe = mismatches[-1].run.probe
         tally = (facts := wrong_results(case, mismatches)).probes[probe]
         text = f"{probe} computed {tally.wrong:,} of {tally.of:,} results wrong"
+        if tally.cells:
+            text = f"{probe} found {tally.wrong:,} of {tally.of:,} sweeps of memory wrong ({name_cells(tally.cells)})"
         if case.device.is_endpoint:
             text = f"The server answered {tally.wrong:,} of {tally.of:,} exact questions wrong"
         yield _suspicion(case, "exact-mismatch", text, mismatches, facts)
@@ -66,11 +69,13 @@ def confirmed(case: Case) -> Iterator[Finding]:
     for mismatches, grounds in case.confirmed:
         lead = strongest(mismatches)
         probes = names({m.run.probe for m in mismatches})
+        facts = wrong_results(case, mismatches, grounds)
+        what = "answers" if case.device.is_endpoint else "memory" if facts.cells else "results"
         yield make_finding(
             "exact-mismatch-confirmed",
             State.FAULTY,
             lead.cause,
-            f"Wrong {'answers' if case.device.is_endpoint else 'results'} in {probes}, confirmed: {grounds[0].why}",
+            f"Wrong {what} in {probes}, confirmed: {grounds[0].why}",
             _remedy(case, lead),
             mismatches,
             (
@@ -79,7 +84,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
                 *_proven(case, mismatches),
                 f"Newest: {describe(mismatches[-1])}.",
             ),
-            wrong_results(case, mismatches, grounds),
+            facts,
         )
 
 
@@ -87,10 +92,8 @@ def _remedy(case: Case, lead: Mismatch) -> str:
     """Return what to do about a confirmed fault."""
     if case.device.is_endpoint:
         return f"Do not use its answers. {_about_server(lead.cause)}"
-    if lead.cause is Cause.HARDWARE and case.device.weak_identity:
-        return "Take it out of service and tell whoever runs the physical machine"
     if lead.cause is Cause.HARDWARE:
-        return f"Take it out of service, then open a vendor case: canaryd report {case.device.name} -o DIR"
+        return f"Take it out of service, then {whom_to_tell(case.device)}: canaryd report {case.device.name} -o DIR"
     if lead.cause is Cause.SOFTWARE:
         return "Do not send it back: change the driver or the libraries. It clears when the new ones pass"
     return "Do not use its results. To find the cause, repeat the command below on an identical device"

@@ -34,7 +34,7 @@ def make_finding(
         action=action,
         evidence=tuple(filter(None, evidence)),
         probe=runs[-1].probe,
-        repro=runs[-1].repro,
+        repro=runs[-1].repeat,
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
         rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
         characterised=() if isinstance(basis, Run) else _characterised(basis),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import count
+from canaryd.judge.wording import KERNEL_LOG, count
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 HANGS = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.UNKILLABLE})
@@ -40,7 +40,7 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
             State.SUSPECT if alone else State.UNKNOWN,
             Cause.UNDETERMINED,
             f"{probe} hung or crashed in {len(failed)} of {len(recent)} runs, {times} separate times",
-            "Take it out of service and read the kernel log: journalctl -k -n 100",
+            f"Take it out of service and read the kernel log: {KERNEL_LOG}",
             failed[-1],
             (who, "Its results were right when it answered.") if not any(r.wrong for r in recent) else (who,),
         )

@@ -48,6 +48,15 @@ class Node:
         return {r.id: r.started for r in self.all}
 
     @cached_property
+    def confirming(self) -> Mapping[str, Sequence[Run]]:
+        """Id of a run → the runs that were started to confirm it."""
+        found: dict[str, list[Run]] = defaultdict(list)
+        for run in self.all:
+            if run.confirms:
+                found[run.confirms].append(run)
+        return found
+
+    @cached_property
     def host_mismatches(self) -> tuple[list[Mismatch], list[Mismatch]]:
         """Return goldens that this node made in two ways that disagree: (those that accuse its CPU, those that cannot).
 

@@ -10,7 +10,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.hangs import TIMES
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.judge.wording import count
+from canaryd.judge.wording import KERNEL_LOG, count
 from canaryd.model import Cause, Event, Finding, State
 
 DEVICE, FOUND, GONE = "device", "found", "gone"
@@ -68,7 +68,7 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
         cause=Cause.HARDWARE if suspect and not left else Cause.UNDETERMINED,
         message=f"It vanished {counted} separate times within {format_duration(case.policy.week)}, "
         f"last before {case.signs.moment(newest)}",
-        action="Take it out of service; check slot, power, cables and the kernel log: journalctl -k -n 100",
+        action=f"Take it out of service; check slot, power, cables and the kernel log: {KERNEL_LOG}",
         evidence=tuple(
             filter(
                 None,

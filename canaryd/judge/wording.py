@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 from canaryd.facts import Evidence
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Run
+from canaryd.model import Device, Run
 
+OPERATOR = "tell the operator of the physical machine"
+VENDOR = "open a vendor case"
+"""What to do with a faulty part: that of a virtual machine has no vendor whom its user could ask."""
+KERNEL_LOG = "journalctl -k -n 100"
+"""Command that shows what the kernel said last."""
 DETAIL = 300
 """Characters of a worker's own words that a finding repeats."""
 
@@ -16,7 +21,7 @@ def describe(mismatch: Mismatch) -> str:
     """Return what was wrong and where: case, operands, place, elements and bits."""
     c, found = mismatch.comparison, mismatch.comparison.evidence
     text = f"{c.case} ({', '.join(filter(None, (c.shape, f'seed {c.seed}')))})"
-    text += f" on {c.place}" if str(c.place) else ""
+    text += f" {'in' if c.place.unit == 'memory' else 'on'} {c.place}" if str(c.place) else ""
     if found is None:
         return f"{text}: {c.wrong_trials} of {c.trials} results wrong"
     if found.wrong:
@@ -32,6 +37,11 @@ def describe_repeats(found: Evidence) -> str:
     if found.repeats_wrong and found.repeats_alike is not None:
         text += f", {found.repeats_alike} with the same bits in the same elements"
     return text
+
+
+def whom_to_tell(device: Device) -> str:
+    """Return what comes after a faulty part was taken out of service."""
+    return OPERATOR if device.weak_identity else VENDOR
 
 
 def reason_of(run: Run) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from canaryd.facts import Place, Subject
 from canaryd.judge.case import Case, record
 from canaryd.judge.cause import Mismatch
+from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
@@ -28,7 +29,7 @@ def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
     """Return how many completed retests the runs of mismatches had, and how many of these failed too."""
     roots = {m.run.confirms or m.run.id for m in mismatches}
     failed = {m.run.id for m in mismatches}
-    again = {r.id for r in case.node.all if r.confirms in roots and r.outcome is Outcome.COMPLETED}
+    again = {r.id for root in roots for r in case.node.confirming.get(root, ()) if r.outcome is Outcome.COMPLETED}
     return Tally(wrong=len(again & failed), of=len(again))
 
 
@@ -47,6 +48,7 @@ def _tally(case: Case, mismatches: Sequence[Mismatch]) -> ProbeTally:
         retests=retests(case, mismatches),
         places=_places(mismatches),
         bits=tuple(sorted({int(bit) for found in evidence for bit in found.bits})),
+        cells=cells_in(evidence),
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
+from canaryd.judge.wording import whom_to_tell
 from canaryd.model import Cause, State
-from canaryd.report.incidents import Step, brief
+from canaryd.report.incidents import ON_ANOTHER, Step, brief
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
 
@@ -88,7 +89,7 @@ def advice(status: Status) -> str:
 def steps(status: Status) -> Iterator[Step]:
     """Yield what to do now about the worst devices."""
     if status.first_tests or (status.daemon and not status.devices):
-        yield Step("Wait some minutes, then ask again.")
+        yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
     elif status.devices:
         yield from _steps_for_devices(status)
     elif status.unreadable:
@@ -139,11 +140,8 @@ def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
     names, first = _names(worst), worst[0]
     cause = first.verdict.cause
     if cause is Cause.HARDWARE:
-        case = "open a vendor case"
-        if len(worst) > 1:
-            case = "open a vendor case for each"
-        if first.device.weak_identity:  # a virtual machine's part has no vendor whom this user could ask
-            case = "tell whoever runs the physical machine"
+        each = len(worst) > 1 and not first.device.weak_identity
+        case = whom_to_tell(first.device) + " for each" * each
         yield Step(f"{_out_of_service(worst)}, then {case}:", f"canaryd report {first.device.name} -o ./case")
     elif cause is Cause.SOFTWARE:
         yield Step(f"Do not use the results of {names}. Roll back or fix the software that the findings name.")
@@ -155,7 +153,7 @@ def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
         yield Step(f"{_out_of_service(worst)}.")
         found = incidents(first.verdict)
         if repeat := found[0].repeat if found else "":
-            yield Step("To find the cause, repeat this on an identical device:", repeat)
+            yield Step(ON_ANOTHER, repeat)
         else:
             yield Step("The cause is not known; the findings say how to find it.")
 

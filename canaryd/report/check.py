@@ -78,6 +78,8 @@ def _run(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "started": run.started,
         "seconds": round(run.seconds, 3),
+        "device_seconds": _reading(run, "device_seconds"),
+        "operations": _reading(run, "operations"),
         "trials": run.trials,
         "wrong_trials": sum(c.wrong_trials for c in run.comparisons),
         "recordings": len(run.recordings),
@@ -88,6 +90,11 @@ def _run(run: Run) -> dict[str, Any]:
         "detail": run.detail,
         "repro": run.repro,
     }
+
+
+def _reading(run: Run, name: str) -> float | None:
+    """Return what a run reports of itself; None where it does not count that."""
+    return next((float(r.value) for r in run.readings if r.name == name), None)
 
 
 def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> str:

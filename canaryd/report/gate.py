@@ -21,11 +21,13 @@ from typing import Any
 
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
-from canaryd.facts import printable
+from canaryd.facts import beginning, printable
 from canaryd.formatting import did_you_mean, format_duration
 from canaryd.judge import clock
-from canaryd.model import Cause, Device, Outcome, State
+from canaryd.judge.incidents import incidents
+from canaryd.model import TORCH, Cause, Device, Outcome, State
 from canaryd.report import status
+from canaryd.report.incidents import brief
 from canaryd.report.status import DeviceStatus, Status
 from canaryd.report.terminal import cause_note, cause_words
 from canaryd.store.database import DATABASE, StoreTooNew
@@ -77,7 +79,7 @@ class Item:
     state: State
     cause: Cause
     finding: str
-    """The message of the worst finding; "" where there is none."""
+    """What is wrong, of the worst incident, as every report says it; "" where there is none."""
     decision: str
     """`PASS`, `FAIL` or `UNKNOWN`."""
     why: str = ""
@@ -181,7 +183,7 @@ def as_text(answer: Answer, question: Question, silence: str, width: int = 0) ->
     line = printable(" ".join(f"{decision}: {'; '.join(parts)}".split()))
     if width and len(line) + len(aside) > width:
         aside = " [log only]" if silence else aside
-        line = line if len(line) + len(aside) <= width else f"{line[: width - len(aside) - 1]}…"
+        line = beginning(line, width - len(aside))
     return f"{line}{printable(aside)}"
 
 
@@ -210,13 +212,13 @@ def _item(d: DeviceStatus, question: Question, newest: float | None, now: float)
             else f"the newest test is {format_duration(now - newest)} old"
         )
         why = f"{age} (limit {format_duration(question.max_age)})"
-    worst = max(verdict.findings, key=lambda f: f.state.severity, default=None)
+    found = incidents(verdict)
     return Item(
         device=d.device.uuid,
         name=d.device.name,
         state=verdict.state,
         cause=verdict.cause,
-        finding=worst.message if worst else "",
+        finding=brief(found[0]) if found else "",
         decision=decision,
         why=why,
     )
@@ -240,7 +242,8 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
 
 def _is_named(device: Device, name: str) -> bool:
     if name.isdecimal():
-        return device.backend != "cpu" and not device.is_endpoint and device.index == int(name)
+        accelerator = device.unit != "cpu" and device.runtime == TORCH and not device.is_endpoint
+        return accelerator and device.index == int(name)
     return name in (device.uuid, device.name, device.backend)
 
 

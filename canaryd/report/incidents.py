@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from canaryd.codec import to_json
 from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
+from canaryd.judge.cells import name_cells
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
-from canaryd.judge.wording import listed
+from canaryd.judge.wording import listed, whom_to_tell
 from canaryd.model import Cause, Device, Finding, PlaceTally, Rival, Shown, State, Suspect, Verdict, WrongResults
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of
 
@@ -65,7 +66,7 @@ def headline(incident: Incident) -> str:
     if where.startswith(ALWAYS) and which.startswith(ALWAYS):
         which = which.removeprefix(ALWAYS)
     seen = [f"{tally.wrong:,} of {tally.of:,}", where, which]
-    what = f"Wrong results in {_few(incident.probes, 'probes')}"
+    what = f"{_wrong_what(incident.wrong)} in {_few(incident.probes, 'probes')}"
     if lead.rule not in WRONG[:2]:  # not the results of the device, or of a test that nobody has passed
         what = lead.message.rstrip(".")
     return f"{what}: {', '.join(filter(None, seen))}"
@@ -76,7 +77,13 @@ def brief(incident: Incident) -> str:
     if incident.wrong is None or incident.lead.rule not in WRONG[:2]:
         return headline(incident)
     tally = incident.wrong.all
-    return f"wrong results in {_few(incident.probes, 'probes')} ({tally.wrong:,} of {tally.of:,})"
+    what = _wrong_what(incident.wrong).lower()
+    return f"{what} in {_few(incident.probes, 'probes')} ({tally.wrong:,} of {tally.of:,})"
+
+
+def _wrong_what(wrong: WrongResults) -> str:
+    """Return what is wrong: results, or memory with what its words do."""
+    return f"Wrong memory ({name_cells(wrong.cells)})" if wrong.cells else "Wrong results"
 
 
 def told(incident: Incident) -> str:
@@ -87,6 +94,10 @@ def told(incident: Incident) -> str:
     return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
 
 
+ON_ANOTHER = "Test an identical device. To repeat the fault:"
+"""What to do about a fault whose cause is unknown; the command follows."""
+
+
 def step(incident: Incident, device: Device) -> Step:
     """Return what to do now about an incident; no text where there is nothing to do."""
     lead, wrong = incident.lead, incident.wrong
@@ -94,10 +105,10 @@ def step(incident: Incident, device: Device) -> Step:
         return Step(sentence(lead.action))
     if lead.state is State.FAULTY and incident.cause is Cause.HARDWARE:
         what = "this whole node" if device.backend == "cpu" else device.name
-        then = "tell whoever runs the physical machine" if device.weak_identity else "open a vendor case"
+        then = whom_to_tell(device)
         return Step(f"Take {what} out of service, then {then}:", f"canaryd report {device.name} -o ./case")
     if lead.state is State.FAULTY and incident.cause is Cause.UNDETERMINED:
-        return Step("Do not use its results. Find the cause on an identical device:", incident.repeat)
+        return Step(f"Do not use its results. {ON_ANOTHER}", incident.repeat)
     asks = incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
     return Step(sentence(lead.action), incident.repeat if asks else "")
 

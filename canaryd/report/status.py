@@ -16,7 +16,7 @@ from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.findings import CAUSES
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, State, Verdict
-from canaryd.report.terminal import cause_note
+from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
 from canaryd.store.store import Store
@@ -333,7 +333,7 @@ def _up_to_date(
         note,
         cause=Cause.UNDETERMINED,
         probe=newest.probe,
-        repro=newest.repro,
+        repro=newest.repeat,
         runs=tuple(r.id for r in wrong),
     )
     return _with(shown, note, newest.started)
@@ -377,7 +377,7 @@ def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
 
 
 def _was(verdict: Verdict) -> str:
-    return verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({cause_note(verdict.cause)})")
+    return state_note(verdict.state.value, verdict.cause)
 
 
 def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: bool) -> Verdict:
@@ -386,12 +386,25 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     if verdict is None:
         return _unknown(device.uuid, now, _note(UNTESTED_RULE, "It has no verdict yet.", action))
     age = now - verdict.decided
-    if -AHEAD <= age <= UNTENDED or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
+    if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict
     old = f"{format_duration(age)} old" if age > 0 else "dated ahead of the clock"
     if verdict.state.severity > State.UNKNOWN.severity:
         return _unless_alarm(verdict, _note(UNTENDED_RULE, f"This verdict is {old}; no newer one was stored.", action))
     return _unless_alarm(verdict, _note(UNTENDED_RULE, f"The last verdict is {old}; it was {_was(verdict)}.", action))
+
+
+def _is_renewed(verdict: Verdict, now: float) -> bool:
+    return -AHEAD <= now - verdict.decided <= UNTENDED
+
+
+def in_force(verdicts: Mapping[str, Verdict], now: float) -> dict[str, Verdict]:
+    """Return the verdicts that count at `now`: alarms, and others that are renewed.
+
+    What was healthy when the daemon was stopped long ago is not known to be healthy now.
+    """
+    alarms = {u for u, v in verdicts.items() if v.state.severity > State.UNKNOWN.severity}
+    return {u: v for u, v in verdicts.items() if u in alarms or _is_renewed(v, now)}
 
 
 def _unless_alarm(verdict: Verdict, note: Finding) -> Verdict:

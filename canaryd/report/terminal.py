@@ -41,6 +41,11 @@ def cause_note(cause: Cause) -> str:
     return "cause undetermined" if cause is Cause.UNDETERMINED else cause_words(cause)
 
 
+def state_note(state: str, cause: Cause | str) -> str:
+    """Return a state with its cause as every report writes them: "faulty (hardware)"; without a cause the state."""
+    return state if cause == Cause.NONE else f"{state} ({cause_note(Cause(cause))})"
+
+
 def cause_words(cause: Cause) -> str:
     """Return a cause as people read it: `harness` is "canaryd itself"."""
     return CANARYD if cause is Cause.HARNESS else cause.value

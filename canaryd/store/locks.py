@@ -154,17 +154,22 @@ def flock(
                     raise Busy(
                         f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
                     ) from error
-                if on_wait:
+                if on_wait and holder != _name():  # of another thread here, nobody needs to hear
                     on_wait(holder)
                     on_wait = None
                 time.sleep(RETRY)
-        _sign(fd, f"pid {os.getpid()}: {shlex.join(sys.argv)}")
+        _sign(fd, _name())
         try:
             yield
         finally:
             _sign(fd, "")
     finally:
         os.close(fd)
+
+
+def _name() -> str:
+    """Return what tells this process from others in a lock file."""
+    return f"pid {os.getpid()}: {shlex.join(sys.argv)}"
 
 
 def _sign(fd: int, name: str) -> None:

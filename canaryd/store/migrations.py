@@ -9,8 +9,9 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 
+from canaryd.judge.brief import brief
 from canaryd.model import Run
-from canaryd.store.rows import LANE, facts_from_0_1_0, lane, unpack
+from canaryd.store.rows import LANE, facts_from_0_1_0, lane, pack, unpack
 
 Migration = Callable[[sqlite3.Connection], None]
 """Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
@@ -105,9 +106,26 @@ def _version_9(db: sqlite3.Connection) -> None:
             db.execute(f"UPDATE runs SET {assigned} WHERE number = ?", (*lane(unpack(Run, body)), number))
 
 
+def _version_10(db: sqlite3.Connection) -> None:
+    """What the judge needs of a run, beside all of it: made here for the failures that a start reads first."""
+    db.execute("ALTER TABLE runs ADD COLUMN brief BLOB")
+    db.execute("DROP INDEX runs_by_lane")
+    db.execute(
+        "CREATE INDEX runs_by_kind ON runs"
+        " (device, failed, drill, probe, instruction_set, intensity, confirms, wrong, unknown, whole, outcome)"
+    )
+    newest = (
+        "SELECT number, body, row_number() OVER (PARTITION BY device, probe, instruction_set, intensity, wrong > 0"
+        " ORDER BY number DESC) AS place FROM runs WHERE failed AND drill = ''"
+    )
+    for number, body in db.execute(f"SELECT number, body FROM ({newest}) WHERE place <= 200").fetchall():
+        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):  # one that rotted stays as it is
+            db.execute("UPDATE runs SET brief = ? WHERE number = ?", (pack(brief(unpack(Run, body))), number))
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(_version_1, _version_2, _version_3, _version_4),
-    *(_version_5, _version_6, _version_7, _version_8, _version_9),
+    *(_version_5, _version_6, _version_7, _version_8, _version_9, _version_10),
 )
 """In order; `user_version` of the database says how many were applied."""
 

@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from canaryd.codec import from_json, to_json
 from canaryd.facts import whole
+from canaryd.judge.brief import brief
 from canaryd.judge.characterised import Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.telemetry.readings import split_key
@@ -27,8 +28,9 @@ HOUR = 3600.0
 """Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
 """Of a run that a release before version 9 stored and that is no failure, these columns are NULL."""
-RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}"
-ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 20)}) ON CONFLICT (id) DO NOTHING"
+RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
+"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of an older release."""
+ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
     f"INSERT INTO counters ({COUNTER}) VALUES (?, ?, ?)"
@@ -105,7 +107,7 @@ def run_row(run: Run, stored: float) -> tuple[Any, ...]:
     wrong = len(run.wrong)
     failed = wrong > 0 or bool(run.unknown) or run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
     facts = (run.id, run.device, run.probe, run.started, stored, run.outcome.value, failed, wrong)
-    return (*facts, run.drill, run.confirms, run.stack_id, pack(run), *lane(run))
+    return (*facts, run.drill, run.confirms, run.stack_id, pack(run), *lane(run), pack(brief(run)))
 
 
 def lane(run: Run) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from canaryd.judge.brief import SHOWN
 from canaryd.judge.characterised import Line, Met
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.trends.days import Day
@@ -27,13 +28,24 @@ from canaryd.store.rows import (
 )
 
 BACKLOG = 10_000
-"""Runs kept in memory while they cannot be written; about 2 KiB each."""
-FEW = 16
-"""A run with at most so many recordings is kept with them; of runs with more, only the newest are."""
-ANY = 1 << 62
-"""A number of runs that no record has."""
+"""Runs kept in memory while they cannot be written; about 5 KiB each."""
+KIND = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
+"""What failures of one kind share."""
+BRIEF = f"CASE WHEN turn <= {SHOWN} AND (wrong > 0 OR recordings > 0) THEN body ELSE ifnull(brief, body) END"
+"""A run as the judge needs it; `turn` counts from the newest one of its kind."""
+PLAIN = "whole = 1 AND outcome = 'completed'"
+"""Of clean runs those of which only the counts matter later."""
 FOREVER = 1e18
 """When a pinned baseline was last needed, as far as pruning goes."""
+
+
+def _ranked(of: str, which: str) -> str:
+    """Return the runs of a device with their `place` in each `of` and their `turn` in each kind, from the newest."""
+    rank = "row_number() OVER (PARTITION BY {} ORDER BY number DESC)"
+    places = f"{rank.format(of)} AS place, {rank.format(f'{KIND}, whole, outcome')} AS turn"
+    # Ranked in an index that has all these columns, and joined afterwards: a sort would copy every body.
+    ranked = f"SELECT number, {places} FROM runs WHERE device = ? AND drill = '' AND {which}"
+    return f"({ranked}) JOIN runs USING (number)"
 
 
 class Counted(NamedTuple):
@@ -114,36 +126,36 @@ class RunTables(BufferedDatabase):
         return next(iter(self._decode(Run, [*stored, *waiting])), None)
 
     def failures(self, device: str, limit: int) -> list[Run]:
-        """Return a device's newest failures, at most `limit` of each lane; drills are left out.
+        """Return a device's newest failures, briefly, at most `limit` of each kind; drills are left out.
 
-        A lane: one probe, instruction set and intensity; mismatches, runs that did not complete, and confirmations.
+        A kind: one probe, instruction set and intensity; mismatches, runs that did not complete, and confirmations.
         """
-        lane = "probe, instruction_set, intensity, confirms != '', wrong > 0 OR unknown > 0"
-        ranked = (
-            f"SELECT number, row_number() OVER (PARTITION BY {lane} ORDER BY number DESC) AS place"
-            " FROM runs WHERE device = ? AND failed = 1 AND drill = ''"
-        )
-        query = f"SELECT id, body FROM runs WHERE number IN (SELECT number FROM ({ranked}) WHERE place <= ?)"
-        stored, waiting = self._read(f"{query} ORDER BY number", device, limit)
-        return self._decode(Run, (*stored, *waiting))
+        return self._brief(KIND, "failed = 1", 1, limit, device)
+
+    def newest_clean(self, device: str, limit: int) -> list[Run]:
+        """Return a device's newest clean runs, briefly, at most `limit` of each probe; drills are left out.
+
+        Of each probe: many runs of one must not hide the last run of another with a longer period.
+        """
+        return self._brief("probe", "failed = 0", 1, limit, device)
 
     def older_clean(self, device: str, skip: int, limit: int) -> tuple[list[Run], list[Counted]]:
-        """Return a device's clean runs but the newest `skip` of each probe: whole ones, and counts of all others.
+        """Return a device's clean runs but the newest `skip` of each probe: some briefly, and counts of all others.
 
-        Whole are those that the judge looks into: with few recordings, of a part of a probe, not completed, or stored
-        by an older release; at most the newest `limit` of each probe.
+        Brief ones are those that the judge looks into: of a part of a probe, not completed, or stored by an older
+        release; at most the newest `limit` of each probe.
         """
-        ranked = (
-            "SELECT number, row_number() OVER (PARTITION BY probe ORDER BY number DESC) AS place"
-            " FROM runs WHERE device = ? AND failed = 0 AND drill = ''"
-        )
-        older = f"number IN (SELECT number FROM ({ranked}) WHERE place BETWEEN ? AND ?)"
-        plain = f"(whole = 1 AND outcome = 'completed' AND (recordings = 0 OR recordings > {FEW}))"
-        query = f"SELECT id, body FROM runs WHERE {older} AND {plain} IS NOT 1 ORDER BY number"
-        stored, waiting = self._read(query, device, skip + 1, limit)
-        counts = f"SELECT {', '.join(Counted._fields)} FROM runs WHERE {older} AND {plain} ORDER BY number"
-        counted, others = self._read(counts, device, skip + 1, ANY)
-        return self._decode(Run, (*stored, *waiting)), [Counted(*row) for row in (*counted, *others)]
+        looked_into = self._brief("probe", "failed = 0", skip + 1, limit, device, but=PLAIN)
+        ranked = _ranked("probe", "failed = 0")
+        query = f"SELECT {', '.join(Counted._fields)} FROM {ranked} WHERE place > ? AND {PLAIN} ORDER BY number"
+        counted, others = self._read(query, device, skip)
+        return looked_into, [Counted(*row) for row in (*counted, *others)]
+
+    def _brief(self, of: str, which: str, first: int, last: int, device: str, but: str = "0") -> list[Run]:
+        """Return the runs from the `first` to the `last` newest of each `of`, oldest first, as the judge needs them."""
+        query = f"SELECT id, {BRIEF} FROM {_ranked(of, which)} WHERE place BETWEEN ? AND ? AND ({but}) IS NOT 1"
+        stored, waiting = self._read(f"{query} ORDER BY number", device, first, last)
+        return self._decode(Run, (*stored, *waiting))
 
     def onsets(self) -> list[tuple[str, str, float, float]]:
         """Return (device, probe, first start, newest start) of the mismatches on each software, drills left out."""

@@ -79,6 +79,11 @@ class TelemetryTables(BufferedDatabase):
         stored, waiting = self._read(query, device, probe, probe, since, until, completed, most)
         return self._decode(Run, [*waiting, *stored][:limit])[::-1]
 
+    def poll(self, poll_id: str) -> Run | None:
+        """Return one stored poll; None where there is none."""
+        stored, waiting = self._read("SELECT id, body FROM polls WHERE id = ?", poll_id)
+        return next(iter(self._decode(Run, [*stored, *waiting])), None)
+
     # Events
 
     def add_events(

@@ -10,11 +10,15 @@ INSTRUCTION_SETS: Mapping[str, Mapping[str, str]] = {
     "native": {},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "strict": {},
+    "tf32": {"MLX_ENABLE_TF32": "1"},
 }
-"""Execution path of a CPU → environment that makes torch take it; "" and "native" leave the choice to the libraries."""
+"""Execution path → environment that makes the runtime take it. Of a CPU: "" and "native" leave the choice to torch's
+libraries. Of MLX: "strict" keeps float32 in float32, and "tf32" is how MLX serves unless it is told otherwise."""
 STRICT = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "MLX_ENABLE_TF32": "0",  # MLX's default is 1, which rounds the operands of float32 products on CUDA and Metal
     "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would take the cores from the server beside it
     "PYTHONUNBUFFERED": "1",
 }

@@ -77,6 +77,15 @@ class Description:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What another runtime than torch reaches from its interpreter."""
+
+    devices: tuple[Device, ...] = ()
+    problem: str = ""
+    """Why it reaches none; "" where it could be asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listing:
     """What the vendor modules found on this machine, under canaryd's own interpreter."""
 

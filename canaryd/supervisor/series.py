@@ -25,6 +25,7 @@ from canaryd.supervisor.protocol import (
     Description,
     Facts,
     Listing,
+    Reach,
     RunRequest,
     WorkerSpec,
     new_run_id,
@@ -142,6 +143,24 @@ class Series:
         with decoding(message):
             if message["kind"] != "imported":
                 raise ValueError(message["kind"])
+
+    def reach(self, runtime: str, timeout: float = IMPORT) -> Reach:
+        """Ask for the devices of a runtime other than torch. Never raises for what a worker does.
+
+        `timeout`: seconds that its import and the search may take.
+        """
+        try:
+            worker = self._slot.ready(time.monotonic() + timeout)
+            worker.begin()
+            worker.send({"op": "reach", "runtime": runtime})
+            while True:
+                message = self._slot.receive(worker, time.monotonic() + timeout)
+                with decoding(message):
+                    if message["kind"] == "reached":
+                        devices = from_json(tuple[Device, ...], message["devices"])
+                        return Reach(devices=devices, problem=parse_text(message["problem"]))
+        except LostError as lost:
+            return Reach(problem=f"{self._slot.where} failed: {self._slot.discard(lost, brief=True)[1]}")
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:
         """Ask vendor modules for the devices of this machine; `settings` maps each module to its probe's settings.

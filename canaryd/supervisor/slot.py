@@ -146,7 +146,7 @@ class Slot:
     @property
     def _on_device(self) -> bool:
         """Whether the worker has an accelerator to itself, which it should leave without work."""
-        return self.spec.only is not None and self.spec.only.backend != "cpu"
+        return self.spec.only is not None and self.spec.only.unit != "cpu"
 
     @property
     def is_mps_client(self) -> bool:

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-OPEN = ("canaryd.codec", "canaryd.facts", "canaryd.hidden", "canaryd.model", "canaryd.probe", "canaryd.worker")
+OPEN = (
+    "canaryd.codec",
+    "canaryd.facts",
+    "canaryd.free_memory",
+    "canaryd.hidden",
+    "canaryd.model",
+    "canaryd.probe",
+    "canaryd.worker",
+)
 """What a worker may import of canaryd, and everything below `canaryd.worker`."""
 OOM_SCORE = 500
 """`oom_score_adj` of a worker (proc(5)): when memory runs out, the kernel kills it before the server beside it. Our

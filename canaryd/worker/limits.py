@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from canaryd.facts import beginning
+from canaryd.free_memory import of_host
 from canaryd.model import Device
 from canaryd.probe import Context, Skip
 
@@ -56,13 +58,13 @@ def step_back() -> None:
 
 
 def bound_memory() -> None:
-    """Set a hard limit on this process's memory, so that no answer of a server can take the machine's.
+    """Limit this process's memory, so that no answer of a server can take the machine's; not that of a started server.
 
     RLIMIT_DATA and not RLIMIT_AS, which would count address space that threads only reserve (getrlimit(2)).
     """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = ENDPOINT_MEMORY if hard == resource.RLIM_INFINITY else min(hard, ENDPOINT_MEMORY)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 class Bursts:
@@ -95,8 +97,9 @@ class Bursts:
 def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
     """Make a run work in bursts, and restart its budget; return None for a retest, which controls its load itself.
 
-    `budget` contains "burst" (seconds) and "rest" (length of a pause in bursts).
+    `budget` contains "burst" (seconds), "rest" (length of a pause in bursts) and "memory" (bytes).
     """
+    ctx.room = budget["memory"]
     if ctx.intensity:
         return None
     bursts = Bursts(budget["burst"], budget["rest"])
@@ -106,24 +109,18 @@ def install(ctx: Context, budget: Mapping[str, Any]) -> Bursts | None:
 
 
 def make_room(device: Device, budget: Mapping[str, Any], meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `Skip` where taking "memory" bytes would leave the server fewer than "free"; limit what torch may take.
+    """Raise `Skip` where taking "memory" bytes would leave the server fewer than "free"; limit what a runtime takes.
 
     An accelerator's free memory is what the driver reports, with the context of this process already allocated. A CPU
     has no such limit; its free memory is what the kernel can give without swapping.
     """
-    if device.backend == "cpu":
-        check_room(_available(meminfo), None, budget)
+    if device.unit == "cpu":
+        check_room(of_host(meminfo), None, budget)
         return
-    tensors = importlib.import_module("canaryd.worker.numeric.tensors")
-    module: Any = getattr(tensors.torch, "cuda" if device.backend == "rocm" else device.backend, None)
-    if not hasattr(module, "mem_get_info"):
-        return  # without torch the probe itself skips; some backends do not report free memory
-    target = tensors.torch_device(device)
-    free, total = module.mem_get_info(target)
-    # Memory that torch kept from an earlier probe of the series will be used again.
-    held = module.memory_reserved(target)
-    check_room(free + held, total, budget)
-    module.set_per_process_memory_fraction(min(1.0, budget["memory"] / total), target)
+    runtime = importlib.import_module("canaryd.worker.runtime.interface").of(device)
+    free, total = runtime.memory(device)
+    check_room(free, total, budget)
+    runtime.limit_memory(device, int(budget["memory"]))
 
 
 def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -> None:
@@ -141,20 +138,12 @@ def excuse(error: BaseException, *, capped: bool) -> str:
 
     `capped`: whether torch's memory was capped for this run.
     """
-    text = (str(error).splitlines() or [""])[0][:200]
+    text = beginning((str(error).splitlines() or [""])[0], 200)
     if isinstance(error, RuntimeError) and TAKEN in str(error):
         return f"{SKIPPED}the device admits no further process (compute mode, or its holder): {text}"
     if capped and any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
         return f"{SKIPPED}the run needs more than budget.memory, or the server has taken the rest: {text}"
     return ""
-
-
-def _available(meminfo: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _mib(size: int) -> int:

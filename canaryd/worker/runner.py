@@ -51,6 +51,7 @@ ANSWERS = {
     "compare": "canaryd.worker.canary.compare",
     "exact_capture": "canaryd.worker.exact_canary.capture",
     "export": "canaryd.worker.exact_canary.export",
+    "pack": "canaryd.worker.pack.export",
     "reproducer": "canaryd.worker.numeric.reproducer",
 }
 """Requests that are not probes → the module that answers them."""
@@ -135,6 +136,7 @@ class Runner:
             "ping": self.ping,
             "describe": self.describe,
             "inventory": self.inventory,
+            "reach": self.reach,
             "run": self.run,
             "answer": self.answer,
             "follow": self.follow,
@@ -160,8 +162,9 @@ class Runner:
     def leave(self, _: dict[str, Any]) -> None:
         """End this process with no work left on its device; the supervisor ends its children."""
         with contextlib.suppress(BaseException):  # a device that fails now has failed before, and the run has said so
-            if (tensors := sys.modules.get("canaryd.worker.numeric.tensors")) is not None:
-                tensors.let_go()
+            for name, module in list(sys.modules.items()):
+                if name.startswith("canaryd.worker.runtime.") and hasattr(module, "RUNTIME"):
+                    module.RUNTIME.let_go()
         os._exit(0)
 
     def describe(self, request: dict[str, Any]) -> None:
@@ -185,6 +188,17 @@ class Runner:
         except BaseException as caught:  # noqa: BLE001 - vendor libraries raise anything
             devices, stack, torch, reason = [], {}, None, f"cannot list the devices: {_last_line(caught)}"
         self._send(kind="described", devices=to_json(devices), stack=stack, torch=torch, torch_reason=reason)
+
+    def reach(self, request: dict[str, Any]) -> None:
+        """Send the devices of a runtime other than torch, or why it has none here."""
+        devices, problem = [], ""
+        try:
+            found = importlib.import_module("canaryd.worker.runtime.interface").named(request["runtime"]).devices()
+            importlib.import_module("canaryd.worker.numeric.tensors").need_torch()  # it makes the goldens
+            devices = to_json(found)
+        except BaseException as caught:  # noqa: BLE001 - vendor libraries raise anything
+            problem = str(caught) if isinstance(caught, Skip) else _last_line(caught)
+        self._send(kind="reached", devices=devices, problem=problem)
 
     def inventory(self, request: dict[str, Any]) -> None:
         """Send what each vendor's module finds, or why it finds nothing."""
@@ -245,7 +259,7 @@ class Runner:
             stress = importlib.import_module("canaryd.worker.numeric.stress") if retest else None
             if limited and numeric:
                 limits.make_room(device, limited)
-                capped = device.backend != "cpu"
+                capped = device.unit != "cpu"
             context = self._context(request, device)
             sensors: Callable[[], list[Any]] = stress.install(context) if stress is not None else list
             if limited and numeric:
@@ -418,8 +432,9 @@ def _plain(fact: Any) -> Any:
 def _surroundings(device: Device, instruction_set: str) -> dict[str, Any]:
     """Return "stack" and "environment", or the reason for their absence in "absent"."""
     try:
-        devices = importlib.import_module("canaryd.worker.numeric.stack")
-        return {"stack": devices.stack(device, instruction_set), "environment": devices.environment()}
+        runtime = importlib.import_module("canaryd.worker.runtime.interface").of(device)
+        environment = importlib.import_module("canaryd.worker.numeric.stack").environment()
+        return {"stack": runtime.stack(device, instruction_set), "environment": environment}
     except BaseException as error:  # noqa: BLE001 - the run is sent in any case
         return {"absent": {"stack": _last_line(error)}}
 
@@ -432,7 +447,7 @@ def _outcome_of(error: BaseException, device: Device | None) -> Outcome:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Outcome.OUT_OF_MEMORY
     errors = importlib.import_module("canaryd.worker.numeric.errors")
-    if device is None or device.backend not in HOSTS:
+    if device is None or device.unit not in HOSTS:
         chain: list[BaseException] = [error]
         while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
             chain.append(before)

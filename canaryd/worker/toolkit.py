@@ -6,6 +6,7 @@ Everything else below `canaryd.worker` may move. `docs/writing-a-probe.md` descr
 
 from __future__ import annotations
 
+from canaryd.worker.numeric.cases import Case, chosen, refusal
 from canaryd.worker.numeric.evidence import collect
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.seeds import derive
@@ -17,7 +18,7 @@ from canaryd.worker.numeric.tensors import (
     torch_device,
     upload,
 )
-from canaryd.worker.numeric.verify import Case, chosen, refusal, verify_all
+from canaryd.worker.numeric.verify import verify_all
 
 __all__ = [
     "Bound",

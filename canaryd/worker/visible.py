@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from canaryd.codec import from_json
-from canaryd.model import Device
+from canaryd.model import TORCH, Device
 
 ONLY = "CANARYD_ONLY"
 """Environment variable with the device that this worker tests, as JSON."""
@@ -46,6 +46,9 @@ def narrowed(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
     ZE_AFFINITY_MASK; oneAPI DPC++, ONEAPI_DEVICE_SELECTOR; CANN, ASCEND_RT_VISIBLE_DEVICES.
     """
     index = device.index if device.torch_index is None else device.torch_index
+    if device.runtime != TORCH:
+        # Its uuid is canaryd's own: the device keeps the number that the runtime gave it.
+        return {CUDA: NOTHING, HIP: NOTHING} if device.unit == "cpu" else {}
     if device.backend == "cpu":
         return {CUDA: NOTHING, HIP: NOTHING}
     if device.backend == "cuda":

@@ -17,7 +17,7 @@ from canaryd import __version__
 from canaryd.cli.common import use_color
 from canaryd.cli.main import parser
 from canaryd.config import permissions
-from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure
+from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure, in_turn
 
 COMMANDS = ("check", "drill", "run", "canary", "config", "probes", "devices")
 
@@ -40,17 +40,17 @@ def test_help_lists_every_command():
     assert "0 healthy, 1 degraded, 2 suspect or faulty, 3 unknown, 64 usage" in " ".join(answer.out.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_its_options(command):
+def test_every_command_explains_its_options():
     """Each option has a text of its own, and the two that all commands take are there."""
-    answer = canaryd(command, "--help", COLUMNS="120")
-    assert (answer.code, answer.err) == (0, "")
-    assert "--config FILE" in answer.out
-    assert "--state-dir DIR" in answer.out
     subparsers = next(action for action in parser()._actions if action.dest == "command")
-    for action in subparsers.choices[command]._actions:
-        assert action.help or action.choices, action
-        assert not action.option_strings or action.option_strings[-1] in answer.out
+    answers = in_turn(*((command, "--help") for command in COMMANDS), COLUMNS="120")
+    for command, answer in zip(COMMANDS, answers, strict=True):
+        assert (answer.code, answer.err) == (0, ""), command
+        assert "--config FILE" in answer.out, command
+        assert "--state-dir DIR" in answer.out, command
+        for action in subparsers.choices[command]._actions:
+            assert action.help or action.choices, action
+            assert not action.option_strings or action.option_strings[-1] in answer.out
 
 
 def test_version():
@@ -229,7 +229,10 @@ def test_config_schema_is_a_json_schema():
         (("config", "chekc"), "invalid choice: 'chekc' (choose from check, example, schema); did you mean \"check\"?"),
         (("gate", "--on", "healthy"), "(choose from degraded, unknown, suspect, faulty)"),
         (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
-        (("drill", "--fault", "fire"), "(choose from flip, zero, swap, nan, stuck, consistent)"),
+        (
+            ("drill", "--fault", "fire"),
+            "(choose from flip, zero, swap, nan, stuck, consistent, stuck-at-1, stuck-at-0, ",
+        ),
         (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
         (("check", "--config", "/"), "/: is a directory"),
         (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
@@ -349,7 +352,7 @@ def test_a_file_is_no_state_directory(tmp_path):
         assert answer.err == f"canaryd: {wrong}: not a directory; give a directory with --state-dir or state_dir\n"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 120))])
 def test_text_fits_the_terminal(tmp_path, columns):
     """Sentences are broken where the terminal ends; a command to type is not broken."""
     config = configure(tmp_path, "skips", "mismatches")
@@ -365,8 +368,10 @@ def test_text_fits_the_terminal(tmp_path, columns):
 def test_help_fits_80_columns():
     """That of every command."""
     subparsers = next(action for action in parser()._actions if action.dest == "command")
-    for command in ((), *((name,) for name in subparsers.choices)):
-        assert max(map(len, canaryd(*command, "--help", COLUMNS="80").out.splitlines())) <= 80, command
+    commands = [("--help",), *((name, "--help") for name in subparsers.choices)]
+    for command, answer in zip(commands, in_turn(*commands, COLUMNS="80"), strict=True):
+        assert answer.code == 0, command
+        assert max(map(len, answer.out.splitlines())) <= 80, command
 
 
 def test_details_are_shown_on_request(tmp_path):

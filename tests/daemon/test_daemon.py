@@ -19,8 +19,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from canaryd.model import State
+from canaryd.model import Cause, Device, State, Verdict
 from canaryd.store.store import Store
 from tests.command import (
     ROOT,
@@ -225,7 +226,7 @@ def test_a_taken_port_is_one_clear_line(tmp_path, state):
     assert "stop it or choose another port" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_stops_at_once_with_a_worker_that_will_not(tmp_path, state, number):
     """Within five seconds, status 0, no process left, no run stored that canaryd itself cut short."""
     log = tmp_path / "log"
@@ -272,6 +273,30 @@ def test_a_stop_while_it_looks_for_probes_changes_no_verdict(tmp_path, state, re
     with Store.open(state) as store:
         (verdict,) = store.verdicts().values()
     assert verdict.state is State.HEALTHY, verdict.findings
+
+
+def test_what_it_has_not_judged_yet_does_not_look_healthy(tmp_path, state):
+    """It serves before it has read what it knows: an alarm stands at once, what was healthy long ago is unknown."""
+    config = configure(tmp_path, "hangs_at_import")
+    now = time.time()
+    with Store.open(state) as store:
+        for index, (old, told) in enumerate(
+            [(3600.0, State.HEALTHY), (60.0, State.HEALTHY), (3600.0, State.FAULTY), (3600.0, State.DEGRADED)]
+        ):
+            device = Device(uuid=f"GPU-{index}", backend="cuda", index=index, model="NVIDIA H100")
+            store.see_device(device, now)
+            made = {"cause": Cause.NONE, "findings": (), "decided": now - old, "since": now - 7200}
+            store.set_verdict(Verdict(device=device.uuid, state=told, **made))
+    with running(Daemon(config, state)) as daemon:
+        families = text_string_to_metric_families(daemon.get("/metrics")[1])
+        states = [s for family in families for s in family.samples if s.name == "canaryd_device_state" and s.value]
+        assert {s.labels["device"]: s.labels["state"] for s in states if "GPU" in s.labels["device"]} == {
+            "GPU-0": "unknown",
+            "GPU-1": "healthy",
+            "GPU-2": "faulty",
+            "GPU-3": "unknown",
+        }
+        assert daemon.get("/healthz")[0] == daemon.get("/readyz")[0] == 503
 
 
 def test_it_goes_on_after_a_restart(tmp_path, state):

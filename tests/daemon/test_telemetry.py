@@ -117,12 +117,12 @@ class Site:
             log.writelines(f"4,{next(self._sequence)},{int(time.monotonic() * 1e6)},-;{text}\n" for text in texts)
 
     @contextlib.contextmanager
-    def daemon(self):
+    def daemon(self, *arguments: str):
         """Run `canaryd run` on this machine."""
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.machine.environment.items():
                 patch.setenv(name, value)
-            process = Daemon(self.config, self.state)
+            process = Daemon(self.config, self.state, *arguments)
         with running(process):
             yield process
 
@@ -241,7 +241,16 @@ def test_nothing_is_held_between_polls(fleet):
 # --- A GPU that falls off the bus -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [("lost",), ("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByIndex_v2")])
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("lost",),
+        pytest.param(
+            ("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByIndex_v2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
     """Not present, suspect, hardware, with the part and its slot by name; its sibling stays as it is."""
     site = Site(tmp_path, gpus=2)
@@ -486,9 +495,9 @@ def test_a_check_tells_what_devices_say(tmp_path):
     ("code", "reason"),
     [
         (None, "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"),
-        (9, "the NVIDIA driver is not loaded"),
+        pytest.param(9, "the NVIDIA driver is not loaded", marks=pytest.mark.slow),
         (18, "the driver was upgraded but the old kernel module is still loaded"),
-        (4, "no permission to use the NVIDIA driver: run as root"),
+        pytest.param(4, "no permission to use the NVIDIA driver: run as root", marks=pytest.mark.slow),
     ],
 )
 def test_a_gpu_that_cannot_be_asked_is_not_healthy(tmp_path, code, reason):

@@ -22,8 +22,10 @@ from canaryd.config import load
 from canaryd.config.settings import Config
 from canaryd.dossier import advice, failures, ocp, redact, write
 from canaryd.dossier.document import DossierError, gather
+from canaryd.dossier.page import page
 from canaryd.dossier.pictures import heat_map
 from canaryd.dossier.places import failing_core
+from canaryd.dossier.summary import FIRMWARE, PART
 from canaryd.dossier.text import ranges
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Evidence, Exactness, Reading
@@ -578,7 +580,7 @@ def test_a_browser_without_network_shows_the_facts(store, tmp_path, scheme):
         [*argv, (made / "dossier.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
     )
     text = " ".join(Reader(done.stdout).texts)
-    for fact in ("FAULTY, cause: hardware", SERIAL, CASE, "[17, 40]", "bit 13 (exponent)", "2 of 1,000", "cuda:4"):
+    for fact in ("FAULTY (hardware)", SERIAL, CASE, "[17, 40]", "bit 13 (exponent)", "2 of 1,000", "cuda:4"):
         assert fact in text, fact
 
 
@@ -607,6 +609,94 @@ def test_the_page_fits_a_phone(store, tmp_path):
     wide, count, *edges = map(float, found[1].split())
     assert (wide, count) == (360, 2)
     assert all(0 <= edge <= 360 for edge in edges)
+
+
+def printed(html: str, tmp_path: Path, name: str) -> int:
+    """Return on how many pages a browser prints a page."""
+    source, paper = tmp_path / f"{name}.html", tmp_path / f"{name}.pdf"
+    source.write_text(html)
+    argv = [browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'printer'}"]
+    argv += ["--no-pdf-header-footer", f"--print-to-pdf={paper}", source.as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert paper.exists(), done.stderr
+    return len(re.findall(rb"/Type\s*/Page\b", paper.read_bytes()))
+
+
+def overflowing(document: dict) -> dict:
+    """Return a dossier with more and longer of everything than a summary can show."""
+    (failure,) = document["failures"]
+    place = {**document["places"][0], "unit": "sm"}
+    places = [{**place, "place": f"SM {n}", "numbers": [n]} for n in range(132)]
+    long = {
+        "case": f"{CASE}/" * 9, "shape": "M=64 N=96 K=128 " * 9, "pattern": "p " * 300, "reproduced": "r " * 300,
+        "places": places, "bits": {str(bit): 1 for bit in range(0, 16, 2)}, "characterised": False,
+        "lines": {"row": "x " * 200}, "exhibit": "evidence/1-x", "exhibit_absent": "",
+    }  # fmt: skip
+    probes = ("exact_matmul", "exact_attention", "exact_integer", "recorded_kernels")
+    flips = [{"bit": bit, "name": "mantissa", "count": bit + 1} for bit in range(32)]
+    told = ("serial", "model", "host", "parent")
+    return document | {
+        "failures": [{**failure, **long, "probe": probe} for probe in probes for _ in range(9)],
+        "failures_omitted": 400,
+        "places": places,
+        "bits": [{"format": f"form {n}", "width": 32, "bits": flips} for n in range(7)],
+        "summary": "One of many sentences about very many incidents. " * 90,
+        "next_step": ["A step of many words that says at length what somebody has to do, and then why. " * 3] * 20,
+        "identity": document["identity"]
+        | dict.fromkeys(told, "W" * 400)
+        | {"detail": dict.fromkeys((*PART, *FIRMWARE), "w" * 300), "weak": True},
+        "verdict": document["verdict"] | {"note": "A note that is long. " * 30},
+        "reproduce": [{"command": "canaryd " + "--case a/b " * 21, "what": "x"}],
+        "redacted": True,
+        "kind": "evidence",
+        "why_not_rma": "because of many words " * 40,
+    }
+
+
+@pytest.mark.parametrize("paper", ["A4", "letter"])
+@pytest.mark.parametrize("kind", ["rma", "health", "overflowing"])
+def test_the_summary_prints_as_two_pages(store, tmp_path, kind, paper):
+    """On either paper, whatever the record holds; the appendices begin on the third page."""
+    if kind == "health":
+        store.set_verdict(verdict(device=PEER, state=State.HEALTHY, cause=Cause.NONE, findings=()))
+    _, document, _ = written(store, tmp_path, SIBLING if kind == "health" else GPU)
+    html = page(overflowing(document) if kind == "overflowing" else document)
+    html = html.replace("@page {", f"@page {{ size: {paper};")
+    sheets, heading, appendices = html.partition('<h2 class="part">')
+    assert heading
+    alone = sheets[: sheets.index("<h1>")] + heading + appendices
+    assert printed(html, tmp_path, "whole") == 2 + printed(alone, tmp_path, "appendices")
+
+
+def test_each_wrong_element_is_listed_once(store, tmp_path):
+    """Two runs recorded the same wrong element: one row, seen twice. The record has both."""
+    _, document, html = written(store, tmp_path)
+    assert len(document["failures"][0]["elements"]) == 2
+    assert html.count("[17, 40]</td>") == 1
+    assert '<td data-c="times seen" class="n">2</td>' in html
+
+
+def test_failing_tests_stand_side_by_side_with_shares_of_places_and_one_chart(store, tmp_path):
+    """A column for each test that failed, each place with its share, and the bits of all formats in one chart."""
+    other = replace(run(30, wrong=1, probe="exact_attention"), id="00000000001e-abcdef")
+    wide = replace(other.comparisons[0], case="float32/full", place=place("core 3"), trials=4, wrong_trials=1)
+    store.add_run(replace(other, comparisons=(wide,)))
+    _, document, html = written(store, tmp_path)
+    columns = re.search(r'<div class="evidence">.*?</thead>', html, re.DOTALL)[0]
+    assert [columns.count(f">{probe}</th>") for probe in ("exact_matmul", "exact_attention")] == [1, 1]
+    assert len(document["bits"]) == 2
+    assert html.count('<figure class="bars">') == 1
+    assert "core 3: 1 of 4 (25 %)" in html
+    assert '<td data-c="share of all wrong">33.3 %</td>' in html
+
+
+def test_canaryd_itself_is_named_as_on_every_other_page(store, tmp_path):
+    """The cause `harness` stays in the JSON; people read "canaryd itself"."""
+    store.set_verdict(verdict(state=State.UNKNOWN, cause=Cause.HARNESS))
+    _, document, html = written(store, tmp_path)
+    assert document["verdict"]["cause"] == "harness"
+    assert "UNKNOWN (canaryd itself)" in html
+    assert "harness" not in html.replace("exact-mismatch", "")
 
 
 @pytest.mark.parametrize(

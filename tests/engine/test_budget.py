@@ -380,12 +380,20 @@ def test_each_reason_is_counted_once_for_what_waits():
     assert account.withheld("a") is None
 
 
+def _run(*readings):
+    fields = {"id": "r", "device": GPU.uuid, "probe": "p", "probe_version": 1, "started": 0.0, "seconds": 9.0}
+    return Run(**fields, outcome=Outcome.COMPLETED, level="quick", seed=1, readings=readings)
+
+
 def test_device_time():
-    """Of a processor its share of all cores; of an accelerator the worker's time; never less than none."""
+    """Of a processor its share of all cores; of an accelerator the worker's time but for the host's part of it."""
     assert budget.device_seconds(CPU, 9.0, 4.0) == 4.0 / (os.cpu_count() or 1)
     assert budget.device_seconds(CPU, 9.0, None) == 9.0
     assert budget.device_seconds(GPU, 9.0, 4.0) == 9.0
     assert budget.device_seconds(GPU, -0.1, 4.0) == 0.0
+    told = [_run(Reading(name="host_seconds", value=each)) for each in (2.5, 4.0)]
+    assert budget.device_seconds(GPU, 9.0, 4.0, told) == 2.5
+    assert budget.device_seconds(CPU, 9.0, 4.0, told) == 4.0 / (os.cpu_count() or 1)
 
 
 # --- The configuration -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import pty
@@ -16,8 +17,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from canaryd.model import Outcome, State
+from canaryd.model import Device, Outcome, Run, State
 from canaryd.store.store import Store
+from canaryd.supervisor.protocol import new_run_id
 from tests.command import ROOT, Process, bare_python, canaryd, catalogue, configure, eventually, intervals, running
 from tests.documented import objects, unexplained
 
@@ -178,8 +180,65 @@ def test_a_mismatch_is_reported_with_a_command_that_repeats_it(tmp_path):
     assert answer.out.startswith("FAULTY   cpu:0  ")
     assert answer.out.splitlines()[-1].startswith("verdict: FAULTY  (exit 2, ")
     (repro,) = re.finditer(r"^Do now:  .*:\n +(canaryd check .*)$", answer.out, re.MULTILINE)
-    repeated = again(repro[1], "--state-dir", tmp_path / "other", CANARYD_CONFIG=str(config))
+    assert len(repro[0].splitlines()[1]) <= 80
+    repeated = again(repro[1], "--json", "--state-dir", tmp_path / "state", CANARYD_CONFIG=str(config))
     assert repeated.code == 2
+    with Store.open(tmp_path / "state") as store:
+        asked = store.run(repro[1].split()[-1])
+    assert asked.wrong
+    run, *_ = repeated.document["devices"][0]["runs"]
+    assert (run["seed"], run["probe"], run["level"]) == (asked.seed, asked.probe, asked.level)
+    assert run["wrong_trials"] > 0
+
+
+@pytest.mark.parametrize("intensity", [pytest.param("", marks=pytest.mark.slow), "repeated"])
+def test_a_run_is_repeated_as_it_was(tmp_path, intensity):
+    """Its device, wrong cases, seed, level, instruction set and intensity, and nothing else."""
+    log, state = tmp_path / "log", tmp_path / "state"
+    config = configure(tmp_path, "records", "passes", each={"records": {"settings": {"log": str(log), "wrong": 1}}})
+    hard = ("--intensity", intensity) if intensity else ()
+    common = ("--config", config, "--state-dir", state, "--json")
+    first = canaryd("check", "--level", "quick", "--seed", 7, "--instruction-set", "avx2", *hard, *common)
+    (wrong,) = [r for r in first.document["devices"][0]["runs"] if r["wrong_trials"] and not r["confirms"]]
+    repeated = canaryd("check", "--repeat", wrong["id"], *common)
+    with Store.open(state) as store:
+        before, (after,) = store.run(wrong["id"]), [store.run(r["id"]) for r in repeated.document["devices"][0]["runs"]]
+    assert after.cases == tuple(dict.fromkeys(c.case for c in before.wrong)) != ()
+    for name in ("device", "probe", "seed", "level", "instruction_set", "intensity"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert (before.seed, before.level, before.intensity) == (7, "quick", intensity)
+    assert (repeated.code, after.wrong) == (2, ()), "it was right this time, and the record still accuses"
+
+
+def test_what_cannot_be_repeated_says_why(tmp_path):
+    """A run that is unknown, pruned, of telemetry, a drill or of another node: one sentence each, and nothing runs."""
+    config, state = configure(tmp_path, "passes"), tmp_path / "state"
+    now = time.time()
+    old, young, poll, drill, other = (new_run_id(now - age) for age in (500 * 86_400, 60, 1, 2, 3))
+    with Store.open(state) as store:
+        store.see_device(Device(uuid="CPU-1", backend="cpu", index=0, model="a processor"), now)
+        run = Run(
+            id=drill, device="CPU-1", probe="passes", probe_version=1, started=now, seconds=1.0,
+            outcome=Outcome.COMPLETED, drill="flip",
+        )  # fmt: skip
+        store.add_run(run)
+        store.add_run(dataclasses.replace(run, id=other, device="GPU-elsewhere", drill=""))
+        store.add_poll(dataclasses.replace(run, id=poll, probe="host_telemetry", drill=""), {})
+    for name, *more, words in (
+        ("abc", "that is not the id of a run"),
+        (young, f"no such run in {state}; type it on the node that made it"),
+        (old, "no such run is on record any more: clean runs are kept for 45 days, failures for 400 days"),
+        (poll, "that is a reading of host_telemetry, not a test"),
+        (drill, "that run is a drill; type canaryd drill --fault flip --device cpu:0 --probe passes"),
+        (other, "it tested another node's device (GPU-elsewhere), which this host does not have"),
+        (young, "--seed", 3, "--repeat tests as the run did; leave out --seed"),
+    ):
+        answer = canaryd("check", "--repeat", name, *more, "--config", config, "--state-dir", state)
+        assert (answer.code, answer.out) == (64, ""), answer.err
+        assert words in answer.err
+        assert len(answer.err.splitlines()) == 1, answer.err
+    with Store.open(state) as store:
+        assert {r.id for r in store.runs(drill=None)} == {drill, other}
 
 
 def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):
@@ -190,6 +249,25 @@ def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):
     second = canaryd("check", *options)
     assert (second.code, second.document["state"]) == (2, "suspect")
     assert all(run["wrong_trials"] == 0 for run in second.document["devices"][0]["runs"])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stuck-at-0", "Wrong memory (stuck cells) in memory_sweep"),
+        pytest.param("transfer", "Wrong memory (wrong transfers) in memory_sweep", marks=pytest.mark.slow),
+    ],
+)
+def test_a_drill_of_memory_says_memory(tmp_path, fault, said):
+    """The alarm arrives, and its words tell a cell from a transfer; a fault of memory needs no probe to be named."""
+    (tmp_path / "canaryd.yaml").write_text(json.dumps({"probes": {"memory_sweep": {"settings": {"mebibytes": 1}}}}))
+    common = ("--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state")
+    answer = canaryd("drill", "--fault", fault, "--device", "cpu:0", *common)
+    assert answer.code == 2, answer.out
+    told = " ".join(answer.out.split())
+    assert said in told
+    assert ("Cause: hardware" in told) == (fault == "stuck-at-0")
 
 
 # --- No evidence -----------------------------------------------------------------------------------------------------
@@ -207,7 +285,8 @@ def test_without_torch_a_device_is_unknown(tmp_path):
     assert {run["outcome"] for run in device["runs"]} == {"skipped"}
     reasons = {part["probe"]: part["reason"] for part in device["skipped"]}
     assert sorted(reasons) == [
-        *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul", "recorded_kernels")
+        *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul"),
+        *("memory_sweep", "recorded_kernels"),
     ]
     assert all("torch" in reason for reason in reasons.values())
     assert any("cannot import torch" in problem for problem in document["problems"])
@@ -278,8 +357,15 @@ def test_a_device_that_cannot_be_had_is_unknown(tmp_path):
 # --- Interrupted, waiting, watched -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("past", [False, True], ids=["first", "after a clean check"])
+@pytest.mark.parametrize(
+    ("past", "number"),
+    [
+        pytest.param(False, signal.SIGINT, id="first-SIGINT"),
+        pytest.param(True, signal.SIGTERM, id="after a clean check-SIGTERM"),
+        pytest.param(False, signal.SIGTERM, id="first-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(True, signal.SIGINT, id="after a clean check-SIGINT", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_check_is_unknown_and_leaves_nothing_behind(tmp_path, number, past):
     """Within five seconds, exit 3, "interrupted" in the report, no worker left, even one that ignores SIGTERM."""
     log, state = tmp_path / "log", tmp_path / "state"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,16 +16,17 @@ from canaryd.config.settings import Config, JudgePolicy, ProbesConfig, ProbeSett
 from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine, Progress, choose
-from canaryd.engine.evidence import FEW, NEWEST, SHOWN, fold
+from canaryd.engine.evidence import NEWEST
 from canaryd.facts import Comparison, Evidence, Exactness, Reading, Recording
 from canaryd.judge import node
+from canaryd.judge.brief import FEW, SHOWN, fold
 from canaryd.judge.recordings import speed
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.model import Cause, Device, Outcome, Run, State, Verdict
 from canaryd.probe import ProbeSpec
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
-from tests.command import BUILTIN, bare_python, catalogue, eventually
+from tests.command import BUILTIN, ROOT, bare_python, catalogue, eventually
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
 NOW = 1_700_000_000.0
@@ -288,14 +291,21 @@ def test_a_wait_for_a_device_ends_with_stop(tmp_path):
     """A user who interrupts a waiting check is not kept for the ten minutes that it may wait."""
     engine = start(settings(tmp_path, "passes"))
     holders: list[str] = []
-    with Store.open(tmp_path / "state") as other, other.lock(the_cpu(engine).uuid):
+    holds = (
+        "import sys; from pathlib import Path; from canaryd.store.store import Store\n"
+        "with Store.open(Path(sys.argv[1])) as store, store.lock(sys.argv[2]): print(flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", holds, str(tmp_path / "state"), the_cpu(engine).uuid]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"\n"
         threading.Timer(0.3, engine.stop, ("enough",)).start()
         begun = time.monotonic()
         with pytest.raises(Busy):
             carry_out(engine, wait=60.0, on_wait=holders.append)
         assert time.monotonic() - begun < 5
+        other.stdin.close()
     assert len(holders) == 1
-    assert f"pid {os.getpid()}" in holders[0]
+    assert f"pid {other.pid}" in holders[0]
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -357,14 +367,14 @@ def test_a_frequent_probe_does_not_crowd_out_a_rare_one_after_a_restart(tmp_path
 
 
 def test_of_many_recordings_the_newest_runs_alone_are_kept(idle):
-    """With their readings, but for the fingerprint; and what departed from the known is kept whole."""
+    """With their readings, but for the fingerprint; what departed, and few recordings of a part, are kept whole."""
     cases = tuple(Recording(case=f"case {n}", digest=f"{n:016x}") for n in range(FEW + 1))
     readings = tuple(Reading(name=n, value=1, unit="1") for n in ("kernel_seconds", "golden_fingerprint"))
     names = tuple(c.case for c in cases)
     for number in range(10):
         odd = names[:1] if number == 1 else ()
         idle.take(made(number, recordings=cases, readings=readings, learnt=names, unknown=odd))
-        idle.take(made(number, "few", recordings=cases[:FEW], readings=readings, learnt=names))
+        idle.take(made(number, "few", recordings=cases[:FEW], readings=readings, learnt=names, cases=names))
     runs = [r for r in idle.evidence(CPU.uuid) if r.probe == "p"]
     whole = [bool(r.recordings) for r in runs]
     assert whole == [False, True] + [False] * 3 + [True] * SHOWN
@@ -413,7 +423,7 @@ def test_a_mismatch_is_never_crowded_out(idle, monkeypatch):
     monkeypatch.setattr("canaryd.engine.evidence.RECORD", 200)
     idle.take(made(0, wrong=True))
     for number in range(1, 300):
-        idle.take(made(number, recordings=(Recording(case="a", digest="0" * 16),)))
+        idle.take(made(number, cases=("a",)))
     runs = idle.evidence(CPU.uuid)
     assert runs[0].wrong
     assert len(runs) == 200 + 1

@@ -5,6 +5,8 @@ Real engine, store and workers, against a server that computes every answer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the server of these tests computes with torch")
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.torch
 from canaryd.config import load  # noqa: E402
 from canaryd.engine import schedule  # noqa: E402
 from canaryd.engine.engine import Engine  # noqa: E402
-from canaryd.model import Cause, State  # noqa: E402
+from canaryd.model import Cause, Outcome, State  # noqa: E402
 from canaryd.store.store import Store  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
@@ -36,12 +38,12 @@ def directory(tmp_path_factory):
 class Host:
     """A host whose CPU serves an exact canary, and another model beside it."""
 
-    def __init__(self, place, directory, url):
+    def __init__(self, place, directory, url, **endpoint):
         others = {"plain": {"url": "http://127.0.0.1:9/v1", "model": "tiny"}}
         path = configure(
             place,
             each={name: {"enabled": True} for name in ("exact_endpoint", "endpoint_canary", "exact_integer")},
-            endpoints={"exact": {"url": url, "exact": str(directory), "apis": ["completions"]}, **others},
+            endpoints={"exact": {"url": url, "exact": str(directory), "apis": ["completions"], **endpoint}, **others},
             state_dir=str(place / "state"),
         )
         loaded = load.load(path)
@@ -77,6 +79,24 @@ def test_an_endpoint_with_exact_has_a_probe_of_its_own(tmp_path, directory):
     (run,) = host.ask()
     assert "refused" in run.detail
     assert host.verdict.state is State.UNKNOWN
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_its_deadline_keeps_its_wrong_answers(tmp_path, directory):
+    """The server answers wrongly twice, then keeps its clients waiting for longer than the run may take."""
+    with serving(directory, flipped=NORM, hangs_after=12) as url:
+        host = Host(tmp_path, directory, url, timeout="50s")
+        entry = host.engine.entries["exact_endpoint"]
+        # A run without a baseline has the deadline of level deep.
+        spec = replace(entry.spec, timeout=10.0, budget=dict.fromkeys(entry.spec.budget, 2.0))
+        host.engine.entries["exact_endpoint"] = replace(entry, spec=spec)
+        settings = host.engine.config
+        host.engine.config = replace(settings, judge=replace(settings.judge, confirm_runs=1))
+        runs = host.ask()
+    assert runs[0].outcome is Outcome.TIMED_OUT
+    assert [c.case for c in runs[0].wrong][:2] == ["completions/alone", "completions/again"]
+    assert all(c.characterised for c in runs[0].wrong)
+    assert host.verdict.state in (State.SUSPECT, State.FAULTY)
 
 
 def test_the_first_right_answers_make_it_healthy(tmp_path, directory):

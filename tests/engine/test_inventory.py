@@ -7,7 +7,7 @@ import pytest
 from canaryd.engine.inventory import PLACEHOLDER, bus_key, changes, merge
 from canaryd.model import Device
 from canaryd.store.devices import DeviceRecord
-from canaryd.supervisor.protocol import Description, Listing
+from canaryd.supervisor.protocol import Description, Listing, Reach
 
 NOW = 1_790_000_000.0
 HEX = "5f1c0d6e-1111-2222-3333-444455556666"
@@ -182,3 +182,46 @@ def test_changes_have_before_and_after():
     assert changes({}, (), [after, new], [], NOW) == []
     (back,) = changes({SEEN.uuid: SEEN}, (), [SEEN], [], NOW)
     assert (back.name, back.before, back.after) == ("device", "gone", "found")
+
+
+def through(name, **fields):
+    """A device of another runtime."""
+    given = {"uuid": f"{name}-x", "backend": name, "index": 0, "model": "m", **fields}
+    return Device(**given)
+
+
+@pytest.mark.parametrize(
+    ("detail", "card"),
+    [
+        ({"bus_id": "00000000:65:00.0"}, SEEN.uuid),
+        ({"gpu_uuid": f"GPU-{HEX.upper()}"}, SEEN.uuid),
+        ({"bus_id": "0000:66:00.0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_another_runtimes_device_belongs_to_a_card_where_that_can_be_told(detail, card):
+    """By PCI address or uuid, however they are spelt; otherwise the identity is weak and says why."""
+    runtimes = {"onnx": Reach(devices=(through("onnx-cuda", detail=detail),))}
+    found = merge(described(CPU, TORCH), listing(nvidia=[SEEN]), {}, (), runtimes)
+    (device,) = (d for d in found.devices if d.runtime == "onnx")
+    assert device.card == card
+    assert device.physical == (card or device.uuid)
+    assert device.weak_identity is not bool(card)
+    assert ("card" in device.detail) is not bool(card)
+    assert len(found.devices) == 3
+
+
+def test_the_one_gpu_of_a_mac_is_the_same_card():
+    """Metal gives no address, and a Mac has one GPU."""
+    mps = Device(uuid="MPS-1", backend="mps", index=0, model="Apple M4", torch_index=0)
+    runtimes = {"mlx": Reach(devices=(through("mlx-metal"), through("mlx-cpu", uuid="c", card=CPU.uuid)))}
+    metal, cpu = (d for d in merge(described(CPU, mps), listing(), {}, (), runtimes).devices if d.runtime == "mlx")
+    assert (metal.card, cpu.card) == (mps.uuid, CPU.uuid)
+
+
+def test_a_runtime_that_could_not_be_asked_makes_its_devices_uncertain():
+    """Its known devices have not vanished: nobody could look."""
+    known = {d.uuid: d for d in (CPU, through("mlx-cpu"), through("onnx-cpu"))}
+    runtimes = {"mlx": Reach(problem="cannot import mlx"), "onnx": Reach()}
+    assert "mlx-cpu" in merge(described(CPU), listing(), known, (), runtimes).uncertain
+    assert "onnx-cpu" not in merge(described(CPU), listing(), known, (), runtimes).uncertain

@@ -9,8 +9,8 @@ import pytest
 from canaryd.engine.evidence import NEWEST
 from canaryd.engine.sums import SLOT, add_up, can_sum
 from canaryd.facts import Recording
+from canaryd.judge.brief import SHOWN
 from canaryd.model import Outcome
-from canaryd.store.runs import FEW
 from tests.engine.test_engine import NOW, made, settings, start, the_cpu
 
 START = NOW - NOW % SLOT
@@ -60,6 +60,28 @@ def test_live_and_read_back_are_alike(tmp_path):
     again.store.close()
 
 
+def test_failures_are_read_back_as_they_were_in_memory(tmp_path):
+    """Of the newest all comparisons, of older ones what was wrong: a restart changes no verdict."""
+    config = settings(tmp_path, "passes")
+    engine = start(config)
+    device = the_cpu(engine).uuid
+    recordings = tuple(Recording(case=f"case {n}", digest="0" * 16) for n in range(3))
+    for number in range(60):
+        run = made(number, "passes", wrong=number % 2 == 0, device=device, recordings=recordings)
+        others = tuple(
+            dataclasses.replace(run.comparisons[0], case=f"other {n}", wrong_trials=0, evidence=None) for n in range(4)
+        )
+        run = dataclasses.replace(run, comparisons=(*run.comparisons, *others))
+        engine.store.add_run(run)
+        engine.take(run)
+    live = engine.evidence(device)
+    engine.store.close()
+    again = start(config)
+    assert again.evidence(device) == live
+    assert [len(r.comparisons) for r in live if r.wrong] == [2] * (30 - SHOWN) + [5] * SHOWN
+    again.store.close()
+
+
 def test_a_mismatch_that_comes_later_finds_the_record_in_parts(tmp_path):
     """A clean device keeps its newest runs only; with the first mismatch its whole record counts."""
     engine = start(settings(tmp_path, "passes"))
@@ -88,7 +110,6 @@ def test_after_a_clock_was_set_back_the_newest_runs_stay(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recordings": tuple(Recording(case=f"case {n}", digest="0" * 16) for n in range(FEW))},
         {"cases": ("a",)},
         {"confirms": "x"},
         {"intensity": "steady"},
@@ -99,7 +120,7 @@ def test_after_a_clock_was_set_back_the_newest_runs_stay(tmp_path):
     ],
 )
 def test_what_the_judge_looks_into_stays_whole(changes):
-    """Few recordings, a part of a probe, other intensity, what did not complete, and whatever was wrong."""
+    """A part of a probe, other intensity, what did not complete, and whatever was wrong."""
     assert can_sum(made(1))
     assert not can_sum(made(1, **changes))
 

@@ -33,14 +33,14 @@ OURS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
 EMPTY = {
     "Fleet / Software versions that differ / A": "both nodes have one stack",
     "Fleet / Results shared by a minority of nodes / A": "the odd value is on one node alone",
-    "Itself / Answering / A": "no node is silent in this story",
-    "Itself / Trouble / A": "the stores work",
-    "Itself / Trouble / B": "the configurations are right",
-    "Itself / Trouble / C": "the kernel logs are readable",
-    "Itself / Trouble / E": "the drivers are persistent",
+    "Itself / Nodes that do not answer, over time / A": "no node is silent in this story",
+    "Itself / Problems over time / A": "the stores work",
+    "Itself / Problems over time / B": "the configurations are right",
+    "Itself / Problems over time / C": "the kernel logs are readable",
+    "Itself / Problems over time / E": "the drivers are persistent",
     "Itself / Starts and reloads / A": "no daemon starts anew",
-    "Device / Retired pages / A": "this generation replaces rows instead of retiring pages",
-    "Device / Retired pages / B": "only AMD devices give it",
+    "Device / Memory taken out of use / C": "this generation replaces rows instead of retiring pages",
+    "Device / Memory taken out of use / D": "only AMD devices give it",
     "Device / Links: errors / B": "needs a port that reports AER, which the stand-in's PCI tree has not",
     "Device / Links: errors / C": "no device-to-device link errs in this story",
 }
@@ -176,6 +176,33 @@ def test_ids_are_unique_and_panels_do_not_overlap(dashboard):
 
 
 @every
+def test_folded_rows_have_panels_and_open_without_overlap(dashboard):
+    """Rows that many machines have no data for are folded; inside, panels have ids and places of their own."""
+    ids = Counter(panel["id"] for panel in (*dashboard["panels"], *panels(dashboard)))
+    assert {panel["id"] for panel in panels(dashboard)} <= set(ids)
+    for row in (panel for panel in dashboard["panels"] if panel.get("collapsed")):
+        taken: Counter = Counter()
+        for panel in row["panels"]:
+            place = panel["gridPos"]
+            assert place["y"] > row["gridPos"]["y"]
+            assert ids[panel["id"]] == 1
+            taken.update(
+                (x, y)
+                for x in range(place["x"], place["x"] + place["w"])
+                for y in range(place["y"], place["y"] + place["h"])
+            )
+        assert set(taken.values()) == {1}, row["title"]
+
+
+def test_lanes_bear_the_names_that_people_type():
+    """No lane or line is called by a uuid; only a node that fell silent long ago leaves nothing else."""
+    for dashboard in DASHBOARDS.values():
+        for panel in panels(dashboard):
+            for target in panel.get("targets", ()):
+                assert "{{device}}" not in target.get("legendFormat", ""), panel["title"]
+
+
+@every
 def test_every_panel_says_what_it_shows(dashboard):
     """A title, a description of a sentence, a unit, and what it means when there is nothing."""
     titles = Counter(panel["title"] for panel in panels(dashboard))
@@ -254,7 +281,7 @@ def test_variables_are_filled_when_the_time_range_changes(dashboard):
                 assert variable["includeAll"]
                 # Other exporters' jobs are no nodes of canaryd: there "All" is the list of its own.
                 assert variable.get("allValue") == (None if variable["name"] == "job" else ".+")
-    used = {name for q in queries.queries(dashboard) for name in re.findall(r"\$\{?(\w+)", q.text)}
+    used = {name for q in queries.queries(dashboard) for name in re.findall(r"\$\{?([A-Za-z_]\w*)", q.text)}
     assert used - {"__rate_interval", "__interval", "__range"} <= variables.keys()
     for name in variables.keys() - {"datasource"}:
         assert name in used, f"${name} is asked for nowhere"
@@ -347,7 +374,7 @@ READINGS_LEFT = tuple(
         *("persistence", "compute_", "mig_", "device_health", "device_fault", "device_recoveries", "canary_margin"),
         *("canary_first", "canary_sensitive", "endpoint_prompt", "endpoint_start", "endpoint_nonfinite"),
         *("edac_controllers", "ras", "cpu_cores", "load_average", "swap", "clock_source", "boot_time", "crash_records"),
-        "retired_pages_pending",
+        *("retired_pages_pending", "memory_available", "memory_used", "memory_total"),
     )
 )
 """Details that `canaryd status`, the dossier and ad-hoc queries give; a page with all of them would hide the rest."""
@@ -439,10 +466,23 @@ def test_the_fleet_names_what_is_wrong_worst_first(seen):
     assert len({(row["instance"], row["device"]) for row in rows}) == len(rows)
 
 
+def test_a_lane_of_the_fleet_is_named_cuda_3(seen):
+    """The same panel that showed the tail of a uuid; what is unknown by name keeps its uuid and its lane."""
+    api, nodes, window = seen
+    panel = next(p for p in panels(DASHBOARDS["canaryd-fleet"]) if p["type"] == "state-timeline")
+    chosen = queries.choices(DASHBOARDS["canaryd-fleet"], api, window)
+    (target,) = panel["targets"]
+    found = queries.over_time(api, target["expr"], chosen, window)
+    names = {(line.labels["instance"], line.labels["name"]) for line in found}
+    assert (nodes[0].name, "cuda:3") in names
+    assert len(names) == len({(line.labels["instance"], line.labels["device"]) for line in found})
+    assert all(name.startswith(("cuda:", "cpu:")) for _, name in names)
+
+
 def test_the_vote_names_the_device_that_differs(seen):
     """And nobody else."""
     _, nodes, _ = seen
-    rows = rows_of("Outvoted devices", "canaryd-fleet", seen)
+    rows = rows_of("Which device differs from identical ones", "canaryd-fleet", seen)
     assert [(row["instance"], row["device name"]) for row in rows] == [(nodes[0].name, "cuda:6")]
     votes = rows_of("Comparison with the fleet", "canaryd-device", seen, instance=nodes[0].name, device="cuda:6")
     assert [(row["probe"], row.get("outvoted")) for row in votes] == [("says_all", 1.0)]
@@ -498,7 +538,8 @@ def test_the_preview_draws_every_panel(seen, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     for uid, dashboard in DASHBOARDS.items():
         page = (tmp_path / f"{uid}.html").read_text()
-        assert page.count('class="panel"') == len(panels(dashboard))
+        assert page.count('class="panel"') == sum(panel["type"] != "row" for panel in dashboard["panels"])
+        assert page.count("▸ ") == sum(panel.get("collapsed", False) for panel in dashboard["panels"])
     told = next(line for line in done.stdout.splitlines() if "canaryd-fleet.html" in line)
     empty = set(told.partition("without data: ")[2].split("; "))
     assert empty <= {where.split(" / ")[1] for where in EMPTY} | {"none"}

@@ -12,6 +12,7 @@ from canaryd.model import Finding, Run, Verdict
 from canaryd.store import rows
 from canaryd.store.store import Store
 from tests import story
+from tests.alert_texts import untrue_of
 from tests.judge.test_stories import TOLD_BY
 from tests.sentences import _hints, changed, rewritten
 from tests.story import STORIES, Host, Simulated
@@ -23,9 +24,9 @@ NEEDED = frozenset(TOLD_BY.values())
 
 @functools.cache
 def as_told(path):
-    """Play a story as its file tells it; return what is wrong with its end, and what was concluded in every round."""
+    """Play a story as its file tells it; return what is wrong with its end, all conclusions, and untrue alerts."""
     played = story.play(story.load(path))
-    return played.failures(), concluded(played)
+    return played.failures(), concluded(played), untrue_of(played)
 
 
 def in_other_words(path, monkeypatch):
@@ -77,12 +78,13 @@ def rewrite(patch):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_story_ends_as_its_file_says(path):
-    """The right state, with the right cause, by the round that is written there."""
+    """The right state, with the right cause, by the round that is written there; and no alert claims more than it."""
     told = story.load(path)
     assert told.name == path.stem
     assert len(told.text.split()) > 10, "the text says what happened in the world"
-    failures, _ = as_told(path)
+    failures, _, untrue = as_told(path)
     assert not failures, "\n".join(failures)
+    assert not untrue, "\n".join(untrue)
 
 
 @pytest.mark.parametrize(

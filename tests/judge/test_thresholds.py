@@ -54,6 +54,9 @@ MODULES = (*sorted(set(JUDGING) - set(CATALOGUES)), "engine.schedule")
 SECTIONS = {"judge": JudgePolicy, "telemetry": TelemetryConfig}
 
 NOT_THRESHOLDS = {
+    "judge.brief.ELEMENTS": "how much of an older run stays in memory; the store keeps all of it",
+    "judge.brief.FEW": "how much of an older run stays in memory; the store keeps all of it",
+    "judge.brief.SHOWN": "how many runs stay in memory whole; the store keeps all of them",
     "judge.incidents.BESIDE": "it only says which findings are told together: no state, cause or end rests on it",
     "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
@@ -736,6 +739,8 @@ def settings() -> dict[str, list[float]]:
 
 
 NO_LIMITS: Mapping[str, set[float]] = {
+    "judge.brief.fold": {2},  # one comparison needs no sum
+    "judge.cells.broken_cells": {2},  # half of the words: most of them
     "judge.characterised.class_of": {4096},  # a cache
     "judge.coverage.vanished": {60},  # whole minutes, in words
     "judge.vanishing.outages": {2},  # found and gone take turns

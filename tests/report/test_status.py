@@ -13,6 +13,7 @@ from canaryd.config.settings import Config, ProbeSettings
 from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.trends.days import Day
+from canaryd.judge.wording import OPERATOR, VENDOR
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.advice import advice, answer
@@ -222,9 +223,7 @@ def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daem
     assert (document["answer"], document["advice"]) == (answer(found), advice(found))
 
 
-@pytest.mark.parametrize(
-    ("weak", "then"), [(False, "open a vendor case"), (True, "tell whoever runs the physical machine")]
-)
+@pytest.mark.parametrize(("weak", "then"), [(False, VENDOR), (True, OPERATOR)])
 def test_a_faulty_processor_takes_the_whole_node_out_of_service(store, weak, then):
     """It computes for every device; and a virtual machine's user has no vendor to send it to."""
     cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", weak_identity=weak)
@@ -284,7 +283,7 @@ def test_right_after_a_start_the_first_tests_are_running(store, judged):
     with store.lock(DAEMON_LOCK):
         found = ask(store)
     assert answer(found) == "UNKNOWN whether this node's numbers are right: first tests are running on cuda:3"
-    assert advice(found) == "Wait some minutes, then ask again."
+    assert advice(found) == "Wait some minutes, then ask again. No device counts as healthy before it is judged."
     assert "tart the daemon" not in status_text(found)
     assert "tart the daemon" in status_text(ask(store)) or judged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from canaryd.codec import to_json
 from canaryd.model import Device
+from canaryd.supervisor.remote import own_files
 
 ENTRY = Path(__file__).parents[2] / "canaryd" / "worker" / "__main__.py"
 PROBES = Path(__file__).parents[1] / "probes"
@@ -187,11 +189,9 @@ def test_a_long_traceback_keeps_its_end(worker, tmp_path):
 def test_unpacked_files_are_found_by_relative_names(tmp_path):
     """Behind a command, probes arrive as data and are named relative to the unpacked tree."""
     tree = tmp_path / "tree"
-    for name in ("__init__", "codec", "facts", "hidden", "model", "probe"):
-        path = Path("canaryd", f"{name}.py")
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ENTRY.parents[2] / path, tree / path)
-    shutil.copytree(ENTRY.parent, tree / "canaryd" / "worker", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, content in own_files().items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(base64.b64decode(content))
     ours, theirs = os.pipe()
     argv = [sys.executable, str(tree / "canaryd/worker/__main__.py"), "--fd", str(theirs), "--nonce", "abc"]
     requests = [

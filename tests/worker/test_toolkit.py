@@ -19,8 +19,8 @@ PAGE = DOCS / "writing-a-probe.md"
 EXAMPLE = DOCS / "examples" / "prefix_sum.py"
 PROMISED = {
     "Bound": "magnitude, limit",
-    "Case": "name, build, compute, characterised=True, struck=0, fixed=False",
-    "Problem": "operands, golden, exactness, bound, shape, witnessed=True",
+    "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None",
+    "Problem": "operands, golden, exactness, bound, shape, witnessed=True, operations=0",
     "chosen": "ctx, name",
     "collect": "golden, observed",
     "derive": "seed, name",
@@ -30,7 +30,7 @@ PROMISED = {
     "synchronize": "device",
     "torch_device": "device",
     "upload": "tensors, device",
-    "verify_all": "ctx, fresh, fixed, shipped",
+    "verify_all": "ctx, fresh, fixed, shipped, refused=()",
 }
 """Name → arguments with their defaults. A name may be added and an optional argument appended; nothing else changes."""
 

@@ -165,7 +165,7 @@ def _departure(record: Record, probe: str, together: Sequence[_Weighed], cases: 
         action=action,
         evidence=tuple(evidence),
         probe=probe,
-        repro=newest.run.repro,
+        repro=newest.run.repeat,
         runs=tuple(dict.fromkeys(o.run.id for each in cases for o in each.outliers))[-RUNS_NAMED:],
         rivals=rivals,
     )
@@ -397,7 +397,7 @@ def _chain_change(
         action = "Check this host's CPU and memory: they made other inputs from the same seed."
     elif kind is _Change.UNKNOWN_LINK:
         cause = Cause.HARNESS
-        evidence.append("What is unknown may not have changed: the results may differ for another reason.")
+        evidence.append("Whether the rest changed is not known; the results may differ for another reason.")
     names = listed([change.link for change in changes]) or "the probe"
     return Finding(
         rule="chain-changed",

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from canaryd.judge import brief
 from canaryd.judge.recordings.baseline import IDLE, LOADED
 from canaryd.judge.recordings.record import Record
 from canaryd.judge.telemetry.readings import in_words
@@ -14,8 +15,8 @@ from canaryd.judge.wording import listed
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 NEWEST = 3
-"""Runs whose median is the current latency, so that one busy moment does not count (ours). False alarms: 3.0e-4 a look
-if one run in 100 is so slow."""
+"""Runs whose median is the current latency: one slow run alone does not count (ours). If one run in 100 is slow by
+chance, a look at three runs gives a false alarm with a probability of 3.0e-4."""
 EARLIER = 10
 """Earlier runs that a comparison of latencies needs at least (ours)."""
 SLOWER, BESIDE_SLOWER = 3.0, 10.0
@@ -23,7 +24,7 @@ SLOWER, BESIDE_SLOWER = 3.0, 10.0
 while a replica is less than `SLOWER` times as slow as before (ours)."""
 TOGETHER = 3600.0
 """Seconds within which two endpoints are compared: the newest runs of both are no farther apart (ours)."""
-LATENCIES = {"endpoint_first_token_seconds": 0.1, "endpoint_token_seconds": 0.01}
+LATENCIES = dict(zip(brief.LATENCIES, (0.1, 0.01), strict=True))
 """Readings of an endpoint's speed, and by how many seconds one must have grown to matter (ours)."""
 
 

@@ -45,7 +45,7 @@ def symptom(record: Record) -> Iterator[Finding]:
             action=f"Run: {found.command}",
             evidence=_evidence(record, found, complete=complete),
             probe=probe,
-            repro=run.repro,
+            repro=run.repeat,
             runs=(run.id,),
         )
 

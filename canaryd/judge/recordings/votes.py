@@ -86,7 +86,7 @@ def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
         evidence.append(f"Same results as {device}: {listed(agree)}.")
     if not _names_kernels(record, own):
         evidence.append("It is not known which kernels ran; the devices may have chosen different ones.")
-    evidence.append("To settle it, you can also record the same on another host: canaryd baseline import.")
+    evidence.append("Or record the same on another host and import it here: canaryd baseline import.")
     return Finding(
         rule="recording-disputed",
         state=State.UNKNOWN,
@@ -141,6 +141,6 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
             cause=Cause.NONE,
             message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by another device or a reference.",
             action="Import the same baselines from another host: canaryd baseline import",
-            evidence=("They hold what this device gave when it was first recorded; a faulty one would look the same.",),
+            evidence=("They hold what this device gave at first. If it was faulty then, it looks right now.",),
             probe=probe,
         )

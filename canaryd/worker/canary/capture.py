@@ -20,7 +20,7 @@ from typing import Any
 
 from canaryd import __version__
 from canaryd.codec import from_json, to_json
-from canaryd.facts import printable
+from canaryd.facts import beginning, printable
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import hugging_face
@@ -353,7 +353,7 @@ def _compute(
                 record(model, golden, names, recorder, forced=forced, progress=progress)
         except RuntimeError as error:
             if is_refusal(error):
-                reason = " ".join(str(error).split())[:300]
+                reason = beginning(str(error), 300)
                 raise Skip(f"{device.model} does not run {request.dtype}: {reason}") from error
             raise
     if recorder.drill and not recorder.struck:

@@ -24,8 +24,10 @@ from canaryd.worker.canary.model import (
     score,
     time_limit,
 )
+from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric import verify as numeric_verify
+from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.tensors import bits, host_same_bits, on_core, torch, torch_device
@@ -282,7 +284,7 @@ class Bench:
             if not _cannot(error):
                 raise
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            text = (lines or ["no reason given"])[0][: numeric_verify.QUOTED]
+            text = (lines or ["no reason given"])[0][: numeric_cases.QUOTED]
             return f"this torch on {self.session.ctx.device.backend} cannot: {type(error).__name__}: {text}"
         return ""
 
@@ -329,7 +331,7 @@ class Bench:
             ("", Exactness.MARGIN, [s.tokens for s in seen], [s.tokens for s in again]),
             ("/logits", Exactness.MARGIN, [s.logits for s in seen], [s.logits for s in again]),
         ):
-            if numeric_verify.chosen(self.session.ctx, task.name + suffix):
+            if numeric_cases.chosen(self.session.ctx, task.name + suffix):
                 found = next((e for e in evidences if e), None)
                 if found:
                     count = sum(1 for e in repeated if e)
@@ -338,7 +340,7 @@ class Bench:
                 place = self.session.place_of(self._place(task))
                 comparison = self._comparison(task.name + suffix, exactness, place, len(seen), wrong, found)
                 yield replace(comparison, digest=seen[0].digest) if suffix else comparison
-        if numeric_verify.chosen(ctx, f"{task.name}/logits"):
+        if numeric_cases.chosen(ctx, f"{task.name}/logits"):
             recordings = [r for _, r in answers]
             yield from recordings if ctx.baselining else {r.digest: r for r in recordings}.values()
 
@@ -356,7 +358,7 @@ class Bench:
             found = replace(found, lines={}, pattern=text)
         read_back = self._comparison(f"{dtype}/weights", Exactness.UNIVERSAL, None, 1, len(wrong[:1]), found)
         device = self.session.ctx.device  # an accelerator only has to keep what was written
-        known = device.backend != "cpu" or numeric_verify.is_characterised(device, "float32")
+        known = device.backend != "cpu" or is_characterised(device, "float32")
         return replace(read_back, characterised=known)
 
     def readings(self) -> Iterator[Fact]:
@@ -417,7 +419,7 @@ class Bench:
 
     def _upload(self, dtype: str) -> Canary:
         model = self.golden.model.to(torch_device(self.session.ctx.device), dtype)
-        self.session.injector.before(f"{dtype}/weights", model.weights["embedding"])
+        self.session.injector.before(f"{dtype}/weights", (model.weights["embedding"],), 0)
         return model
 
     def _infer(self, task: Task, model: Canary) -> tuple[Seen, Recording]:
@@ -453,7 +455,7 @@ class Bench:
             trials=trials,
             wrong_trials=wrong,
             evidence=found,
-            characterised=numeric_verify.is_characterised(ctx.device, "float32"),
+            characterised=is_characterised(ctx.device, "float32"),
         )
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import Reading, Recording
+from canaryd.facts import Reading, Recording, beginning
+from canaryd.free_memory import of_host
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
@@ -208,8 +209,7 @@ class Checkpoint:
         except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
             if "memory" in str(error):
                 raise
-            text = " ".join(str(error).split())
-            text = text if len(text) <= QUOTED else text[:QUOTED] + "…"
+            text = beginning(str(error), QUOTED)
             if getattr(getattr(self, "config", None), "auto_map", None) or "trust_remote_code" in str(error):
                 text = "it needs code from the checkpoint, which canaryd never runs"
             raise Skip(f"{self.settings.directory}: {self.server} cannot load its {part}: {text}") from error
@@ -340,9 +340,8 @@ def device_memory(device: Device) -> int:
 
 def host_memory() -> int:
     """Return the bytes that new programs can have without swapping: MemAvailable, or psutil's number elsewhere."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
+    if (free := of_host()) is not None:
+        return free
     try:
         return int(importlib.import_module("psutil").virtual_memory().available)
     except ImportError as error:

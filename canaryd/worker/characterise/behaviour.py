@@ -9,7 +9,7 @@ import time
 from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Seen
+from canaryd.facts import Claim, Seen, beginning
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
@@ -44,7 +44,7 @@ def memory(bench: Bench) -> None:
         kind, taken = kind_of(caught), len(held) * size
         held.clear()
         good = kind is ErrorKind.MEMORY
-        text = "" if good else f"taken for {kind.value}: {str(caught)[:200]}"
+        text = "" if good else f"taken for {kind.value}: {beginning(str(caught), 200)}"
         bench.add(
             "memory runs out", Claim.STRICT, Seen.RIGHT if good else Seen.WRONG, text, values={"taken_bytes": taken}
         )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from canaryd.facts import Claim, Observation, Seen
+from canaryd.facts import Claim, Observation, Seen, beginning
 from canaryd.model import Device
 from canaryd.worker.numeric import evidence, faults
+from canaryd.worker.numeric.cases import QUOTED
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import Inexact, Problem
-from canaryd.worker.numeric.tensors import host_same_bits, same_bits, upload
-from canaryd.worker.numeric.verify import QUOTED
+from canaryd.worker.numeric.tensors import host_same_bits
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation, Runtime
 
 BLIND = "blind"
 """The drill that makes every comparison say "equal": the controls must notice."""
@@ -48,6 +51,15 @@ class Bench:
         self.begun = self.clock()
 
     @property
+    def runtime(self) -> Runtime:
+        """The runtime through which the device is characterised."""
+        return interface.of(self.device)
+
+    def computes(self, operation: Operation) -> Compute:
+        """Return how the device computes an operation."""
+        return partial(self.runtime.run, operation)
+
+    @property
     def left(self) -> float:
         """Seconds that are left, never negative."""
         return max(0.0, self.begun + self.seconds - self.clock())
@@ -74,9 +86,9 @@ class Bench:
         text = f"{type(caught).__name__}: {(lines or ['no reason given'])[0]}"
         kind = "harness" if isinstance(caught, Inexact) else kind_of(caught).value
         if kind == ErrorKind.REFUSED.value:
-            self.add(name, claim, Seen.REFUSED, text[:QUOTED])
+            self.add(name, claim, Seen.REFUSED, beginning(text, QUOTED))
             return
-        self.add(name, claim, Seen.RAISED, text[: 4 * QUOTED], error=kind)
+        self.add(name, claim, Seen.RAISED, beginning(text, 4 * QUOTED), error=kind)
         if kind == ErrorKind.DEVICE.value:
             raise DeviceFailed(text) from caught
 
@@ -84,7 +96,9 @@ class Bench:
         """Compare a result with its golden where both lie, and once more on the host; only both together are equal."""
         if self.drill == BLIND:
             return True
-        return same_bits(result, golden) and host_same_bits(result.cpu(), golden.cpu())
+        runtime = self.runtime
+        on_host = host_same_bits(runtime.download(result), runtime.download(golden))
+        return runtime.agree([result], golden)[0] and on_host
 
     def verify(self, name: str, build: Callable[[], Problem], compute: Compute, claim: Claim = Claim.STRICT) -> None:
         """Compute one problem from two uploads and note whether the results have the golden's bits."""
@@ -103,14 +117,13 @@ class Bench:
             self.add(name, claim, Seen.RAISED, "integer and float64 arithmetic of the host disagree", error="harness")
             return
         fault = faults.FAULTS.get(self.drill) if claim is Claim.STRICT else None
-        injector = faults.Injector(fault, SEED, target=name)
+        injector = faults.Injector(fault, SEED, self.runtime, target=name)
         wrong = None
         for _ in range(2):
-            operands = upload(problem.operands, self.device)
-            (golden,) = upload((problem.golden,), self.device)
-            injector.before(name, operands[0])
-            result = compute(operands, None).contiguous()
-            injector.after(name, result)
+            operands = self.runtime.upload(problem.operands, self.device)
+            (golden,) = self.runtime.upload((problem.golden,), self.device)
+            operands = injector.before(name, operands, 0)
+            result = injector.after(name, compute(operands, None))
             if not self.same(result, golden):
                 wrong = result
         if wrong is None:
@@ -121,6 +134,6 @@ class Bench:
         if not all(host_same_bits(a, b) for a, b in pairs):
             self.add(name, claim, Seen.RAISED, "the host made operands and golden twice, unlike", error="harness")
             return
-        observed = wrong.cpu()
+        observed = self.runtime.download(wrong)
         found = evidence.collect(problem.golden, observed)
         self.add(name, claim, Seen.WRONG, found.pattern, values={"wrong": found.wrong, "elements": found.total})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
@@ -12,15 +10,18 @@ from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import Problem, build
-from canaryd.worker.numeric.products import multiply
-from canaryd.worker.numeric.tensors import bits, strict_switches, upload
+from canaryd.worker.numeric.tensors import bits
+from canaryd.worker.runtime.interface import Operation
 
-PAIRS = (("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32"))
+PAIRS = (
+    ("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32"),
+    ("float16", "float16"),
+)  # fmt: skip
 
 
 def controls(bench: Bench) -> None:
     """Compare right results with a wrong golden, and results with each injected fault with the right one."""
-    with strict_switches():
+    with bench.runtime.strict(bench.device):
         for source, target in PAIRS:
             problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
             name = source if source == target else f"{source}>{target}"
@@ -42,14 +43,13 @@ def _with_wrong_golden(problem: Problem) -> Problem:
 
 def _one(bench: Bench, name: str, source: str, target: str, problem: Problem, fault: faults.Fault | None) -> None:
     """Compute a problem with a fault and note whether the comparison saw it."""
-    compute: Any = partial(multiply, source, target)
+    runtime = bench.runtime
     try:
-        operands = upload(problem.operands, bench.device)
-        (golden,) = upload((problem.golden,), bench.device)
-        injector = faults.Injector(fault, SEED, target=name)
-        injector.before(name, operands[0])
-        result = compute(operands, None).contiguous()
-        injector.after(name, result)
+        operands = runtime.upload(problem.operands, bench.device)
+        (golden,) = runtime.upload((problem.golden,), bench.device)
+        injector = faults.Injector(fault, SEED, runtime, target=name)
+        operands = injector.before(name, operands, 0)
+        result = injector.after(name, runtime.run(Operation("matmul", source, target), operands, None))
         bench.add(name, Claim.CONTROL, Seen.RIGHT if bench.same(result, golden) else Seen.WRONG)
     except DeviceFailed:
         raise

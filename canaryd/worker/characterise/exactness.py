@@ -14,15 +14,18 @@ from functools import partial
 from typing import Any
 
 from canaryd.facts import Claim, Seen
-from canaryd.model import Device
+from canaryd.model import RUNTIMES, Device
 from canaryd.worker.characterise.bench import SEED, Bench
 from canaryd.worker.numeric import attention
+from canaryd.worker.numeric.cases import refusal
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import CONTENTS, Product, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import float8
-from canaryd.worker.numeric.tensors import FORMATS, strict_switches, torch
-from canaryd.worker.numeric.verify import accumulator, refusal
+from canaryd.worker.numeric.tensors import FORMATS, torch
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 
 SHAPES = {
     "tile": (64, 64, 128, 0),
@@ -45,7 +48,6 @@ ATTENTION_SHAPES = {
     "long": (1, 2, 2, 8, 1024, 128),
 }  # fmt: skip
 """B, H, G, L, S and D."""
-KERNELS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 ATTENTION_FORMATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -129,13 +131,13 @@ def products(source: str, target: str, bench: Bench) -> None:
     """Verify one pair of formats in every content, layout and shape, by each library, and with each switch on."""
     source = float8(bench.device, source)
     name = label(source, target)
-    if source == "tfloat32" and bench.device.backend != "cuda":
+    if source == "tfloat32" and bench.device.unit != "cuda":
         bench.add(name, Claim.STRICT, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
         return
     scaled = source.startswith("float8")
     shapes, layouts = (SIXTEENTHS, ("nt",)) if scaled else (SHAPES, LAYOUTS)
-    compute = partial(multiply, source, target)
-    with strict_switches():
+    compute = bench.computes(Operation("matmul", source, target))
+    with bench.runtime.strict(bench.device):
         tiny = partial(build, product_of(bench.device, source, target, "permute", "nt", (32, 32, 32, 0)), SEED)
         bench.verify(f"{name}/permute/nt/tiny", tiny, compute)
         if bench.seen[-1].seen is Seen.REFUSED:
@@ -146,7 +148,7 @@ def products(source: str, target: str, bench: Bench) -> None:
         for library, (backends, choose) in LIBRARIES.items():
             _varied(bench, source, target, f"library {library}", backends, choose, compute)
         for switch in switches_of(source):
-            fast = partial(compute, fast=True) if switch.fast else compute
+            fast = partial(multiply, source, target, fast=True) if switch.fast else compute
             _varied(bench, source, target, f"switch {switch.name}", switch.backends, switch.turn_on, fast)
 
 
@@ -181,14 +183,14 @@ def _varied(
 def attentions(kernel: str, bench: Bench) -> None:
     """Verify one attention kernel in every format, content, mask and shape."""
     refused: dict[tuple[str, ...], str] = {}
-    with strict_switches():
+    with bench.runtime.strict(bench.device):
         for form, mask, shape, content in _mixed(
             ATTENTION_FORMATS, attention.MASKS, ATTENTION_SHAPES, attention.CONTENTS
         ):
             name = f"{kernel.lower()}/{form}/{content}/{mask}/{shape}"
             bits = attention.value_bits(bench.device, form, kernel)
             spec = attention.Attention(content, FORMATS[form], mask, *ATTENTION_SHAPES[shape], bits)
-            compute = partial(_attend, kernel, mask)
+            compute = bench.computes(Operation("attention", form, form, kernel, mask))
             if (form, mask, shape) not in refused:  # asked with zeros first, which cost nothing to make
                 refused[form, mask, shape] = _refusal(bench, name, spec, compute)
             if refused[form, mask, shape]:
@@ -205,11 +207,10 @@ def _refusal(bench: Bench, name: str, spec: attention.Attention, compute: Any) -
     return ""
 
 
-def _attend(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001  SDPA has no out=
-    query, key, value, allowed = operands
-    given = allowed if mask in ("bool", "float") else None
-    return attention.attend(kernel, query, key, value, causal=mask == "causal", mask=given)
-
-
 PRODUCT_PARTS = tuple((label(s, t), partial(products, s, t)) for s, t in FORMAT_PAIRS)
-ATTENTION_PARTS = tuple((kernel.lower(), partial(attentions, kernel)) for kernel in KERNELS)
+ATTENTION_PARTS = tuple(
+    (runtime, kernel.lower(), partial(attentions, kernel))
+    for runtime in RUNTIMES
+    for kernel in interface.named(runtime).attention_kernels
+)
+"""Runtime, name and how it is carried out, for every kernel of attention."""

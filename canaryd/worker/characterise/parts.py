@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.model import Device
+from canaryd.model import RUNTIMES, TORCH, Device
 from canaryd.worker.characterise import behaviour, controls, exactness, speed, vendor_tool, width
 from canaryd.worker.characterise.bench import Bench, DeviceFailed, Progress
 from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.products import FORMAT_PAIRS
-from canaryd.worker.numeric.tensors import as_text, need_torch, strict_switches, torch, torch_device
-from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.numeric.tensors import as_text, need_torch, torch, torch_device
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,20 @@ class Part:
     rank: int
     seconds: float
     carry_out: Callable[[Bench], None]
+    runtimes: tuple[str, ...] = RUNTIMES
+    """Those through which it can be carried out."""
 
 
 def environment(bench: Bench) -> None:
     """Note the stack under test, torch's switches, the device and what the goldens assume of it."""
     device = bench.device
-    with strict_switches() as switches:
+    with bench.runtime.strict(device) as switches:
         bench.facts["switches"] = as_text(switches)
-    bench.facts["stack"] = stack.stack(device, "")
+    bench.facts["stack"] = bench.runtime.stack(device, "")
     bench.facts["host"] = {**stack.environment(), "system": platform.platform()}
-    bench.facts["torch_device"] = str(torch_device(device))
-    bench.facts["torch_config"] = torch.__config__.show()
+    if device.runtime == TORCH:
+        bench.facts["torch_device"] = str(torch_device(device))
+        bench.facts["torch_config"] = torch.__config__.show()
     bench.facts["variables"] = {
         n: v for n, v in sorted(os.environ.items()) if n.startswith(("CUDA_", "CUBLAS_", "ONEDNN_"))
     }
@@ -59,12 +62,12 @@ PARTS = {
             for name, carry_out in exactness.PRODUCT_PARTS
         ),
         *(
-            Part(f"attention/{name}", f"Exactness of attention by {name}", 50, 12, carry_out)
-            for name, carry_out in exactness.ATTENTION_PARTS
+            Part(f"attention/{name}", f"Exactness of attention by {name}", 50, 12, carry_out, (runtime,))
+            for runtime, name, carry_out in exactness.ATTENTION_PARTS
         ),
         Part("recall", "Recall of faults injected on the device", 65, 20, speed.recall),
-        Part("throughput", "Raw and verified throughput", 70, 60, speed.throughput),
-        Part("memory", "Memory that runs out", 85, 10, behaviour.memory),
+        Part("throughput", "Raw and verified throughput", 70, 60, speed.throughput, (TORCH,)),
+        Part("memory", "Memory that runs out", 85, 10, behaviour.memory, (TORCH,)),
     )
 }
 """Every part of a plan that the worker carries out, by name."""
@@ -87,14 +90,14 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
 
     Arguments: part ("" for the list), device (a `Device` as JSON), seconds, drill ("" for none).
     """
+    device = from_json(Device, arguments["device"])
     if not arguments["part"]:
-        return {
-            "parts": [{"name": p.name, "title": p.title, "rank": p.rank, "seconds": p.seconds} for p in PARTS.values()]
-        }
+        mine = (p for p in PARTS.values() if device.runtime in p.runtimes)
+        return {"parts": [{"name": p.name, "title": p.title, "rank": p.rank, "seconds": p.seconds} for p in mine]}
     part = {**PARTS, **HELPERS}[arguments["part"]]
     if part.name not in WITHOUT_TORCH:
         need_torch()
-    bench = Bench(from_json(Device, arguments["device"]), arguments["seconds"], arguments["drill"], progress)
+    bench = Bench(device, arguments["seconds"], arguments["drill"], progress)
     try:
         part.carry_out(bench)
     except DeviceFailed as failed:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
 from canaryd.worker.characterise.exactness import label, product_of
 from canaryd.worker.numeric import faults
-from canaryd.worker.numeric.operands import build
+from canaryd.worker.numeric.operands import Problem, build
 from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
 from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
+from canaryd.worker.runtime.interface import Operation
 
 TRIALS = 40
 """Injections of each fault into each pair of formats: none missed rules out missing more than 1 in 14 (95 %)."""
@@ -30,15 +30,13 @@ RESULT = "one random bit of a result"
 
 def recall(bench: Bench) -> None:
     """Inject each fault many times, on the device, and count how often the comparison sees what changed."""
-    with strict_switches():
+    with bench.runtime.strict(bench.device):
         for source, target in _offered(bench, Claim.STRICT):
             name = label(source, target)
             problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
-            operands = upload(problem.operands, bench.device)
-            (golden,) = upload((problem.golden,), bench.device)
             for fault in (*(f.name for f in faults.FAULTS.values()), RESULT, OPERAND):
                 if not bench.out_of_time(f"{name}/{fault}", Claim.STRICT):
-                    _recall(bench, f"{name}/{fault}", fault, partial(multiply, source, target), operands, golden)
+                    _recall(bench, f"{name}/{fault}", fault, Operation("matmul", source, target), problem)
 
 
 def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
@@ -46,12 +44,14 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
     found = []
     for given, target in FORMAT_PAIRS:
         source = float8(bench.device, given)
-        if source == "tfloat32" and bench.device.backend != "cuda":
+        if source == "tfloat32" and bench.device.unit != "cuda":
             bench.add(label(source, target), claim, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
             continue
         try:
             problem = build(product_of(bench.device, source, target, "permute", "nt", (32, 32, 32, 0)), SEED)
-            multiply(source, target, upload(problem.operands, bench.device), None)
+            bench.runtime.run(
+                Operation("matmul", source, target), bench.runtime.upload(problem.operands, bench.device), None
+            )
         except DeviceFailed:
             raise
         except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
@@ -61,30 +61,30 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
     return found
 
 
-def _flip(tensor: Any, draw: int) -> None:
-    """Flip one bit of a tensor, in its storage order."""
-    raw = bits(tensor)
-    flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
-    width = 8 * tensor.element_size()
+def _flip(flat: Any, draw: int) -> None:
+    """Flip one bit of raw bits."""
+    width = 8 * flat.element_size()
     bit = (draw >> 32) % width
     value = 1 << bit
     flat[draw % flat.numel()] ^= value - (1 << width) if width > 8 and bit == width - 1 else value
 
 
-def _recall(bench: Bench, name: str, fault: str, compute: Any, operands: tuple[Any, ...], golden: Any) -> None:
+def _recall(bench: Bench, name: str, fault: str, operation: Operation, problem: Problem) -> None:
     """Note how many of the injections that changed a result were seen; one that is not seen is wrong."""
     changed = seen = unfelt = 0
+    runtime, change = bench.runtime, _flip if fault in (RESULT, OPERAND) else faults.FAULTS[fault].change
+    (golden,) = runtime.upload((problem.golden,), bench.device)
     in_operand = fault == OPERAND or (fault in faults.FAULTS and faults.FAULTS[fault].operand)
     for trial in range(TRIALS):
         draw = mix64(derive(SEED, f"{name} {trial}")) >> 1
-        given = tuple(t.clone(memory_format=torch.preserve_format) for t in operands)
-        if in_operand:
-            _inject(fault, given[0], draw)
-        result = compute(given, None).contiguous()
+        first, *rest = given = runtime.upload(problem.operands, bench.device)
+        if in_operand and (struck := runtime.changed(first, change, draw)) is not first:
+            given = (struck, *rest)
+        result = runtime.run(operation, given, None)
         if not in_operand:
-            _inject(fault, result, draw)
+            result = runtime.changed(result, change, draw)
         # What changed is known from the integers, apart from the comparison under test.
-        if bool((bits(result) != bits(golden)).any()):
+        if bool((bits(runtime.download(result)) != bits(problem.golden)).any()):
             changed += 1
             seen += not bench.same(result, golden)
         else:
@@ -93,15 +93,6 @@ def _recall(bench: Bench, name: str, fault: str, compute: Any, operands: tuple[A
     good = seen == changed
     text = "" if good else f"{changed - seen} of {changed} wrong results were not seen"
     bench.add(name, Claim.STRICT, Seen.RIGHT if good else Seen.WRONG, text, values=values)
-
-
-def _inject(fault: str, tensor: Any, draw: int) -> None:
-    if fault in (RESULT, OPERAND):
-        _flip(tensor, draw)
-        return
-    raw = bits(tensor)
-    flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
-    faults.FAULTS[fault].change(flat, draw)
 
 
 def throughput(bench: Bench) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
 from canaryd.worker.characterise.exactness import label, switches_of
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.integers import below, permutation
 from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
 from canaryd.worker.numeric.stack import float8
-from canaryd.worker.numeric.tensors import FORMATS, Format, strict_switches, torch, upload
-from canaryd.worker.numeric.verify import accumulator
+from canaryd.worker.numeric.tensors import FORMATS, Format, torch
+from canaryd.worker.runtime.interface import Operation
 
 ROWS, COLUMNS, DEPTHS = 64, 32, (64, 512)
 """Rows have their terms at places of their own; in a short and in a long sum."""
@@ -73,7 +74,7 @@ def measure(source: Format, target: Format, multiply_: Multiply) -> dict[str, fl
             if made is None:
                 continue
             fits = True
-            result = multiply_(made[:2]).cpu().to(torch.float64) / made[2]
+            result = multiply_(made[:2]).to(torch.float64) / made[2]
             right = right and bool((result == 1).all())
         if not fits:
             break
@@ -91,7 +92,7 @@ def _rounding(source: Format, target: Format, n: int, multiply_: Multiply) -> st
     made = operands(source, target, n, 3, DEPTHS[0])
     if made is None:
         return "not known: no exponents fit"
-    result = multiply_(made[:2]).cpu().to(torch.float64) / made[2]
+    result = multiply_(made[:2]).to(torch.float64) / made[2]
     lost = sorted({float(v) for v in result.flatten().tolist() if v != 3})
     if lost == [4.0]:
         return "rounds to nearest"
@@ -116,14 +117,14 @@ def widths(bench: Bench) -> None:
     seen = Seen.WRONG if found["kept_bits"] == SOFTWARE and not blind else Seen.RIGHT
     text = f"an accumulator of {SOFTWARE} bits, made in software, must measure {SOFTWARE}, not 24"
     bench.add("float16 in software", Claim.CONTROL, seen, text, values=found)
-    with strict_switches():
+    with bench.runtime.strict(bench.device):
         for pair in FORMAT_PAIRS:
             _pair(bench, float8(bench.device, pair[0]), pair[1])
 
 
 def _pair(bench: Bench, source: str, target: str) -> None:
     name = label(source, target)
-    if source == "tfloat32" and bench.device.backend != "cuda":
+    if source == "tfloat32" and bench.device.unit != "cuda":
         bench.add(name, Claim.STRICT, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
         return
     _one(bench, name, source, target, Claim.STRICT)
@@ -144,10 +145,17 @@ def _pair(bench: Bench, source: str, target: str) -> None:
 def _one(bench: Bench, name: str, source: str, target: str, claim: Claim, *, fast: bool = False) -> None:
     if bench.out_of_time(name, claim):
         return
-    compute = partial(multiply, source, target, out=None, fast=fast)
+    runtime = bench.runtime
+    compute: Any = partial(multiply, source, target, fast=True)
+    if not fast:
+        compute = bench.computes(Operation("matmul", source, target))
     assumed = accumulator(bench.device, source).bits
     try:
-        found = measure(FORMATS[source], FORMATS[target], lambda made: compute(upload(made, bench.device)))
+        found = measure(
+            FORMATS[source],
+            FORMATS[target],
+            lambda made: runtime.download(compute(runtime.upload(made, bench.device), None)),
+        )
     except DeviceFailed:
         raise
     except Exception as caught:  # noqa: BLE001  whatever a device raises is a result

@@ -32,6 +32,10 @@ class Examiner:
         self.refused: dict[str, str] = {}
         """APIs that the server declines, with the reason."""
         self._marked: dict[str, list[Marked]] = {}
+        """Answers that no comparison has told yet, by case."""
+        self._seen: dict[str, list[Marked]] = {}
+        """All answers, by API."""
+        self._again: dict[tuple[str, int], list[Marked]] = {}
         self._drilled = not ctx.drill
         self._strained: dict[str, str] = {}
 
@@ -63,28 +67,55 @@ class Examiner:
             except Skip as error:
                 self._strained[case] = f"the server did not answer {len(questions)} requests at once: {error}"
 
+    def accused(self, api: str) -> Iterator[Comparison]:
+        """Yield the wrong answers that came since, if nothing explains them: a run killed later keeps them.
+
+        What more answers could still explain waits for `concluded`: all were wrong so far, always in the same way, or
+        only words are given and the wrong ones did not come again.
+        """
+        mine = {case: [m for m in marked if not m.right] for case, marked in self._of(api).items()}
+        mine = {case: wrong for case, wrong in mine.items() if wrong}
+        if not mine or self._excuse(api):
+            return
+        first = [wrong[0] for wrong in mine.values()]
+        alike = any(again.look == m.look for m in first for again in self._repeats(api, m.question))
+        sure = self._proven if alike else any(m.scored for m in self._seen[api])
+        if not sure:
+            return
+        for case, wrong in mine.items():
+            yield self._comparison(case, wrong)
+            self._marked[case] = [m for m in self._marked[case] if m.right]
+
     def concluded(self) -> Iterator[Fact]:
-        """Yield the comparisons and readings; raise `Skip` where an excuse holds, or nothing was compared."""
+        """Yield the other comparisons and readings; raise `Skip` where an excuse holds, or nothing was compared."""
         yield from self._readings()
         reasons, trials = [], 0
-        proven = any(m.fine or m.right for marked in self._marked.values() for m in marked)
         for case, reason in self._strained.items():
             yield Skipped(case=case, reason=reason)
         for api in self.endpoint.settings.apis:
-            mine = {c: m for c, m in self._marked.items() if c.startswith(f"{api}/")}
-            reason = self._excuse(api, mine)
+            reason = self._excuse(api)
             if api in self.refused and self.wanted(api):
                 yield Skipped(case=api, reason=self.refused[api])
-            for case, marked in mine.items():
+            told = len(self._seen.get(api, ())) - sum(map(len, self._of(api).values()))
+            trials += told
+            for case, marked in self._of(api).items():
                 if not reason or all(m.right for m in marked):
                     trials += len(marked)
-                    yield self._comparison(case, marked, proven=proven)
+                    yield self._comparison(case, marked)
             reasons += [f"{api}: {reason}"] if reason else []
         yield Reading(name="trials", value=trials, unit="1")
         if reasons:
             raise Skip("; ".join(dict.fromkeys(reasons)))
         if not trials:
             raise Skip("; ".join([*self.refused.values(), *self._strained.values()]) or "no question was asked")
+
+    def _of(self, api: str) -> dict[str, list[Marked]]:
+        return {case: marked for case, marked in self._marked.items() if case.startswith(f"{api}/") and marked}
+
+    @property
+    def _proven(self) -> bool:
+        """Whether something was right to the last bit: a format that rounds is wrong everywhere."""
+        return any(m.fine or m.right for seen in self._seen.values() for m in seen)
 
     def _asked(self, api: str, question: Question, *, fresh: bool, salt: str) -> Marked:
         prompt = Prompt(name=f"exact-{question.number}", text=question.text, tokens=len(question.tokens))
@@ -97,10 +128,11 @@ class Examiner:
     def _keep(self, case: str, marked: Marked) -> None:
         if self.wanted(case):
             self._marked.setdefault(case, []).append(marked)
+            self._seen.setdefault(case.partition("/")[0], []).append(marked)
 
-    def _excuse(self, api: str, mine: dict[str, list[Marked]]) -> str:
+    def _excuse(self, api: str) -> str:
         """Return what else than a wrong computation explains the answers of an API; ask again to find out."""
-        every = [m for marked in mine.values() for m in marked]
+        every = self._seen.get(api, [])
         if all(m.right for m in every):
             return ""
         if reason := excuses.excuse(self.expected, api, every, self.endpoint.formats()):
@@ -112,20 +144,20 @@ class Examiner:
         return excuses.may_be_sampling(self.expected, every, again)
 
     def _repeats(self, api: str, question: Question) -> list[Marked]:
-        """Ask a question again and again, alone; fewer times where the server fails meanwhile."""
-        found: list[Marked] = []
-        while len(found) < REPEATS:
+        """Ask a question again and again, alone, once in a run; fewer times where the server fails meanwhile."""
+        found = self._again.setdefault((api, question.number), [])
+        while len(found) < REPEATS and not self.ctx.drill:
             try:
                 found.append(self._asked(api, question, fresh=True, salt=new_salt()))
             except Skip:
                 break
         return found
 
-    def _comparison(self, case: str, marked: Sequence[Marked], *, proven: bool) -> Comparison:
+    def _comparison(self, case: str, marked: Sequence[Marked]) -> Comparison:
         numbers = sorted({m.question.number for m in marked})
         wrong = [m for m in marked if not m.right]
         evidence = self._evidence(case.partition("/")[0], wrong, marked) if wrong else None
-        if evidence is not None and excuses.looks_rounded(marked):
+        if evidence is not None and not self._proven and excuses.looks_rounded(marked):
             evidence = replace(evidence, pattern=f"{evidence.pattern}; {ROUNDED}")
         again = evidence is not None and (evidence.repeats_alike or 0) < evidence.repeats
         return Comparison(
@@ -138,7 +170,7 @@ class Examiner:
             evidence=evidence,
             # A format that rounds is wrong everywhere, and always in the same way: until something was right, or came
             # out otherwise the next time, nobody can tell.
-            characterised=proven or again,
+            characterised=self._proven or again,
         )
 
     @property
@@ -147,7 +179,7 @@ class Examiner:
 
     def _evidence(self, api: str, wrong: Sequence[Marked], marked: Sequence[Marked]) -> Evidence:
         faults = [(m.question.number, f) for m in wrong for f in m.faults]
-        again = [] if self.ctx.drill else self._repeats(api, wrong[0].question)
+        again = self._repeats(api, wrong[0].question)
         repeated = [m for m in again if not m.right]
         return Evidence(
             wrong=len({(i, f.position) for i, m in enumerate(wrong) for f in m.faults}),
@@ -178,15 +210,14 @@ class Examiner:
 
     def _readings(self) -> Iterator[Fact]:
         endpoint = self.endpoint
-        every = [m for marked in self._marked.values() for m in marked]
-        prints = dict.fromkeys(m.answer.fingerprint for m in every)
+        prints = dict.fromkeys(m.answer.fingerprint for seen in self._seen.values() for m in seen)
         parts = [endpoint.dialect.name, endpoint.version, *prints, endpoint.configuration]
         yield Reading(name="endpoint_server", value=" ".join(filter(None, dict.fromkeys(parts)))[:200])
         yield Reading(name="switches", value=endpoint.switches())
         if endpoint.started is not None:
             yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")
         for api in endpoint.settings.apis:
-            mine = [m for case, marked in self._marked.items() if case.startswith(f"{api}/") for m in marked]
+            mine = self._seen.get(api, [])
             if mine and not any(m.scored for m in mine):
                 yield Absent(name=f"endpoint_logprobs{{api={api}}}", reason=BLIND)
 

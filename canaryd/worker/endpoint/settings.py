@@ -26,6 +26,10 @@ class Settings:
     prompts: Path | None = None
     exact: Path | None = None
     """The directory of a served exact canary, as `canaryd canary export` wrote it."""
+    command: str = ""
+    """What starts the server at level deep; "" where it runs by itself."""
+    memory: int = 0
+    """Bytes that a started server may use; 0 for a share of the host's."""
     key: str = field(default="", repr=False)
     ca_file: str = ""
     timeout: float = 60.0
@@ -35,7 +39,7 @@ class Settings:
     def read(cls, given: Mapping[str, Any]) -> Settings:
         """Return settings from plain data, where None and "" mean not set; raise `Skip` with all mistakes at once."""
         problems = []
-        texts = {name: given.get(name) or "" for name in ("url", "model", "dialect", *_FILES)}
+        texts = {name: given.get(name) or "" for name in ("url", "model", "dialect", "command", *_FILES)}
         for name, value in texts.items():
             if not isinstance(value, str):
                 problems.append(f"{name}: got {type(value).__name__}, wanted a text")
@@ -61,6 +65,8 @@ class Settings:
             directory=Path(texts["directory"]) if texts["directory"] else None,
             prompts=Path(texts["prompts"]) if texts["prompts"] else None,
             exact=Path(texts["exact"]) if texts["exact"] else None,
+            command=texts["command"],
+            memory=int(given.get("memory") or 0),
             key=_key(Path(texts["key_file"])) if texts["key_file"] else "",
             ca_file=texts["ca_file"],
             timeout=float(timeout),

@@ -25,9 +25,9 @@ from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.exact_canary.truth import Truth, truth
 from canaryd.worker.numeric import evidence
+from canaryd.worker.numeric.cases import why_refused
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import host_same_bits, need_torch, strict_switches, torch, upload
-from canaryd.worker.numeric.verify import why_refused
 
 SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"

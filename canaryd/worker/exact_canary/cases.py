@@ -14,9 +14,10 @@ from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Proof, Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, Shape, plan
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
-from canaryd.worker.numeric.verify import Case, accumulator
 
 KERNELS = ("eager", "math", "flash_attention", "efficient_attention", "cudnn_attention")
 """How attention is computed: operator by operator, or by one of torch's SDPA kernels."""

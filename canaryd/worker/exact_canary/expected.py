@@ -18,7 +18,7 @@ from canaryd.worker.exact_canary.golden import codes, continuation, prompt
 from canaryd.worker.exact_canary.shape import Plan, Shape, Unfit, plan
 
 SCHEMA = "canaryd.exact/1"
-FILE, WEIGHTS, CONFIG = "expected.json", "model.safetensors", "config.json"
+FILE, WEIGHTS, GGUF = "expected.json", "model.safetensors", "model.gguf"
 MAX_BYTES = 16 << 20
 """Largest `expected.json` (ours); eight prompts take 30 kB."""
 MOST_SAID = 4.0
@@ -101,7 +101,7 @@ class Expected:
 
     def changed_file(self) -> str:
         """Return what is wrong with the checkpoint's weights on disk; "" for nothing, or where they are elsewhere."""
-        path = self.directory / WEIGHTS
+        path = self.directory / (GGUF if (self.directory / GGUF).exists() else WEIGHTS)
         digest = hashlib.sha256()
         try:
             with path.open("rb") as file:

@@ -15,7 +15,8 @@ from typing import Any
 from canaryd.worker.canary.model import write_safetensors
 from canaryd.worker.exact_canary import golden
 from canaryd.worker.exact_canary.construct import Model, construct
-from canaryd.worker.exact_canary.expected import FILE, SCHEMA, WEIGHTS, spell, word
+from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
+from canaryd.worker.exact_canary.gguf import gguf
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.shape import CONTEXT, EPSILON, THETA, TINY, Unfit, like
@@ -26,6 +27,7 @@ PROMPTS = 8
 """Prompts whose answers are written beside the checkpoint: as many as are asked at once (ours)."""
 STEPS = 64
 """Most words of an answer, as many as an endpoint canary asks for: proving takes time for each (ours)."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None]) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
     except (Unfit, Inexact, TypeError, ValueError) as error:
         return {"mistake": str(error)}
     try:
-        export(model, directory, progress)
+        export(model, directory, progress, form=arguments["gguf"])
     except OSError as error:
         raise ValueError(f"{directory}: not written: {error.strerror}") from None
     return {
@@ -132,24 +134,44 @@ def answers(model: Model, progress: Callable[[float, str], None]) -> list[dict[s
 
 
 def export(
-    model: Model, directory: Path, progress: Callable[[float, str], None] = lambda _fraction, _text: None
+    model: Model,
+    directory: Path,
+    progress: Callable[[float, str], None] = lambda _fraction, _text: None,
+    *,
+    form: str = "",
 ) -> None:
     """Prove the model's answers, and write the checkpoint as a whole or not at all.
 
+    Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory.
     The directory is new or empty. Raises `Inexact` before anything is written, `OSError` where it cannot be.
     """
     proved = answers(model, progress)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         fresh.mkdir(parents=True)
-        _write(model, fresh, proved)
+        weights = _write_gguf(model, fresh, form) if form else _write_hugging_face(model, fresh)
+        expected = {
+            "schema": SCHEMA,
+            "shape": asdict(model.shape),
+            "seed": model.seed,
+            "anchored": model.program.anchored,
+            "weights": hashlib.sha256(weights).hexdigest(),
+            "prompts": proved,
+        }
+        _write(fresh / FILE, expected)
         fresh.rename(directory)  # takes the place of an empty directory
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(fresh)
 
 
-def _write(model: Model, directory: Path, proved: list[dict[str, Any]]) -> None:
+def _write_gguf(model: Model, directory: Path, form: str) -> bytes:
+    data = gguf(model, config(model), TEMPLATE, form)
+    (directory / GGUF).write_bytes(data)
+    return data
+
+
+def _write_hugging_face(model: Model, directory: Path) -> bytes:
     narrow = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
     weights = write_safetensors(narrow, {"format": "pt"})
     (directory / WEIGHTS).write_bytes(weights)
@@ -162,16 +184,13 @@ def _write(model: Model, directory: Path, proved: list[dict[str, Any]]) -> None:
             "add_bos_token": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": CONTEXT,
-            "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+            "chat_template": TEMPLATE,
         },
     }
-    expected = {
-        "schema": SCHEMA,
-        "shape": asdict(model.shape),
-        "seed": model.seed,
-        "anchored": model.program.anchored,
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "prompts": proved,
-    }
-    for name, document in {**{f"{name}.json": each for name, each in documents.items()}, FILE: expected}.items():
-        (directory / name).write_text(json.dumps(document, indent=1) + "\n")
+    for name, document in documents.items():
+        _write(directory / f"{name}.json", document)
+    return weights
+
+
+def _write(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -162,6 +162,7 @@ def build(spec: Attention, seed: int) -> Problem:
         exactness=Exactness.UNIVERSAL if spec.form.bits >= 24 else Exactness.ROUNDED,
         bound=bound,
         shape=spec.shape,
+        operations=4 * spec.B * spec.H * spec.L * spec.S * spec.D,  # of both products, masked scores included
         witnessed=_witness(spec, member, ask, allowed, values, total, owner, seed),
     )
 

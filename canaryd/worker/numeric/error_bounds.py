@@ -31,8 +31,8 @@ import math
 from typing import Any
 
 from canaryd.model import Device
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.tensors import FORMATS, Format, torch
-from canaryd.worker.numeric.verify import accumulator
 
 SINGLE = 2.0**-24
 """Unit roundoff of float32, in which kernels compute between reading and writing."""

@@ -6,15 +6,12 @@ fault's name everywhere and never counts against the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from canaryd.worker.numeric.seeds import mix64
-from canaryd.worker.numeric.tensors import bits, torch
-
-Change = Callable[[Any, int], None]
-"""Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
+from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.runtime.interface import Change, Runtime
 
 
 def _flip_low(flat: Any, choice: int) -> None:
@@ -89,6 +86,7 @@ class Injector:
 
     fault: Fault | None
     seed: int
+    runtime: Runtime
     target: str = ""
     """Name of the case that a one-shot fault strikes."""
     spent: bool = False
@@ -98,15 +96,15 @@ class Injector:
         if cases:
             self.target = cases[mix64(self.seed) % len(cases)]
 
-    def before(self, case: str, operand: Any) -> None:
-        """Change an uploaded operand in place."""
-        if self._due(case, operand=True):
-            self._apply(operand)
+    def before(self, case: str, operands: tuple[Any, ...], struck: int) -> tuple[Any, ...]:
+        """Return uploaded operands, the one that is `struck` changed if this case is due."""
+        if not self._due(case, operand=True):
+            return operands
+        return (*operands[:struck], self._apply(operands[struck]), *operands[struck + 1 :])
 
-    def after(self, case: str, result: Any) -> None:
-        """Change a result in place."""
-        if self._due(case, operand=False):
-            self._apply(result)
+    def after(self, case: str, result: Any) -> Any:
+        """Return a result, changed if this case is due."""
+        return self._apply(result) if self._due(case, operand=False) else result
 
     def _due(self, case: str, *, operand: bool) -> bool:
         fault = self.fault
@@ -114,10 +112,7 @@ class Injector:
             return False
         return fault.always or (case == self.target and not self.spent)
 
-    def _apply(self, tensor: Any) -> None:
+    def _apply(self, array: Any) -> Any:
         assert self.fault is not None
         self.spent = True
-        raw = bits(tensor)
-        # A transposed operand is not contiguous: change its storage order, which is what memory would suffer.
-        flat = raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
-        self.fault.change(flat, mix64(self.seed + 1) >> 1)
+        return self.runtime.changed(array, self.fault.change, mix64(self.seed + 1) >> 1)

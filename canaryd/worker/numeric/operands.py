@@ -14,7 +14,7 @@ refuses to build a problem that breaks it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from canaryd.facts import Exactness
@@ -27,7 +27,8 @@ from canaryd.worker.numeric.integers import (
     significant_bits,
     stream,
 )
-from canaryd.worker.numeric.tensors import Format, torch
+from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.tensors import Format, bits, torch
 
 POOL = 128
 """Rows (columns) of a pool: 128 x 128 distinct dot products are enough for variety and cost about a millisecond."""
@@ -73,6 +74,8 @@ class Problem:
     shape: str
     witnessed: bool = True
     """False when a second way of making the golden (float64 products of the integers) disagreed with the first."""
+    operations: int = 0
+    """Multiplications and additions of one result; 0 where they are not counted."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ CONTENTS: dict[str, Callable[[Product, int, int, int], Pools]] = {
 
 
 def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any, Any, Any]:
-    """Choose exponents for rows (M), columns (N) and along K, such that nothing is subnormal or overflows.
+    """Choose exponents for the pools' rows (P), columns (Q) and along K: nothing is subnormal or overflows.
 
     `top` is the bit length of the largest |answer| or operand sum. A term's unit becomes 2**(row + column).
     """
@@ -239,8 +242,11 @@ def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any
     along = min(
         spread - half, a_base - half - a_low, a_high - a_base - half, b_base - half - b_low, b_high - b_base - half
     )
-    rows = a_base + _around(seed, "rows", product.M, half)
-    columns = b_base + _around(seed, "columns", product.N, half)
+    # Dealt out in the order in which the first gather takes the rows.
+    order_a = permutation(seed, "row", pools.a.shape[0]).argsort()
+    order_b = permutation(seed, "column", pools.b.shape[1]).argsort()
+    rows = a_base + _around(seed, "rows", len(order_a), half)[order_a]
+    columns = b_base + _around(seed, "columns", len(order_b), half)[order_b]
     return rows, columns, _around(seed, "along", product.K, max(0, along))
 
 
@@ -262,11 +268,11 @@ def _stored(tensor: Any, how: str) -> Any:
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if how == "t" else tensor.contiguous()
 
 
-def build(product: Product, seed: int) -> Problem:
-    """Build the operands and the golden of one floating-point product from `seed`; a pure function of its arguments.
+def make_pools(product: Product, seed: int) -> Problem:
+    """Make what the operands and the golden of one float product are gathered from; a function of its arguments alone.
 
-    Returns operands A (…, M, K) and B (…, K, N) in `source.dtype` and the golden (…, M, N) in `target.dtype`. Raises
-    `Inexact` when the bound, the range or the absence of zeros does not hold.
+    Returns operands A (P, K) and B's columns as rows (Q, K) in `source.dtype`, and as golden their answers (P, Q) in
+    `target.dtype`. Raises `Inexact` when the bound, the range or the absence of zeros does not hold.
     """
     batch, M, N = product.batch, product.M, product.N
     P, Q = min(POOL, M * max(1, batch)), min(POOL, N * max(1, batch))
@@ -281,29 +287,63 @@ def build(product: Product, seed: int) -> Problem:
     exactness = Exactness.UNIVERSAL if significant_bits(answer) <= product.target.bits else Exactness.ROUNDED
     top = max(int(bit_length(rounded).max()), bound.magnitude.bit_length())
     rows, columns, along = _exponents(product, seed, pools, top)
-    r = _pick(seed, "row", batch, M, P)
-    c = _pick(seed, "column", batch, N, Q)
     # Powers of two scale exactly; the work format holds every significand, float64 for float64 and float32 otherwise.
     work = torch.float64 if product.source.bits > 24 else torch.float32
     two = torch.tensor(2.0, dtype=torch.float64)
-    a = (pools.a.to(torch.float64) * two**along).to(work)[r] * (two**rows).to(work).view(1, M, 1)
-    b = (pools.b.T.to(torch.float64) * two**-along).to(work)[c] * (two**columns).to(work).view(1, N, 1)
-    golden = rounded.to(work)[r.view(-1, M, 1), c.view(-1, 1, N)]
-    golden = golden * (two**rows).to(work).view(1, M, 1) * (two**columns).to(work).view(1, 1, N)
-    a, b = a.to(product.source.dtype), b.transpose(1, 2).to(product.source.dtype)
-    golden = golden.to(product.target.dtype)
-    if not batch:
-        a, b, golden = a[0], b[0], golden[0]
-    problem = Problem(
-        operands=(_stored(a, product.layout[0]), _stored(b, product.layout[1])),
-        golden=golden.contiguous(),
+    row, column = ((two**e).to(work) for e in (rows.view(P, 1), columns.view(1, Q)))
+    a = (pools.a.to(torch.float64) * two**along).to(work) * row
+    b = (pools.b.T.to(torch.float64) * two**-along).to(work) * column.T
+    made = Problem(
+        operands=(a.to(product.source.dtype), b.to(product.source.dtype)),
+        golden=(rounded.to(work) * row * column).to(product.target.dtype),
         exactness=exactness,
         bound=bound,
         shape=product.shape,
+        operations=2 * max(1, batch) * M * N * product.K,
         witnessed=bool((witness == answer).all()),
     )
-    _check_range(problem, product)
-    return problem
+    _check_range(made, product)
+    return made
+
+
+def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
+    """Return which rows (batch, M) and columns (batch, N) of the pools make up the product's operands, int64.
+
+    Every `turn` of a seed draws others; 0 is the first. The batch is 1 where the product has none.
+    """
+    stem = derive(seed, f"gather {turn}") if turn else seed
+    P, Q = (min(POOL, n * max(1, product.batch)) for n in (product.M, product.N))
+    return _pick(stem, "row", product.batch, product.M, P), _pick(stem, "column", product.batch, product.N, Q)
+
+
+def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
+    """Return the product that a turn draws, by indexing alone: A (…, M, K), B (…, K, N), golden (…, M, N).
+
+    Layouts are the product's; raises nothing.
+    """
+    r, c = draw(product, seed, turn)
+    a, b = (bits(pool) for pool in pools.operands)  # FP8 cannot be indexed, its bits can
+    whole = [a[r], b[c].transpose(1, 2), bits(pools.golden)[r.view(*r.shape, 1), c.view(c.shape[0], 1, -1)]]
+    if not product.batch:
+        whole = [tensor[0] for tensor in whole]
+    stored = [_stored(tensor, how) for tensor, how in zip(whole, (*product.layout, "n"), strict=True)]
+    dtypes = (product.source.dtype, product.source.dtype, product.target.dtype)
+    *operands, golden = (_as(tensor, dtype) for tensor, dtype in zip(stored, dtypes, strict=True))
+    return replace(pools, operands=tuple(operands), golden=golden)
+
+
+def _as(raw: Any, dtype: Any) -> Any:
+    """View raw bits as a format, also where a tensor lies transposed."""
+    return raw.view(dtype) if raw.is_contiguous() else raw.mT.view(dtype).mT
+
+
+def build(product: Product, seed: int, turn: int = 0) -> Problem:
+    """Build the operands and the golden of one floating-point product; a pure function of its arguments.
+
+    Returns operands A (…, M, K) and B (…, K, N) in `source.dtype` and the golden (…, M, N) in `target.dtype`. Every
+    `turn` gathers other rows and columns of the same pools. Raises `Inexact` as `make_pools`.
+    """
+    return gather(product, make_pools(product, seed), seed, turn)
 
 
 def _check_range(problem: Problem, product: Product) -> None:
@@ -320,25 +360,30 @@ def _check_range(problem: Problem, product: Product) -> None:
             raise Inexact(f"{product}: {smallest} is zero or subnormal in {form.name}")
 
 
-def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int) -> Problem:
-    """Build an int8 product with int32 results: `wide` uses -128…127 on both sides, `narrow` keeps |b| ≤ 63."""
-    a = below(seed, "a", (M, K), 256) - 128
+def build_int8(content: str, M: int, N: int, K: int, layout: str, seed: int, *, left: str = "int8") -> Problem:
+    """Build an int8 product with int32 results: `wide` uses -128…127 on both sides, `narrow` keeps |b| ≤ 63.
+
+    With `left` "uint8", A is of uint8 and uses 0…255.
+    """
+    lowest = 0 if left == "uint8" else -128
+    a = below(seed, "a", (M, K), 256) + lowest
     b = below(seed, "b", (K, N), 256) - 128 if content == "wide" else signed(seed, "b", (K, N), 1, INT8_NARROW)
     answer = a @ b
     for attempt in range(64):
         zero_rows = (answer == 0).any(dim=1, keepdim=True)
         if not bool(zero_rows.any()):
             break
-        a = torch.where(zero_rows, below(seed, f"a again {attempt}", (M, K), 256) - 128, a)
+        a = torch.where(zero_rows, below(seed, f"a again {attempt}", (M, K), 256) + lowest, a)
         answer = a @ b
     else:
         raise Inexact(f"int8 {content}: rows without a zero answer were not found in 64 draws")
     witness = (a.to(torch.float64) @ b.to(torch.float64)).to(torch.int64)
     return Problem(
-        operands=(_stored(a.to(torch.int8), layout[0]), _stored(b.to(torch.int8), layout[1])),
+        operands=(_stored(a.to(getattr(torch, left)), layout[0]), _stored(b.to(torch.int8), layout[1])),
         golden=answer.to(torch.int32).contiguous(),
         exactness=Exactness.UNIVERSAL,
         bound=Bound(int((a.abs() @ b.abs()).max()), 1 << 31),
         shape=f"M={M} N={N} K={K}",
+        operations=2 * M * N * K,
         witnessed=bool((witness == answer).all()),
     )

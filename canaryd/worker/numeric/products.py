@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+from canaryd.model import Device
+from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed, torch
+from canaryd.worker.runtime import interface
 
 FORMAT_PAIRS = (
     ("float64", "float64"), ("float32", "float32"), ("tfloat32", "float32"),
@@ -12,17 +16,34 @@ FORMAT_PAIRS = (
     ("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16"),
 )  # fmt: skip
 """Operand and result format: float32 results of narrow operands show the accumulator unrounded."""
+INT8_CONTENTS = ("narrow", "wide")
 LAYOUTS = ("nn", "nt", "tn", "tt")
 """How A and B lie in memory: "n" by rows, "t" by columns."""
+
+
+def format_pairs(device: Device) -> list[tuple[str, str]]:
+    """Return operand and result format of every product, in the kind of FP8 that the device multiplies."""
+    return [(float8(device, source), target) for source, target in FORMAT_PAIRS]
+
+
+def int8_pairs(device: Device) -> list[tuple[str, str]]:
+    """Return A's format (B is int8) and content of every integer product."""
+    return list(itertools.product(interface.of(device).left_integers, INT8_CONTENTS))
 
 
 def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, fast: bool = False) -> Any:
     """Return the product of two operands on their device; `out` may be reused. `fast`: FP8's fast accumulation."""
     a, b = operands
+    if source == "int8":
+        return torch._int_mm(a, b)  # noqa: SLF001
+    if source == "uint8":
+        raise NotImplementedError("torch multiplies no uint8 matrices")
     if source.startswith("float8"):
         one, dtype = torch.ones((), device=a.device), FORMATS[target].dtype
         return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=fast)  # noqa: SLF001
     if source == "tfloat32":
+        if torch.version.hip or a.device.type != "cuda":
+            raise NotImplementedError("TF32 is a format of NVIDIA's tensor cores")
         with tf32_allowed():
             return torch.matmul(a, b)
     if source != target:

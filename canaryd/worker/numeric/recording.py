@@ -26,7 +26,9 @@ from canaryd.facts import (
 )
 from canaryd.model import Device
 from canaryd.probe import Absent, Fact
+from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import error_bounds, evidence, verify
+from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import combine
 from canaryd.worker.numeric.seeds import derive
@@ -107,7 +109,7 @@ class Recorder:
             except Exception as error:
                 if not is_refusal(error):
                     raise
-                self._not_run[kernel.name] = NotRun(kernel, verify.why_refused(self.session.ctx.device, error))
+                self._not_run[kernel.name] = NotRun(kernel, numeric_cases.why_refused(self.session.ctx.device, error))
                 return
             self._made[kernel.name] = made
         else:
@@ -172,7 +174,7 @@ class Recorder:
         """Return a result as a host tensor; a case's first call runs twice, because loading kernels takes time."""
         ctx, kernel = self.session.ctx, made.kernel
         operands = self._upload(made, turn)
-        self.session.injector.before(kernel.name, operands[0])
+        self.session.injector.before(kernel.name, operands, 0)
         with on_core(self._place(kernel, turn)):
             if not made.seconds:
                 kernel.compute(*operands)
@@ -238,7 +240,7 @@ class Recorder:
             trials=trials,
             wrong_trials=wrong,
             evidence=found,
-            characterised=verify.is_characterised(device, "float32"),
+            characterised=is_characterised(device, "float32"),
         )
 
     def _fingerprint(self) -> Reading | Absent:
@@ -359,7 +361,7 @@ def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
         RuntimeError,
         AssertionError,
     ) as error:  # no device activity, or counters that are in use or forbidden
-        return "", f"torch's profiler: {str(error).splitlines()[0][: verify.QUOTED]}"
+        return "", f"torch's profiler: {str(error).splitlines()[0][: numeric_cases.QUOTED]}"
     if not names:
         return "", "torch's profiler lists no kernel of the call"
     text = " + ".join(names)

@@ -17,12 +17,12 @@ from typing import Any
 
 from canaryd.codec import from_json
 from canaryd.facts import Exactness
-from canaryd.model import Device
+from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import attention, indexing
+from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Problem, Product, build, build_int8
 from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, on_core, visible_cores
-from canaryd.worker.numeric.verify import accumulator
 
 Progress = Callable[[float, str], None]
 
@@ -186,6 +186,8 @@ class Exhibit:
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
     """Build one case of an exact probe again from its name and seed; raise `Skip` where that is impossible."""
     makers = {"exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer}
+    if device.runtime != TORCH:
+        raise Skip(f"reproduce.py calls torch, and this case failed through {device.runtime}")
     if probe not in makers:
         raise Skip(f"the operands of {probe} are not made from a seed alone, so they are not laid out as files")
     try:
@@ -195,7 +197,7 @@ def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
 
 
 def _sizes(case: str) -> tuple[list[str], list[int]]:
-    name, _, sizes = case.partition("@")
+    name, _, sizes = case.partition("#")[0].partition("@")
     return name.split("/"), [int(n) for n in sizes.split("x")]
 
 
@@ -222,7 +224,8 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
         "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
     )
-    return Exhibit(build(product, seed), compute, ("a", "b"), switches)
+    turn = int(case.partition("#")[2] or 0)
+    return Exhibit(build(product, seed, turn), compute, ("a", "b"), switches)
 
 
 def _attention(case: str, seed: int, device: Device) -> Exhibit:

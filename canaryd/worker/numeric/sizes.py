@@ -11,7 +11,8 @@ from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric.integers import below
 from canaryd.worker.numeric.operands import Product, build
-from canaryd.worker.numeric.tensors import Format, synchronize, torch_device
+from canaryd.worker.numeric.tensors import Format
+from canaryd.worker.runtime import interface
 
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
 """Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
@@ -26,12 +27,13 @@ def measure_speed(device: Device, compute: Callable[..., Any], source: Format, t
     """
     n = 192
     product = Product("permute", source, target, 8, n, n, n, 0, "nt")
-    operands = tuple(t.to(torch_device(device)) for t in build(product, 1).operands)
+    runtime = interface.of(device)
+    operands = runtime.upload(build(product, 1).operands, device)
     best = float("inf")
     for attempt in range(4):
         started = time.perf_counter()
         compute(operands, None)
-        synchronize(device)
+        runtime.synchronize(device)
         if attempt:
             best = min(best, time.perf_counter() - started)
     return 2.0 * n**3 / best
@@ -45,7 +47,7 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
     of a tile.
     """
     for want in ctx.cases:
-        asked, _, sizes = want.partition("@")
+        asked, _, sizes = want.partition("#")[0].partition("@")
         if asked == name and re.fullmatch(r"(\d+x)?\d+x\d+x\d+", sizes):
             *batch, M, N, K = map(int, sizes.split("x"))
             return M, N, K, batch[0] if batch else 0

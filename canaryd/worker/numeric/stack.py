@@ -144,6 +144,14 @@ CHOOSERS = (
 """Environment variables by which a library chooses another kernel for the same product; the last bits may differ."""
 
 
+def surroundings(device: Device) -> dict[str, str]:
+    """Return what results of every runtime may depend on: the interpreter, the kernel and the processor's microcode."""
+    facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    if device.unit == "cpu":
+        facts["microcode"] = cpu().detail["microcode"]
+    return facts
+
+
 def stack(device: Device, instruction_set: str) -> dict[str, str]:
     """Return the software that a result on `device` may depend on. Equal stacks give equal mappings."""
     facts = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}

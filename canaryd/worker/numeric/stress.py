@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from canaryd.probe import Absent, Context, Reading
+from canaryd.model import TORCH, Device
+from canaryd.probe import Absent, Context, Reading, Skip
 from canaryd.worker.numeric.tensors import can_pin, need_torch, torch, torch_device, visible_cores
 
 WARM_UP = 30.0
@@ -43,13 +44,22 @@ WORTH = 0.002
 def install(ctx: Context) -> Callable[[], list[Reading | Absent]]:
     """Set the `Context.pace` of a retest; return the function that gives the conditions of its trials at the end.
 
-    Raises `Skip` without torch, which makes the load.
+    Raises `Skip` where torch, which makes the load, is missing or does not reach the device.
     """
     if ctx.intensity not in GROUP:
         return list
     need_torch()
+    if ctx.intensity != "idle":
+        _torch_device(ctx.device)  # here and not at the first trial: a device without load is no failure
     ctx.pace = pace = Pace(ctx)
     return pace.facts
+
+
+def _torch_device(device: Device) -> Any:
+    """Return what makes the load: the device itself, or the processor that another runtime computes on."""
+    if device.runtime != TORCH and device.unit != "cpu":
+        raise Skip(f"torch makes the load of a retest, and {device.name} is not known to be a device of torch")
+    return torch.device("cpu") if device.unit == "cpu" else torch_device(device)
 
 
 class Pace:
@@ -81,7 +91,7 @@ class Pace:
             self._ends_idle = False
         else:
             self._pulses(min(WARM_UP, before) if first else LOAD)
-        if self._load is not None and not (self._ends_idle or self._ctx.device.backend == "cpu"):
+        if self._load is not None and not (self._ends_idle or self._ctx.device.unit == "cpu"):
             self._load.enqueue()  # not waited for: on an accelerator the trial queues directly behind it
         self._trials_until = self._ctx.clock() + GROUP[self._ctx.intensity]
 
@@ -121,7 +131,7 @@ class Pace:
         end = began + min(seconds, self._ctx.left)
         with _on_all(self._cores):
             if self._load is None:
-                self._load = _Load(torch_device(self._ctx.device))
+                self._load = _Load(_torch_device(self._ctx.device))
                 began = self._ctx.clock()  # finding its size is not the load that was asked for
             while self._ctx.clock() < end:
                 self._load.enqueue()

@@ -94,6 +94,12 @@ def bits(tensor: Any) -> Any:
     return tensor.view(getattr(torch, _INTEGER_OF_WIDTH[tensor.element_size()]))
 
 
+def flat_bits(tensor: Any) -> Any:
+    """View a tensor's raw bits in storage order, which is that of memory for a transposed operand (no copy)."""
+    raw = bits(tensor)
+    return raw.reshape(-1) if raw.is_contiguous() else raw.transpose(-1, -2).reshape(-1)
+
+
 def words(*tensors: Any) -> tuple[Any, ...]:
     """View the raw bits of tensors of one kind as 64-bit words where all can be, else as `bits` does (no copy).
 

@@ -303,7 +303,7 @@ def test_a_spent_budget_is_said_aloud(probe):
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_drill_is_detected(probe, fault, seed):
     """Each fault is seen, told in words, and a one-shot fault is gone after fresh uploads."""
     facts = list(probe.run(context(drill=fault, seed=seed)))
@@ -580,7 +580,7 @@ def why_unseen(golden, point, index):
     return "below the rounding"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
     """One element of every weight, every activation and the KV cache of every layer, five kinds of fault.
 

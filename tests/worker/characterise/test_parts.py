@@ -78,17 +78,11 @@ def test_every_fault_is_seen_in_a_strict_case(fault):
 
 def test_recall_of_a_blind_comparison_is_wrong():
     """Faults that are not seen are counted against the comparison."""
-    from functools import partial
-
     from canaryd.worker.characterise import speed
-    from canaryd.worker.numeric.products import multiply
-    from canaryd.worker.numeric.tensors import upload
+    from canaryd.worker.runtime.interface import Operation
 
     at = bench(drill="blind")
-    made = problem()
-    golden = upload((made.golden,), at.device)[0]
-    compute = partial(multiply, "float32", "float32")
-    speed._recall(at, "case", speed.RESULT, compute, upload(made.operands, at.device), golden)
+    speed._recall(at, "case", speed.RESULT, Operation("matmul", "float32", "float32"), problem())
     assert [o.seen for o in at.seen] == [Seen.WRONG]
     assert at.seen[0].values["found"] == 0
 
@@ -104,12 +98,20 @@ def test_nvidia_smi_is_read_under_the_names_of_readings():
     assert len(found) == 3
 
 
-def test_the_worker_lists_its_parts_without_a_device():
-    """The list is the plan's half; observations survive JSON."""
+def test_the_worker_lists_the_parts_of_a_devices_runtime():
+    """The list is the plan's half; what calls torch is torch's alone. Observations survive JSON."""
+    from canaryd.model import Device
     from canaryd.worker.characterise.parts import answer
 
-    names = {p["name"] for p in answer({"part": ""}, lambda _fraction, _text: None)["parts"]}
-    assert {"environment", "controls", "width", "recall", "throughput", "memory", "exactness/float16"} <= names
+    def names(backend):
+        device = to_json(Device(uuid="x", backend=backend, index=0, model="m"))
+        arguments = {"part": "", "device": device}
+        return {p["name"] for p in answer(arguments, lambda _fraction, _text: None)["parts"]}
+
+    common = {"environment", "controls", "width", "recall", "exactness/float16"}
+    assert common | {"throughput", "memory", "attention/flash_attention"} <= names("cpu")
+    assert common | {"attention/fast"} <= names("mlx-cpu")
+    assert not {"throughput", "memory", "attention/math"} & names("mlx-cpu")
     one = Observation(name="a", claim=Claim.OPEN, seen=Seen.MEASURED, values={"bits": 3, "share": 0.5, "how": "so"})
     assert from_json(Observation, to_json(one)) == one
 

@@ -43,9 +43,10 @@ def test_a_width_below_what_the_goldens_assume_is_wrong(monkeypatch):
     from canaryd.worker.characterise import width
     from canaryd.worker.characterise.bench import Bench
     from canaryd.worker.numeric.stack import cpu
+    from canaryd.worker.runtime import interface
 
     narrow = simulated(11, truncate=False)
-    monkeypatch.setattr(width, "multiply", lambda source, target, made, out, fast: narrow(made))
+    monkeypatch.setattr(interface.named("torch"), "run", lambda operation, made, out: narrow(made))
     bench = Bench(cpu(), 60.0)
     width._one(bench, "float32", "float32", "float32", Claim.STRICT)
     assert [o.seen for o in bench.seen] == [Seen.WRONG]

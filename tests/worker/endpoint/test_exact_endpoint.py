@@ -62,9 +62,17 @@ RIGHT = {
     "no log probabilities": {"scored": False},
     "no number of tokens": {"counts": False},
 }
+RIGHT_IN_GATE = {"bfloat16", "float64", "log-softmax in float16", "four decimals", "no log probabilities"}
+"""One of each kind; the others differ in a width, and are asked in `.ci/full`."""
 
 
-@pytest.mark.parametrize(("seed", "traits"), list(enumerate(RIGHT.values())), ids=RIGHT)
+@pytest.mark.parametrize(
+    ("seed", "traits"),
+    [
+        pytest.param(seed, RIGHT[name], id=name, marks=() if name in RIGHT_IN_GATE else pytest.mark.slow)
+        for seed, name in enumerate(RIGHT)
+    ],
+)
 def test_right_answers_are_right_from_the_first_one_on(directory, seed, traits):
     """In every format and however finely it prints: nothing is learnt, and every case is compared."""
     with serving(directory, **traits) as url:
@@ -151,8 +159,15 @@ def test_a_flipped_bit_of_a_live_weight_is_seen_in_the_first_run(directory, scor
         assert 0 < found.evidence.wrong <= found.evidence.total == 40 * found.trials
 
 
-@pytest.mark.parametrize("scored", [True, False])
-@pytest.mark.parametrize("rate", [1 / 50, 1 / 500])
+@pytest.mark.parametrize(
+    ("rate", "scored"),
+    [
+        (1 / 500, True),
+        (1 / 50, False),
+        pytest.param(1 / 50, True, marks=pytest.mark.slow),
+        pytest.param(1 / 500, False, marks=pytest.mark.slow),
+    ],
+)
 def test_results_that_err_now_and_then_are_seen(directory, scored, rate):
     """Wrong in another way each time: no format rounds like that, so it accuses though no answer may be right."""
     with serving(directory, rate=rate, scored=scored) as url:
@@ -222,7 +237,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("traits", "said"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("traits", "said"),
+    [
+        pytest.param(*each, id=name, marks=pytest.mark.slow if name in ("a weak penalty", "a high temperature") else ())
+        for name, each in SETTINGS.items()
+    ],
+)
 def test_a_setting_is_named_and_accuses_nobody(directory, traits, said):
     """The run is skipped with the reason, so the endpoint is unknown: neither wrong nor healthy."""
     with serving(directory, **traits) as url:
@@ -240,7 +261,9 @@ def test_a_format_of_the_documents_is_no_excuse_for_right_answers(directory):
     assert not [c for c in compared if c.wrong]
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.001, 0.0001])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(0.01, marks=pytest.mark.slow), 0.001, pytest.param(0.0001, marks=pytest.mark.slow)]
+)
 def test_small_errors_everywhere_look_like_rounding(directory, noise):
     """The first word of every answer is right, and its neighbours are a little off: told, and not characterised."""
     with serving(directory, form="float32", noise=noise) as url:

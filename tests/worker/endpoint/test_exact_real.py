@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-import threading
+import random
+import shutil
 
 import pytest
 
@@ -13,25 +14,34 @@ torch = pytest.importorskip("torch", reason="the exact canary is made with torch
 pytestmark = [pytest.mark.servers, pytest.mark.torch]
 
 from canaryd.facts import Comparison  # noqa: E402
+from canaryd.probe import Skip  # noqa: E402
+from canaryd.worker.canary import checkpoint  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
-from tests.servers import serving  # noqa: E402
+from tests.servers import beside, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
-ENGINES = ("mlx", "transformers")
-"""Servers that read a Llama checkpoint as it is, and were tried."""
+ENGINES = ("mlx", "transformers", "llama")
+"""Servers that were tried."""
+PYTHON = ("mlx", "transformers")
+"""Servers whose products tests/faulty_server can break."""
 CLIENTS = 8
+BFLOAT16 = "30"
+"""`ggml_type` of bfloat16."""
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """An exported exact canary."""
-    path = tmp_path_factory.mktemp("exact") / "canary"
-    export(construct(TINY, 1), path)
-    return path
+def exported(tmp_path_factory):
+    """Exported exact canaries: for an engine's name, the directory that it serves."""
+    parent = tmp_path_factory.mktemp("exact")
+    paths = {}
+    for form in ("", "bfloat16"):
+        paths[form] = parent / f"canary{form}"
+        export(construct(TINY, 1), paths[form], form=form)
+    return lambda name: paths["bfloat16" if name == "llama" else ""]
 
 
 def ask(server, directory, seed):
@@ -42,38 +52,75 @@ def ask(server, directory, seed):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_real_server_answers_rightly_alone_and_beside_others(directory, tmp_path, name):
+def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_path, name):
     """Every answer, in words and in what it prints of its log probabilities, also while eight clients are served."""
+    directory = exported(name)
     prompts = [question.text for question in load(directory).questions]
     with serving(name, directory, tmp_path) as server:
         alone = ask(server, directory, seed=0)
-        over = threading.Event()
-
-        def client(number: int) -> None:
-            while not over.is_set():
-                prompt = " ".join(prompts[number].split()[: 5 + 2 * number])
-                server.ask("completions", {"prompt": prompt, "max_tokens": 5 + 4 * number, "temperature": 0})
-
-        threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            beside = ask(server, directory, seed=1)
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-    for compared in (alone, beside):
+        with beside(server, prompts[:CLIENTS]):
+            loaded = ask(server, directory, seed=1)
+    for compared in (alone, loaded):
         assert sum(c.trials for c in compared) == 60
         assert [c for c in compared if c.wrong] == []
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_wrong_products_of_a_real_server_are_seen_at_once(directory, tmp_path, name):
+@pytest.mark.parametrize("name", PYTHON)
+def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, name):
     """One product in fifty has one wrong bit, inside the server's own process: the first run accuses."""
+    directory = exported(name)
     broken = {"PYTHONPATH": str(ROOT / "tests/faulty_server"), "CANARYD_TEST_FAULT_RATE": "0.02"}
     with serving(name, directory, tmp_path, **broken) as server:
         compared = ask(server, directory, seed=0)
     wrong = [c for c in compared if c.wrong]
     assert wrong
     assert all(c.characterised for c in wrong)
+
+
+@pytest.mark.parametrize("options", [["-ctk", "f32", "-ctv", "f32"], ["-fa", "off"], ["-b", "16", "-ub", "8"]], ids=str)
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
+def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(tmp_path, form, options):
+    """The cache's format, the attention kernel, the size of a batch."""
+    export(construct(TINY, 2), tmp_path / "canary", form=form)
+    with serving("llama", tmp_path / "canary", tmp_path, *options) as server:
+        compared = ask(server, tmp_path / "canary", seed=0)
+    assert sum(c.trials for c in compared) == 60
+    assert [c for c in compared if c.wrong] == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_flipped_exponent_bit_on_disk_is_seen_in_the_first_answers(exported, tmp_path, seed):
+    """One weight that is not 0, whichever it is; without the file's checksum, so that only the answers can tell."""
+    shutil.copytree(exported("llama"), tmp_path / "canary")
+    path = tmp_path / "canary/model.gguf"
+    data = bytearray(path.read_bytes())
+    chance = random.Random(seed)
+    found = [t for t in checkpoint.tensors(path) if t.dtype == BFLOAT16 and t.name != "token_embd.weight"]
+    tensor = chance.choice(found)
+    live = [at for at in range(tensor.begin, tensor.end, 2) if data[at] | data[at + 1] & 0x7F]
+    at = chance.choice(live)
+    data[at + 1] ^= 1 << chance.randrange(6)  # the sign and the top bit would make infinities or be no exponent
+    path.write_bytes(data)
+    shutil.copy(tmp_path / "canary/expected.json", tmp_path)
+    with serving("llama", tmp_path / "canary", tmp_path) as server:
+        compared = ask(server, tmp_path, seed=seed)
+    assert [c for c in compared if c.wrong], f"{tensor.name} at {at - tensor.begin}"
+
+
+def test_another_template_of_llama_cpp_is_told_from_a_fault(exported, tmp_path):
+    """It is named, and nobody is accused."""
+    template = "{% for message in messages %}anchor {{ message['content'] }}{% endfor %}"
+    with (
+        serving("llama", exported("llama"), tmp_path, "--chat-template", template) as server,
+        pytest.raises(Skip, match="a chat template"),
+    ):
+        ask(server, exported("llama"), seed=0)
+
+
+@pytest.mark.parametrize("option", ["-ctk", "-ctv"])
+def test_a_quantised_cache_of_llama_cpp_accuses_nobody(exported, tmp_path, option):
+    """The server does not tell its cache's format: all is wrong, always in the same way, and not characterised."""
+    with serving("llama", exported("llama"), tmp_path, option, "q8_0") as server:
+        compared = ask(server, exported("llama"), seed=0)
+    assert all(c.wrong_trials == c.trials for c in compared)
+    assert not any(c.characterised for c in compared)

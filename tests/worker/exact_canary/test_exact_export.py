@@ -9,13 +9,15 @@ import sys
 import pytest
 import yaml
 
-from canaryd.worker.exact_canary.shape import TINY, like
+from canaryd.worker.exact_canary.shape import TINY, Shape, like
 from tests.command import ROOT, bare_python, canaryd, configure
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
 from canaryd.probe import Skip  # noqa: E402
+from canaryd.worker.canary import checkpoint  # noqa: E402
+from canaryd.worker.canary.gguf import ggml_name  # noqa: E402
 from canaryd.worker.canary.model import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
@@ -220,3 +222,59 @@ for dtype in (torch.float32, torch.bfloat16):
     )
     assert done.returncode == 0, done.stderr
     assert documents["expected"]["anchored"]
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "kind"), [("bfloat16", "30"), ("float16", "1"), ("float32", "0")])
+def test_a_gguf_file_holds_the_same_numbers(exported, tmp_path, form, kind):
+    """Read back, every tensor has the model's bits; rows of q and k stand as llama.cpp turns them."""
+    model, _, documents = exported
+    directory = tmp_path / "out"
+    export(model, directory, form=form)
+    assert sorted(p.name for p in directory.iterdir()) == ["expected.json", "model.gguf"]
+    assert json.loads((directory / "expected.json").read_text())["prompts"] == documents["expected"]["prompts"]
+    assert expected.load(directory).changed_file() == ""
+    data = (directory / "model.gguf").read_bytes()
+    found = {t.name: t for t in checkpoint.tensors(directory / "model.gguf")}
+    assert len(found) == len(model.weights)
+    half = TINY.head // 2
+    for name, weight in model.weights.items():
+        tensor = found[ggml_name(name)]
+        stored = torch.float32 if weight.dim() == 1 else getattr(torch, form)
+        assert tensor.dtype == ("0" if weight.dim() == 1 else kind)
+        read = torch.frombuffer(bytearray(data[tensor.begin : tensor.end]), dtype=stored)[: weight.numel()]
+        read = read.view(weight.shape).to(torch.float32)
+        if ".q_proj." in name or ".k_proj." in name:
+            heads, wanted = read.view(-1, TINY.head, TINY.hidden), weight.view(-1, TINY.head, TINY.hidden)
+            assert torch.equal(heads[:, 0::2], wanted[:, :half])
+            assert torch.equal(heads[:, 1::2], wanted[:, half:])
+        else:
+            assert torch.equal(read, weight)
+
+
+def test_a_qwen_keeps_its_rows_in_a_gguf_file(tmp_path):
+    """llama.cpp turns the pairs of a Qwen2 as Hugging Face does; biases stay float32."""
+    model = construct(
+        Shape(hidden=256, heads=4, kv_heads=2, head=64, inner=256, layers=1, vocabulary=1152, family="qwen2"), 1
+    )
+    export(model, tmp_path / "out", form="float16")
+    data = (tmp_path / "out/model.gguf").read_bytes()
+    found = {t.name: t for t in checkpoint.tensors(tmp_path / "out/model.gguf")}
+    for part, stored in (("weight", torch.float16), ("bias", torch.float32)):
+        wanted = model.weights[f"model.layers.0.self_attn.q_proj.{part}"]
+        tensor = found[f"blk.0.attn_q.{part}"]
+        read = torch.frombuffer(bytearray(data[tensor.begin : tensor.end]), dtype=stored)[: wanted.numel()]
+        assert torch.equal(read.view(wanted.shape).to(torch.float32), wanted)
+
+
+def test_changed_weights_of_a_gguf_file_are_seen(exported, tmp_path):
+    """One bit of the file."""
+    model, _, _ = exported
+    export(model, tmp_path / "out", form="bfloat16")
+    path = tmp_path / "out/model.gguf"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    assert "model.gguf is not the file" in expected.load(tmp_path / "out").changed_file()

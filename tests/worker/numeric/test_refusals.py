@@ -8,6 +8,7 @@ import pytest
 from canaryd.facts import Comparison, Skipped
 from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import attention, operands, verify
+from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import tensors as numeric_tensors
 from canaryd.worker.numeric.attention import Attention, blank, build
 from canaryd.worker.numeric.integers import significant_bits
@@ -113,7 +114,7 @@ def test_a_kernel_is_asked_under_the_switches_in_force():
         return operands[0]
 
     problem = blank(Attention("onehot", FORMATS["float32"], "none", 1, 1, 1, 2, 2, 8))
-    assert "deterministic implementation" in verify.refusal(cpu(), problem, compute)
+    assert "deterministic implementation" in numeric_cases.refusal(cpu(), problem, compute)
 
 
 @pytest.mark.parametrize("mask", attention.MASKS)
@@ -137,7 +138,7 @@ def problem_of_a_product():
 
 
 def case(name, compute=None, **more):
-    return verify.Case(name, problem_of_a_product(), compute or (lambda ab, out: torch.matmul(*ab)), **more)
+    return numeric_cases.Case(name, problem_of_a_product(), compute or (lambda ab, out: torch.matmul(*ab)), **more)
 
 
 def refuse(ab, out):
@@ -173,7 +174,7 @@ def test_a_refusal_after_a_result_is_a_failure():
                 raise RuntimeError("mat2 must be contiguous")
         return bits(torch.matmul(*ab)).bitwise_xor(1).view(torch.float32)
 
-    with pytest.raises(verify.Refused, match="must be contiguous"):
+    with pytest.raises(numeric_cases.Refused, match="must be contiguous"):
         list(verify.verify_all(context(), [case("a@1", late)], [], None))
 
 
@@ -267,7 +268,7 @@ def test_a_batch_with_a_float32_result_goes_through_bmm(probes, source, monkeypa
     for kind, sizes, function in (("square", (20, 24, 32, 0), "mm"), ("batched", (20, 24, 32, 3), "bmm")):
         made = module.product_case(HOPPER, source, "float32", "cancel", kind, "tn", sizes)
         problem = made.build(1)
-        assert verify.same_bits(made.compute(problem.operands, None).contiguous(), problem.golden)
+        assert numeric_tensors.same_bits(made.compute(problem.operands, None).contiguous(), problem.golden)
         assert exhibit("exact_matmul", made.name, 1, HOPPER).compute.startswith(f"torch.{function}(")
     assert called == [("mm", 2), ("bmm", 3)]
 

@@ -19,13 +19,17 @@ from canaryd.supervisor.environment import SCRUBBED
 from canaryd.worker.canary.golden import FIXED, PATHS, load_golden
 from canaryd.worker.canary.model import Decoder, decode, score
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.numeric import attention, error_bounds, indexing, stack, verify
+from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, stack, verify
+from canaryd.worker.numeric import cases as numeric_cases
+from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.faults import FAULTS, Injector
+from canaryd.worker.numeric.gathering import Gatherer
 from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.operands import build, make_pools
 from canaryd.worker.numeric.recording import Made, Recorder
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, strict_switches, torch_device, upload
-from canaryd.worker.numeric.verify import is_characterised
+from canaryd.worker.runtime import interface
 from tests.command import ROOT
 from tests.worker.numeric.cuda import AMPERE, DEVICES, HOPPER, MI300X, fake, stand_in
 
@@ -63,24 +67,37 @@ def rehearse(device, case, problem):
         (golden,) = upload((problem.golden,), device)
         for operand, host in zip(operands, problem.operands, strict=True):
             assert (operand.device.type, operand.stride()) == ("cuda", host.stride())
-        first = verify._first_result(device, case.compute, operands)
+        first = numeric_cases.first_result(device, case.compute, operands)
         for result in (first, case.compute(operands, first)):
             assert result.device.type == "cuda"
             assert (result.shape, result.dtype) == (golden.shape, golden.dtype), case.name
             assert result.is_contiguous()
         if (kind := (golden.dtype, golden.shape, operands[case.struck].dtype)) not in COMPARED:
             COMPARED.add(kind)
-            Injector(FAULTS["stuck"], 1).before(case.name, operands[case.struck])
-            compare(case.name, golden, first)
+            Injector(FAULTS["stuck"], 1, interface.of(device)).before(case.name, operands, case.struck)
+            compare(device, case.name, golden, first)
 
 
-def compare(name, golden, result):
+def rehearse_gather(device, product):
+    """Gather two turns of a product's operands and golden, the second into the memory of the first."""
+    right, pools = build(product, 1), make_pools(product, 1)
+    with fake(torch):
+        gatherer = Gatherer(interface.of(device), device, product, pools, 1)
+        for turn in range(2):
+            operands, golden = gatherer.gather(turn)
+            for there, here in zip((*operands, golden), (*right.operands, right.golden), strict=True):
+                assert there.device.type == "cuda"
+                assert (there.shape, there.dtype) == (here.shape, here.dtype)
+                assert there.stride() == here.stride() or 1 in here.shape  # one row lies as one column does
+
+
+def compare(device, name, golden, result):
     """Compare a result with its golden where it lies, spoil it, and copy it back."""
-    for read in (partial(digest, result), partial(verify._agree, [result, result], golden)):
+    for read in (partial(digest, result), partial(interface.of(device).agree, [result, result], golden)):
         with pytest.raises(fake_tensor.DataDependentOutputException):
             read()
-    verify._spoil([result])
-    Injector(FAULTS["consistent"], 1).after(name, result)
+    interface.of(device).spoil([result])
+    Injector(FAULTS["consistent"], 1, interface.of(device)).after(name, result)
     assert (result.cpu().shape, result.cpu().dtype) == (golden.shape, golden.dtype)
 
 
@@ -136,7 +153,7 @@ def test_every_product_runs(probes, device, level):
     """Every pair of formats, content, kind of shape and layout, and the int8 products."""
     module = probes["exact_matmul"]
     labels = [module._label(*pair) for pair in module.format_pairs(device)]
-    labels += [f"int8>int32/{content}" for content in module.INT8_CONTENTS]
+    labels += [f"{left}>int32/{content}" for left, content in module.int8_pairs(device)]
     fresh, fixed = module.every_case(context(device, level, seed=5), dict.fromkeys(labels, SLOW))
     assert {c.name for c in fixed} == {c.name for c in module.fixed_cases(device)}
     seen = [{part.partition("@")[0] for part in case.name.split("/")} for case in fresh]
@@ -148,6 +165,10 @@ def test_every_product_runs(probes, device, level):
     cases = [*fixed, *fresh]
     ran = rehearse_all(device, cases, lambda case: Question(case.build.func, *case.build.args, 1))
     assert ran == len(cases)
+    gathered = {(c.product.source.name, c.product.layout): c.product for c in fresh if c.product}
+    assert {layout for _, layout in gathered} == set(module.LAYOUTS) or level != "deep"
+    for product in gathered.values():
+        rehearse_gather(device, product)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
@@ -194,8 +215,8 @@ def test_a_switch_that_the_environment_overrides_ships_nothing(probes, monkeypat
 def test_tensor_cores_that_nobody_measured_get_a_margin(capability, kept):
     """A product that a healthy unit rounds now and then would be met at first, and accuse it later."""
     device = replace(HOPPER, detail={"capability": capability})
-    assert verify.accumulator(device, "bfloat16").bits == kept
-    assert verify.accumulator(device, "float32").bits == 24
+    assert characterised.accumulator(device, "bfloat16").bits == kept
+    assert characterised.accumulator(device, "float32").bits == 24
 
 
 def test_what_overrides_switches_is_removed_from_workers():
@@ -314,7 +335,10 @@ def load(name):
 
 
 def test_no_numeric_probe_is_left_out():
-    """`model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own."""
+    """`model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own.
+
+    `memory_sweep` is rehearsed in tests/worker/memory.
+    """
     numeric = {p.stem for p in Path(ROOT / "probes").glob("*.py") if load(p.stem).SPEC.numeric}
     rehearsed = {
         "exact_attention",
@@ -324,7 +348,7 @@ def test_no_numeric_probe_is_left_out():
         "canary_prompts",
         "exact_canary",
     }
-    assert numeric == rehearsed | {"model_canary"}
+    assert numeric == rehearsed | {"model_canary", "memory_sweep"}
 
 
 def test_the_rehearsal_would_notice(probes):
@@ -332,10 +356,10 @@ def test_the_rehearsal_would_notice(probes):
     module = probes["exact_matmul"]
     batch = module.product_case(HOPPER, "bfloat16", "float32", "dense", "batched", "nt", (16, 16, 16, 2))
     wrong = replace(batch, compute=lambda ab, out: torch.mm(*ab, out_dtype=torch.float32))
-    with pytest.raises(verify.Refused, match="must be 2D"):
+    with pytest.raises(numeric_cases.Refused, match="must be 2D"):
         rehearse_raw(wrong)
     fp8 = module.product_case(HOPPER, "float8_e4m3fn", "bfloat16", "dense", "square", "nn", (16, 32, 32, 0))
-    with pytest.raises(verify.Refused, match="col_major"):
+    with pytest.raises(numeric_cases.Refused, match="col_major"):
         rehearse_raw(fp8)
     narrow = replace(batch, compute=lambda ab, out: torch.bmm(*ab))
     with pytest.raises(AssertionError):
@@ -346,7 +370,7 @@ def rehearse_raw(case):
     """Compute a case on fake tensors, without asking for the end that `rehearse` expects."""
     problem = case.build(1)
     with fake(torch):
-        verify._first_result(HOPPER, case.compute, upload(problem.operands, HOPPER))
+        numeric_cases.first_result(HOPPER, case.compute, upload(problem.operands, HOPPER))
 
 
 def test_both_kinds_of_fp8_are_rehearsed(probes):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.torch
 
 CPU = stack.cpu()
 PRODUCT = "bfloat16/cancel/decode/nt@32x64x128"
+INTEGERS = [("exact_integer", f"int64/{name}/fresh@1024") for name in indexing.OPERATIONS]
 CASES = [
     ("exact_matmul", "float32/dense/prefill/tn@48x64x96"),
     ("exact_matmul", PRODUCT),
@@ -31,7 +32,7 @@ CASES = [
     ("exact_attention", "float32/uniform/prefill/math/causal@1x2x2x48x48x64"),
     ("exact_attention", "bfloat16/onehot/grouped/math/bool@1x4x2x32x65x64"),
     ("exact_attention", "float32/onehot/decode/math/float@2x2x2x3x320x64"),
-    *(("exact_integer", f"int64/{name}/fresh@1024") for name in indexing.OPERATIONS),
+    *INTEGERS,
 ]
 
 
@@ -59,7 +60,14 @@ def flip(path: Path, element: int, bit: int, size: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("probe", "case"), CASES, ids=[case for _, case in CASES])
+@pytest.mark.parametrize(
+    ("probe", "case"),  # one of the integer operations stands for all in the gate
+    [
+        pytest.param(*each, marks=pytest.mark.slow if n > CASES.index(INTEGERS[0]) else ())
+        for n, each in enumerate(CASES)
+    ],
+    ids=[case for _, case in CASES],
+)
 def test_the_script_computes_what_the_probe_computed(tmp_path, probe, case):
     """On a sound processor every kind of case comes out as its golden says, twice, with exit status 0."""
     answer, made = laid_out(tmp_path / "case", probe, case)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,17 +12,21 @@ import pytest
 
 from canaryd.facts import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, Skip
-from canaryd.worker.numeric import evidence, faults, indexing, stress, tensors, verify
+from canaryd.worker.numeric import cases as numeric_cases
+from canaryd.worker.numeric import characterised, evidence, faults, indexing, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands
+from canaryd.worker.numeric import products as products_of_torch
 from canaryd.worker.numeric.attention import Attention
 from canaryd.worker.numeric.attention import build as build_attention
+from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, upload, words
-from canaryd.worker.numeric.verify import Case, verify_all
+from canaryd.worker.numeric.verify import verify_all
+from canaryd.worker.runtime import interface
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -153,13 +158,13 @@ def products(probes):
         "batched": (9, 16, 48, 3),
     }
     module = probes["exact_matmul"]
-    for source, target in module.FORMAT_PAIRS:
+    for source, target in products_of_torch.FORMAT_PAIRS:
         if module.unsupported(cpu(), source, target):
             continue
         layouts, sizes = module.LAYOUTS, shapes
         if source.startswith("float8"):  # scaled products want sixteenths, and B column-major
             layouts, sizes = ("nt",), {"square": (16, 32, 64, 0), "prefill": (48, 16, 32, 0)}
-        room = verify.accumulator(cpu(), source).bits
+        room = characterised.accumulator(cpu(), source).bits
         for name, layout, (kind, (M, N, K, batch)) in itertools.product(
             numeric_operands.CONTENTS, layouts, sizes.items()
         ):
@@ -175,20 +180,21 @@ def attentions(probes):
     """Yield the same for attention: kernels, formats, masks, shapes and contents."""
     sizes = {"prefill": (1, 2, 2, 24, 24, 64), "grouped": (1, 4, 2, 8, 33, 64), "decode": (2, 2, 2, 1, 70, 64)}
     module = probes["exact_attention"]
-    choices = itertools.product(module.KERNELS[:2], module.FORMAT_NAMES, module.MASKS, sizes)
+    choices = itertools.product(("MATH", "FLASH_ATTENTION"), module.FORMAT_NAMES, module.MASKS, sizes)
     for kernel, form, mask, kind in choices:
         if module.refuses(cpu(), kernel, form, mask, sizes[kind]):
             continue
         for name in module.CONTENTS:
             build = partial(build_attention, Attention(name, FORMATS[form], mask, *sizes[kind]))
-            yield f"{form}/{name}/{kind}/{kernel}/{mask}", build, partial(module._compute, kernel, mask), 2
+            yield f"{form}/{name}/{kind}/{kernel}/{mask}", build, module.attend(cpu(), kernel, form, mask), 2
 
 
 def integers(probes):
     """Yield the same for integer and index operations."""
     module = probes["exact_integer"]
     for name, n in itertools.product(indexing.OPERATIONS, (256, 1008)):
-        yield f"int64/{name}/{n}", partial(indexing.build, name, n), partial(module._compute, name), 0
+        case = module._case(cpu(), name, n)
+        yield case.name, case.build, case.compute, 0
 
 
 def flat_bits(tensor):
@@ -376,6 +382,35 @@ def test_one_core_that_disagrees_with_itself_accuses_the_host(what):
     assert twice == 0
 
 
+def test_a_run_tells_what_the_device_did_and_for_how_long():
+    """Every result counts; what the host makes is the host's time, not the device's."""
+
+    def build(seed):
+        time.sleep(0.2)
+        return small().build(seed)
+
+    facts = list(verify_all(context(), [replace(small(), build=build)], [], None))
+    told = {f.name: f.value for f in facts if isinstance(f, Reading)}
+    assert told["operations"] == told["trials"] * 2 * 24 * 20 * 64
+    assert told["host_seconds"] >= 0.4  # two builds
+    assert 0.0 < told["device_seconds"] < 0.4
+
+
+batched = Product("dense", FORMATS["float32"], FORMATS["float32"], 24, 6, 5, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("problem", "operations"),
+    [
+        (lambda: numeric_operands.build(batched, 1), 2 * 3 * 6 * 5 * 32),
+        (lambda: numeric_operands.build_int8("narrow", 8, 9, 32, "nt", 1), 2 * 8 * 9 * 32),
+    ],
+)
+def test_operations_are_counted(problem, operations):
+    """A multiplication and an addition for each element of A and column of B."""
+    assert problem().operations == operations
+
+
 def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
     """An unwitnessed golden is not used against the device."""
     honest = small()
@@ -390,7 +425,7 @@ def test_two_ways_of_arithmetic_that_disagree_accuse_the_host():
 @pytest.mark.parametrize("lie", [True, False])
 def test_a_comparator_that_lies_is_found_out(monkeypatch, lie):
     """The host compares the first result itself: a device that sees equality in a wrong result, or the reverse."""
-    monkeypatch.setattr(verify, "_agree", lambda results, golden: [lie] * len(results))
+    monkeypatch.setattr(interface.named("torch"), "agree", lambda results, golden: [lie] * len(results))
     facts = list(verify_all(context(drill="consistent" if lie else ""), [small()], [], None))
     doubts = comparisons(facts, Subject.COMPARATOR)
     assert doubts
@@ -431,7 +466,7 @@ def test_a_failing_device_is_never_a_skipped_case(said):
         raise RuntimeError(said)
 
     with pytest.raises(RuntimeError, match=said[:20]):
-        list(verify_all(context(), [replace(small(), compute=fail), small()], [], None))
+        list(verify_all(context(), [replace(small(), compute=fail)], [], None))
 
 
 @pytest.mark.parametrize("reuses", [True, False])
@@ -526,13 +561,13 @@ def test_a_retest_of_a_fixed_case_has_the_whole_time():
 def test_cases_are_chosen_by_full_name_or_prefix(wanted, kept):
     """A prefix ends at a slash or at the sizes: "a/b" does not mean "a/bc"."""
     cases = [replace(small(), name=name) for name in ("a/b/c@1x2", "a/b/d@1x2", "a/bc/d@3")]
-    assert [case.name for case in verify.restrict(context(*wanted), cases)] == kept
+    assert [case.name for case in numeric_cases.restrict(context(*wanted), cases)] == kept
 
 
 def test_an_unknown_case_or_fault_is_a_reason_to_skip():
     """What was asked for and what there is stand in the text."""
     with pytest.raises(Skip, match="no case matches a/bx; the first of 1 here is a/b@1"):
-        verify.restrict(context("a/bx"), [replace(small(), name="a/b@1")])
+        numeric_cases.restrict(context("a/bx"), [replace(small(), name="a/b@1")])
     with pytest.raises(Skip, match="unknown fault 'melt'; there are flip, zero"):
         list(verify_all(context(drill="melt"), [small()], [], None))
 
@@ -552,7 +587,7 @@ def test_a_confirmation_meets_the_same_operands(probes, name, monkeypatch):
     speeds = iter((2e9, 4e11))
     if name == "exact_matmul":
         monkeypatch.setattr(module, "measure_speed", lambda *_: next(speeds, 4e11))
-        monkeypatch.setattr(module, "FORMAT_PAIRS", (("float32", "float32"),))
+        monkeypatch.setattr(products_of_torch, "FORMAT_PAIRS", (("float32", "float32"),))
     first = comparisons(module.run(context(budget=0.6)))
     fresh = [c for c in first if "fixed" not in c.case]
     assert fresh
@@ -726,7 +761,7 @@ def test_the_host_compares_away_from_the_accused_core(monkeypatch):
     session = verify.Session(context())
     core = session.cores[0]
     problem = small().build(1)
-    verify._measure(session, small(), problem, 1, core, 0.0)
+    verify._measure_whole(session, small(), problem, 1, core, 0.0)
     assert seen
     assert all(core not in cores for cores in seen)
 

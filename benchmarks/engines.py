@@ -1,0 +1,220 @@
+"""The exact canary among engines: every answer must be the proved one, bit for bit.
+
+In process: plain torch under each instruction set, in four formats, eager and by each SDPA kernel, decoded and in one
+pass, one row and two, and the single pass compiled; every logit is compared with the proof. Served: real servers, as
+scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache where the
+server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are compared.
+What is not installed is listed as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from canaryd.facts import Comparison
+from canaryd.probe import Skip
+from canaryd.supervisor.environment import INSTRUCTION_SETS
+from canaryd.worker.canary.model import DTYPES
+from canaryd.worker.exact_canary import cases
+from canaryd.worker.exact_canary.construct import Model, construct
+from canaryd.worker.exact_canary.expected import load
+from canaryd.worker.exact_canary.export import export
+from canaryd.worker.exact_canary.prove import Walk
+from canaryd.worker.exact_canary.run import Runner
+from canaryd.worker.exact_canary.shape import TINY, Shape
+from canaryd.worker.numeric.tensors import bits, strict_switches, torch
+from tests.servers import KINDS, Server, beside, serving
+from tests.worker.endpoint.served import context, probe
+
+LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, vocabulary=32000)
+"""A Llama of 1.1 billion weights (22 layers), cut to two."""
+ENGINES = {"llama": "bfloat16", "mlx": "", "transformers": "", "vllm": ""}
+"""Servers, and the format of their GGUF file; "" for those that read a Hugging Face directory."""
+CLIENTS = 8
+ASKED = 60
+"""Answers of one standard run."""
+
+
+# --- In process ------------------------------------------------------------------------------------------------------
+
+
+def in_process(shape: Shape, seeds: range, compiled: int) -> dict[str, list[int]]:
+    """Return by format, path and kernel: answers, logits compared, logits that differ; compiled for the first seeds."""
+    found: dict[str, list[int]] = {}
+    rows = 1 if shape == LIKE else cases.MOST_ROWS
+    fused = torch.compile(_forward, dynamic=False) if compiled else None
+    for number, seed in enumerate(seeds):
+        for anchored in (True, False):
+            model = construct(shape, seed, anchored=anchored)
+            count = model.program.steps
+            texts = torch.tensor([cases.text(model, seed, row, count) for row in range(rows)])
+            walk = Walk(shape, model.weights)
+            golden = torch.stack([walk.prove(words).logits for words in texts.tolist()])
+            for form in DTYPES:
+                wanted = golden.to(getattr(torch, form))
+                weights = {name: w.to(wanted.dtype) for name, w in model.weights.items()}
+                for name, got, right in _inferences(model, weights, texts, wanted, count, anchored=anchored):
+                    _add(found, f"{form}/{name}", got, right)
+                if fused and number < compiled and anchored:
+                    _add(found, f"{form}/forced/compiled", fused(shape, weights, texts), wanted)
+    return found
+
+
+def _inferences(
+    model: Model, weights: dict[str, Any], texts: Any, wanted: Any, count: int, *, anchored: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
+    for kernel in ("", "FLASH_ATTENTION", "EFFICIENT_ATTENTION") if anchored else ("MATH",):
+        runner = Runner(model.shape, weights, kernel)
+        with contextlib.suppress(RuntimeError):  # this torch has no such kernel for this format
+            yield f"forced/{kernel.lower() or 'eager'}", runner.forward(texts), wanted
+            yield f"decode/{kernel.lower() or 'eager'}", runner.decode(prompts, count)[1], tail
+
+
+def _forward(shape: Shape, weights: dict[str, Any], tokens: Any) -> Any:
+    return Runner(shape, weights).forward(tokens)
+
+
+def _add(found: dict[str, list[int]], name: str, got: Any, wanted: Any) -> None:
+    line = found.setdefault(name, [0, 0, 0])
+    line[0] += got.shape[0]
+    line[1] += got.numel()
+    line[2] += int((bits(got.contiguous()) != bits(wanted)).sum())
+
+
+def child(words: argparse.Namespace) -> None:
+    """Print what was found in process, as JSON: an instruction set is chosen when libraries start."""
+    shape = LIKE if words.child == "like" else TINY
+    with strict_switches(), torch.inference_mode():
+        print(json.dumps(in_process(shape, range(1, words.seeds + 1), words.compiled)))
+
+
+def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
+    """Return rows of the table, and what could not be run."""
+    rows, absent = [], []
+    jobs = [("tiny", name, words.seeds, words.compiled) for name in INSTRUCTION_SETS if name]
+    jobs += [("like", "native", words.likes, 0)]
+    for size, instructions, seeds, compiled in jobs:
+        if not seeds:
+            continue
+        given = ["--child", size, "--seeds", str(seeds), "--compiled", str(compiled)]
+        print(f"torch, {size}, {instructions}", file=sys.stderr, flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.engines", *given],
+            cwd=common.ROOT,
+            env=common.worker_environment(instructions),
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        if done.returncode:
+            absent.append(f"torch, {size}, {instructions}: exit status {done.returncode}")
+            continue
+        for name, (answers, logits, wrong) in json.loads(done.stdout).items():
+            form, path, kernel = name.split("/")
+            rows.append([f"torch, {instructions}", size, form, f"{path}, {kernel}", seeds, answers, logits, wrong])
+    return rows, absent
+
+
+# --- Served ----------------------------------------------------------------------------------------------------------
+
+
+def served(name: str, model: Model, want: int, work: Path) -> Counter[tuple[str, str]]:
+    """Serve a model and ask for at least `want` answers; return answers and wrong ones, alone and beside clients."""
+    directory = work / f"{name}-{model.seed}-{model.shape.hidden}"
+    export(model, directory, form=ENGINES[name])
+    prompts = [question.text for question in load(directory).questions]
+    found: Counter[tuple[str, str]] = Counter()
+    with serving(name, directory, work) as server:
+        for how, clients in (("alone", 0), ("beside 8 clients", CLIENTS)):
+            with beside(server, prompts[:clients]):
+                while sum(found[how, kind] for kind in ("cold", "warm", "at once")) < want / 2:
+                    _ask(server, directory, how, found)
+    return found
+
+
+def _ask(server: Server, directory: Path, how: str, found: Counter[tuple[str, str]]) -> None:
+    settings = {"exact": str(directory), "model": server.model, "timeout": 120.0}
+    given = context(server.url, level="standard", budget=60.0, settings=settings)
+    try:
+        for fact in probe("exact_endpoint").run(given):
+            if isinstance(fact, Comparison):
+                kind = {"alone": "cold", "again": "warm"}.get(fact.case.partition("/")[2], "at once")
+                found[how, kind] += fact.trials
+                found[how, "wrong"] += fact.wrong_trials
+    except Skip as error:
+        found[how, f"not compared: {error}"] += 1
+        found[how, "at once"] += ASKED  # what cannot be compared must not be asked for ever
+
+
+def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
+    """Return rows of the table, and the servers that are not there."""
+    rows, absent = [], []
+    for name in words.engines:
+        if not KINDS[name].found():
+            absent.append(f"{KINDS[name].program}: not installed (scripts/servers DIR {name})")
+            continue
+        for size, shape, seeds in (("tiny", TINY, words.served), ("like", LIKE, words.likes)):
+            found: Counter[tuple[str, str]] = Counter()
+            for seed in range(1, seeds + 1):
+                print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
+                with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work:
+                    found += served(name, construct(shape, seed), words.answers // seeds, Path(work))
+                print(dict(found), file=sys.stderr, flush=True)
+            for how in ("alone", "beside 8 clients") if seeds else ():
+                of = [found[how, kind] for kind in ("cold", "warm", "at once")]
+                rows.append([KINDS[name].program, size, how, seeds, *of, sum(of), found[how, "wrong"]])
+            absent += [f"{name}, {size}, {how}: {kind} ({n} runs)" for (how, kind), n in found.items() if ":" in kind]
+    return rows, absent
+
+
+def main() -> None:
+    """Ask every engine, write; end with 1 where a value differs or a server is wrong."""
+    parser = common.options(__doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="models in process (default: %(default)s)")
+    parser.add_argument("--compiled", type=int, default=1, help="of these compiled (default: %(default)s)")
+    parser.add_argument("--likes", type=int, default=0, help="models of a real one's sizes (default: %(default)s)")
+    parser.add_argument("--served", type=int, default=2, help="models for each server (default: %(default)s)")
+    parser.add_argument("--answers", type=int, default=480, help="answers of each server (default: %(default)s)")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--child", choices=("tiny", "like"), help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.child:
+        child(words)
+        return
+    started, facts = time.monotonic(), common.machine()
+    inside, missing = in_process_rows(words)
+    outside, absent = served_rows(words)
+    heads = (
+        ["engine", "size", "format", "how", "models", "answers", "logits", "differ"],
+        ["server", "size", "how", "models", "cold", "warm", "at once", "answers", "wrong"],
+    )
+    differ, wrong = sum(row[-1] for row in inside), sum(row[-1] for row in outside)
+    body = (
+        f"In process: {differ} of {sum(row[-2] for row in inside):,} logits differ, in "
+        f"{sum(row[-3] for row in inside):,} answers. Served: {wrong} of {sum(row[-2] for row in outside):,} answers "
+        "are wrong.\n\n"
+    )
+    body += common.table(heads[1], outside) + "\n" + common.table(heads[0], inside)
+    body += "".join(f"\n- not run: {line}" for line in missing + absent) + "\n"
+    data = {"in process": inside, "served": outside, "not run": missing + absent}
+    facts |= {"seconds": f"{time.monotonic() - started:.0f}"}
+    common.write(words.out, "engines", "The exact canary among engines", facts, body, data)
+    sys.exit(1 if differ or wrong else 0)
+
+
+if __name__ == "__main__":
+    if "--child" not in sys.argv:
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+    main()

@@ -1,0 +1,118 @@
+"""What the judge needs of a run: of a clean one its counts, of a failed one what was wrong.
+
+Both the daemon, when a run has ended, and the store, for a later start, make a run brief in the same way: what a
+restart reads back is what was in memory before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from canaryd.facts import Comparison, Exactness, Place, Reading, Recording, Subject
+from canaryd.judge.characterised import FOLDED
+from canaryd.judge.recordings.baseline import IDLE
+from canaryd.judge.telemetry.readings import READINGS
+from canaryd.model import ENDPOINT, Outcome, Run
+
+FEW = 16
+"""Recordings of an endpoint, or of a part of a probe, that are kept with their run."""
+SHOWN = 5
+"""Newest runs of each kind that keep all their recordings, and the clean comparisons beside wrong ones."""
+ELEMENTS = 4
+"""Wrong elements of a comparison that stay in memory; the store keeps all."""
+KEPT = frozenset({"golden_fingerprint", *READINGS})
+"""Readings that stay in memory."""
+LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
+"""Readings of an endpoint that are compared with those of later runs."""
+
+
+def fold(run: Run) -> Run:
+    """Return one of the newest runs of its kind: a clean one with its comparisons summed into one."""
+    if run.wrong:
+        return replace(run, comparisons=tuple(map(_shortened, run.comparisons)), skipped=(), readings=_kept(run))
+    if not run.whole or len(run.comparisons) < 2:
+        return run
+    return replace(run, comparisons=summary(run.seed, run.trials, run.uploads), skipped=(), readings=_kept(run))
+
+
+def brief(run: Run) -> Run:
+    """Return a run of which `SHOWN` newer ones of its kind are known.
+
+    Its clean comparisons are summed up place by place, but for those of a case that was wrong too: a confirmation may
+    have the same operands. Recordings are left out where there are many and all were known.
+    """
+    run = fold(run)
+    if run.detail and run.outcome is Outcome.COMPLETED:
+        run = replace(run, detail="")
+    if run.wrong and run.whole:
+        cases = {c.case for c in run.wrong}
+        left = [c for c in run.comparisons if _can_sum(c) and c.case not in cases]
+        if any(c.case != FOLDED for c in left):
+            dropped = set(map(id, left))
+            kept = (c for c in run.comparisons if id(c) not in dropped)
+            run = replace(run, comparisons=(*kept, *_by_place(run.seed, left)))
+    return without_recordings(run) if len(run.recordings) > kept_recordings(run) else run
+
+
+def kept_recordings(run: Run) -> int:
+    """Return how many recordings a run may have and be kept with them."""
+    if run.unknown:
+        return len(run.recordings)
+    return 0 if run.whole and not run.device.startswith(f"{ENDPOINT}:") else FEW
+
+
+def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tuple[Comparison, ...]:  # noqa: B008
+    """Return the comparison that stands for all clean ones of a run; () for none."""
+    exactness, subject = Exactness.UNIVERSAL, Subject.DEVICE
+    one = Comparison(
+        case=FOLDED,
+        shape="",
+        seed=seed,
+        exactness=exactness,
+        subject=subject,
+        place=place,
+        trials=results,
+        uploads=uploads,
+    )
+    return (one,) if results else ()
+
+
+def without_recordings(run: Run) -> Run:
+    """Return a run without its recordings, and with only those readings that are compared with later runs.
+
+    The latency of an endpoint depends on what was asked and on whether it served others at the time. The first
+    recording shows the one, the first recording that was not alone shows the other.
+    """
+    compared = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in LATENCIES)
+    kept: tuple[Recording, ...] = ()
+    if any(r.name in LATENCIES for r in compared):
+        kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
+    learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
+    return replace(run, recordings=kept, learnt=learnt, readings=compared or run.readings[:1])
+
+
+def _shortened(comparison: Comparison) -> Comparison:
+    """Return a comparison with the first few of its wrong elements, enough to distinguish two mismatches."""
+    found = comparison.evidence
+    return comparison if found is None else replace(comparison, evidence=replace(found, first=found.first[:ELEMENTS]))
+
+
+def _kept(run: Run) -> tuple[Reading, ...]:
+    """Return the readings that are shown or judged; without any, the first one, as a sign that there were some."""
+    return tuple(r for r in run.readings if r.name in KEPT) or run.readings[:1]
+
+
+def _can_sum(comparison: Comparison) -> bool:
+    return comparison.subject is Subject.DEVICE and not comparison.wrong
+
+
+def _by_place(seed: int, comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Return clean comparisons with those of one place as one."""
+    results: dict[Place, int] = defaultdict(int)
+    uploads: dict[Place, int] = defaultdict(int)
+    for c in comparisons:
+        results[c.place] += c.trials
+        uploads[c.place] += c.uploads
+    return tuple(c for place in results for c in summary(seed, results[place], uploads[place], place))

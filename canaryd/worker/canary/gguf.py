@@ -1,0 +1,95 @@
+"""Write a GGUF file, as llama.cpp reads it: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from canaryd.worker.numeric.tensors import torch
+
+FORMATS = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32)}
+"""Formats of a matrix: its `ggml_type`, and the `llama_ftype` of a file of such matrices."""
+_ALIGNMENT = 32
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_OF_A_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(facts: Mapping[str, Any], weights: Mapping[str, Any], form: str) -> bytes:
+    """Return the bytes of a file with metadata and host tensors under their names of Hugging Face's Llama.
+
+    Matrices are kept in `form`, one of `FORMATS`; vectors stay float32, as llama.cpp's own converter keeps them.
+    """
+    head, parts, at = [], [], 0
+    for name, tensor in weights.items():
+        vector = tensor.dim() == 1
+        whole = tensor.detach().to(torch.float32 if vector else getattr(torch, form)).contiguous()
+        sizes = struct.pack(f"<I{whole.dim()}Q", whole.dim(), *reversed(whole.shape))
+        kind = FORMATS["float32" if vector else form][0]
+        head.append(_string(ggml_name(name)) + sizes + struct.pack("<IQ", kind, at))
+        parts.append(ctypes.string_at(whole.data_ptr(), whole.nbytes))
+        parts.append(bytes(-whole.nbytes % _ALIGNMENT))
+        at += len(parts[-2]) + len(parts[-1])
+    start = b"GGUF" + struct.pack("<IQQ", 3, len(head), len(facts))
+    start += b"".join(_string(key) + _typed(value) for key, value in facts.items()) + b"".join(head)
+    return start + bytes(-len(start) % _ALIGNMENT) + b"".join(parts)
+
+
+def sizes(architecture: str, config: Mapping[str, Any], form: str) -> dict[str, Any]:
+    """Return the metadata that llama.cpp wants of a model, from its `config.json`."""
+    return {
+        "general.architecture": architecture,
+        "general.file_type": FORMATS[form][1],
+        f"{architecture}.context_length": config["max_position_embeddings"],
+        f"{architecture}.embedding_length": config["hidden_size"],
+        f"{architecture}.block_count": config["num_hidden_layers"],
+        f"{architecture}.feed_forward_length": config["intermediate_size"],
+        f"{architecture}.attention.head_count": config["num_attention_heads"],
+        f"{architecture}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{architecture}.rope.freq_base": config["rope_theta"],
+    }
+
+
+def ggml_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor of Hugging Face's Llama."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _WHOLE:
+        return f"{_WHOLE[stem]}.{kind}"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{_OF_A_LAYER[inner]}.{kind}"
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _typed(value: Any) -> bytes:
+    """Return a value behind its `gguf_metadata_value_type`; lists hold whole numbers or texts."""
+    if isinstance(value, list) and isinstance(value[0], int):
+        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    return struct.pack("<II", 4, value)

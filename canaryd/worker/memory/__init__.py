@@ -1,0 +1,1 @@
+"""Sweep memory with patterns, and tell a wrong cell from a wrong transfer."""

@@ -1,0 +1,141 @@
+"""Examine wrong words of a slice: whether the cell or the transfer was wrong, and what the cell does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from canaryd.facts import Cell
+from canaryd.worker.memory.slices import TILE, Expected, Slice, number_in
+from canaryd.worker.numeric.tensors import torch
+
+EXAMINED = 4096
+"""Wrong words of one look that are examined; the others are only counted."""
+TRACED = 4
+"""Words of one look for which the word that disturbs them is searched."""
+MARKS = (0x0F1E2D3C4B5A6978, 0x5A5A0FF0C33C6996)
+"""Two values with which an alias is told from a coupling."""
+
+
+@dataclass
+class Wrong:
+    """The words that one look at a slice found wrong, oldest first."""
+
+    slices: Sequence[Slice]
+    """All that is under test."""
+    count: int = 0
+    at: list[int] = field(default_factory=list)
+    """Numbers of the words within the slice, at most `EXAMINED`."""
+    expected: list[int] = field(default_factory=list)
+    bits: list[int] = field(default_factory=list)
+    """Bits that differed at the first read, as int64."""
+    cells: Counter[Cell] = field(default_factory=Counter)
+    partner: int | None = None
+    """Number, over all slices, of the first word that disturbs another or stands for it; None where none was found."""
+
+    def add(self, memory: Slice, part: range, expected: Expected, difference: Any) -> None:
+        """Take the differences of a group of rows, and examine their words before anything else is written."""
+        flat = difference.reshape(-1)
+        where = torch.nonzero(flat).reshape(-1)
+        if self.at:  # an earlier look may have found them too
+            known = torch.tensor(self.at, device=where.device) - part.start * TILE
+            where = where[~torch.isin(where, known)]
+        self.count += len(where)
+        where = where[: max(0, EXAMINED - len(self.at))]
+        bits, at = flat[where].tolist(), where + part.start * TILE
+        if bits:
+            values = expected.values(memory.first, at)
+            self.at += at.tolist()
+            self.bits += bits
+            self.expected += values.tolist()
+            self._examine(memory, at, values, own=expected.own)
+
+    def _examine(self, memory: Slice, at: Any, values: Any, *, own: bool) -> None:
+        """Read the words again, then write them: sort them into `cells`, and leave in them what they must hold."""
+        again = memory.get(at)
+        stays = again != values
+        self.cells[Cell.TRANSFER] += int((~stays).sum())
+        at, values, again = at[stays], values[stays], again[stays]
+        if not len(at):
+            return
+        memory.put(at, torch.zeros_like(values))
+        ones = memory.get(at)
+        memory.put(at, torch.full_like(values, -1))
+        zeros = ~memory.get(at)
+        stuck = (ones ^ zeros) != 0
+        self.cells[Cell.STUCK] += int(stuck.sum())
+        memory.put(at, values)
+        left = list(zip(*(t[~stuck].tolist() for t in (at, values, again)), strict=True))
+        for number, (word, value, held) in enumerate(left):
+            self.cells[self._behaviour(memory, word, value, held, own=own, trace=number < TRACED)] += 1
+
+    def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
+        """Return what a word does that held something else and can be written; search its partner if `trace`."""
+        number = number_in(held, sum(m.flat.numel() for m in self.slices)) if own else None
+        if number is not None:
+            owner = next(m for m in reversed(self.slices) if m.first * TILE <= number)
+            if _follows(memory, word, value, owner, number - owner.first * TILE, held):
+                self.partner = number if self.partner is None else self.partner
+                return Cell.ALIAS
+        found = disturber(memory, word, value) if trace else None
+        if found is None:
+            return Cell.FLIPPED
+        self.partner = found + memory.first * TILE if self.partner is None else self.partner
+        return Cell.ALIAS if _follows(memory, word, value, memory, found, _read(memory, found)) else Cell.COUPLED
+
+
+def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, other_value: int) -> bool:
+    """Return whether a word reads what is written to another one; both are then written as they must be."""
+    one, mine = (torch.tensor([number], device=memory.words.device) for number in (other, word))
+    follows = []
+    for mark in MARKS:
+        owner.put(one, mark)
+        follows.append(_read(memory, word) == mark)
+    memory.put(mine, value)
+    owner.put(one, other_value)  # last: of two addresses of one cell the sound one is right again
+    return all(follows)
+
+
+def disturber(memory: Slice, word: int, value: int) -> int | None:
+    """Return the number of a word of the slice whose writing changes `word`, which must hold `value`; None without one.
+
+    Halves the slice again and again: all words of a half but `word` itself are inverted twice.
+    """
+
+    def disturbed(start: int, stop: int) -> bool:
+        memory.put(torch.tensor([word], device=memory.words.device), value)
+        changed = False
+        for _ in range(2):
+            for first, last in ((start, min(stop, word)), (max(start, word + 1), stop)):
+                if first < last:
+                    memory.invert(first, last)
+            changed |= _read(memory, word) != value
+        return changed
+
+    start, stop = 0, memory.flat.numel()
+    if not disturbed(start, stop):
+        return None
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        if disturbed(start, middle):
+            stop = middle
+        elif disturbed(middle, stop):
+            start = middle
+        else:
+            return None  # it does not do it every time
+    return start
+
+
+def holds(memory: Slice, wrong: Wrong, seconds: float) -> int:
+    """Write the wrong words again, leave the memory alone, and return how many are wrong then."""
+    at = torch.tensor(wrong.at, device=memory.words.device)
+    values = torch.tensor(wrong.expected, dtype=torch.int64, device=memory.words.device)
+    memory.put(at, values)
+    memory.rest(seconds)
+    return int((memory.get(at) != values).sum())
+
+
+def _read(memory: Slice, word: int) -> int:
+    return int(memory.flat[word])

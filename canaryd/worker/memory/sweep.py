@@ -1,0 +1,302 @@
+"""Sweep slices of memory with patterns, and yield what was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from canaryd.facts import Cell, Comparison, Evidence, Exactness, Place, Reading, Skipped, WrongMemory
+from canaryd.free_memory import available
+from canaryd.probe import Context, Fact, Skip
+from canaryd.worker.memory import cells, faults, pages
+from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
+from canaryd.worker.numeric.characterised import is_settled
+from canaryd.worker.numeric.integers import stream
+from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.tensors import torch, torch_device
+
+ALTERNATING = 0x5555555555555555
+FIRST = 64
+"""Wrong words that are written out with their bits."""
+WRONG_ENOUGH = 8
+"""Wrong slices of one pattern after which it is not continued."""
+RESERVE = 512 << 20
+"""Bytes of a device's memory that are never taken (ours): the driver and other processes need some."""
+HOST_RESERVE = 2 << 30
+"""The same of the host's memory (ours); at least an eighth of what is free."""
+OF_ROOM = 2
+"""The part of the budget's memory that is taken beside a server, as a divisor: torch itself needs some."""
+
+
+@dataclass
+class Sweep:
+    """One run: the slices under test, and what each pattern does with them."""
+
+    ctx: Context
+    slices: list[Slice]
+    pause: float
+    """Seconds for which `retention` leaves the memory alone."""
+    trials: int = 0
+    bytes_read: int = 0
+    wrong: dict[int, cells.Wrong] = field(default_factory=dict)
+    """Of the present pattern: number of a slice → what is wrong there."""
+
+    def fill(self, expected: Expected) -> Iterator[None]:
+        """Write every word of every slice; yield after each slice."""
+        for memory in self.slices:
+            for part in memory.parts():
+                self.ctx.pace()
+                memory.write(part, expected)
+            yield
+
+    def look(self, number: int, memory: Slice, part: range, expected: Expected) -> None:
+        """Read a group of rows once; examine what is wrong."""
+        self.ctx.pace()
+        difference = memory.difference(part, expected)
+        self.bytes_read += len(part) * ROW
+        # Bytes, because a reduction of them is faster than one of words, and no sum can cancel.
+        if bool(difference.view(torch.uint8).any()):
+            self.wrong.setdefault(number, cells.Wrong(self.slices)).add(memory, part, expected, difference)
+
+    def read(self, expected: Expected) -> Iterator[None]:
+        """Compare every word of every slice; yield after each slice."""
+        for number, memory in enumerate(self.slices):
+            for part in memory.parts():
+                self.look(number, memory, part, expected)
+            yield
+
+
+def address(sweep: Sweep) -> Iterator[None]:
+    """Every word holds its own number: what two addresses share shows, over all slices."""
+    expected = own_numbers(sweep.slices[0].words.device)
+    yield from sweep.fill(expected)
+    yield from sweep.read(expected)
+
+
+def inversions(sweep: Sweep) -> Iterator[None]:
+    """Moving inversions: read and invert upwards, then downwards, so that each write passes over read neighbours."""
+    device = sweep.slices[0].words.device
+    plain = Expected(torch.full((TILE,), ALTERNATING, dtype=torch.int64, device=device))
+    inverse = plain.inverted()
+    yield from sweep.fill(plain)
+    for number, memory in enumerate(sweep.slices):
+        for part in memory.parts():
+            sweep.look(number, memory, part, plain)
+            memory.write(part, inverse)
+        yield
+    for number, memory in reversed(list(enumerate(sweep.slices))):
+        for part in reversed(memory.parts()):
+            sweep.look(number, memory, part, inverse)
+            memory.write(part, plain)
+        yield
+    yield from sweep.read(plain)
+
+
+def random(sweep: Sweep) -> Iterator[None]:
+    """Random words, read twice: all other memory is read in between."""
+    expected = _random_tile(sweep, "random")
+    yield from sweep.fill(expected)
+    yield from sweep.read(expected)
+    yield from sweep.read(expected)
+
+
+def retention(sweep: Sweep) -> Iterator[None]:
+    """Random words and then their complements, read after a pause in which nobody writes."""
+    plain = _random_tile(sweep, "retention")
+    for expected in (plain, plain.inverted()):
+        yield from sweep.fill(expected)
+        sweep.slices[0].rest(sweep.pause)
+        yield from sweep.read(expected)
+        for number, found in sweep.wrong.items():
+            if found.cells[Cell.FLIPPED]:
+                again = min(cells.holds(sweep.slices[number], found, sweep.pause), found.cells[Cell.FLIPPED])
+                found.cells[Cell.LEAKING] += again
+                found.cells[Cell.FLIPPED] -= again
+        yield
+
+
+PATTERNS: dict[str, Callable[[Sweep], Iterator[None]]] = {
+    "address": address,
+    "inversions": inversions,
+    "random": random,
+    "retention": retention,
+}
+
+
+def _random_tile(sweep: Sweep, name: str) -> Expected:
+    # Two streams: one alone never sets the highest bit.
+    seed = derive(sweep.ctx.seed, name)
+    tile = stream(seed, "low", (TILE,)) ^ (stream(seed, "high", (TILE,)) << 1)
+    return Expected(tile.to(sweep.slices[0].words.device))
+
+
+def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
+    """Sweep at most `most` bytes of the device's memory, in slices; yield every fact of the run.
+
+    Raises `Skip` where not even one row is free, or for a drill that does not exist.
+    """
+    if ctx.drill and ctx.drill not in faults.NAMES:
+        raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
+    asked = _asked_for(ctx)
+    device = torch_device(ctx.device)
+    slices = allocate(ctx, device, most)
+    locked = [device.type == "cpu" and pages.lock(m.address, m.words.nbytes) for m in slices]
+    sweep = Sweep(ctx, slices, pause)
+    if isinstance(slices[0], faults.FaultySlice):
+        slices[0].arm(ctx.drill, asked[0][0], ctx.seed)
+    for number, (case, name) in enumerate(asked):
+        ctx.progress(number / len(asked), case)
+        if ctx.left <= 0.0 and number and not ctx.drill:
+            yield Skipped(case=case, reason=f"the budget of {ctx.budget:g} s was spent before its turn")
+            continue
+        sweep.wrong = {}
+        finished = _carry_out(sweep, PATTERNS[name](sweep))
+        if not finished and not sweep.wrong:
+            yield Skipped(case=case, reason=f"the budget of {ctx.budget:g} s was spent before it had been all over")
+            continue
+        yield from _comparisons(sweep, case, finished=finished)
+    yield Reading(name="trials", value=sweep.trials, unit="1")
+    yield Reading(name="memory_swept_bytes", value=sum(m.words.nbytes for m in slices), unit="bytes")
+    yield Reading(name="memory_read_bytes", value=sweep.bytes_read, unit="bytes")
+    if device.type == "cpu":
+        held = sum(m.words.nbytes for m, lock in zip(slices, locked, strict=True) if lock)
+        yield Reading(name="memory_locked_bytes", value=held, unit="bytes")
+
+
+def _asked_for(ctx: Context) -> list[tuple[str, str]]:
+    """Return the cases that `ctx.cases` selects, whatever size they name, each with its pattern; raise `Skip` for none.
+
+    The size follows from what is free, so a retest may have another.
+    """
+    names = [(f"int64/{name}/sweep", name) for name in PATTERNS]
+    wanted = [case.partition("@")[0] for case in ctx.cases]
+    asked = [(c, n) for c, n in names if not wanted or any(w in ("*", c) or c.startswith(f"{w}/") for w in wanted)]
+    if not asked:
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; there are {', '.join(case for case, _ in names)}")
+    # Where a budget ends early, another run begins with another pattern. A drill's fault shows in the first.
+    turn = 0 if ctx.drill else ctx.seed % len(asked)
+    return [*asked[turn:], *asked[:turn]]
+
+
+def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
+    """Let a pattern go over all slices; return whether it came to its end before the budget was spent or enough found.
+
+    One slice is never left in the middle.
+    """
+    for _ in pattern:
+        if len(sweep.wrong) >= WRONG_ENOUGH or (sweep.ctx.left <= 0.0 and len(sweep.slices) > 1):
+            return False
+    return True
+
+
+def allocate(ctx: Context, device: Any, most: int) -> list[Slice]:
+    """Return slices of at most `LARGEST` and together at most `most` bytes, as far as memory is free.
+
+    Raises `Skip` where not even one row is free.
+    """
+    free = _free(device)
+    limits = [most, ctx.room // OF_ROOM] if ctx.room else [most]
+    rows = min([*limits, *([] if free is None else [free])]) // ROW
+    if rows < 1:
+        raise Skip(f"no memory to sweep: {free} bytes are free less the reserve, {most} were asked for")
+    each = LARGEST // ROW
+    scratch = scratch_for(device, min(rows, each))
+    kind: type[Slice] = faults.FaultySlice if ctx.drill else Slice
+    slices: list[Slice] = []
+    for first in range(0, rows, each):
+        try:
+            slices.append((kind if first == 0 else Slice)(min(each, rows - first), first, device, scratch))
+        except RuntimeError:  # torch says so where memory runs out, on every backend
+            if not slices:
+                raise
+            break
+    return slices
+
+
+def _free(device: Any) -> int | None:
+    """Return the free bytes of a device's memory, less the reserve; None where nobody can tell."""
+    if device.type == "cpu":
+        free = available()
+        return None if free is None else free - max(HOST_RESERVE, free // 8)
+    module: Any = getattr(torch, device.type, None)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    return int(module.mem_get_info(device)[0]) + int(module.memory_reserved(device)) - RESERVE
+
+
+def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Comparison]:
+    """Yield one comparison for each wrong slice, and one for all that are right, if the pattern was everywhere."""
+    known = is_settled(sweep.ctx.device)
+
+    def comparison(memory: Slice, **more: Any) -> Comparison:
+        words = memory.flat.numel()
+        return Comparison(
+            case=f"{case}@{words}",
+            shape=f"words={words}",
+            seed=sweep.ctx.seed,
+            exactness=Exactness.UNIVERSAL,
+            place=Place(unit="memory"),
+            characterised=known,
+            **more,
+        )
+
+    for number, found in sorted(sweep.wrong.items()):
+        sweep.trials += 1
+        yield comparison(sweep.slices[number], wrong_trials=1, evidence=_evidence(sweep, sweep.slices[number], found))
+    right = [memory for number, memory in enumerate(sweep.slices) if finished and number not in sweep.wrong]
+    sizes: Sequence[int] = sorted({memory.flat.numel() for memory in right})
+    for size in sizes:
+        alike = [memory for memory in right if memory.flat.numel() == size]
+        sweep.trials += len(alike)
+        yield comparison(alike[0], trials=len(alike), uploads=len(alike))
+
+
+def _evidence(sweep: Sweep, memory: Slice, found: cells.Wrong) -> Evidence:
+    """Return what the wrong words of a slice look like."""
+    mask = (1 << 64) - 1
+    words = [
+        (at, want & mask, bits & mask) for at, want, bits in zip(found.at, found.expected, found.bits, strict=True)
+    ]
+    histogram = {str(bit): n for bit in range(64) if (n := sum(bits >> bit & 1 for _, _, bits in words))}
+    place = _place(sweep, memory, found, words)
+    return Evidence(
+        wrong=found.count,
+        total=memory.flat.numel(),
+        first=tuple(((at,), f"0x{want:016x}", f"0x{want ^ bits:016x}") for at, want, bits in words[:FIRST]),
+        bits=histogram,
+        zeroed=sum(want == bits for _, want, bits in words),
+        nonfinite=0,
+        lines={},
+        pattern=_sentence(place, histogram),
+        memory=place,
+    )
+
+
+def _place(sweep: Sweep, memory: Slice, found: cells.Wrong, words: Sequence[tuple[int, int, int]]) -> WrongMemory:
+    offset = words[0][0] * WORD
+    own = (memory.first * TILE) * WORD + offset
+    at = memory.address + offset
+    return WrongMemory(
+        cells={cell.value: found.cells[cell] for cell in Cell if found.cells[cell]},
+        rose=sum((bits & ~want).bit_count() for _, want, bits in words),
+        fell=sum((bits & want).bit_count() for _, want, bits in words),
+        allocation=memory.words.nbytes,
+        offset=offset,
+        address=at,
+        physical=pages.physical_address(at) if sweep.ctx.device.backend == "cpu" else None,
+        partner=None if found.partner is None else found.partner * WORD - own,
+    )
+
+
+def _sentence(place: WrongMemory, histogram: dict[str, int]) -> str:
+    """Return the evidence in words."""
+    where = "unknown" if place.physical is None else f"{place.physical:#x}"
+    turned = [f"{n} to {bit}" for n, bit in ((place.rose, 1), (place.fell, 0)) if n]
+    kinds = ", ".join(f"{n} {cell}" for cell, n in place.cells.items())
+    flipped = f"bit{'s' * (len(histogram) > 1)} {', '.join([*histogram][:8])}{'…' * (len(histogram) > 8)}"
+    partner = "" if place.partner is None else f"; partner at {place.partner:+#x} bytes"
+    return (
+        f"first at offset {place.offset:#x} of the allocation (virtual address {place.address:#x}, physical {where}): "
+        f"{flipped} flipped ({', '.join(turned)}); {kinds}{partner}"
+    )

@@ -1,0 +1,112 @@
+"""The cases of an exact probe: what each is, which of them a run asks for, and why a device takes one not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from canaryd.facts import beginning
+from canaryd.model import Device
+from canaryd.probe import Context, Skip
+from canaryd.worker.numeric.errors import is_refusal
+from canaryd.worker.numeric.operands import Problem, Product
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Elsewhere, Unsupported
+
+QUOTED = 90
+"""Characters kept of a backend's error where it does not support a problem."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden to verify: how to build it from a seed, and how the device computes it."""
+
+    name: str
+    """"dtype/content/shape-kind/layout@sizes": the part before "@" is stable, the sizes follow from the budget."""
+    build: Callable[..., Problem]
+    """seed → problem."""
+    compute: Callable[[tuple[Any, ...], Any], Any]
+    """(operands on the device, a result to reuse or None) → result, contiguous."""
+    characterised: bool = True
+    """Whether canaryd ships it as characterised (`is_characterised`)."""
+    struck: int = 0
+    """Which operand an injected operand fault strikes: one in which every bit reaches the result."""
+    fixed: bool = False
+    """True: built from FIXED_SEED, one trial, part of the fingerprint."""
+    product: Product | None = None
+    """What it is, where a device may gather fresh operands of it turn by turn; `build` takes a `turn` then."""
+
+    def at(self, turn: int) -> Case:
+        """Return one turn as a case of its own, whose operands the host makes whole: "name#turn", the first "name"."""
+        name = f"{self.name}#{turn}" if turn else self.name
+        return replace(self, name=name, build=partial(self.build, turn=turn), product=None)
+
+
+def chosen(ctx: Context, name: str) -> bool:
+    """Return whether `ctx.cases` selects a case: empty or "*", its full name, or a prefix that ends before "/" or "@".
+
+    With "*" a run tries every variant of every case as long as its budget lasts, whatever its level.
+    """
+    return not ctx.cases or any(
+        want in ("*", name) or (name.startswith(want) and name[len(want)] in "/@") for want in ctx.cases
+    )
+
+
+def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
+    """Return why the device does not support this problem, or "" after it has computed it under the strict switches.
+
+    Any other error is raised: a failing device must not look like a missing kernel.
+    """
+    runtime = interface.of(device)
+    try:
+        with runtime.strict(device):
+            first_result(device, compute, runtime.upload(problem.operands, device))
+    except Refused as refused:
+        return str(refused)
+    except Unsupported as error:  # the device does not even hold such operands
+        return why_refused(device, error)
+    return ""
+
+
+class Refused(Exception):
+    """A kernel does not take a problem; the text says why."""
+
+
+def first_result(device: Device, compute: Callable[[tuple[Any, ...], Any], Any], operands: tuple[Any, ...]) -> Any:
+    """Return the first result of an upload; raise `Refused` where there is no kernel for it."""
+    try:
+        return compute(operands, None)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        raise Refused(why_refused(device, error)) from error
+
+
+def why_refused(device: Device, error: Exception) -> str:
+    """Return the reason of a case that was skipped because of this error."""
+    if isinstance(error, Elsewhere):
+        return str(error)  # whole: it names the nodes
+    text = (str(error).splitlines() or ["no reason given"])[0]
+    text = beginning(text, QUOTED)
+    return f"this {device.runtime} on {device.unit} does not support it: {text}"
+
+
+def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
+    """Keep the cases that `ctx.cases` selects; raise `Skip` where there is none."""
+    kept = [case for case in cases if chosen(ctx, case.name)]
+    for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
+        if name == case.name and turn.isdigit() and case.product is not None:
+            kept.append(case.at(int(turn)))
+    if not cases:
+        raise Skip(none_supported(ctx.device, "case of this probe"))
+    if not kept:
+        raise Skip(f"no case matches {', '.join(ctx.cases)}; the first of {len(cases)} here is {cases[0].name}")
+    return kept
+
+
+def none_supported(device: Device, what: str, *reasons: str) -> str:
+    """Return that nothing could run, and the first reason."""
+    return f"this {device.runtime} on {device.unit} supports no {what}" + "".join(f": {why}" for why in reasons[:1])

@@ -1,0 +1,59 @@
+"""Fresh operands at the speed of the device: rows and columns of uploaded pools, gathered there turn by turn.
+
+The host makes the pools and their answers once, twice over; a turn then costs it some index numbers. What the gather
+itself does wrong is seen as well: operands and golden are gathered by two uploads of the same indices, so an index that
+changed on one way shows as a wrong result; what would change both alike is what `differs` looks for now and then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.worker.numeric.operands import Problem, Product, draw
+from canaryd.worker.numeric.tensors import host_same_bits
+from canaryd.worker.runtime.interface import Operation, Runtime
+
+PRODUCTS = 8
+"""Results computed from one gather: fresh ones every eighth product leave the device nearly all of its time (our
+choice; benchmarks.verified_gemm has the share)."""
+
+Arrays = tuple[Any, ...]
+
+
+class Gatherer:
+    """The pools of one product on a device."""
+
+    def __init__(self, runtime: Runtime, device: Device, product: Product, pools: Problem, seed: int) -> None:
+        """Upload the pools, each as its layout wants it: rows to take whole, or columns."""
+        self._runtime, self._device, self._product, self._seed = runtime, device, product, seed
+        a, b = pools.operands
+        row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
+        pool_a = a if row_major else a.T.contiguous()
+        pool_b = b if column_major else b.T.contiguous()
+        self._pools = runtime.upload((pool_a, pool_b, pools.golden), device)
+        self._ways = (
+            Operation("rows") if row_major else Operation("columns", turned=True),
+            Operation("rows", turned=True) if column_major else Operation("columns"),
+        )
+        self._kept: list[Any] = [None, None, None, None]
+
+    def gather(self, turn: int) -> tuple[Arrays, Any]:
+        """Return operands and golden of a turn, on the device; they are overwritten by the next turn."""
+        rows, columns = (drawn[0] for drawn in draw(self._product, self._seed, turn))
+        r, c, rows_again, columns_again = self._runtime.upload((rows, columns, rows, columns), self._device)
+        (a, b, table), run, kept = self._pools, self._runtime.run, self._kept
+        kept[0] = run(self._ways[0], (a, r), kept[0])
+        kept[1] = run(self._ways[1], (b, c), kept[1])
+        kept[2] = run(Operation("rows"), (table, rows_again), kept[2])
+        kept[3] = run(Operation("columns"), (kept[2], columns_again), kept[3])
+        return (kept[0], kept[1]), kept[3]
+
+
+def differs(runtime: Runtime, operands: Arrays, golden: Any, right: Problem) -> str:
+    """Return what the device gathered otherwise than the host did, in words; "" where all of it is right."""
+    pairs = zip(
+        ("operand A", "operand B", "the golden"), (*operands, golden), (*right.operands, right.golden), strict=True
+    )
+    wrong = [name for name, array, own in pairs if not host_same_bits(runtime.download(array), own)]
+    return f"the device gathered {' and '.join(wrong)} wrongly" if wrong else ""

@@ -1,0 +1,46 @@
+"""A graph of one matrix product in ONNX's format, written without the onnx package.
+
+The few fields that it needs are encoded by hand: Protocol Buffers' wire format (varints and length-delimited fields),
+field numbers of onnx.proto3 (ONNX IR version 8, opset 13).
+"""
+
+from __future__ import annotations
+
+KINDS = {"float32": 1, "int8": 3, "int32": 6, "float16": 10, "float64": 11}
+"""Format → `TensorProto.DataType`. bfloat16 is left out: few providers multiply it."""
+IR, OPSET = 8, 13
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, content: bytes | str) -> bytes:
+    data = content.encode() if isinstance(content, str) else content
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _value(name: str, form: str, shape: tuple[int, ...]) -> bytes:
+    dimensions = b"".join(_bytes(1, _number(1, size)) for size in shape)
+    tensor = _number(1, KINDS[form]) + _bytes(2, dimensions)
+    return _bytes(1, name) + _bytes(2, _bytes(1, tensor))
+
+
+def product(source: str, target: str, M: int, N: int, K: int) -> bytes | None:
+    """Return a model with inputs a (M, K) and b (K, N) and the output c (M, N); None where ONNX has no such product."""
+    if source not in KINDS or target not in KINDS:
+        return None
+    operator = "MatMulInteger" if source == "int8" else "MatMul"
+    node = _bytes(1, "a") + _bytes(1, "b") + _bytes(2, "c") + _bytes(3, "product") + _bytes(4, operator)
+    graph = _bytes(1, node) + _bytes(2, "golden")
+    graph += _bytes(11, _value("a", source, (M, K))) + _bytes(11, _value("b", source, (K, N)))
+    graph += _bytes(12, _value("c", target, (M, N)))
+    return _number(1, IR) + _bytes(2, "canaryd") + _bytes(7, graph) + _bytes(8, _bytes(1, "") + _number(2, OPSET))

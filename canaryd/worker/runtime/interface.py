@@ -1,0 +1,125 @@
+"""What a probe needs of a runtime: arrays in, an operation, bits out; devices, their software, switches, memory.
+
+A probe names an `Operation` and never a library. Problems and goldens are tensors of torch on the host, whatever
+computes the result: the same bytes go in, and the same bits must come out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from canaryd.model import RUNTIMES, Device
+
+Change = Callable[[Any, int], None]
+"""Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
+
+
+class Unsupported(NotImplementedError):
+    """The runtime has no kernel for an operation on this device: no evidence about the device."""
+
+
+class Elsewhere(Unsupported):
+    """The operation ran on another device than the one under test, or nothing proves where it ran."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that a device computes from uploaded operands."""
+
+    name: str
+    """"matmul", "attention", a name of `canaryd.worker.numeric.indexing.OPERATIONS`, "rows" (out[i] = pool[index[i]])
+    or "columns" (out[:, j] = pool[:, index[j]])."""
+    source: str = ""
+    """matmul, attention: format of the operands, a name of `tensors.FORMATS`, "int8" or "uint8" (the left one)."""
+    target: str = ""
+    """matmul: format of the result."""
+    kernel: str = ""
+    """attention: one of `Runtime.attention_kernels`, or "" for the runtime's own choice."""
+    mask: str = ""
+    """attention: one of `attention.MASKS`."""
+    turned: bool = False
+    """rows, columns: return the transpose of what was gathered, which stays where it lies."""
+
+
+class Runtime(Protocol):
+    """One way to devices. Arrays are the runtime's own and opaque to everybody else."""
+
+    name: str
+    """As in `Device.runtime`."""
+    attention_kernels: tuple[str, ...]
+    """The kernels of attention that it can be told to use."""
+    left_integers: tuple[str, ...]
+    """Formats of A in integer products, whose B is int8."""
+    gathers: bool
+    """Whether it runs "rows" and "columns", so that a device makes fresh operands itself."""
+    pins: bool
+    """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
+
+    rounds: bool
+    """Whether it rounds to nearest, ties to even: where not, goldens of class R are not tested through it."""
+
+    def devices(self) -> list[Device]:
+        """Return the devices that this process can use. Raises `Skip` where a package is missing."""
+
+    def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
+        """Return the software that a result on `device` may depend on."""
+
+    def need(self, device: Device) -> None:
+        """Raise `Skip` with the reason and the remedy where `device` cannot be used."""
+
+    def strict(self, device: Device) -> AbstractContextManager[dict[str, str]]:
+        """Set every switch that may change a result's bits to its exact position; yield what is set; put all back."""
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """Copy host tensors into new memory of the device, strides kept."""
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """Compute and return the result, contiguous; `out` is an earlier result whose memory may be reused, or None.
+
+        Raises `Unsupported`, or an error that `errors.is_refusal` knows, where there is no kernel.
+        """
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """Compare uploaded results with an uploaded golden bit for bit, on the device where it can compare."""
+
+    def download(self, array: Any) -> Any:
+        """Return an array as a host tensor with the same bits."""
+
+    def changed(self, array: Any, change: Change, choice: int) -> Any:
+        """Return an array with `change` applied to its bits in storage order, in place where arrays can be changed."""
+
+    def spoil(self, results: list[Any]) -> None:
+        """Overwrite results once they are compared: the next ones may land in their memory, and a kernel that writes
+        nothing must not find it right already.
+        """  # noqa: D205  the sentence needs two lines
+
+    def burst(self, golden: Any) -> int:
+        """Return how many results to compute before one look at their comparisons."""
+
+    def memory(self, device: Device) -> tuple[int | None, int | None]:
+        """Return the bytes of the device's memory that are free to this process, and all; None where it is not told."""
+
+    def limit_memory(self, device: Device, size: int) -> None:
+        """Take at most `size` bytes of the device's memory, where the runtime knows such a limit."""
+
+    def synchronize(self, device: Device) -> None:
+        """Wait until the device has finished."""
+
+    def let_go(self) -> None:
+        """Wait until the devices of this process have finished, and give their memory back."""
+
+
+@functools.lru_cache(maxsize=len(RUNTIMES))
+def named(name: str) -> Runtime:
+    """Return a runtime by its name; its package is imported then, or found missing when it is used."""
+    return cast("Runtime", importlib.import_module(f"canaryd.worker.runtime.{name}").RUNTIME)
+
+
+def of(device: Device) -> Runtime:
+    """Return the runtime through which a device is tested."""
+    return named(device.runtime)

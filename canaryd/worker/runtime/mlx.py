@@ -1,0 +1,251 @@
+"""MLX: the CPU, Metal on Macs, and CUDA. The only module that imports it.
+
+Arrays lie in memory that the host sees too, so their bits are read and changed where they lie. What MLX lacks of torch:
+integer products, and results of another format than the operands'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.probe import Skip
+from canaryd.worker.numeric import stack as host
+from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
+from canaryd.worker.runtime.interface import Change, Operation, Unsupported
+
+mx: Any = None
+_why_not = ""
+try:
+    import mlx.core as mx  # type: ignore[no-redef,unused-ignore]
+except Exception as error:  # noqa: BLE001  a broken installation raises anything
+    _why_not = f"{sys.executable} cannot import mlx: {type(error).__name__}: {error}"
+
+TF32 = "MLX_ENABLE_TF32"
+"""Read when MLX first multiplies; 1 unless set. It then rounds float32 operands of products, attention, convolutions
+and quantised products to TF32 on CUDA and on the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
+_WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+class Mlx:
+    """The devices of MLX; arrays are its arrays."""
+
+    name = "mlx"
+    attention_kernels = ("FAST",)
+    left_integers = ("int8",)
+    gathers = False
+    pins = False  # a thread of MLX's own computes
+    rounds = True
+
+    def devices(self) -> list[Device]:
+        """Return the CPU, and the GPUs of Metal or CUDA."""
+        self._import()
+        found = [_device(host.cpu(), "cpu", 0, {}, weak=False)]
+        for index in range(mx.device_count(mx.gpu)):
+            facts = mx.device_info(mx.Device(mx.gpu, index))
+            cuda = "pci_bus_id" in facts or "compute_capability_major" in facts
+            found.append(_device(host.cpu(), "cuda" if cuda else "metal", index, facts, weak="uuid" not in facts))
+        return found
+
+    def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
+        """Return MLX's version, its switch and what it runs on."""
+        facts = host.surroundings(device)
+        return {
+            **facts,
+            "mlx": mx.__version__,
+            TF32: os.environ.get(TF32, "1"),
+            "instruction_set": instruction_set or "strict",
+            "unit": device.unit,
+            "architecture": device.detail.get("architecture", platform.machine()),
+            "visible_cores": str(len(visible_cores())),
+        }
+
+    def need(self, device: Device) -> None:
+        """Raise `Skip` without MLX or the device; make the device the one that computes."""
+        self._import()
+        kind = mx.cpu if device.unit == "cpu" else mx.gpu
+        if not mx.is_available(mx.Device(kind, device.index)):
+            raise Skip(f"{device.name} is not visible: MLX finds {mx.device_count(kind)} devices of its kind")
+        mx.set_default_device(mx.Device(kind, device.index))
+
+    def _import(self) -> None:
+        if mx is None:
+            raise Skip(f"{_why_not}. Install it there: pip install mlx on a Mac, 'mlx[cpu]' or 'mlx[cuda13]' on Linux")
+
+    @contextlib.contextmanager
+    def strict(self, device: Device) -> Iterator[dict[str, str]]:
+        """Yield the one switch that changes bits: it is set when a worker starts, and cannot be set later."""
+        self.need(device)
+        yield {TF32: os.environ.get(TF32, "1")}
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """Copy host tensors into new arrays; one that is stored transposed stays so."""
+        self.need(device)
+        return tuple(map(_array, tensors))
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG002  results are new
+        """Compute, and wait for the result: MLX evaluates lazily."""
+        try:
+            result = mx.contiguous(_compute(operation, operands))
+            mx.eval(result)
+        except ValueError as error:  # arguments, which MLX checks before it computes
+            raise Unsupported(str(error)) from error
+        return result
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """Compare on the device."""
+        right = mx.view(golden, _words(golden))
+        same = mx.stack([mx.all(mx.view(r, _words(r)) == right) for r in results])
+        return [bool(s) for s in same.tolist()]
+
+    def download(self, array: Any) -> Any:
+        """Return a copy as a host tensor."""
+        return _seen(mx.contiguous(array)).clone()
+
+    def changed(self, array: Any, change: Change, choice: int) -> Any:
+        """Change an array in place, by way of the host."""
+        upright = memoryview(mx.view(array, _words(array))).c_contiguous
+        change(flat_bits(_seen(array if upright else mx.swapaxes(array, -1, -2))), choice)
+        return array
+
+    def spoil(self, results: list[Any]) -> None:
+        """Overwrite every result."""
+        for result in results:
+            flat_bits(_seen(result)).fill_(-1 if result.itemsize > 1 else 255)
+
+    def burst(self, golden: Any) -> int:  # noqa: ARG002
+        """Return one: every result is waited for."""
+        return 1
+
+    def memory(self, device: Device) -> tuple[int | None, int | None]:
+        """Return what CUDA reports; Metal tells no free memory."""
+        facts = mx.device_info(mx.Device(mx.gpu, device.index)) if mx is not None else {}
+        return facts.get("free_memory"), facts.get("total_memory") or facts.get("memory_size")
+
+    def limit_memory(self, device: Device, size: int) -> None:  # noqa: ARG002  it is the process's
+        """Limit what MLX allocates, its cache included."""
+        if mx is not None:
+            mx.set_memory_limit(size)
+            mx.set_cache_limit(size // 2)
+
+    def synchronize(self, device: Device) -> None:  # noqa: ARG002  the default device is the one under test
+        """Wait for the device."""
+        mx.synchronize()
+
+    def let_go(self) -> None:
+        """Wait, and empty MLX's cache."""
+        if mx is not None:
+            mx.synchronize()
+            mx.clear_cache()
+
+
+def _device(cpu: Device, unit: str, index: int, facts: Any, *, weak: bool) -> Device:
+    uuid, bus = str(facts.get("uuid", "")), str(facts.get("pci_bus_id", ""))
+    own = uuid.removeprefix("GPU-") or f"{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}"
+    detail = {"mlx": str(mx.__version__), "architecture": str(facts.get("architecture", platform.machine()))}
+    if bus:
+        detail["bus_id"] = bus
+    if uuid:
+        detail["gpu_uuid"] = uuid
+    return Device(
+        uuid=f"MLX-{unit.upper()}-{own}",
+        backend=f"mlx-{unit}",
+        index=index,
+        model=str(facts.get("device_name", "")) if unit != "cpu" else cpu.model,
+        weak_identity=weak or unit == "cpu",
+        instruction_sets=("strict", "tf32"),
+        detail=detail,
+        card=cpu.uuid if unit == "cpu" else "",
+    )
+
+
+def _words(array: Any) -> Any:
+    """Return MLX's unsigned integers of an array's width."""
+    return getattr(mx, _WIDTHS[array.itemsize])
+
+
+def _array(tensor: Any) -> Any:
+    """Return a new array with the bits and the order in memory of a host tensor."""
+    stored = tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)
+    dtype = getattr(mx, "bool_" if tensor.dtype == torch.bool else str(tensor.dtype).removeprefix("torch."), None)
+    if dtype is None:
+        raise Unsupported(f"MLX has no {str(tensor.dtype).removeprefix('torch.')}")
+    if not tensor.numel():
+        return mx.zeros(tuple(tensor.shape), dtype=dtype)
+    stored = stored.contiguous()
+    raw = memoryview(ctypes.string_at(stored.data_ptr(), stored.nbytes))
+    array = mx.view(mx.array(raw), dtype).reshape(tuple(stored.shape))
+    array = array if tensor.is_contiguous() else mx.swapaxes(array, -1, -2)
+    mx.eval(array)
+    return array
+
+
+def _seen(array: Any) -> Any:
+    """Return a host tensor over the memory of a contiguous array."""
+    raw = torch.frombuffer(memoryview(mx.view(array, _words(array))), dtype=torch.uint8)
+    dtype = torch.bool if array.dtype == mx.bool_ else getattr(torch, str(array.dtype).rpartition(".")[2])
+    return raw.view(dtype).view(tuple(array.shape))
+
+
+def _matmul(operation: Operation, a: Any, b: Any) -> Any:
+    if operation.source == "tfloat32" and os.environ.get(TF32, "1") == "0":
+        raise Unsupported(f"{TF32}=0 keeps products of float32 in float32")
+    if operation.source == "float32" and os.environ.get(TF32, "1") != "0":
+        raise Unsupported(f"{TF32}=1 rounds float32 operands to TF32; see tfloat32")
+    if operation.source != operation.target and (operation.source, operation.target) != ("tfloat32", "float32"):
+        raise Unsupported(f"MLX gives products of {operation.source} in {operation.source} alone")
+    return mx.matmul(a, b)
+
+
+def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: Any) -> Any:
+    mask: Any = None
+    if operation.mask == "causal":  # MLX aligns its own at the bottom right
+        L, S = query.shape[2], key.shape[2]
+        mask = "causal" if L == S else mx.tril(mx.ones((L, S), dtype=mx.bool_))
+    elif operation.mask in ("bool", "float"):
+        mask = allowed
+    return mx.fast.scaled_dot_product_attention(query, key, value, scale=query.shape[-1] ** -0.5, mask=mask)
+
+
+def _compute(operation: Operation, operands: tuple[Any, ...]) -> Any:
+    if operation.name == "matmul":
+        return _matmul(operation, *operands)
+    if operation.name == "attention":
+        return _attention(operation, *operands)
+    return _INDEX[operation.name](*operands)
+
+
+def _scatter(values: Any, place: Any) -> Any:
+    out = mx.zeros_like(values)
+    out[place] = values
+    return out
+
+
+def _experts(tokens: Any, expert: Any) -> Any:
+    # A key of its own for every token: MLX does not promise that its sort is stable.
+    order = mx.argsort(expert * tokens.size + mx.arange(tokens.size, dtype=mx.int64))
+    number = mx.take(expert, order)
+    out = mx.zeros_like(tokens)
+    out[order] = mx.bitwise_xor(mx.take(tokens, order), number * 0x9E3779B9)
+    return out
+
+
+_INDEX: dict[str, Callable[..., Any]] = {
+    "gather": lambda table, index: mx.take(table, index, axis=0),
+    "embedding": lambda table, index: mx.take(table, index, axis=0),
+    "scatter": _scatter,
+    "index_add": lambda values, place: mx.ones((values.size // 8,), dtype=mx.int64).at[place].add(values),
+    "cumsum": lambda values: mx.cumsum(values, axis=0),
+    "sort": lambda values: mx.sort(values, axis=0),
+    "topk": lambda values: mx.argsort(-values)[: values.size // 16].astype(mx.int64),
+    "modulo": lambda values, by: mx.remainder(values, by),  # noqa: PLW0108  MLX may be missing
+    "bucketize": lambda values, edges: mx.searchsorted(edges, values).astype(mx.int64),
+    "experts": _experts,
+}
+RUNTIME = Mlx()

@@ -1,0 +1,136 @@
+"""torch: CPUs, CUDA, ROCm, MPS, XPU and NPU. The door to the package itself is `canaryd.worker.numeric.tensors`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from canaryd.model import TORCH, Device
+from canaryd.worker.numeric import indexing, stack
+from canaryd.worker.numeric import tensors as door
+from canaryd.worker.numeric.attention import attend
+from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.tensors import bits, same_bits, words
+from canaryd.worker.runtime.interface import Change, Operation
+
+BURST = 8
+"""Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
+BURST_BYTES = 64 << 20
+"""Memory that the results of one burst may hold."""
+
+
+class Torch:
+    """The devices of torch; arrays are its tensors."""
+
+    name = TORCH
+    attention_kernels = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+    left_integers = ("int8",)
+    gathers = True
+    pins = True
+    rounds = True
+
+    def devices(self) -> list[Device]:
+        """Return the host's CPU and every accelerator that this torch reaches."""
+        return stack.discover()[0]
+
+    def stack(self, device: Device, instruction_set: str) -> dict[str, str]:
+        """Return torch, its libraries and the driver."""
+        return stack.stack(device, instruction_set)
+
+    def need(self, device: Device) -> None:
+        """Raise `Skip` where torch is missing, too old for the device, or does not see it."""
+        door.need_torch()
+        door.torch_device(device)
+
+    def strict(self, device: Device) -> AbstractContextManager[dict[str, str]]:  # noqa: ARG002  all devices' alike
+        """Hold torch's switches."""
+        return door.strict_switches()
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """Copy host tensors into new allocations."""
+        return door.upload(tensors, device)
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """Compute by torch's own kernels."""
+        if operation.name == "matmul":
+            return multiply(operation.source, operation.target, operands, out)
+        if operation.name == "attention":
+            query, key, value, allowed = operands
+            mask = allowed if operation.mask in ("bool", "float") else None
+            return attend(operation.kernel, query, key, value, causal=operation.mask == "causal", mask=mask)
+        if operation.name in ("rows", "columns"):
+            pool, index = operands
+            return _taken(operation, pool, index, out)
+        return indexing.OPERATIONS[operation.name][1](*operands).contiguous()
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """Compare where the results lie; on an accelerator with one synchronisation for all of them."""
+        if golden.device.type == "cpu":
+            return [same_bits(result, golden) for result in results]
+        *raw, right = words(*results, golden)
+        return [not differs for differs in door.torch.stack([(r != right).any() for r in raw]).tolist()]
+
+    def download(self, array: Any) -> Any:
+        """Return a tensor on the host."""
+        return array.cpu()
+
+    def changed(self, array: Any, change: Change, choice: int) -> Any:
+        """Change a tensor in place."""
+        change(door.flat_bits(array), choice)
+        return array
+
+    def spoil(self, results: list[Any]) -> None:
+        """Overwrite every result."""
+        for result in results:
+            bits(result).fill_(-1 if result.element_size() > 1 else 255)
+
+    def burst(self, golden: Any) -> int:
+        """Return one on a CPU, and what fits into `BURST_BYTES` on an accelerator."""
+        if golden.device.type == "cpu":
+            return 1
+        return int(max(1, min(BURST, BURST_BYTES // max(1, golden.nbytes))))
+
+    def memory(self, device: Device) -> tuple[int | None, int | None]:
+        """Return what the driver reports; some backends report nothing."""
+        module = self._module(device)
+        if module is None:
+            return None, None
+        target = door.torch_device(device)
+        free, total = module.mem_get_info(target)
+        # Memory that torch kept from an earlier probe of the series will be used again.
+        return free + module.memory_reserved(target), total
+
+    def limit_memory(self, device: Device, size: int) -> None:
+        """Limit what torch's allocator takes."""
+        if (module := self._module(device)) is not None:
+            target = door.torch_device(device)
+            module.set_per_process_memory_fraction(min(1.0, size / module.mem_get_info(target)[1]), target)
+
+    @staticmethod
+    def _module(device: Device) -> Any:
+        """Return torch's module of a backend that reports its memory, None for others and without torch."""
+        module = getattr(door.torch, "cuda" if device.backend == "rocm" else device.backend, None)
+        return module if hasattr(module, "mem_get_info") else None
+
+    def synchronize(self, device: Device) -> None:
+        """Wait for the device."""
+        door.synchronize(device)
+
+    def let_go(self) -> None:
+        """Empty torch's cache."""
+        door.let_go()
+
+
+def _taken(operation: Operation, pool: Any, index: Any, out: Any) -> Any:
+    """Take rows or columns of a pool as raw bits: torch indexes no FP8."""
+    raw = bits(pool)
+    kept = None if out is None else bits(out.mT if operation.turned else out)
+    if operation.name == "rows":
+        taken = door.torch.index_select(raw, 0, index, out=kept)
+    else:  # on a CPU four times faster than index_select along columns
+        taken = door.torch.gather(raw, 1, index.expand(raw.shape[0], -1), out=kept)
+    found = taken.view(pool.dtype)
+    return found.mT if operation.turned else found
+
+
+RUNTIME = Torch()

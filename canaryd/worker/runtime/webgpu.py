@@ -1,0 +1,316 @@
+"""WebGPU: any GPU with a Vulkan, Metal or Direct3D 12 driver. The only module that imports wgpu.
+
+Plain WGSL, which reaches shader units and no matrix units. The language guarantees results that are exactly
+representable, and neither a rounding mode, subnormals, infinities, NaN nor the sign of zero (WGSL, section 15.7,
+"Floating Point Evaluation"): goldens that need more are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.probe import Skip
+from canaryd.worker.numeric import stack as host
+from canaryd.worker.numeric.tensors import bits, flat_bits, torch, visible_cores
+from canaryd.worker.runtime import wgsl
+from canaryd.worker.runtime.interface import Change, Operation, Unsupported
+
+wgpu: Any = None
+_why_not = ""
+try:
+    import wgpu  # type: ignore[no-redef]
+    from wgpu.backends.wgpu_native import extras  # type: ignore[import-untyped,unused-ignore]
+except Exception as error:  # noqa: BLE001  a broken installation raises anything
+    _why_not = f"{sys.executable} cannot import wgpu: {type(error).__name__}: {error}"
+
+UNITS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "d3d12"}
+"""Interface of an adapter → unit. OpenGL shows the same GPUs once more, and is left out."""
+LIMITS = ("max-buffer-size", "max-storage-buffer-binding-size")
+FLOATS = {"float16": (0x7C00, 0x7FFF), "float32": (0x7F800000, 0x7FFFFFFF)}
+"""Format → bits of the exponent, and all but the sign."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A buffer of the device: raw bytes of a tensor, padded to whole words."""
+
+    buffer: Any
+    dtype: Any
+    shape: tuple[int, ...]
+    """As the tensor has it, before it is `turned`."""
+    turned: bool = False
+    """Whether the last two dimensions are exchanged in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without the padding."""
+        return int(torch.Size(self.shape).numel()) * int(self.dtype.itemsize)
+
+
+class Webgpu:
+    """The adapters of WebGPU; arrays are buffers."""
+
+    name = "webgpu"
+    attention_kernels = ()  # WGSL gives exp within 3 + 2 |x| units in the last place: no one right answer
+    left_integers = ("int8", "uint8")
+    gathers = False
+    pins = False
+    rounds = False
+
+    def __init__(self) -> None:
+        """Open no device yet."""
+        self._opened: dict[str, Any] = {}
+        self._gpu: Any = None
+
+    def devices(self) -> list[Device]:
+        """Return one device for each adapter. Raises `Skip` where wgpu or every driver is missing."""
+        if not (found := [_device(*each) for each in _adapters()]):
+            raise Skip(
+                "wgpu finds no adapter: install the GPU's Vulkan driver; Debian's mesa-vulkan-drivers has a"
+                " software renderer"
+            )
+        return found
+
+    def stack(self, device: Device, instruction_set: str) -> dict[str, str]:  # noqa: ARG002
+        """Return wgpu's version, the driver that compiles shaders, and what the adapter is."""
+        facts = {name: device.detail[name] for name in ("wgpu", "driver", "renderer", "units")}
+        return {**host.surroundings(device), **facts, "visible_cores": str(len(visible_cores()))}
+
+    def need(self, device: Device) -> None:
+        """Raise `Skip` without wgpu or the adapter; open the device."""
+        if device.name not in self._opened:
+            adapters = {_device(adapter, unit, index).name: adapter for adapter, unit, index in _adapters()}
+            if device.name not in adapters:
+                raise Skip(f"{device.name} is not visible: wgpu finds {', '.join(adapters) or 'no adapter'}")
+            adapter = adapters[device.name]
+            self._opened[device.name] = adapter.request_device_sync(
+                required_features=[f for f in ("shader-f16",) if f in adapter.features],
+                required_limits={name: adapter.limits[name] for name in LIMITS},
+            )
+        self._gpu = self._opened[device.name]
+
+    @contextlib.contextmanager
+    def strict(self, device: Device) -> Iterator[dict[str, str]]:
+        """Yield what the language guarantees: it has no switch."""
+        self.need(device)
+        yield {"guarantee": "WGSL: exactly representable results alone", "units": device.detail["units"]}
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """Copy host tensors into new buffers; raise `Unsupported` for content that WGSL does not guarantee."""
+        self.need(device)
+        return tuple(map(self._array, tensors))
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """Compute by the shaders of `canaryd.worker.runtime.wgsl`."""
+        if operation.name == "matmul":
+            return self._product(operation, operands[0], operands[1], out)
+        if operation.name not in wgsl.INDEX:
+            raise Unsupported(f"canaryd has no WGSL for {operation.name}")
+        return self._index(operation.name, operands, out)
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """Compare words on the device."""
+        flags = [self._new(4) for _ in results]
+        count, rest = -(-golden.nbytes // 4), golden.nbytes % 4
+        kept = (1 << 8 * rest) - 1 if rest else 0xFFFFFFFF
+        for result, flag in zip(results, flags, strict=True):
+            self._linear(wgsl.DIFFERS, count, (kept,), result.buffer, golden.buffer, flag)
+        return [not any(self._gpu.queue.read_buffer(flag)) for flag in flags]
+
+    def download(self, array: Any) -> Any:
+        """Return a copy as a host tensor."""
+        raw = bytearray(self._gpu.queue.read_buffer(array.buffer))[: array.nbytes]
+        shape = (*array.shape[:-2], array.shape[-1], array.shape[-2]) if array.turned else array.shape
+        tensor = torch.frombuffer(raw, dtype=array.dtype).view(shape)
+        return tensor.transpose(-1, -2) if array.turned else tensor
+
+    def changed(self, array: Any, change: Change, choice: int) -> Any:
+        """Change a buffer in place, by way of the host."""
+        tensor = self.download(array)
+        change(flat_bits(tensor), choice)
+        self._gpu.queue.write_buffer(array.buffer, 0, _raw(tensor))
+        return array
+
+    def spoil(self, results: list[Any]) -> None:
+        """Overwrite every result."""
+        for result in results:
+            self._linear(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
+
+    def burst(self, golden: Any) -> int:  # noqa: ARG002
+        """Return one: every comparison is waited for."""
+        return 1
+
+    def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
+        """Return nothing: WebGPU tells no device's memory."""
+        return None, None
+
+    def limit_memory(self, device: Device, size: int) -> None:
+        """Return at once: WebGPU has no such limit."""
+
+    def synchronize(self, device: Device) -> None:
+        """Wait for the device, by reading behind everything in its queue."""
+        self.need(device)
+        self._gpu.queue.read_buffer(self._new(4))
+
+    def let_go(self) -> None:
+        """Wait until the devices have finished, and close them."""
+        for gpu in self._opened.values():
+            gpu.destroy()
+        self._opened.clear()
+
+    def _new(self, size: int) -> Any:
+        if size > (most := min(self._gpu.limits[name] for name in LIMITS)):
+            raise Unsupported(f"{size} bytes: this adapter binds {most} at most")
+        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        return self._gpu.create_buffer(size=max(4, -(-size // 4) * 4), usage=usage)
+
+    def _array(self, tensor: Any) -> Array:
+        _refuse_content(tensor)
+        array = Array(self._new(tensor.nbytes), tensor.dtype, tuple(tensor.shape), not tensor.is_contiguous())
+        if tensor.numel():
+            self._gpu.queue.write_buffer(array.buffer, 0, _raw(tensor))
+        return array
+
+    def _result(self, dtype: Any, shape: tuple[int, ...], out: Any) -> Array:
+        """Return where a result goes: spoilt, because a kernel that writes nothing must not be right by chance."""
+        if out is not None:
+            return out  # type: ignore[no-any-return]
+        made = Array(self._new(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
+        self.spoil([made])
+        return made
+
+    def _product(self, operation: Operation, a: Array, b: Array, out: Any) -> Array:
+        left, target = operation.source, operation.target
+        if left == "float16" and "shader-f16" not in self._gpu.features:
+            raise Unsupported("this adapter has no shader-f16")
+        names = {
+            ("float32", "float32"): ("float32", "float32"),
+            ("float16", "float16"): ("float16", "float16"),
+            ("float16", "float32"): ("float16>float32", "float16>float32"),
+            ("int8", "int32"): ("int8", "int8"),
+            ("uint8", "int32"): ("uint8", "int8"),
+        }.get((left, target))
+        if names is None:
+            raise Unsupported(f"plain WGSL multiplies no {left} into {target}")
+        M, K, N, batch = a.shape[-2], a.shape[-1], b.shape[-1], a.shape[0] if len(a.shape) == 3 else 1
+        result = self._result(getattr(torch, target), (*a.shape[:-1], N), out)
+        strides = (*((1, M) if a.turned else (K, 1)), *((1, K) if b.turned else (N, 1)))
+        groups = (-(-N // wgsl.TILE), -(-M // wgsl.TILE), batch)
+        self._dispatch(wgsl.product(*names), groups, (M, N, K, *strides, 0), a.buffer, b.buffer, result.buffer)
+        return result
+
+    def _index(self, name: str, operands: tuple[Array, ...], out: Any) -> Array:
+        first, second = operands
+        count = first.shape[0]
+        more: tuple[int, ...] = ()
+        shape: tuple[int, ...] = (count,)
+        if name == "embedding":
+            shape = (second.shape[0], first.shape[1])
+            count, more = shape[0] * shape[1], (shape[1],)
+        elif name == "index_add":
+            shape = (count // 8,)
+        elif name == "bucketize":
+            more = (second.shape[0],)
+        result = self._result(first.dtype, shape, out)
+        if name == "index_add":
+            self._linear(wgsl.ONES, shape[0], (), result.buffer)
+        self._linear(wgsl.INDEX[name], count, more, first.buffer, second.buffer, result.buffer)
+        return result
+
+    def _linear(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
+        groups = -(-count // wgsl.GROUP)
+        wide = min(groups, 32768)
+        words = (count, *more, 0, 0, 0)[:4]
+        self._dispatch(shader, (wide, -(-groups // wide), 1), words, *buffers)
+
+    def _dispatch(self, shader: str, groups: tuple[int, ...], words: tuple[int, ...], *buffers: Any) -> None:
+        gpu, pipeline = self._gpu, _pipeline(self._gpu, shader)
+        given = self._new(4 * len(words))
+        gpu.queue.write_buffer(given, 0, struct.pack(f"<{len(words)}I", *words))
+        entries = [{"binding": i, "resource": {"buffer": b}} for i, b in enumerate((given, *buffers))]
+        group = gpu.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
+        encoder = gpu.create_command_encoder()
+        work = encoder.begin_compute_pass()
+        work.set_pipeline(pipeline)
+        work.set_bind_group(0, group)
+        work.dispatch_workgroups(*groups)
+        work.end()
+        gpu.queue.submit([encoder.finish()])
+
+
+@functools.lru_cache(maxsize=64)
+def _pipeline(gpu: Any, shader: str) -> Any:
+    module = gpu.create_shader_module(code=shader)
+    return gpu.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main"})
+
+
+@functools.lru_cache(maxsize=1)
+def _adapters() -> list[tuple[Any, str, int]]:
+    """Return every adapter with its unit and its number within the unit; a software renderer's unit is the CPU."""
+    if wgpu is None:
+        raise Skip(f"{_why_not}. Install it there: pip install wgpu")
+    with contextlib.suppress(RuntimeError):  # set already
+        extras.set_instance_extras(backends=["Vulkan", "Metal", "DX12"])
+    found: list[tuple[Any, str, int]] = []
+    for adapter in wgpu.gpu.enumerate_adapters_sync():
+        unit = UNITS.get(adapter.info["backend_type"], "")
+        unit = "cpu" if unit and adapter.info["adapter_type"] == "CPU" else unit
+        if unit:
+            found.append((adapter, unit, sum(u == unit for _, u, _ in found)))
+    return found
+
+
+def _device(adapter: Any, unit: str, index: int) -> Device:
+    info, cpu = adapter.info, host.cpu()
+    software = unit == "cpu"
+    renderer = info["device"].partition(" (")[0]
+    return Device(
+        uuid=f"WEBGPU-{unit.upper()}-{cpu.uuid.removeprefix('CPU-')}{f'-{index}' if index else ''}",
+        backend=f"webgpu-{unit}",
+        index=index,
+        model=f"{renderer}: software renderer on {cpu.model}" if software else info["device"],
+        weak_identity=True,
+        detail={
+            "wgpu": str(wgpu.__version__),
+            "driver": info["description"],
+            "renderer": info["device"],
+            "units": "none of a GPU: software on the processor" if software else "shader units, no matrix units",
+            "shader_f16": "yes" if "shader-f16" in adapter.features else "no",
+            "architecture": cpu.detail["architecture"],
+        },
+        card=cpu.uuid if software else "",
+    )
+
+
+def _raw(tensor: Any) -> bytes:
+    """Return a tensor's bytes as they lie in memory, padded to whole words."""
+    stored = (tensor if tensor.is_contiguous() else tensor.transpose(-1, -2)).contiguous()
+    return ctypes.string_at(stored.data_ptr(), stored.nbytes) + bytes(-stored.nbytes % 4)
+
+
+def _refuse_content(tensor: Any) -> None:
+    """Raise `Unsupported` for a format that WGSL lacks, and for values of which it guarantees nothing."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not tensor.is_floating_point():
+        return
+    if name not in FLOATS:
+        raise Unsupported(f"WGSL has no {name}")
+    exponent, magnitude = FLOATS[name]
+    raw = bits(tensor)
+    if bool(((raw & exponent) == exponent).any()):
+        raise Unsupported("WGSL guarantees neither infinities nor NaN")
+    if bool((((raw & exponent) == 0) & ((raw & magnitude) != 0)).any()):
+        raise Unsupported("WGSL guarantees no subnormals: they may be flushed to zero")
+    if bool(((raw != 0) & ((raw & magnitude) == 0)).any()):
+        raise Unsupported("WGSL does not guarantee the sign of zero")
+
+
+RUNTIME = Webgpu()

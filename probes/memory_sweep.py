@@ -1,0 +1,43 @@
+"""Memory under patterns: own addresses, moving inversions, random words read twice, and a pause.
+
+Stresses: cells, rows and decoders of a device's memory or the host's, and the path to it. A wrong word is read again:
+if it is right then, the transfer was wrong, else the cell; writing it tells stuck, coupled, aliased and leaking cells
+apart.
+
+Cannot see: memory that others hold, memory beyond the reserve, cells that ECC corrects (telemetry counts those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Fact, ProbeSpec
+from canaryd.worker.memory.sweep import sweep_memory
+from canaryd.worker.toolkit import need_torch
+
+SPEC = ProbeSpec(
+    name="memory_sweep",
+    summary="memory read back under patterns: cells, addresses and transfers",
+    budget={"quick": 0.3, "standard": 5.0, "deep": 120.0},
+    order=60,
+)
+
+MIB = 1 << 20
+MOST = {"quick": 16 * MIB, "standard": 1024 * MIB, "deep": 1 << 50}
+"""Bytes that are swept at most: at deep all that is free, less a reserve."""
+PAUSE = {"quick": 0.02, "standard": 0.5, "deep": 5.0}
+"""Seconds without a write before `retention` reads."""
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Sweep as much memory as the level, the setting `mebibytes` and the budget beside a server allow."""
+    need_torch()
+    yield from sweep_memory(ctx, min(MOST[ctx.level], _setting(ctx)), PAUSE[ctx.level])
+
+
+def _setting(ctx: Context) -> int:
+    """Return the setting `mebibytes` in bytes."""
+    value = ctx.settings.get("mebibytes", MOST["deep"] // MIB)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"probes.memory_sweep.settings.mebibytes: {value!r} is not a positive whole number")
+    return value * MIB

@@ -1,0 +1,200 @@
+"""Wrong inputs to the command line and the configuration: one sentence each, with what to do, and nothing is made."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.cli.test_reading import AS_ANOTHER, NOBODY, held, place, recorded  # noqa: F401  a fixture
+from tests.command import bare_python, canaryd, catalogue, configure, in_turn
+
+
+class Wrong(NamedTuple):
+    """What is typed, and what has to be answered."""
+
+    words: tuple[str, ...]
+    """"@NAME" is a file of the test's directory, "@config" and "@state" a good configuration and a record."""
+    said: tuple[str, ...]
+    """Parts of the one sentence: where and what was given, what was wanted or is to be done."""
+    code: int = 64
+
+
+RECORD = ("--config", "@config", "--state-dir", "@state")
+OWN = ("--config", "@config", "--state-dir", "@own")
+URL = "endpoints:\n  main:\n    url: http://127.0.0.1:1\n"
+FILES: dict[str, str | bytes] = {
+    "file": "x",
+    "empty": "",
+    "binary": bytes(range(128, 256)) * 8,
+    "object.json": "{}",
+    "tab.yaml": "judge:\n\twatch: 30d\n",
+    "twice.yaml": "judge:\n  watch: 30d\n  watch: 20d\n",
+    "key.yaml": "judge:\n  wach: 30d\n",
+    "section.yaml": "jugde:\n  watch: 30d\n",
+    "type.yaml": "devices:\n  expected: many\n",
+    "level.yaml": "schedule:\n  level: quik\n",
+    "listen.yaml": "listen: 19469\n",
+    "relative.yaml": "state_dir: canaryd\n",
+    "duration.yaml": "judge:\n  watch: 30\n",
+    "no-url.yaml": "endpoints:\n  main:\n    model: x\n",
+    "bad-url.yaml": "endpoints:\n  main:\n    url: localhost\n",
+    "exact.yaml": URL + "    exact: @directory\n",
+    "no-exact.yaml": URL + "    exact: @absent\n",
+    "no-key.yaml": URL + "    key_file: @absent\n",
+    "probe.yaml": "probes:\n  exact_matmull:\n    period: 1h\n",
+    "no-drop-ins.yaml": "probes:\n  directories: [@absent]\n",
+    "drop-in.yaml": "worker:\n  python: @python\nprobes:\n  directories: [@drop-ins]\n",
+    "python.yaml": "worker:\n  python: @absent\n",
+    "web.yaml": "web_config: @absent\n",
+    "binary-web.yaml": "web_config: @binary\n",
+}
+"""Name → content; "@NAME" is a path of the test's directory."""
+
+
+def config(name: str, *said: str, code: int = 64) -> Wrong:
+    return Wrong(("config", "check", "--config", f"@{name}"), said, code)
+
+
+TABLE = (
+    Wrong(("chekc",), ('"chekc"'.replace('"', "'"), 'did you mean "check"?')),
+    Wrong(("status", "--jsn"), ("unrecognized arguments: --jsn", 'did you mean "--json"?', "canaryd status --help")),
+    Wrong(("check", "--level", "quik"), ("--level", "'quik'", "choose from quick, standard, deep")),
+    Wrong(("check", "--for", "1yr"), ("--for", '"1yr" is not a duration', 'write e.g. "15m"')),
+    Wrong(("check", "--wait", "30"), ("--wait", '"30" has no unit', 'write "30s"')),
+    Wrong(("check", "--seed", "1e3"), ("--seed", "'1e3' is not a seed", "write a whole number")),
+    Wrong(("check", "--instruction-set", "avx9"), ("--instruction-set", "'avx9'", "choose from native, avx2")),
+    Wrong(("drill", "--fault", "flop"), ("--fault", "'flop'", 'did you mean "flip"?')),
+    Wrong(("history", "--since", "soon"), ("--since", '"soon" is not a duration')),
+    Wrong(("release", "--for", "x"), ("--for", '"x" is not a duration')),
+    Wrong(("report",), ("required: DEV", "canaryd report --help")),
+    Wrong(("gate", "--on", "faluty"), ("--on", "'faluty'", 'did you mean "faulty"?')),
+    Wrong(("baseline", "lst"), ("'lst'", 'did you mean "list"?')),
+    Wrong(("config", "exmple"), ("'exmple'", 'did you mean "example"?')),
+    Wrong(("run", "--listen", "19469"), ("--listen", '"19469" is not HOST:PORT', 'write e.g. "127.0.0.1:19469"')),
+    Wrong(("run", "--listen", "127.0.0.1:99999"), ("--listen", '"99999" is not a port')),
+    Wrong(("run", "--listen", "@port", *RECORD), ("Address already in use", "stop it or choose another port")),
+    Wrong(("run", "--listen", "192.0.2.1:9", *RECORD), ("192.0.2.1:9", "choose one that it has")),
+    Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0", 'did you mean "cpu:0"?')),
+    Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
+    Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
+    Wrong(("check", "--repeat", "r1", *RECORD), ("--repeat r1: that is not the id of a run", "canaryd status -v")),
+    Wrong(("check", "--report", "@absent/x", *RECORD), ("--report", "cannot be written", "name a file in a directory")),
+    Wrong(("check", "--textfile", "@directory", *RECORD), ("--textfile", "cannot be written", "name a file")),
+    Wrong(("status", "--state-dir", "@file"), ("@file: not a directory", "give a directory with --state-dir")),
+    Wrong(("history", "cuda:3", *RECORD), ('history: no device "cuda:3"', "this host has")),
+    Wrong(("ack", "cuda:3", "--reason", "known", *RECORD), ('ack: no device "cuda:3"', "this host has")),
+    Wrong(("report", "cuda:3", "-o", "@case", *RECORD), ('report: no device "cuda:3"', "this host has")),
+    Wrong(("status", "--state-dir", "@absent", "--config", "@absent.yaml"), ("@absent.yaml: no such file", "name an")),
+    Wrong(("compare", "@absent", "@object.json"), ("@absent: no such file",)),
+    Wrong(("compare", "@binary", "@binary"), ("@binary: not UTF-8 text", "give a result file")),
+    Wrong(("compare", "@empty", "@empty"), ("@empty: invalid JSON at line 1",)),
+    Wrong(("compare", "@directory", "@directory"), ("@directory: no result file", "wanted results_*.json")),
+    Wrong(("compare", "@object.json", "@object.json"), ("@object.json: unknown format", "wanted lm-eval")),
+    Wrong(("baseline", "import", "@absent", *RECORD), ("import @absent: No such file", "name the file")),
+    Wrong(("baseline", "import", "@binary", *RECORD), ("import @binary: not text", "canaryd baseline export wrote")),
+    Wrong(("baseline", "import", "@empty", *RECORD), ("import @empty: not JSON", "canaryd baseline export wrote")),
+    Wrong(("baseline", "import", "@directory", *RECORD), ("import @directory: Is a directory", "name the file")),
+    Wrong(("baseline", "import", "@object.json", *RECORD), ("import @object.json: no baselines", "wanted an object")),
+    Wrong(("canary", "export", "@file", *RECORD), ("@file: not a directory", "name a new one")),
+    Wrong(("canary", "export", "@new", "--like", "@binary", *RECORD), ("--like @binary: not a JSON object", "name a")),
+    Wrong(("characterise", "--device", "cpu:0", "--part", "widht", *OWN), ("--part widht", "choose from")),
+    Wrong(("fleet", "--prometheus", "node17"), ("'node17' is not an address", "write e.g. http://HOST:9090")),
+    config("absent.yaml", "@absent.yaml: no such file", "name an existing file"),
+    config("directory", "@directory: is a directory", "name a YAML file"),
+    config("binary", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
+    config("tab.yaml", "@tab.yaml:2: cannot read this YAML", "indent with spaces"),
+    config("twice.yaml", "@twice.yaml:3: judge.watch: given twice, on lines 2 and 3", "keep one"),
+    config("key.yaml", "@key.yaml:2: judge.wach: unknown setting", 'did you mean "watch"?'),
+    config("section.yaml", "@section.yaml:1: jugde: unknown setting", 'did you mean "judge"?'),
+    config("type.yaml", '@type.yaml:2: devices.expected: "many" is text', "wanted a whole number"),
+    config("level.yaml", '@level.yaml:2: schedule.level: "quik" is not a level', "write one of quick, standard, deep"),
+    config("listen.yaml", '@listen.yaml:1: listen: "19469" is not HOST:PORT', "write e.g."),
+    config("relative.yaml", 'state_dir: "canaryd" is not an absolute path', "write e.g."),
+    config("duration.yaml", '@duration.yaml:2: judge.watch: "30" has no unit', "write"),
+    config("no-url.yaml", "@no-url.yaml:2: endpoints.main: url is missing", "write e.g."),
+    config("bad-url.yaml", 'endpoints.main.url: "localhost" is not the address of an API', "write e.g."),
+    config("exact.yaml", "endpoints.main.exact: @directory holds no expected.json", "canaryd canary export", code=3),
+    config("no-exact.yaml", "endpoints.main.exact: @absent does not exist", "create it, or correct", code=3),
+    config("no-key.yaml", "endpoints.main.key_file: @absent does not exist", "create it, or correct", code=3),
+    config("probe.yaml", "probes.exact_matmull: no probe of that name", 'did you mean "exact_matmul"?', code=3),
+    config("no-drop-ins.yaml", "@absent: there is no such directory", "correct probes.directories", code=3),
+    config("drop-in.yaml", "raises_at_import.py", code=3),
+    config("python.yaml", "worker.python: @absent: there is no such file", "name another one"),
+    config("web.yaml", "@absent: no such file", "name an existing file"),
+    config("binary-web.yaml", "@binary:1: byte 0x80 is not UTF-8", "save the file as UTF-8"),
+)
+MAY_WRITE = {"check", "drill", "run", "characterise"}
+"""Commands that may make their record before they know that they were given a mistake."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The files of the table, a good configuration and a record."""
+    directory = tmp_path_factory.mktemp("wrong")
+    (directory / "directory").mkdir()
+    catalogue(directory / "drop-ins", "raises_at_import")
+    for name, content in FILES.items():
+        path = directory / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(spelled(content.replace("@python", str(bare_python())), directory))
+    configure(directory, "passes").rename(directory / "config")
+    recorded(directory / "state")
+    return directory
+
+
+def spelled(text: str, directory: Path) -> str:
+    """Return a text of the table with its paths."""
+    return re.sub(r"@(?=[a-z])", f"{directory}/", text)
+
+
+@pytest.fixture(scope="module")
+def answers(directory):
+    """What each row of the table was answered, and whether the directory stayed as it was."""
+    found = {}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"127.0.0.1:{taken.getsockname()[1]}"
+        typed = [[spelled(port if w == "@port" else w, directory) for w in wrong.words] for wrong in TABLE]
+        before = held(directory)
+        reading = [n for n, wrong in enumerate(TABLE) if wrong.words[0] not in MAY_WRITE]
+        found |= dict(zip(reading, in_turn(*(typed[n] for n in reading)), strict=True))
+        unchanged = held(directory) == before
+        found |= {n: canaryd(*typed[n]) for n in range(len(TABLE)) if n not in found}
+    return found, unchanged
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)), ids=[" ".join(wrong.words[:4]) for wrong in TABLE])
+def test_a_wrong_input_is_one_clear_sentence(directory, answers, number):
+    """Where, what was given, what was wanted, what to do; the right exit status, and nothing on standard output."""
+    wrong, answer = TABLE[number], answers[0][number]
+    assert (answer.code, answer.out) == (wrong.code, ""), answer
+    told = [line for line in answer.err.splitlines() if not line.startswith(("usage:", " "))]
+    # A missing torch may be why a device or a probe is missing, so the message names torch too.
+    told = [line for line in told if "cannot import torch" not in line]
+    assert len(told) == 1 or (wrong.words[0] == "compare" and len(set(told)) == 1), told
+    assert told[0].startswith("canaryd")
+    for part in wrong.said:
+        assert spelled(part, directory) in told[0], told
+
+
+def test_commands_that_read_make_nothing_of_a_wrong_input(answers):
+    """No file is made, changed or removed; there are more than forty rows."""
+    assert answers[1]
+    assert len(TABLE) > 40
+
+
+@AS_ANOTHER
+def test_a_file_that_this_user_may_not_read(place):  # noqa: F811  the fixture
+    """A configuration: as whom, and what to do."""
+    path = place / "closed.yaml"
+    path.write_text("judge:\n  watch: 30d\n")
+    path.chmod(0o600)
+    (answer,) = in_turn(("config", "check", "--config", path), user=NOBODY)
+    assert (answer.code, answer.out) == (64, "")
+    assert re.fullmatch(rf"canaryd: {path}: cannot read it.*; make it readable or name another file\n", answer.err)
+    assert [p.name for p in place.iterdir()] == ["closed.yaml"]

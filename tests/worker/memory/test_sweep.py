@@ -1,0 +1,394 @@
+"""Sweeps of memory: clean memory is clean, every fault is found and told from the others, on the host and elsewhere.
+
+The faults come in two ways: by the drills that ship, and by a stand-in for a faulty device below torch, of which the
+sweep's code knows nothing.
+"""
+
+import struct
+from dataclasses import replace
+
+import pytest
+
+from canaryd.facts import Cell, Comparison, Exactness, Place, Reading, Skipped
+from canaryd.probe import Context, Skip
+from canaryd.worker.memory import cells, faults, pages, slices, sweep
+from canaryd.worker.memory.slices import ROW, TILE, WORD, Expected, Slice, number_in, own_numbers
+from canaryd.worker.numeric.characterised import SETTLED
+from canaryd.worker.numeric.stack import cpu
+from tests.worker.numeric.cuda import DEVICES, HOPPER, fake, stand_in
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+ROWS = 40
+MIB = 1 << 20
+PATTERNS = ("address", "inversions", "random", "retention")
+SEEDS = range(8)
+DRILLED = {
+    "stuck-at-1": Cell.STUCK,
+    "stuck-at-0": Cell.STUCK,
+    "coupled": Cell.COUPLED,
+    "alias": Cell.ALIAS,
+    "transfer": Cell.TRANSFER,
+    "leaking": Cell.LEAKING,
+}
+"""Drill → what the sweep must say of every word that it finds."""
+ALLOCATE = sweep.allocate
+
+
+@pytest.fixture(scope="module")
+def probe(maker):
+    """The probe as a module."""
+    return maker.load("memory_sweep")
+
+
+def context(*cases, drill="", seed=11, budget=60.0, level="quick", device=None, **more):
+    return Context(device=device or cpu(), level=level, seed=seed, budget=budget, cases=cases, drill=drill, **more)
+
+
+def swept(ctx, rows=ROWS, pause=0.001):
+    """The comparisons of a sweep, by pattern: (wrong, right)."""
+    facts = list(sweep.sweep_memory(ctx, rows * ROW, pause))
+    found = [f for f in facts if isinstance(f, Comparison)]
+    assert [f for f in facts if isinstance(f, Skipped)] == []
+    wrong = {c.case.split("/")[1]: c for c in found if c.wrong}
+    return wrong, [c for c in found if not c.wrong]
+
+
+def kinds(wrong):
+    """What all wrong words turned out to be."""
+    return {Cell(name) for c in wrong.values() for name in c.evidence.memory.cells}
+
+
+# --- Clean memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, ROWS])
+def test_clean_memory_is_clean(rows):
+    """Every pattern, whatever the size is of the groups that it is read in: no alarm."""
+    for seed in SEEDS:
+        wrong, right = swept(context(seed=seed), rows)
+        assert wrong == {}
+        assert sorted(c.case for c in right) == [f"int64/{name}/sweep@{rows * TILE}" for name in PATTERNS]
+        for c in right:
+            assert (c.trials, c.uploads, c.place, c.exactness) == (1, 1, Place(unit="memory"), Exactness.UNIVERSAL)
+
+
+def test_the_probe_sweeps_what_its_level_says(probe):
+    """A quick run takes 16 MiB; it tells how much it swept, read and could lock."""
+    facts = list(probe.run(context(budget=60.0)))
+    told = {f.name: f.value for f in facts if isinstance(f, Reading)}
+    assert 0.99 * 16 * MIB < told["memory_swept_bytes"] <= 16 * MIB == probe.MOST["quick"]
+    assert told["memory_read_bytes"] == 8 * told["memory_swept_bytes"]
+    assert told["memory_locked_bytes"] in (0, told["memory_swept_bytes"])
+    assert told["trials"] == 4
+    assert probe.MOST["quick"] < probe.MOST["standard"] < probe.MOST["deep"]
+
+
+def test_a_confirmation_runs_only_the_pattern_that_failed(probe):
+    """By the name of the case, whatever size it had; what does not exist is skipped with the names that do."""
+    facts = list(probe.run(context("int64/random/sweep@2096896", settings={"mebibytes": 1})))
+    assert {f.case.partition("@")[0] for f in facts if isinstance(f, Comparison)} == {"int64/random/sweep"}
+    with pytest.raises(Skip, match="int64/address/sweep, int64/inversions/sweep"):
+        list(probe.run(context("int64/nonsense")))
+
+
+@pytest.mark.parametrize("value", [0, -1, "1GiB", 1.5, True])
+def test_a_wrong_setting_is_named(probe, value):
+    """With its path and what was given."""
+    with pytest.raises(ValueError, match=r"probes\.memory_sweep\.settings\.mebibytes: .* is not a positive"):
+        list(probe.run(context(settings={"mebibytes": value})))
+
+
+# --- Faults: drills --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", DRILLED)
+def test_every_faulty_memory_is_found_and_told_from_the_others(name, seed):
+    """At any word, with any partner and bit; no other word is accused."""
+    wrong, right = swept(context(drill=name, seed=seed))
+    assert wrong, f"{name} was not found"
+    assert kinds(wrong) == {DRILLED[name]}
+    assert len(wrong) + len(right) == len(PATTERNS)
+    armed = faults.FaultySlice(ROWS, 0, torch.device("cpu"), None)
+    armed.arm(name, "", seed)
+    model = armed.model
+    for pattern, c in wrong.items():
+        seen, where = c.evidence, c.evidence.memory
+        if name != "transfer":
+            assert {index[0] for index, _, _ in seen.first} <= {model.word, model.other}
+        if name not in ("alias", "leaking"):
+            assert set(seen.bits) == {str(model.bit.bit_length() - 1)}
+        if name == "stuck-at-1":
+            assert (where.rose, where.fell) == (1, 0)
+        if name in ("stuck-at-0", "leaking"):
+            assert where.rose == 0 < where.fell
+        if name == "leaking":
+            assert pattern == "retention"
+        if name in ("coupled", "alias"):
+            assert abs(where.partner) == WORD * abs(model.other - model.word)
+        else:
+            assert where.partner is None
+
+
+@pytest.mark.parametrize("name", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
+def test_every_drill_of_the_other_probes_is_found_too(name):
+    """They strike words as they are written, and spare what is written again one by one: no cell is accused."""
+    for seed in SEEDS:
+        wrong, _ = swept(context(drill=name, seed=seed))
+        assert kinds(wrong) == {Cell.FLIPPED}
+
+
+def test_a_drill_that_does_not_exist_is_skipped_with_those_that_do():
+    """In the order in which they are listed."""
+    with pytest.raises(Skip, match=r"unknown fault 'rust'; there are stuck-at-1, stuck-at-0, .*consistent"):
+        swept(context(drill="rust"))
+
+
+def test_evidence_says_where(monkeypatch):
+    """Offset in the allocation, virtual address, both bit patterns, direction, and all of it in words."""
+    held = []
+    monkeypatch.setattr(sweep, "allocate", lambda *given: held.append(ALLOCATE(*given)) or held[-1])
+    wrong, _ = swept(context(drill="stuck-at-1", seed=3))
+    ((memory,),) = held
+    c = wrong["inversions"]
+    seen, where, word = c.evidence, c.evidence.memory, memory.model.word
+    assert (seen.wrong, seen.total, seen.lines) == (1, ROWS * TILE, {})
+    assert (where.allocation, where.offset) == (ROWS * ROW, word * WORD)
+    assert where.address == memory.words.data_ptr() + word * WORD
+    assert where.physical is None or where.physical % 8 == 0
+    ((index, want, got),) = seen.first
+    assert index == (word,)
+    assert int(want, 16) | memory.model.bit == int(got, 16)
+    for text in (f"offset {where.offset:#x}", f"virtual address {where.address:#x}", "1 to 1", "1 stuck"):
+        assert text in seen.pattern
+
+
+def test_an_alias_in_another_allocation_is_found(monkeypatch):
+    """Own numbers go on from slice to slice, so that a word which holds another slice's number names it."""
+    monkeypatch.setattr(sweep, "LARGEST", 4 * ROW)
+
+    def allocate(*given):
+        made = ALLOCATE(*given)
+        word, other, third = 5000, 1234, made[2]
+        for each in made:
+            plain_write, plain_put = each.write, each.put
+
+            def write(part, expected, each=each, plain=plain_write):
+                plain(part, expected)
+                share(each)
+
+            def put(at, values, each=each, plain=plain_put):
+                plain(at, values)
+                share(each)
+
+            each.write, each.put = write, put
+
+        def share(written):
+            source, target = ((third, other), (made[0], word))
+            if written is made[0]:
+                source, target = target, source
+            target[0].flat[target[1]] = source[0].flat[source[1]]
+
+        return made
+
+    monkeypatch.setattr(sweep, "allocate", allocate)
+    facts = [f for f in sweep.sweep_memory(context("int64/address"), 12 * ROW, 0.0) if isinstance(f, Comparison)]
+    (wrong,) = (f for f in facts if f.wrong)
+    assert wrong.evidence.memory.cells == {"alias": 1}
+    assert wrong.evidence.memory.partner == (8 * TILE + 1234 - 5000) * WORD
+    assert sum(f.trials for f in facts if not f.wrong) == 2
+
+
+# --- Faults: a stand-in for a device ---------------------------------------------------------------------------------
+
+
+def faulty_device(behaviour, word, other, bit):
+    """A layer below torch's operations: the first large allocation has a fault, whatever operation touches it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Faulty(TorchDispatchMode):
+        flat, last, reads = None, (0, 0), 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if self.flat is None:
+                if isinstance(result, torch.Tensor) and result.shape == (ROWS, TILE):
+                    self.flat = result.view(-1)
+                return result
+            named = [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in (kwargs or {})]
+            named += zip(function._schema.arguments, args, strict=False)
+            if any(a.alias_info and a.alias_info.is_write and self._mine(value) for a, value in named):
+                self._wrote()
+            if "bitwise_xor" in str(function) and not self._mine(result):
+                self._read(result)
+            return result
+
+        def _mine(self, value):
+            storage = self.flat.untyped_storage().data_ptr()
+            return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage
+
+        def _wrote(self):
+            flat, (first, second) = self.flat, self.last
+            if behaviour == "stuck-at-1":
+                flat[word] |= bit
+            elif behaviour == "stuck-at-0":
+                flat[word] &= ~bit
+            elif behaviour == "coupled" and (int(flat[other]) ^ second) & bit:
+                flat[word] ^= bit
+            elif behaviour == "alias" and int(flat[other]) != second:
+                flat[word] = flat[other]
+            elif behaviour == "alias" and int(flat[word]) != first:
+                flat[other] = flat[word]
+            self.last = int(flat[word]), int(flat[other])
+
+        def _read(self, difference):
+            self.reads += 1
+            if behaviour == "transfer" and self.reads % 4 == 2:
+                difference.view(-1)[word % difference.numel()] ^= bit
+
+        def rested(self, _seconds):
+            if behaviour == "leaking":
+                self.flat[word] &= ~bit
+
+    return Faulty()
+
+
+@pytest.mark.parametrize("place", [(17, 300_000, 0), (301_234, 90_001, 63), (8190, 8191, 31), (200_000, 199_999, 44)])
+@pytest.mark.parametrize("name", ["", *DRILLED])
+def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
+    """The same faults below torch: the sweep runs as on a GPU, and knows nothing of them. None: no alarm."""
+    word, other, bit = place
+    device = faulty_device(name, word, other, (1 << bit) - (1 << 64) * (bit == 63))
+    monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(slices.time, "sleep", device.rested)
+    with device:
+        wrong, right = swept(context(device=HOPPER, seed=4))
+    assert kinds(wrong) == ({DRILLED[name]} if name else set())
+    assert len(wrong) + len(right) == len(PATTERNS)
+    for c in wrong.values():
+        assert c.evidence.memory.physical is None
+        assert c.characterised
+        if name == "coupled":
+            assert c.evidence.first[0][0] == (word,)
+            assert c.evidence.memory.partner == (other - word) * WORD
+
+
+@pytest.mark.parametrize(("pauses", "cell"), [({1, 2}, "flipped"), ({1, 2, 3, 4}, "leaking")])
+def test_only_a_word_that_leaks_again_is_a_broken_cell(monkeypatch, pauses, cell):
+    """What the next pause does not show again accuses no cell: of either polarity one pause is the first."""
+    device, rests = faulty_device("leaking", 77, 0, 1 << 5), []
+
+    def sleep(seconds):
+        rests.append(seconds)
+        if len(rests) in pauses:
+            device.rested(seconds)
+
+    monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(slices.time, "sleep", sleep)
+    with device:
+        wrong, _ = swept(context("int64/retention", device=HOPPER, seed=4))
+    assert wrong["retention"].evidence.memory.cells == {cell: 1}
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.model)
+def test_a_sweep_runs_on_a_gpu_as_far_as_that_can_be_rehearsed(monkeypatch, device):
+    """Every write and comparison on torch's fake tensors of a CUDA device."""
+    stand_in(monkeypatch, torch)
+    assert device.backend in SETTLED
+    with fake(torch):
+        target = torch.device("cuda", 0)
+        memory = Slice(3, 5, target, slices.scratch_for(target, 3))
+        tile = torch.zeros(TILE, dtype=torch.int64, device=target)
+        for expected in (own_numbers(target), Expected(tile), Expected(tile).inverted()):
+            for part in memory.parts():
+                memory.write(part, expected)
+                found = memory.difference(part, expected)
+                assert (found.shape, found.dtype, found.device.type) == ((3, TILE), torch.int64, "cuda")
+        memory.invert(3, 9)
+
+
+# --- Sizes and time --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_stays_within_what_is_free_and_within_the_budget(monkeypatch):
+    """Beside a server half of `budget.memory`; never the reserve; in slices of at most 256 MiB."""
+    assert sweep.LARGEST == 256 << 20
+    host = torch.device("cpu")
+
+    def taken(free, most=1 << 50, **more):
+        monkeypatch.setattr(sweep, "available", lambda: free)
+        monkeypatch.setattr(sweep, "LARGEST", 4 * ROW)
+        return [len(m.words) for m in sweep.allocate(context(**more), host, most)]
+
+    free = sweep.HOST_RESERVE + 10 * ROW
+    assert taken(free) == [4, 4, 2]
+    assert taken(free, most=5 * ROW) == [4, 1]
+    assert taken(free, room=6 * ROW) == [3]
+    assert taken(None, most=3 * ROW) == [3]
+    with pytest.raises(Skip, match="no memory to sweep"):
+        taken(sweep.HOST_RESERVE + ROW - 1)
+
+
+def test_what_the_budget_leaves_no_time_for_is_told():
+    """The first pattern runs whatever the budget is; another seed begins with another pattern."""
+    begun = set()
+    for seed in range(4):
+        facts = list(sweep.sweep_memory(context(seed=seed, budget=1e-9), ROW, 0.0))
+        (compared,) = (f for f in facts if isinstance(f, Comparison))
+        skipped = [f for f in facts if isinstance(f, Skipped)]
+        assert [("budget" in f.reason) for f in skipped] == [True] * 3
+        begun.add(compared.case)
+    assert len(begun) == len(PATTERNS)
+
+
+def test_a_sweep_that_was_not_all_over_counts_only_what_is_wrong(monkeypatch):
+    """What was not read is not right."""
+    monkeypatch.setattr(sweep, "LARGEST", 2 * ROW)
+    facts = list(sweep.sweep_memory(context("int64/address", budget=1e-9), 6 * ROW, 0.0))
+    assert [type(f) for f in facts if isinstance(f, (Comparison, Skipped))] == [Skipped]
+
+
+# --- Parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_word_names_itself_beyond_32_bits():
+    """Numbers of memories of more than 32 GiB; a value that is no number is none."""
+    words = 1 << 36
+    for number in (0, 1, (1 << 32) - 1, 1 << 32, (5 << 32) + 12345, words - 1):
+        row, at = divmod(number, TILE)
+        (value,) = own_numbers("cpu").values(row, torch.tensor([at])).tolist()
+        assert number_in(value, words) == number
+        assert own_numbers("cpu").into(torch.empty((1, TILE), dtype=torch.int64), row)[0, at] == value
+    assert number_in(0, 1 << 32) is None
+    assert number_in(0x5555555555555555, words) is None
+
+
+def test_a_disturber_that_works_only_once_is_none():
+    """A search that loses its trace names nobody."""
+    host = torch.device("cpu")
+    memory = faults.FaultySlice(2, 0, host, slices.scratch_for(host, 2))
+    memory.words.zero_()
+    assert cells.disturber(memory, 5, 0) is None
+    memory.model = replace(faults.Coupled(memory.flat, 5, 9000, 4))
+    assert cells.disturber(memory, 5, 0) == 9000
+
+
+def test_the_physical_address_is_told_only_where_the_system_does(tmp_path):
+    """An entry with a frame; without one, as others than root read it; a page that is not there; no such file."""
+    page = pages.mmap.PAGESIZE
+    pagemap = tmp_path / "pagemap"
+    pagemap.write_bytes(struct.pack("<QQQ", (1 << 63) | 7, 1 << 63, 7))
+    assert pages.physical_address(24, pagemap) == 7 * page + 24
+    assert pages.physical_address(page + 24, pagemap) is None
+    assert pages.physical_address(2 * page, pagemap) is None
+    assert pages.physical_address(3 * page, pagemap) is None
+    assert pages.physical_address(0, tmp_path / "missing") is None
+
+
+def test_locking_is_asked_of_the_system():
+    """Pages of this process may be locked as far as its limit goes; what is no memory may not."""
+    memory = torch.zeros(1024, dtype=torch.int64)
+    assert pages.lock(memory.data_ptr(), memory.nbytes) in (True, False)
+    assert pages.lock(0, 1 << 20) is False

@@ -1,0 +1,139 @@
+"""Fresh operands that the device gathers: they are the host's, each turn is another, and a wrong gather is seen."""
+
+import itertools
+from functools import partial
+
+import pytest
+
+from canaryd.facts import Comparison, Subject
+from canaryd.judge.characterised import class_of
+from canaryd.probe import Context
+from canaryd.worker.numeric import reproducer, verify
+from canaryd.worker.numeric.cases import Case, restrict
+from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
+from canaryd.worker.numeric.operands import Product, build, make_pools
+from canaryd.worker.numeric.products import LAYOUTS, multiply
+from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
+from canaryd.worker.runtime.torch import Torch
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+NAME = "float32/dense/square/nn@200x150x96"
+
+
+def product(source="float32", layout="nn", content="dense"):
+    return Product(content, FORMATS[source], FORMATS[source], FORMATS[source].bits, 200, 150, 96, 0, layout)
+
+
+def case():
+    spec = product()
+    return Case(NAME, partial(build, spec), partial(multiply, "float32", "float32"), product=spec)
+
+
+def verified(runtime, seconds):
+    session = verify.Session(Context(device=cpu(), level="quick", seed=7, budget=5.0))
+    session.runtime = runtime
+    found = [f for f in verify._verify(session, case(), seconds, "") if isinstance(f, Comparison)]
+    return session, found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16"])
+def test_the_device_gathers_what_the_host_does(source, layout):
+    """Bits and strides, of three turns in memory that the next turn uses again; and the golden is right."""
+    spec = product(source, layout)
+    gatherer = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5)
+    seen = set()
+    for turn in range(3):
+        (a, b), golden = gatherer.gather(turn)
+        right = build(spec, 5, turn)
+        assert all(itertools.starmap(host_same_bits, zip((a, b, golden), (*right.operands, right.golden), strict=True)))
+        assert [t.stride() for t in (a, b, golden)] == [t.stride() for t in (*right.operands, right.golden)]
+        assert host_same_bits(torch.matmul(a, b), golden)
+        seen.add(str(flat_bits(golden)[:64].tolist()))
+    assert len(seen) == 3
+
+
+def test_fp8_is_gathered_by_its_bits():
+    """Torch indexes no FP8; its bytes can be."""
+    spec = Product("permute", FORMATS["float8_e4m3fn"], FORMATS["bfloat16"], 8, 144, 160, 64, 0, "nt")
+    (a, b), golden = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5).gather(4)
+    right = build(spec, 5, 4)
+    assert all(itertools.starmap(host_same_bits, zip((a, b, golden), (*right.operands, right.golden), strict=True)))
+
+
+def test_a_clean_run_is_one_comparison_over_many_turns():
+    """Every eighth product has new operands, and all of them stand under the first turn's name."""
+    session, (found,) = verified(Torch(), 1.5)
+    assert (found.case, found.wrong, found.subject) == (NAME, False, Subject.DEVICE)
+    assert session.gathers > 2
+    assert found.trials == session.trials > PRODUCTS
+    assert (session.gathers - 1) * PRODUCTS < found.trials <= session.gathers * PRODUCTS
+
+
+class Broken(Torch):
+    """The real runtime, with one gather that goes wrong."""
+
+    def __init__(self, which):
+        self.which, self.count = which, 0
+
+    def run(self, operation, operands, out):
+        result = super().run(operation, operands, out)
+        if operation.name in ("rows", "columns"):
+            self.count += 1
+            if self.count == self.which:
+                flat_bits(result)[17] ^= 1 << 20
+        return result
+
+
+# Four gathers a turn: A, B, rows of the answers, the golden; the third turn begins with the ninth.
+@pytest.mark.parametrize(
+    ("which", "said"), [(9, "operand A"), (10, "operand B"), (11, "the golden"), (12, "the golden")]
+)
+def test_a_wrong_gather_is_seen_and_named(which, said):
+    """The turn is named in the case, and the host's own operands of that turn come out right three times."""
+    _, found = verified(Broken(which), 60.0)  # it ends when it was wrong often enough
+    clean, wrong = found
+    assert (clean.case, clean.wrong) == (NAME, False)
+    assert wrong.case == f"{NAME}#2"
+    assert wrong.subject is Subject.DEVICE
+    assert wrong.wrong_trials
+    assert f"the device gathered {said} wrongly" in wrong.evidence.pattern
+    assert (wrong.evidence.repeats, wrong.evidence.repeats_wrong) == (3, 0)
+    assert wrong.evidence.first if which < 11 else True
+
+
+class Shifted(Torch):
+    """The real runtime, with one upload of indices in which one row is another."""
+
+    uploads = 0
+
+    def upload(self, tensors, device):
+        done = super().upload(tensors, device)
+        if len(tensors) == 4:
+            self.uploads += 1
+            if self.uploads == 2:
+                done[0][3] = (done[0][3] + 1) % 128
+        return done
+
+
+def test_an_index_that_changed_on_its_way_is_seen():
+    """Operands and golden have uploads of their own: what hits one of them does not hit the other."""
+    _, found = verified(Shifted(), 60.0)
+    assert [c.case for c in found if c.wrong] == [f"{NAME}#1"]
+
+
+def test_a_turn_can_be_asked_for():
+    """As a confirmation asks: the same bytes, which the host makes whole."""
+    context = Context(device=cpu(), level="quick", seed=7, budget=0.2, cases=(f"{NAME}#3",))
+    (kept,) = restrict(context, [case()])
+    assert (kept.name, kept.product) == (f"{NAME}#3", None)
+    (found,) = (f for f in verify._verify(verify.Session(context), kept, 0.0, "") if isinstance(f, Comparison))
+    assert (found.case, found.wrong) == (f"{NAME}#3", False)
+    seed = verify.case_seed(context, case())
+    assert host_same_bits(kept.build(seed).golden, build(product(), seed, 3).golden)
+    made = reproducer.exhibit("exact_matmul", kept.name, seed, cpu())
+    assert host_same_bits(made.problem.operands[0], build(product(), seed, 3).operands[0])
+    assert class_of(kept.name) == class_of(NAME)

@@ -1,0 +1,364 @@
+"""Other runtimes than torch under the exact probes: clean is clean, faults are found, placement is proven or not."""
+
+import json
+from functools import partial
+
+import pytest
+
+from canaryd.config.settings import JudgePolicy
+from canaryd.facts import Comparison, Exactness, Reading, Skipped
+from canaryd.judge.case import Case
+from canaryd.judge.node import Node
+from canaryd.judge.verdict import decide
+from canaryd.model import Cause, Device, Outcome, State
+from canaryd.probe import Context, Skip
+from canaryd.supervisor.protocol import RunRequest, WorkerSpec
+from canaryd.supervisor.series import Series
+from canaryd.worker.numeric import characterised, faults, indexing
+from canaryd.worker.numeric.attention import CONTENTS, MASKS
+from canaryd.worker.numeric.cases import Case as Golden
+from canaryd.worker.numeric.errors import ErrorKind, kind_of
+from canaryd.worker.numeric.operands import Product, build
+from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits
+from canaryd.worker.numeric.verify import FIXED_SEED, verify_all
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Elsewhere, Operation, Unsupported
+from tests.command import ROOT, bare_python
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = [pytest.mark.torch, pytest.mark.runtimes]
+
+PACKAGES = {"mlx": "mlx.core", "onnx": "onnxruntime", "webgpu": "wgpu"}
+ONE = {
+    "exact_matmul": "float64/full/batched/tn",
+    "exact_attention": "float32/uniform/prefill",
+    "exact_integer": "int64/scatter/fresh",
+}
+NOWHERE = Device(
+    uuid="ONNX-AZURE-1",
+    backend="onnx-azure",
+    index=0,
+    model="a provider that computes nothing here",
+    detail={"provider": "AzureExecutionProvider", "architecture": "x86_64"},
+)
+"""A provider that every onnxruntime for CPUs offers, and that takes no node of these graphs."""
+
+
+@pytest.fixture(params=PACKAGES)
+def device(request, monkeypatch):
+    """The host's processor, through each runtime that this interpreter has."""
+    pytest.importorskip(PACKAGES[request.param], reason=f"{request.param} is not installed in this interpreter")
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    try:
+        found = interface.named(request.param).devices()
+    except Skip as why:
+        pytest.skip(str(why))
+    return next((d for d in found if d.unit == "cpu"), None) or pytest.skip(f"{request.param} has no processor here")
+
+
+def computes(device, name):
+    """Skip where a runtime has no case of a probe."""
+    if device.runtime == "webgpu" and name == "exact_attention":
+        pytest.skip("WGSL's exp has no one right answer")
+
+
+@pytest.fixture
+def nowhere():
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed in this interpreter")
+    return NOWHERE
+
+
+def context(device, *cases, drill="", budget=0.2, seed=11):
+    return Context(device=device, level="quick", seed=seed, budget=budget, cases=cases, drill=drill)
+
+
+def comparisons(facts):
+    return [f for f in facts if isinstance(f, Comparison)]
+
+
+def case_of(probes, probe, device):
+    """Name one small case of a probe; attention's name ends with the runtime's kernel."""
+    if device.runtime == "webgpu" and probe == "exact_matmul":
+        return "float32/full/batched/tn"
+    if probe != "exact_attention":
+        return ONE[probe]
+    (kernel,) = interface.of(device).attention_kernels
+    return f"{ONE[probe]}/{kernel.lower()}/none"
+
+
+def run(probe, device, **more):
+    """Run a probe through a real worker of this interpreter."""
+    path = ROOT / "probes" / f"{probe}.py"
+    with Series(WorkerSpec(), instruction_set=more.pop("instruction_set", "")) as series:
+        spec = series.describe([path]).probes[path]
+        request = RunRequest(probe_path=path, spec=spec, device=device, level="quick", seed=1, budget=0.5, **more)
+        return series.run(request, 120.0)
+
+
+# --- Clean ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_clean_run_is_clean_and_meets_the_shipped_digests(probes, device, name):
+    """Through every runtime the same bytes give the same bits as through torch."""
+    computes(device, name)
+    facts = list(probes[name].run(context(device, budget=1.0)))
+    found = comparisons(facts)
+    assert found
+    assert not [c.case for c in found if c.wrong]
+    known = json.loads(probes[name].GOLDEN.read_text())
+    taken = {c.case: c.digest for c in found if c.digest}
+    assert taken
+    assert taken == {case: known[case] for case in taken}
+    assert {c.place.unit for c in found} == {"device"}
+    readings = {f.name: f.value for f in facts if isinstance(f, Reading)}
+    assert json.loads(readings["switches"])
+    assert "golden_fingerprint" in readings
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", [(1, 2, 2, 7, 33, 64), (2, 4, 1, 24, 24, 64)])
+def test_masks_and_grouped_queries_are_torchs(probes, device, mask, shape):
+    """Masks of other lengths than the queries are aligned at the top left, whatever the runtime's own does."""
+    computes(device, "exact_attention")
+    for content in CONTENTS:
+        (kernel,) = interface.of(device).attention_kernels
+        case = probes["exact_attention"].attention_case(device, kernel, "float32", content, mask, "prefill", shape)
+        problem = case.build(5)
+        runtime = interface.of(device)
+        result = case.compute(runtime.upload(problem.operands, device), None)
+        assert host_same_bits(runtime.download(result), problem.golden), case.name
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_operands_stay_as_they_lie(probes, device, layout, batch):
+    """A transposed operand is uploaded transposed, and the product is right."""
+    sizes = (9, 11, 32, batch)
+    case = probes["exact_matmul"].product_case(device, "float32", "float32", "dense", "square", layout, sizes)
+    problem, runtime = case.build(3), interface.of(device)
+    operands = runtime.upload(problem.operands, device)
+    for uploaded, host in zip(operands, problem.operands, strict=True):
+        assert host_same_bits(runtime.download(uploaded).contiguous(), host.contiguous())
+    assert host_same_bits(runtime.download(case.compute(operands, None)), problem.golden)
+
+
+def test_a_case_is_characterised_for_the_version_that_was_shown(device):
+    """The table names a package and a version; any other is characterised by evidence."""
+    package, version = characterised.SHOWN.get(device.backend) or pytest.skip(f"{device.backend}: nothing ships yet")
+    shown = device.detail["architecture"] == "x86_64" and device.detail[package] == version
+    assert characterised.is_characterised(device, "float32") is shown
+    other = Device(uuid="x", backend=device.backend, index=0, model="m", detail={**device.detail, package: "0.0.1"})
+    assert not characterised.is_characterised(other, "float32")
+    assert not characterised.is_settled(other)
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+@pytest.mark.parametrize("name", ONE)
+def test_every_fault_is_found(probes, device, name, fault):
+    """Each class of fault in each probe, injected into the runtime's own array, is seen."""
+    computes(device, name)
+    found = comparisons(probes[name].run(context(device, case_of(probes, name, device), drill=fault, budget=0.05)))
+    wrong = [c for c in found if c.wrong]
+    assert wrong, f"{fault} was not found"
+    evidence = wrong[-1].evidence
+    if fault in ("flip", "zero", "nan"):
+        assert evidence.wrong == 1
+    if fault == "flip":
+        assert dict(evidence.bits) == {"0": 1}
+
+
+@pytest.mark.parametrize("name", indexing.OPERATIONS)
+def test_an_operand_that_changed_changes_the_result(device, name):
+    """The device computes from what was uploaded, not from the host's tensors: another operand, another result."""
+    runtime, problem = interface.of(device), indexing.build(name, 256, FIXED_SEED)
+    other = indexing.build(name, 256, FIXED_SEED + 1)
+    try:
+        first = runtime.run(Operation(name), runtime.upload(problem.operands, device), None)
+    except Unsupported:
+        pytest.skip(f"{device.runtime} has no {name}")
+    second = runtime.run(Operation(name), runtime.upload(other.operands, device), None)
+    assert host_same_bits(runtime.download(first), problem.golden)
+    assert host_same_bits(runtime.download(second), other.golden)
+    assert runtime.agree([first], *runtime.upload((problem.golden,), device)) == [True]
+    assert runtime.agree([second], *runtime.upload((problem.golden,), device)) == [False]
+
+
+def test_what_was_compared_is_spoilt(device):
+    """A kernel that writes nothing must not find the right answer in the memory of the result before."""
+    runtime, problem = interface.of(device), indexing.build("gather", 256, 3)
+    result = runtime.run(Operation("gather"), runtime.upload(problem.operands, device), None)
+    runtime.spoil([result])
+    assert bits(runtime.download(result)).eq(-1).all()
+
+
+def test_a_drill_is_pinned_to_the_runtime_and_its_device(device):
+    """A confirmed fault makes this device faulty; the same processor stays healthy through torch."""
+    bad = run("exact_integer", device, drill="consistent")
+    assert bad.outcome is Outcome.COMPLETED, bad.detail
+    assert bad.wrong
+    assert bad.device == device.uuid != device.card
+    assert {"mlx": "mlx", "onnx": "onnxruntime", "webgpu": "wgpu"}[device.runtime] in bad.stack
+
+
+# --- MLX --------------------------------------------------------------------------------------------------------------
+
+
+def mlx():
+    pytest.importorskip("mlx.core", reason="mlx is not installed in this interpreter")
+    return interface.named("mlx").devices()[0]
+
+
+WAYS = {"strict": ("0", "float32", "tfloat32"), "tf32": ("1", "tfloat32", "float32")}
+"""Instruction set → value of the variable, float32's class that is tested, and the one that is left out."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mlx_is_tested_strictly_and_as_it_serves(way):
+    """Each way has a worker of its own, says so in its stack, and leaves the other way's operands out."""
+    device, (value, given, left) = mlx(), WAYS[way]
+    assert way in device.instruction_sets
+    done = run("exact_matmul", device, instruction_set=way)
+    assert done.outcome is Outcome.COMPLETED, done.detail
+    assert not done.wrong
+    assert done.stack["MLX_ENABLE_TF32"] == value
+    compared = {c.case.split("/")[0].partition(">")[0] for c in done.comparisons}
+    assert given in compared
+    assert left not in compared
+    (why,) = [s.reason for s in done.skipped if s.case.partition(">")[0] == left]
+    assert f"MLX_ENABLE_TF32={value}" in why
+
+
+# --- ONNX Runtime -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_provider_that_fell_back_is_no_evidence(nowhere, name):
+    """The worker skips the run and names the nodes and who ran them; the judge says unknown, never healthy."""
+    done = run(name, nowhere)
+    assert done.outcome is Outcome.SKIPPED, done.detail
+    assert not done.comparisons
+    assert "AzureExecutionProvider did not take" in done.detail
+    assert "ran on CPUExecutionProvider" in done.detail
+    if name == "exact_matmul":
+        assert "1:Gemm ran on CPUExecutionProvider" in done.detail
+    node = Node(devices={nowhere.uuid: nowhere}, runs={nowhere.uuid: (done,)})
+    verdict = decide(Case(device=nowhere, node=node, wanted={name: 1800.0}, policy=JudgePolicy(), now=done.started + 9))
+    assert verdict.state is State.UNKNOWN
+    assert verdict.cause is Cause.ENVIRONMENT
+    assert any("did not take" in f.message for f in verdict.findings)
+
+
+def test_a_session_without_a_record_of_placement_is_no_evidence(nowhere, monkeypatch):
+    """Where nothing was recorded nobody knows where a node ran, though the result may be right."""
+    from canaryd.worker.runtime import onnx
+
+    runtime = interface.named("onnx")
+    device = next(d for d in runtime.devices() if d.unit == "cpu")
+    monkeypatch.setattr(onnx, "RECORD", "session.log_id")  # an entry that records nothing
+    problem = indexing.build("gather", 64, 1)
+    operands = runtime.upload(problem.operands, device)
+    with pytest.raises(Elsewhere, match="nothing proves where gather ran"):
+        runtime.run(Operation("gather"), operands, None)
+
+
+def test_unsigned_products_are_a_class_of_their_own(probes):
+    """Processors without VNNI saturate uint8 x int8 by design: the wide content is left out there, with that reason."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed in this interpreter")
+    device = next(d for d in interface.named("onnx").devices() if d.unit == "cpu")
+    facts = list(probes["exact_matmul"].run(context(device, "uint8>int32", budget=0.3)))
+    contents = {c.case.split("/")[1] for c in comparisons(facts)}
+    left = {f.case: f.reason for f in facts if isinstance(f, Skipped)}
+    assert "narrow" in contents
+    assert ("wide" in contents) is ("uint8>int32/wide" not in left)
+    assert all("saturate" in why for case, why in left.items() if case == "uint8>int32/wide")
+
+
+# --- WebGPU -----------------------------------------------------------------------------------------------------------
+
+
+def webgpu():
+    pytest.importorskip("wgpu", reason="wgpu is not installed in this interpreter")
+    try:
+        return interface.named("webgpu").devices()[0]
+    except Skip as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "why"),
+    [
+        (float("nan"), "float32", "NaN"),
+        (float("inf"), "float16", "infinities"),
+        (1e-40, "float32", "subnormals"),
+        (1e-6, "float16", "subnormals"),
+        (-0.0, "float32", "sign of zero"),
+        (1.0, "float64", "no float64"),
+        (1.0, "bfloat16", "no bfloat16"),
+    ],
+)
+def test_content_beyond_the_language_is_refused(value, dtype, why):
+    """What WGSL does not guarantee is unsupported, aloud, before anything is computed."""
+    device = webgpu()
+    tensor = torch.full((4,), value, dtype=getattr(torch, dtype))
+    with pytest.raises(Unsupported, match=why):
+        interface.of(device).upload((tensor,), device)
+
+
+def test_a_golden_that_needs_rounding_is_refused():
+    """Class R assumes round-to-nearest: it is skipped with the reason and never counted."""
+    device = webgpu()
+    product = Product("full", FORMATS["float32"], FORMATS["float16"], 24, 32, 32, 32, 0, "nt")
+    case = Golden("float32>float16/full", partial(build, product), None, fixed=True)
+    assert case.build(FIXED_SEED).exactness is Exactness.ROUNDED
+    with pytest.raises(Skip, match="guarantees no rounding mode"):
+        list(verify_all(context(device), [], [case], None))
+
+
+def test_a_lost_device_is_an_error_of_the_device():
+    """Wgpu's own text is in the table of messages: a device that is gone is no missing kernel."""
+    runtime, device = interface.named("webgpu"), webgpu()
+    operands = runtime.upload((torch.ones(4, 4), torch.ones(4, 4)), device)
+    runtime._gpu.destroy()
+    try:
+        with pytest.raises(Exception, match="lost") as caught:
+            runtime.run(Operation("matmul", "float32", "float32"), operands, None)
+    finally:
+        runtime._opened.clear()
+    assert kind_of(caught.value) is ErrorKind.DEVICE
+
+
+def test_a_software_renderer_is_no_accelerator():
+    """Mesa's lavapipe is the host's processor, and says so wherever the device is named."""
+    device = next((d for d in [webgpu()] if d.unit == "cpu"), None) or pytest.skip("no software renderer here")
+    assert "software renderer on " in device.model
+    assert device.weak_identity
+    assert device.card.startswith("CPU-")
+    assert "none of a GPU" in device.detail["units"]
+
+
+# --- Interpreters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_interpreter_without_the_package_is_said_in_one_line(name):
+    """No device, no traceback: what is missing and what to install."""
+    with Series(WorkerSpec(python=bare_python())) as series:
+        reach = series.reach(name)
+    assert reach.devices == ()
+    assert "\n" not in reach.problem
+    assert f"{bare_python()} cannot import" in reach.problem
+    assert "pip install" in reach.problem
+
+
+def test_devices_are_found_and_belong_to_the_processor(device):
+    """A worker finds them as this process does; `card` is the host's CPU as torch sees it."""
+    with Series(WorkerSpec()) as series:
+        reach = series.reach(device.runtime)
+        cpu = next(d for d in series.describe([]).devices if d.backend == "cpu")
+    assert reach.problem == ""
+    assert device.uuid in {d.uuid for d in reach.devices}
+    assert {d.card for d in reach.devices if d.unit == "cpu"} == {cpu.uuid}
