@@ -21,7 +21,7 @@ from canaryd.worker.numeric.characterised import accumulator, is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
 from canaryd.worker.numeric.products import LAYOUTS, format_pairs, int8_pairs
-from canaryd.worker.numeric.sizes import choose, measure_speed
+from canaryd.worker.numeric.sizes import choose, measure_speed, stem
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.runtime import interface
@@ -37,7 +37,7 @@ SPEC = ProbeSpec(
     order=10,
 )
 
-KINDS = ("square", "prefill", "decode", "batched")
+KINDS = ("square", "prefill", "batched", "decode")  # those that share pools stand together
 FIXED = (96, 80, 256)
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
@@ -124,7 +124,8 @@ def product_case(
         _multiply(device, source, target),
         known,
         fixed=kind == "fixed",
-        product=None if kind == "fixed" or batch else product,
+        product=None if kind == "fixed" else product,
+        stem="" if kind == "fixed" else stem(name),
     )
 
 

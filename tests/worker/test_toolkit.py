@@ -19,7 +19,7 @@ PAGE = DOCS / "writing-a-probe.md"
 EXAMPLE = DOCS / "examples" / "prefix_sum.py"
 PROMISED = {
     "Bound": "magnitude, limit",
-    "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None",
+    "Case": "name, build, compute, characterised=True, struck=0, fixed=False, product=None, stem=''",
     "Problem": "operands, golden, exactness, bound, shape, witnessed=True, operations=0",
     "chosen": "ctx, name",
     "collect": "golden, observed",

@@ -27,7 +27,7 @@ from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
-from canaryd.worker.numeric.integers import below, bit_length, permutation, signed, significant_bits
+from canaryd.worker.numeric.integers import below, longest, permutation, signed, significant_bits
 from canaryd.worker.numeric.operands import Bound, Inexact, Problem
 from canaryd.worker.numeric.tensors import Format, torch
 
@@ -255,7 +255,7 @@ def _values(spec: Attention, seed: int, member: Any, size: int) -> Any:
 
 def _coded(spec: Attention, ask: Any, member: Any, gap: float) -> tuple[Any, Any]:
     """Codes in pairs: a key holds (c, 1 - c), a query minus (1 - c, c), so that equal codes meet only zeros."""
-    width = max(1, int(bit_length(member).max()))
+    width = max(1, longest(member))
     repeat = spec.D // (2 * width)
     if repeat < 1:
         raise Inexact(f"{spec}: head dimension {spec.D} has no room for {width} code bits")

@@ -38,6 +38,8 @@ class Case:
     """True: built from FIXED_SEED, one trial, part of the fingerprint."""
     product: Product | None = None
     """What it is, where a device may gather fresh operands of it turn by turn; `build` takes a `turn` then."""
+    stem: str = ""
+    """What its seed is drawn from, where cases of other sizes share their pools; "": its name before "@"."""
 
     def at(self, turn: int) -> Case:
         """Return one turn as a case of its own, whose operands the host makes whole: "name#turn", the first "name"."""

@@ -40,13 +40,16 @@ class Gatherer:
 
     def gather(self, turn: int) -> tuple[Arrays, Any]:
         """Return operands and golden of a turn, on the device; they are overwritten by the next turn."""
-        rows, columns = (drawn[0] for drawn in draw(self._product, self._seed, turn))
+        rows, columns = draw(self._product, self._seed, turn)
+        if not self._product.batch:
+            rows, columns = rows[0], columns[0]
         r, c, rows_again, columns_again = self._runtime.upload((rows, columns, rows, columns), self._device)
         (a, b, table), run, kept = self._pools, self._runtime.run, self._kept
         kept[0] = run(self._ways[0], (a, r), kept[0])
         kept[1] = run(self._ways[1], (b, c), kept[1])
-        kept[2] = run(Operation("rows"), (table, rows_again), kept[2])
-        kept[3] = run(Operation("columns"), (kept[2], columns_again), kept[3])
+        # Columns first, while there are few rows: whole rows are copied several times faster.
+        kept[2] = run(Operation("columns"), (table, columns_again), kept[2])
+        kept[3] = run(Operation("rows"), (kept[2], rows_again), kept[3])
         return (kept[0], kept[1]), kept[3]
 
 

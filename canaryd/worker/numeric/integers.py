@@ -61,6 +61,11 @@ def bit_length(values: Any) -> Any:
     return length + (magnitude > 0).to(torch.int64)
 
 
+def longest(values: Any) -> int:
+    """Return the number of bits of the largest |value| of an int64 tensor."""
+    return int(values.abs().max()).bit_length()
+
+
 def significant_bits(values: Any) -> int:
     """Return the largest number of bits between the highest and the lowest set bit of any value, both included."""
     lowest = bit_length(values & -values)

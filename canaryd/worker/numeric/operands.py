@@ -20,7 +20,7 @@ from typing import Any
 from canaryd.facts import Exactness
 from canaryd.worker.numeric.integers import (
     below,
-    bit_length,
+    longest,
     permutation,
     round_significand,
     signed,
@@ -93,6 +93,17 @@ class Product:
     batch: int = 0
     layout: str = "nn"
     """For A then B: "n" row-major, "t" stored transposed."""
+
+    @property
+    def of_pools(self) -> Product:
+        """The product of the pools, which every product has that draws from them: P x K times K x Q."""
+        P, Q = (min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
+        return replace(self, M=P, N=Q, batch=0, layout="nn")
+
+    @property
+    def elements(self) -> int:
+        """Elements of the result."""
+        return max(1, self.batch) * self.M * self.N
 
     @property
     def shape(self) -> str:
@@ -221,8 +232,8 @@ def _exponents(product: Product, seed: int, pools: Pools, top: int) -> tuple[Any
     low = max(target.emin, source.emin, -126)  # -126: partial sums live in float32 (or wider) accumulators
     high = min(target.emax, 127) - top
     wide = {"scaled": 20, "permute": 8, "band": 0}.get(product.content, 0)
-    a_low, a_high = source.emin, source.emax - int(bit_length(pools.a).max())
-    b_low, b_high = source.emin, source.emax - int(bit_length(pools.b).max())
+    a_low, a_high = source.emin, source.emax - longest(pools.a)
+    b_low, b_high = source.emin, source.emax - longest(pools.b)
     low, high = max(low, a_low + b_low), min(high, a_high + b_high)
     if low > high:
         raise Inexact(f"{product}: no exponent keeps the answer normal and finite in {target.name}")
@@ -274,8 +285,7 @@ def make_pools(product: Product, seed: int) -> Problem:
     Returns operands A (P, K) and B's columns as rows (Q, K) in `source.dtype`, and as golden their answers (P, Q) in
     `target.dtype`. Raises `Inexact` when the bound, the range or the absence of zeros does not hold.
     """
-    batch, M, N = product.batch, product.M, product.N
-    P, Q = min(POOL, M * max(1, batch)), min(POOL, N * max(1, batch))
+    P, Q = product.of_pools.M, product.of_pools.N
     pools = CONTENTS[product.content](product, seed, P, Q)
     answer = pools.a @ pools.b
     bound = Bound(int((pools.a.abs() @ pools.b.abs()).max()), 1 << product.accumulator)
@@ -285,7 +295,7 @@ def make_pools(product: Product, seed: int) -> Problem:
     witness = (pools.a.to(torch.float64) @ pools.b.to(torch.float64)).to(torch.int64)
     rounded = round_significand(answer, product.target.bits)
     exactness = Exactness.UNIVERSAL if significant_bits(answer) <= product.target.bits else Exactness.ROUNDED
-    top = max(int(bit_length(rounded).max()), bound.magnitude.bit_length())
+    top = max(longest(rounded), bound.magnitude.bit_length())
     rows, columns, along = _exponents(product, seed, pools, top)
     # Powers of two scale exactly; the work format holds every significand, float64 for float64 and float32 otherwise.
     work = torch.float64 if product.source.bits > 24 else torch.float32
@@ -299,7 +309,7 @@ def make_pools(product: Product, seed: int) -> Problem:
         exactness=exactness,
         bound=bound,
         shape=product.shape,
-        operations=2 * max(1, batch) * M * N * product.K,
+        operations=2 * product.elements * product.K,
         witnessed=bool((witness == answer).all()),
     )
     _check_range(made, product)
@@ -312,7 +322,7 @@ def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
     Every `turn` of a seed draws others; 0 is the first. The batch is 1 where the product has none.
     """
     stem = derive(seed, f"gather {turn}") if turn else seed
-    P, Q = (min(POOL, n * max(1, product.batch)) for n in (product.M, product.N))
+    P, Q = product.of_pools.M, product.of_pools.N
     return _pick(stem, "row", product.batch, product.M, P), _pick(stem, "column", product.batch, product.N, Q)
 
 
@@ -323,13 +333,19 @@ def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
     """
     r, c = draw(product, seed, turn)
     a, b = (bits(pool) for pool in pools.operands)  # FP8 cannot be indexed, its bits can
-    whole = [a[r], b[c].transpose(1, 2), bits(pools.golden)[r.view(*r.shape, 1), c.view(c.shape[0], 1, -1)]]
+    whole = [a[r], b[c].transpose(1, 2)]
     if not product.batch:
         whole = [tensor[0] for tensor in whole]
-    stored = [_stored(tensor, how) for tensor, how in zip(whole, (*product.layout, "n"), strict=True)]
-    dtypes = (product.source.dtype, product.source.dtype, product.target.dtype)
-    *operands, golden = (_as(tensor, dtype) for tensor, dtype in zip(stored, dtypes, strict=True))
-    return replace(pools, operands=tuple(operands), golden=golden)
+    stored = (_stored(tensor, how) for tensor, how in zip(whole, product.layout, strict=True))
+    operands = tuple(_as(tensor, product.source.dtype) for tensor in stored)
+    return replace(pools, operands=operands, golden=gather_golden(product, pools, seed, turn))
+
+
+def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any:
+    """Return the golden of the product that a turn draws, (…, M, N), by indexing alone; raises nothing."""
+    r, c = draw(product, seed, turn)
+    golden = bits(pools.golden)[r.unsqueeze(-1), c.unsqueeze(-2)]
+    return _as(golden if product.batch else golden[0], product.target.dtype)
 
 
 def _as(raw: Any, dtype: Any) -> Any:

@@ -55,12 +55,24 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
     # FP8 and int8 kernels want sixteenths; every other format also meets ragged edges.
     ragged = 0 if name.startswith("float8") else int(below(ctx.seed, f"ragged {name}", (1,), 16))
     n = max(48, int(min(side, LARGEST[ctx.level])) // 16 * 16)
+    K = n - (0 if name.startswith("float8") else _cut(ctx.seed, stem(name)))
     rows = (1, 2, 3, 4, 7, 8, 13, 16, 31, 32)
     m = 16 if name.startswith("float8") else rows[int(below(ctx.seed, f"rows {name}", (1,), len(rows)))]
     if kind == "square":
-        return n - ragged, n - ragged, n - ragged, 0
+        return n - ragged, n - ragged, K, 0
     if kind == "prefill":
-        return max(32, n // 32 * 16) - ragged, n * 2 - ragged, n, 0
+        return max(32, n // 32 * 16) - ragged, n * 2 - ragged, K, 0
     if kind == "decode":
         return m, n * 2 - ragged, n * 2, 0
-    return max(16, n // 2) - ragged, max(16, n // 2), max(16, n // 2), 4
+    return max(32, n // 2) - ragged, max(32, n // 2), K, 4
+
+
+def stem(name: str) -> str:
+    """Return the format and content of a case: where K agrees too, cases of a stem draw from the same pools."""
+    return "/".join(name.split("/")[:2])
+
+
+def _cut(seed: int, stem: str) -> int:
+    """Return what is missing to a K of sixteenths: nothing for half of the stems, whose kernels then meet no edge."""
+    drawn = int(below(seed, f"ragged {stem}", (1,), 32))
+    return drawn if drawn < 16 else 0

@@ -20,7 +20,7 @@ from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import combine, digest
-from canaryd.worker.numeric.operands import Problem, gather, make_pools
+from canaryd.worker.numeric.operands import Problem, Product, gather, gather_golden, make_pools
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import (
     as_text,
@@ -64,6 +64,8 @@ class Session:
     refused: dict[str, str] = field(default_factory=dict)
     """Case that the device has no kernel for → why."""
     places: set[Place] = field(default_factory=set)
+    pools: tuple[tuple[Product, int], Problem] | None = None
+    """The last pools made, and of which product and seed."""
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
@@ -181,8 +183,8 @@ def _asked_for(ctx: Context, fixed: Sequence[Case], fresh: Sequence[Case]) -> tu
 
 
 def case_seed(ctx: Context, case: Case) -> int:
-    """Return the seed of a case's operands: fixed, or derived from the run's seed and the case's stable name."""
-    return FIXED_SEED if case.fixed else derive(ctx.seed, case.name.partition("@")[0])
+    """Return the seed of a case's operands: fixed, or derived from the run's seed and the case's stem, or its name."""
+    return FIXED_SEED if case.fixed else derive(ctx.seed, case.stem or case.name.partition("@")[0])
 
 
 def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Iterator[Fact]:
@@ -191,8 +193,7 @@ def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Itera
     seed = case_seed(ctx, case)
     started = ctx.clock()
     fresh = case.product is not None and session.runtime.gathers
-    made = replace(case, build=partial(make_pools, case.product)) if case.product and fresh else case
-    problem, doubts = _make(session, made, seed, core, shipped)
+    problem, doubts = _make_pools(session, case, seed, core) if fresh else _make(session, case, seed, core, shipped)
     if problem.exactness is Exactness.ROUNDED and not session.runtime.rounds:
         raise Refused(f"{session.runtime.name} guarantees no rounding mode: this result would be rounded")
     yield from doubts
@@ -234,6 +235,20 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
     same = sum(1 for e in wrong if e.first == comparison.evidence.first)
     found = replace(comparison.evidence, repeats=len(again), repeats_wrong=len(wrong), repeats_alike=same)
     return replace(comparison, evidence=found)
+
+
+def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> tuple[Problem, list[Comparison]]:
+    """Make the pools of a case twice, or take those of the case before where they are the same."""
+    assert case.product is not None
+    wanted = (case.product.of_pools, seed)
+    doubts: list[Comparison] = []
+    if session.pools is None or session.pools[0] != wanted:
+        pools, doubts = _make(session, replace(case, build=partial(make_pools, case.product.of_pools)), seed, core, "")
+        session.pools = None if doubts else (wanted, pools)
+    else:
+        pools = session.pools[1]
+    operations = 2 * case.product.elements * case.product.K
+    return replace(pools, shape=case.product.shape, operations=operations), doubts
 
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
@@ -293,8 +308,8 @@ class OnDevice:
     golden: Any
     problem: Problem
     """The problem, or the pools that it was gathered from."""
-    whole: Callable[[], Problem]
-    """Gives the host's own operands and golden."""
+    right: Callable[[], Any]
+    """Gives the host's own golden."""
     elements: int
     """Of one result."""
 
@@ -306,7 +321,7 @@ def _measure_whole(
     runtime, device = session.runtime, session.ctx.device
     operands = runtime.upload(problem.operands, device)
     (golden,) = runtime.upload((problem.golden,), device)
-    upload = OnDevice(operands, golden, problem, lambda: problem, problem.golden.numel())
+    upload = OnDevice(operands, golden, problem, lambda: problem.golden, problem.golden.numel())
     return [(0, *_compute(session, case, upload, seed, core, session.ctx.clock() + seconds, []))]
 
 
@@ -335,13 +350,14 @@ def _measure_fresh(
         session.device_seconds += ctx.clock() - handed
         session.gathers += 1
         whole = functools.cache(partial(gather, product, pools, seed, turn))  # made when somebody asks
-        upload = OnDevice(operands, golden, pools, whole, product.M * product.N)
+        right = functools.cache(partial(gather_golden, product, pools, seed, turn))
+        upload = OnDevice(operands, golden, pools, right, product.elements)
         why = differs(runtime, operands, golden, whole()) if turn == 0 and looked_at else ""
         comparison, comparator = _compute(
             session, case.at(turn), upload, seed, core, until, buffers, most=PRODUCTS, look=turn == 0
         )
         if comparison.wrong or why:
-            comparison = _told(comparison, why or differs(runtime, operands, golden, whole()), whole().golden)
+            comparison = _told(comparison, why or differs(runtime, operands, golden, whole()), right())
             wrong.append((turn, comparison, comparator))
         elif comparator is not None or not clean:
             clean.append((turn, comparison, comparator))
@@ -378,7 +394,7 @@ def _compute(
     `look`: the host compares the first result too. `buffers` keeps the memory of results between calls.
     """
     ctx, runtime = session.ctx, session.runtime
-    problem, golden, whole = upload.problem, upload.golden, upload.whole
+    problem, golden, right = upload.problem, upload.golden, upload.right
     armed = case.name.partition("#")[0]  # a drill names cases, not turns
     operands = session.injector.before(armed, upload.operands, case.struck)
     place = session.place_of(core)
@@ -403,7 +419,7 @@ def _compute(
             session.device_seconds += ctx.clock() - handed
             if trials == 0 and look:
                 # The comparator can be the broken part: the host compares the first result of every upload itself.
-                host_says = _host_agrees(session, case, core, results[0], whole().golden)
+                host_says = _host_agrees(session, case, core, results[0], right())
                 if host_says != agreed[0]:
                     words = ("differs", "equals") if agreed[0] else ("equals", "differs")
                     comparator_erred = f"the host finds that the result {words[0]}, the device that it {words[1]}"
@@ -411,10 +427,10 @@ def _compute(
                 if case.fixed:
                     observed_digest = digest(runtime.download(results[0]))
             trials += len(results)
-            for result, right in zip(results, agreed, strict=True):
-                if not right:
+            for result, same in zip(results, agreed, strict=True):
+                if not same:
                     wrong += 1
-                    found = found or _evidence(whole().golden, runtime.download(result))
+                    found = found or _evidence(right(), runtime.download(result))
             runtime.spoil(results)
             if wrong >= WRONG_ENOUGH or (trials > 1 and ctx.clock() >= until) or 0 < most <= trials:
                 break
@@ -433,7 +449,7 @@ def _compute(
         digest=observed_digest,
         characterised=case.characterised,
     )
-    return comparison, _comparator_error(comparison, whole().golden, comparator_erred) if comparator_erred else None
+    return comparison, _comparator_error(comparison, right(), comparator_erred) if comparator_erred else None
 
 
 def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:

@@ -33,7 +33,7 @@ class Operation:
 
     name: str
     """"matmul", "attention", a name of `canaryd.worker.numeric.indexing.OPERATIONS`, "rows" (out[i] = pool[index[i]])
-    or "columns" (out[:, j] = pool[:, index[j]])."""
+    or "columns" (out[:, j] = pool[:, index[j]]); one row of indices per matrix of a batch, whose pools may differ."""
     source: str = ""
     """matmul, attention: format of the operands, a name of `tensors.FORMATS`, "int8" or "uint8" (the left one)."""
     target: str = ""

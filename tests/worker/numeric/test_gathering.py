@@ -16,6 +16,7 @@ from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 from canaryd.worker.runtime.torch import Torch
+from probes import exact_matmul
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.torch
 NAME = "float32/dense/square/nn@200x150x96"
 
 
-def product(source="float32", layout="nn", content="dense"):
-    return Product(content, FORMATS[source], FORMATS[source], FORMATS[source].bits, 200, 150, 96, 0, layout)
+def product(source="float32", layout="nn", content="dense", batch=0):
+    return Product(content, FORMATS[source], FORMATS[source], FORMATS[source].bits, 200, 150, 96, batch, layout)
 
 
 def case():
@@ -40,10 +41,10 @@ def verified(runtime, seconds):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16"])
-def test_the_device_gathers_what_the_host_does(source, layout):
+@pytest.mark.parametrize(("source", "batch"), [("float64", 0), ("float32", 0), ("bfloat16", 0), ("float32", 3)])
+def test_the_device_gathers_what_the_host_does(source, batch, layout):
     """Bits and strides, of three turns in memory that the next turn uses again; and the golden is right."""
-    spec = product(source, layout)
+    spec = product(source, layout, batch=batch)
     gatherer = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5)
     seen = set()
     for turn in range(3):
@@ -88,7 +89,7 @@ class Broken(Torch):
         return result
 
 
-# Four gathers a turn: A, B, rows of the answers, the golden; the third turn begins with the ninth.
+# Four gathers a turn: A, B, columns of the answers, the golden; the third turn begins with the ninth.
 @pytest.mark.parametrize(
     ("which", "said"), [(9, "operand A"), (10, "operand B"), (11, "the golden"), (12, "the golden")]
 )
@@ -123,6 +124,23 @@ def test_an_index_that_changed_on_its_way_is_seen():
     """Operands and golden have uploads of their own: what hits one of them does not hit the other."""
     _, found = verified(Shifted(), 60.0)
     assert [c.case for c in found if c.wrong] == [f"{NAME}#1"]
+
+
+def test_cases_of_a_stem_draw_from_the_same_pools():
+    """Square, prefill and batched products of a format and content: made once, twice over; another content is not."""
+    context = Context(device=cpu(), level="standard", seed=7, budget=5.0)
+    fresh, _ = exact_matmul.every_case(context, {"float32": 1e11})
+    session = verify.Session(context)
+    made = []
+    for one in fresh[:5]:
+        problem, doubts = verify._make_pools(session, one, verify.case_seed(context, one), None)
+        assert not doubts
+        assert problem.shape == one.product.shape
+        made.append(problem.golden)
+    assert [c.name.split("/")[2] for c in fresh[:5]] == [*exact_matmul.KINDS, "square"]
+    assert len({c.product.K for c in fresh[:3]}) == 1
+    assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 3, 4]
+    assert all(verify.case_seed(context, c.at(turn)) == verify.case_seed(context, c) for c in fresh for turn in (0, 3))
 
 
 def test_a_turn_can_be_asked_for():
