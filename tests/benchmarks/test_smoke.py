@@ -49,6 +49,16 @@ def test_verified_gemm(bench):
 
 @needs_torch
 @pytest.mark.torch
+def test_coverage(bench):
+    """A flipped bit of a result is always seen, and the bits of a float32 product below the accumulator's never are."""
+    seen = bench("coverage", "--levels", "quick", result="coverage-cpu")["quick"]["seen"]["float32"]
+    shares = {(stage, bit): zero + one for found in seen.values() for stage, bit, zero, one in found}
+    assert all(shares["results", bit] == 1 for bit in range(32))
+    assert all(shares["products", bit] == 0 for bit in range(16))
+
+
+@needs_torch
+@pytest.mark.torch
 @pytest.mark.slow
 def test_clean_runs(bench):
     """Every run is distinct and right, is counted in each of its groups, and a flipped bit is found."""

@@ -143,7 +143,17 @@ def _dense(product: Product, seed: int, P: int, Q: int) -> Pools:
 
 
 def _sparse(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
-    """Few live products per dot, spread over K by rotation: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K."""
+    """Few live products per dot, spread over K by rotation: row i of A lives at o_i, o_i + s, o_i + 2 s, … mod K.
+
+    So for odd seeds. Even ones exchange the operands: where B alone is wide, the low bits of A would never be 1.
+    """
+    if not seed & 1:
+        turned = _sparse_rows(product, seed, Q, P, a_bits, b_bits, live)
+        return Pools(turned.b.T.contiguous(), turned.a.T.contiguous())
+    return _sparse_rows(product, seed, P, Q, a_bits, b_bits, live)
+
+
+def _sparse_rows(product: Product, seed: int, P: int, Q: int, a_bits: int, b_bits: int, live: int) -> Pools:
     K = product.K
     live = min(live, K)
     stride = max(1, K // live)

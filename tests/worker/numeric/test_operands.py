@@ -11,7 +11,7 @@ from canaryd.worker.numeric import operands
 from canaryd.worker.numeric.integers import significant_bits
 from canaryd.worker.numeric.operands import CONTENTS, Bound, Inexact, Pools, Product, build, build_int8
 from canaryd.worker.numeric.seeds import mix64
-from canaryd.worker.numeric.tensors import FORMATS, host_same_bits
+from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -266,3 +266,16 @@ def test_bits_are_shared_within_the_caps(bits, cap_a, cap_b):
     assert 1 <= a <= cap_a
     assert 1 <= b <= cap_b
     assert a + b <= max(2, bits)
+
+
+@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16"])
+def test_every_bit_of_both_operands_is_moved(source):
+    """Stuck at 0 or at 1, in A or in B: over a few seeds some live value has it otherwise, in every format."""
+    contents = ("full", "permute", "scaled")
+    pairs = [build(named((source, source, FORMATS[source].bits), c, 64, 64, 96), s) for c in contents for s in range(6)]
+    fraction = FORMATS[source].bits - 1
+    for side in (0, 1):
+        values = torch.cat([p.operands[side].flatten() for p in pairs])
+        live = flat_bits(values)[values != 0]
+        for n in (*range(fraction), 8 * live.element_size() - 1):
+            assert set((live >> n & 1).unique().tolist()) == {0, 1}, f"operand {'AB'[side]}, bit {n}"

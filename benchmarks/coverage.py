@@ -1,0 +1,228 @@
+"""Which flipped and stuck bits each level of `exact_matmul` sees, which content sees them, and how much is verified.
+
+One bit flips once: in an operand, in the product of two of them, in a partial sum (in the order of K; a kernel has an
+order of its own) or in a result. It is seen when the result, rounded to its format, has other bits then. A bit that is
+stuck at 0 is seen when one of these flips of a 1 is, and so for 1. Bits are those of the number as it is stored;
+products and partial sums are looked at in float32, and in float64 where they have more than 24 bits, which is more than
+goldens use: the bits of a product below the accumulator's last place are never seen by anything exact. Zeros are left
+out: in sparse contents they are most of what is multiplied.
+
+The first table runs each level for its time, as a check does. The second has for each format the share of flips that
+the best content for each bit sees, and how many stuck bits any content sees. The last puts contents in an order: first
+the one that sees most stuck bits, then the one that adds most, and so on, with the share of flips that it sees alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import common
+from canaryd.facts import Comparison, Reading
+from canaryd.model import Device
+from canaryd.probe import LEVELS, Context
+from canaryd.worker.numeric import stack
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.operands import make_pools
+from canaryd.worker.numeric.tensors import bits, torch
+from canaryd.worker.numeric.verify import case_seed
+from probes import exact_matmul
+
+STAGES = ("operand A", "operand B", "products", "partial sums", "results")
+SAMPLE = 12
+"""Rows and columns of the pools that are looked at."""
+FLIPS = 1024
+"""Flips of each bit, at random places."""
+SEED = 1
+
+Seen = dict[tuple[str, int], tuple[float, float]]
+"""Stage and bit (0 the lowest) → shares of flips that made a 0 or a 1 of it and changed the result."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One run of a level, and what its cases see."""
+
+    name: str
+    seconds: float
+    cases: int
+    readings: dict[str, Any]
+    seen: dict[str, dict[str, Seen]]
+    """Format → content → what it sees."""
+
+
+def _flipped(values: Any, bit: int) -> Any:
+    """Return float64 values of numbers with one bit flipped."""
+    raw = bits(values)
+    top = 8 * values.element_size() - 1
+    mask = 1 << bit if bit < top or raw.dtype == torch.uint8 else -(1 << top)
+    return (raw ^ mask).view(values.dtype).to(torch.float64)
+
+
+def of_case(case: Case, seed: int) -> Seen:
+    """Return what one case sees."""
+    product = case.product
+    assert product is not None
+    pools = make_pools(product.of_pools, seed)
+    a, b = (pool[:SAMPLE] for pool in pools.operands)
+    # Exact, as their sums are: the golden's bound holds for every term and partial sum.
+    terms = a.to(torch.float64).unsqueeze(1) * b.to(torch.float64).unsqueeze(0)
+    sums = terms.cumsum(-1)
+    live = torch.nonzero(terms * sums)
+    at = live[torch.randint(len(live), (FLIPS,), generator=torch.Generator().manual_seed(seed % (1 << 63)))]
+    i, j, k = at.T
+    answer = sums[i, j, -1]
+    golden = bits(answer.to(product.target.dtype))
+
+    def seen(stage: str, values: Any, factor: Any = 1.0) -> Iterable[tuple[tuple[str, int], tuple[float, float]]]:
+        for bit in range(8 * values.element_size()):
+            changed = (_flipped(values, bit) - values.to(torch.float64)) * factor
+            wrong = bits((answer + changed).to(product.target.dtype)) != golden
+            ones = ((bits(values) >> bit) & 1) == 1
+            yield (stage, bit), (float((wrong & ones).sum()) / FLIPS, float((wrong & ~ones).sum()) / FLIPS)
+
+    left, right = (bits(pool)[row, k].view(pool.dtype) for pool, row in ((a, i), (b, j)))
+    return dict(
+        itertools.chain(
+            seen("operand A", left, right.to(torch.float64)),
+            seen("operand B", right, left.to(torch.float64)),
+            seen("products", terms[i, j, k].to(torch.float64 if product.source.bits > 12 else torch.float32)),
+            seen("partial sums", sums[i, j, k].to(torch.float64 if product.source.bits > 24 else torch.float32)),
+            seen("results", answer.to(product.target.dtype)),
+        )
+    )
+
+
+def measure(device: Device, name: str) -> Level:
+    """Run one level for its time, and look at the data of its cases."""
+    context = Context(device=device, level=name, seed=SEED, budget=exact_matmul.SPEC.budget[name])
+    started = time.perf_counter()
+    facts = list(exact_matmul.run(context))
+    seconds = time.perf_counter() - started
+    compared = [fact for fact in facts if isinstance(fact, Comparison)]
+    if wrong := [fact.case for fact in compared if fact.wrong]:
+        raise SystemExit(f"this machine is wrong in {', '.join(wrong)}")
+    readings = {fact.name: fact.value for fact in facts if isinstance(fact, Reading)}
+    speeds = {key.removeprefix("speed_"): float(speed) for key, speed in readings.items() if key.startswith("speed_")}
+    ran = {fact.case for fact in compared}
+    seen: dict[str, dict[str, Seen]] = {}
+    for case in exact_matmul.every_case(context, speeds)[0]:
+        if case.name in ran and case.product is not None:
+            form, content = case.name.split("/")[:2]
+            contents = seen.setdefault(form, {})
+            contents[content] = best([contents.get(content, {}), of_case(case, case_seed(context, case))])
+    return Level(name, seconds, len(ran), readings, seen)
+
+
+def best(found: Iterable[Seen]) -> Seen:
+    """Return the largest shares of each bit."""
+    largest: Seen = {}
+    for each in found:
+        for bit, shares in each.items():
+            zero, one = largest.get(bit, (0.0, 0.0))
+            largest[bit] = max(shares[0], zero), max(shares[1], one)
+    return largest
+
+
+def flips(seen: Seen, stage: str = "") -> float:
+    """Return the share of flips that change a result, each bit as often as another."""
+    return statistics.mean(min(1.0, sum(shares)) for (where, _), shares in seen.items() if stage in ("", where))
+
+
+def stuck(seen: Seen, stage: str = "") -> set[tuple[str, int, int]]:
+    """Return what is seen of bits that are stuck: stage, bit, value."""
+    found = ((where, bit, value) for (where, bit), shares in seen.items() for value in (0, 1) if shares[value])
+    return {one for one in found if stage in ("", one[0])}
+
+
+def in_order(contents: dict[str, Seen]) -> Iterable[tuple[str, int]]:
+    """Yield contents and how many stuck bits each adds to those before: the next is always the one that adds most."""
+    left, have = {content: stuck(seen) for content, seen in contents.items()}, set[tuple[str, int, int]]()
+    while left:
+        content = max(left, key=lambda each: (len(left[each] - have), flips(contents[each])))
+        gained = left.pop(content) - have
+        yield content, len(gained)
+        have |= gained
+
+
+def report(levels: list[Level]) -> str:
+    """Return the tables."""
+    ran = common.table(
+        ["level", "seconds", "cases", "fresh operands", "results", "Gflop verified per second", "device's share"],
+        [
+            [
+                *(level.name, f"{level.seconds:.1f}", level.cases, level.readings["gathers"], level.readings["trials"]),
+                f"{1e-9 * level.readings['operations'] / level.seconds:.1f}",
+                f"{100 * level.readings['device_seconds'] / level.seconds:.0f} %",
+            ]
+            for level in levels
+        ],
+    )
+    by_stage = common.table(
+        ["level", "format", *STAGES],
+        [
+            [level.name, form, *(_in_words(best(contents.values()), stage) for stage in STAGES)]
+            for level in levels
+            for form, contents in level.seen.items()
+        ],
+    )
+    orders = common.table(
+        ["level", "format", "contents: stuck bits added, flips seen"],
+        [
+            [
+                *(level.name, form),
+                "; ".join(f"{name}: {gained}, {_percent(contents[name])}" for name, gained in in_order(contents)),
+            ]
+            for level in levels
+            for form, contents in level.seen.items()
+        ],
+    )
+    words = "Share of flips that were seen, and stuck bits (0 and 1 counted apart)"
+    return f"{ran}\n{words}:\n\n{by_stage}\nContents in the order of what they add:\n\n{orders}"
+
+
+def _percent(seen: Seen, stage: str = "") -> str:
+    return f"{100 * flips(seen, stage):.1f} %"
+
+
+def _in_words(seen: Seen, stage: str) -> str:
+    every = 2 * sum(where == stage for where, _ in seen)
+    return f"{_percent(seen, stage)}, {len(stuck(seen, stage))} of {every}"
+
+
+def main() -> None:
+    """Measure the levels in turn."""
+    parser = common.options(__doc__)
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    common.become_worker()
+    facts = common.machine()
+    found = [d for d in stack.discover()[0] if d.backend == arguments.device]
+    if not found:
+        parser.error(f"--device {arguments.device}: this torch finds none")
+    levels = [measure(found[0], name) for name in arguments.levels]
+    data = {
+        level.name: {
+            "seconds": level.seconds,
+            "readings": level.readings,
+            "seen": {
+                form: {
+                    content: [[stage, bit, *shares] for (stage, bit), shares in found.items()]
+                    for content, found in contents.items()
+                }
+                for form, contents in level.seen.items()
+            },
+        }
+        for level in levels
+    }
+    name = f"coverage-{arguments.device}"
+    common.write(arguments.out, name, f"What the levels cover on {found[0].model}", facts, report(levels), data)
+
+
+if __name__ == "__main__":
+    main()
