@@ -32,7 +32,7 @@ from canaryd.worker.numeric import evidence, faults, indexing
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import stack as numeric_stack
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
-from canaryd.worker.numeric.cases import Case, refusal
+from canaryd.worker.numeric.cases import Case, product_case, refusal
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
@@ -75,7 +75,7 @@ def products(context: Context) -> Iterator[Maker]:
 
 def _product(device: Device, source: str, target: str, name: str, kind: str, layout: str, rng: random.Random) -> Case:
     sizes = product_sizes(rng, kind, 16 if source.startswith("float8") else 1)
-    return exact_matmul.product_case(device, source, target, name, kind, layout, sizes)
+    return product_case(device, source, target, name, kind, layout, sizes)
 
 
 def product_sizes(rng: random.Random, kind: str, step: int) -> tuple[int, int, int, int]:

@@ -20,11 +20,11 @@ from benchmarks import common
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric import stack, verify
+from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import gather, make_pools
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
-from probes import exact_matmul
 
 SAMPLE = 0.2
 """Seconds that one side of a pair lasts at least: small products are repeated."""
@@ -89,7 +89,7 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     """Measure one size; end the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
     session = verify.Session(context)
-    case = exact_matmul.product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
+    case = product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
     seed = verify.case_seed(context, case)
     product = case.product
     assert product is not None

@@ -10,22 +10,20 @@ the runtime's matmul does not choose; errors rarer than the rate that the run's 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
-from canaryd.worker.numeric.cases import why_refused
-from canaryd.worker.numeric.characterised import accumulator, is_characterised
+from canaryd.worker.numeric.cases import product_case, why_refused
+from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, build_int8
-from canaryd.worker.numeric.products import LAYOUTS, format_pairs, int8_pairs
-from canaryd.worker.numeric.sizes import choose, measure_speed, stem
+from canaryd.worker.numeric.products import LAYOUTS, computing, format_pairs, int8_pairs, label_of
+from canaryd.worker.numeric.served import served_cases
+from canaryd.worker.numeric.sizes import choose, measure_speed
 from canaryd.worker.numeric.stack import int8_pairs_saturate
 from canaryd.worker.numeric.tensors import FORMATS
-from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.toolkit import Case, need_torch, refusal, verify_all
 
 SPEC = ProbeSpec(
@@ -49,13 +47,13 @@ def run(ctx: Context) -> Iterator[Fact]:
     speeds: dict[str, float] = {}
     refused: list[str] = []
     for source, target in format_pairs(ctx.device):
-        label = _label(source, target)
+        label = label_of(source, target)
         if why := unsupported(ctx.device, source, target):
             refused.append(why)
             yield Skipped(case=label, reason=why)
             continue
         try:
-            speed = measure_speed(ctx.device, _multiply(ctx.device, source, target), FORMATS[source], FORMATS[target])
+            speed = measure_speed(ctx.device, computing(ctx.device, source, target), FORMATS[source], FORMATS[target])
         except Exception as error:
             if not is_refusal(error):
                 raise
@@ -70,17 +68,21 @@ def run(ctx: Context) -> Iterator[Fact]:
             yield Skipped(case=f"{left}>int32/{content}", reason=why)
         else:
             speeds[f"{left}>int32/{content}"] = 0.0
-    yield from verify_all(ctx, *every_case(ctx, speeds), GOLDEN, refused)
+    fresh, fixed = every_case(ctx, speeds)
+    served = list(served_cases(ctx, speeds))
+    yield from (left_out for left_out in served if isinstance(left_out, Skipped))
+    fresh += (case for case in served if isinstance(case, Case))
+    yield from verify_all(ctx, fresh, fixed, GOLDEN, refused)
 
 
 def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], list[Case]]:
     """Return the fresh and the fixed cases of the formats in `speeds`, which choose the sizes (int8: have none)."""
     fixed = [case for case in fixed_cases(ctx.device) if any(case.name.startswith(f"{label}/") for label in speeds)]
-    pairs = [pair for pair in format_pairs(ctx.device) if _label(*pair) in speeds]
+    pairs = [pair for pair in format_pairs(ctx.device) if label_of(*pair) in speeds]
     fresh = []
     for turn, (pair, content) in enumerate(itertools.product(pairs, CONTENTS)):
         for kind, layout in _variants(ctx, ctx.seed + turn, pair[0]):
-            sizes = choose(ctx, speeds[_label(*pair)], kind, f"{_label(*pair)}/{content}/{kind}/{layout}")
+            sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
     return [*fresh, *(_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)], fixed
@@ -91,10 +93,6 @@ def fixed_cases(device: Device) -> list[Case]:
     products = itertools.product(format_pairs(device), CONTENTS)
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
     return cases + [_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device)]
-
-
-def _label(source: str, target: str) -> str:
-    return source if source == target else f"{source}>{target}"
 
 
 def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
@@ -108,42 +106,17 @@ def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
     return [(kinds[turn % len(kinds)], layouts[turn // len(kinds) % len(layouts)])]
 
 
-def product_case(
-    device: Device, source: str, target: str, content: str, kind: str, layout: str, sizes: tuple[int, int, int, int]
-) -> Case:
-    """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
-    M, N, K, batch = sizes
-    room = accumulator(device, source)
-    product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
-    where = f"fixed{room.bits}" if kind == "fixed" else kind
-    name = f"{_label(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
-    known = is_characterised(device, source, rounds_nothing=content == "permute")
-    return Case(
-        name,
-        partial(build, product),
-        _multiply(device, source, target),
-        known,
-        fixed=kind == "fixed",
-        product=None if kind == "fixed" else product,
-        stem="" if kind == "fixed" else stem(name),
-    )
-
-
-def _multiply(device: Device, source: str, target: str) -> Callable[[tuple[Any, ...], Any], Any]:
-    return partial(interface.of(device).run, Operation("matmul", source, target))
-
-
 def unsupported(device: Device, source: str, target: str) -> str:
     """Return why this device cannot multiply these formats, or "" after it has done so once on a tiny product."""
     product = Product("permute", FORMATS[source], FORMATS[target], 8, 32, 32, 32, 0, "nt")
-    return refusal(device, build(product, 1), _multiply(device, source, target))
+    return refusal(device, build(product, 1), computing(device, source, target))
 
 
 def _int8_case(device: Device, left: str, content: str, kind: str, sizes: tuple[int, int, int]) -> Case:
     return Case(
         f"{left}>int32/{content}/{kind}/nt@{'x'.join(map(str, sizes))}",
         partial(build_int8, content, *sizes, "nt", left=left),
-        _multiply(device, left, "int32"),
+        computing(device, left, "int32"),
         is_characterised(device, "float64", rounds_nothing=True),
         fixed=kind == "fixed",
     )

@@ -191,8 +191,8 @@ class EndpointConfig:
     directory: Path | None = setting(
         PATH,
         "null",
-        "The checkpoint that it serves, a directory or a GGUF file. Its digests tell a changed model from a fault."
-        " Default: unknown.",
+        "The checkpoint that it serves, a directory or a GGUF file. Its digests tell a changed model from a fault, and"
+        " exact_matmul tests the sizes of its weights. Default: unknown.",
         sample='"/srv/models/qwen"',
     )
     prompts: Path | None = setting(

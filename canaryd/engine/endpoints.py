@@ -51,6 +51,13 @@ def behind(endpoint: EndpointConfig, devices: Iterable[Device]) -> list[Device]:
     return [d for d in parts if d.backend != "cpu"] or parts
 
 
+def models(config: Config, device: Device, devices: Iterable[Device]) -> list[str]:
+    """Return the directories of the models that a device serves, as far as the configuration names them."""
+    every = list(devices)
+    served = (e for e in named(config).values() if e.directory and e.directory.suffix != ".gguf")
+    return sorted({str(e.directory) for e in served if device in behind(e, every)})
+
+
 def _here(url: str) -> bool:
     """Return whether an address is this host's: a loopback address, or the host's name."""
     host = (urlsplit(url).hostname or "").lower()

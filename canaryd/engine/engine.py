@@ -285,9 +285,13 @@ class Engine(Host):
         return request, self.timeout(spec, level) + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
-        """Return a probe's own settings, and for an endpoint also its settings."""
+        """Return a probe's own settings, for an endpoint also its settings, for products the models that are served."""
         own = self.settings(probe).settings
-        return {**own, **endpoints.settings(self.endpoint(device))} if device.is_endpoint else own
+        if device.is_endpoint:
+            return {**own, **endpoints.settings(self.endpoint(device))}
+        if probe == "exact_matmul" and (served := endpoints.models(self.config, device, self.devices.values())):
+            return {"shapes_of": served, **own}
+        return own
 
     def answer(
         self,

@@ -88,6 +88,24 @@ def test_named_devices_are_behind_it_else_all_accelerators_else_the_cpu():
     assert endpoints.behind(EndpointConfig(url=URL, devices=("cpu",)), everything) == [CPU]
 
 
+def test_products_take_the_sizes_of_the_models_that_a_device_serves(tmp_path):
+    """Unless the setting names others; a GGUF file has no config.json."""
+    every = [CPU, *GPUS]
+    directory, other = tmp_path / "qwen", tmp_path / "other"
+    ends = {
+        "a": EndpointConfig(url=URL, directory=directory, devices=("cuda:1",)),
+        "b": EndpointConfig(url=URL, directory=other / "model.gguf"),
+        "c": EndpointConfig(url="http://elsewhere:8000/v1", directory=other),
+    }
+    config = Config(endpoints=EndpointsConfig(each=ends))
+    assert [endpoints.models(config, device, every) for device in every] == [
+        [],
+        [],
+        [str(directory)],
+        *[[]] * (len(GPUS) - 2),
+    ]
+
+
 def test_a_heading_is_no_endpoint():
     """A name under which nothing is set does not become a device."""
     config = Config(endpoints=EndpointsConfig(each={"main": EndpointConfig(), "b": EndpointConfig(url=URL)}))

@@ -11,8 +11,12 @@ from typing import Any
 from canaryd.facts import beginning
 from canaryd.model import Device
 from canaryd.probe import Context, Skip
+from canaryd.worker.numeric.characterised import accumulator, is_characterised
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.operands import Problem, Product
+from canaryd.worker.numeric.operands import Problem, Product, build
+from canaryd.worker.numeric.products import computing, label_of
+from canaryd.worker.numeric.sizes import stem
+from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Elsewhere, Unsupported
 
@@ -48,13 +52,16 @@ class Case:
 
 
 def chosen(ctx: Context, name: str) -> bool:
-    """Return whether `ctx.cases` selects a case: empty or "*", its full name, or a prefix that ends before "/" or "@".
+    """Return whether `ctx.cases` selects a case; with none of them, all are."""
+    return not ctx.cases or any(selects(want, name) for want in ctx.cases)
+
+
+def selects(want: str, name: str) -> bool:
+    """Return whether one of `ctx.cases` selects a case: "*", its full name, or a prefix that ends before "/" or "@".
 
     With "*" a run tries every variant of every case as long as its budget lasts, whatever its level.
     """
-    return not ctx.cases or any(
-        want in ("*", name) or (name.startswith(want) and name[len(want)] in "/@") for want in ctx.cases
-    )
+    return want in ("*", name) or (name.startswith(want) and name[len(want)] in "/@")
 
 
 def refusal(device: Device, problem: Problem, compute: Callable[[tuple[Any, ...], Any], Any]) -> str:
@@ -112,3 +119,24 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
 def none_supported(device: Device, what: str, *reasons: str) -> str:
     """Return that nothing could run, and the first reason."""
     return f"this {device.runtime} on {device.unit} supports no {what}" + "".join(f": {why}" for why in reasons[:1])
+
+
+def product_case(
+    device: Device, source: str, target: str, content: str, kind: str, layout: str, sizes: tuple[int, int, int, int]
+) -> Case:
+    """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
+    M, N, K, batch = sizes
+    room = accumulator(device, source)
+    product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
+    where = f"fixed{room.bits}" if kind == "fixed" else kind
+    name = f"{label_of(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
+    known = is_characterised(device, source, rounds_nothing=content == "permute")
+    return Case(
+        name,
+        partial(build, product),
+        computing(device, source, target),
+        known,
+        fixed=kind == "fixed",
+        product=None if kind == "fixed" else product,
+        stem="" if kind == "fixed" else stem(name),
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, tf32_allowed, torch
 from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 
 FORMAT_PAIRS = (
     ("float64", "float64"), ("float32", "float32"), ("tfloat32", "float32"),
@@ -49,3 +52,13 @@ def multiply(source: str, target: str, operands: tuple[Any, ...], out: Any, *, f
     if source != target:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=FORMATS[target].dtype)
     return torch.matmul(a, b, out=out)
+
+
+def label_of(source: str, target: str) -> str:
+    """Return the name of a pair of formats in the names of cases."""
+    return source if source == target else f"{source}>{target}"
+
+
+def computing(device: Device, source: str, target: str) -> Callable[[tuple[Any, ...], Any], Any]:
+    """Return how a device computes products of a pair of formats."""
+    return partial(interface.of(device).run, Operation("matmul", source, target))

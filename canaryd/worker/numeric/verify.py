@@ -17,7 +17,7 @@ from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Place, Reading
 from canaryd.model import TORCH
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
-from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict
+from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import combine, digest
 from canaryd.worker.numeric.operands import Problem, Product, gather, gather_golden, make_pools
@@ -130,6 +130,9 @@ def verify_all(
     if not (fixed or fresh):
         raise Skip(none_supported(ctx.device, "case of this probe", *refused))
     fixed, fresh = _asked_for(ctx, fixed, fresh)
+    for want in ctx.cases:
+        if not any(selects(want, case.name) for case in (*fixed, *fresh)):
+            yield Skipped(case=want, reason="no case here has this name")
     start = ctx.seed % max(1, len(fresh))  # where a budget ends early, another run starts with other cases
     fresh = [*fresh[start:], *fresh[:start]]
     digests = json.loads(shipped.read_text()) if shipped and shipped.exists() else {}

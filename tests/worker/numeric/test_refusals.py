@@ -255,7 +255,7 @@ def test_fnuz_formats_are_what_torch_says(name):
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_a_batch_with_a_float32_result_goes_through_bmm(probes, source, monkeypatch):
+def test_a_batch_with_a_float32_result_goes_through_bmm(source, monkeypatch):
     """`torch.mm(out_dtype=)` is for matrices alone; the reproducer writes the same call."""
     called = []
 
@@ -264,9 +264,8 @@ def test_a_batch_with_a_float32_result_goes_through_bmm(probes, source, monkeypa
 
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, note(name))
-    module = probes["exact_matmul"]
     for kind, sizes, function in (("square", (20, 24, 32, 0), "mm"), ("batched", (20, 24, 32, 3), "bmm")):
-        made = module.product_case(HOPPER, source, "float32", "cancel", kind, "tn", sizes)
+        made = numeric_cases.product_case(HOPPER, source, "float32", "cancel", kind, "tn", sizes)
         problem = made.build(1)
         assert numeric_tensors.same_bits(made.compute(problem.operands, None).contiguous(), problem.golden)
         assert exhibit("exact_matmul", made.name, 1, HOPPER).compute.startswith(f"torch.{function}(")

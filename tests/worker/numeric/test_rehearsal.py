@@ -19,7 +19,7 @@ from canaryd.supervisor.environment import SCRUBBED
 from canaryd.worker.canary.golden import FIXED, PATHS, load_golden
 from canaryd.worker.canary.model import Decoder, decode, score
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, stack, verify
+from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, products, stack, verify
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.faults import FAULTS, Injector
@@ -152,7 +152,7 @@ def test_every_attention_case_runs(probes, device, level):
 def test_every_product_runs(probes, device, level):
     """Every pair of formats, content, kind of shape and layout, and the int8 products."""
     module = probes["exact_matmul"]
-    labels = [module._label(*pair) for pair in module.format_pairs(device)]
+    labels = [products.label_of(*pair) for pair in module.format_pairs(device)]
     labels += [f"{left}>int32/{content}" for left, content in module.int8_pairs(device)]
     fresh, fixed = module.every_case(context(device, level, seed=5), dict.fromkeys(labels, SLOW))
     assert {c.name for c in fixed} == {c.name for c in module.fixed_cases(device)}
@@ -351,14 +351,13 @@ def test_no_numeric_probe_is_left_out():
     assert numeric == rehearsed | {"model_canary", "memory_sweep"}
 
 
-def test_the_rehearsal_would_notice(probes):
+def test_the_rehearsal_would_notice():
     """A batch through `torch.mm`, a transposed second operand in FP8, a result of another format: each is refused."""
-    module = probes["exact_matmul"]
-    batch = module.product_case(HOPPER, "bfloat16", "float32", "dense", "batched", "nt", (16, 16, 16, 2))
+    batch = numeric_cases.product_case(HOPPER, "bfloat16", "float32", "dense", "batched", "nt", (16, 16, 16, 2))
     wrong = replace(batch, compute=lambda ab, out: torch.mm(*ab, out_dtype=torch.float32))
     with pytest.raises(numeric_cases.Refused, match="must be 2D"):
         rehearse_raw(wrong)
-    fp8 = module.product_case(HOPPER, "float8_e4m3fn", "bfloat16", "dense", "square", "nn", (16, 32, 32, 0))
+    fp8 = numeric_cases.product_case(HOPPER, "float8_e4m3fn", "bfloat16", "dense", "square", "nn", (16, 32, 32, 0))
     with pytest.raises(numeric_cases.Refused, match="col_major"):
         rehearse_raw(fp8)
     narrow = replace(batch, compute=lambda ab, out: torch.bmm(*ab))

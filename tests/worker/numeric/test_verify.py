@@ -572,6 +572,15 @@ def test_an_unknown_case_or_fault_is_a_reason_to_skip():
         list(verify_all(context(drill="melt"), [small()], [], None))
 
 
+def test_a_name_that_no_case_has_is_told_beside_those_that_ran():
+    """Two cases asked for, one of them mistyped: the other runs, and nobody takes it for both."""
+    facts = list(verify_all(context(small().name, "float32/dnse", budget=0.1), [small()], [], None))
+    assert [f.reason for f in facts if isinstance(f, Skipped) and f.case == "float32/dnse"] == [
+        "no case here has this name"
+    ]
+    assert [c.case for c in comparisons(facts)] == [small().name]
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_a_confirmation_meets_the_same_operands(probes, name, monkeypatch):
     """Seed and full name of any comparison rebuild its operands bit for bit, at whatever speed and place."""

@@ -17,6 +17,7 @@ from canaryd.supervisor.series import Series
 from canaryd.worker.numeric import characterised, faults, indexing
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
 from canaryd.worker.numeric.cases import Case as Golden
+from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits
@@ -135,7 +136,7 @@ def test_masks_and_grouped_queries_are_torchs(probes, device, mask, shape):
 def test_operands_stay_as_they_lie(probes, device, layout, batch):
     """A transposed operand is uploaded transposed, and the product is right."""
     sizes = (9, 11, 32, batch)
-    case = probes["exact_matmul"].product_case(device, "float32", "float32", "dense", "square", layout, sizes)
+    case = product_case(device, "float32", "float32", "dense", "square", layout, sizes)
     problem, runtime = case.build(3), interface.of(device)
     operands = runtime.upload(problem.operands, device)
     for uploaded, host in zip(operands, problem.operands, strict=True):

@@ -1,0 +1,135 @@
+"""The products that a served model makes: the sizes in its `config.json`, and the rows that a server multiplies.
+
+A kernel is chosen by its sizes, and some kernels are wrong only from some size up: products of other sizes miss them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canaryd.facts import Skipped
+from canaryd.probe import Context
+from canaryd.worker.numeric.cases import Case, product_case
+from canaryd.worker.numeric.operands import CONTENTS
+from canaryd.worker.numeric.tensors import FORMATS, Format
+from canaryd.worker.runtime import interface
+
+ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
+"""Rows of A per level: of decoding, one per request in a batch; of prefill, one per token of a chunk (our choice)."""
+MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
+"""Bytes of the largest weight per level: the time that a larger one takes belongs to a deeper level (our choice)."""
+OF_ROOM = 4
+"""A weight takes at most one part of so many of the memory beside a server: operands, result and a host's copy."""
+SHARE = 0.05
+"""A product takes at most this share of a run's time, so that all others have their turn (our choice)."""
+LARGEST_CONFIG = 1 << 20
+
+
+class Unreadable(ValueError):
+    """A `config.json` that gives no sizes; the text says which file and why."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight matrix of a layer, as servers lay it out: N outputs, K inputs."""
+
+    name: str
+    N: int
+    K: int
+
+
+def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | Skipped]:
+    """Yield the products of the models in the setting `shapes_of`, and what of them is left out.
+
+    The setting is a list of model directories or `config.json` files; without it, the engine gives the directories of
+    the endpoints that the device serves. Each number of rows has one content, in rotation; cases that are asked for by
+    name are looked for in all. `speeds`: format → operations per second. Raises `ValueError` for a setting of another
+    kind.
+    """
+    free, _ = interface.of(ctx.device).memory(ctx.device)
+    names = list(CONTENTS)
+    for path in shapes_of(ctx.settings):
+        try:
+            form, found = read(path)
+        except Unreadable as error:
+            yield Skipped(case="served", reason=str(error))
+            continue
+        if form not in speeds:
+            yield Skipped(case=f"{form}/served", reason=f"{path} has its weights in {form}, which is not tested here")
+            continue
+        for number, M in enumerate(rows(ctx.level, ctx.seed, every=bool(ctx.cases))):
+            contents = names if ctx.cases else [names[(ctx.seed // 2 + number) % len(names)]]
+            for content, weight in itertools.product(contents, found):
+                sizes = (M, weight.N, weight.K, 0)
+                case = product_case(ctx.device, form, form, content, f"{weight.name}-{M}", "nt", sizes)
+                why = too_much(ctx, FORMATS[form], weight, M, speeds[form], free)
+                yield Skipped(case=case.name, reason=why) if why else case
+
+
+def shapes_of(settings: Mapping[str, Any]) -> list[Path]:
+    """Return the setting `shapes_of` of `exact_matmul`; raise `ValueError` where it is no list of absolute paths."""
+    named = settings.get("shapes_of", [])
+    if not isinstance(named, list) or not all(isinstance(name, str) and name.startswith("/") for name in named):
+        raise ValueError(f"probes.exact_matmul.settings.shapes_of: {named!r} is no list of absolute paths")
+    return [Path(name) for name in named]
+
+
+def read(path: Path) -> tuple[str, list[Weight]]:
+    """Return the format and the weights of the model in a directory, or of a `config.json`; raise `Unreadable`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        with file.open("rb") as stream:
+            config = json.loads(stream.read(LARGEST_CONFIG))
+        return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), weights(config)
+    except OSError as error:
+        raise Unreadable(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        raise Unreadable(f"{file} has no sizes of a language model: {type(error).__name__} {error}") from error
+
+
+def weights(config: Mapping[str, Any]) -> list[Weight]:
+    """Return the weights of a decoder layer and the head, by the names of Hugging Face's `config.json`.
+
+    Query, key and value are one matrix, gate and up another, as servers fuse them. Where there are experts, gate, up
+    and down are one expert's. Raises `KeyError` for a size that is missing.
+    """
+    own = config.get("text_config") or config
+    hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
+    head = int(own.get("head_dim") or hidden // heads)
+    kv_heads = int(own.get("num_key_value_heads") or heads)
+    inner = int(own.get("moe_intermediate_size") or own["intermediate_size"])
+    found = [
+        Weight("qkv", (heads + 2 * kv_heads) * head, hidden),
+        Weight("gate_up", 2 * inner, hidden),
+        Weight("head", int(own["vocab_size"]), hidden),
+        Weight("o", hidden, heads * head),
+        Weight("down", hidden, inner),
+    ]
+    if any(min(w.N, w.K) < 1 for w in found):
+        raise ValueError("a size is not positive")
+    return found
+
+
+def rows(level: str, turn: int, *, every: bool) -> Sequence[int]:
+    """Return the rows to multiply at a level: at quick one of them in rotation, unless `every` is asked for."""
+    return ROWS[level] if level != "quick" or every else (ROWS[level][turn % len(ROWS[level])],)
+
+
+def too_much(ctx: Context, source: Format, weight: Weight, M: int, speed: float, free: int | None) -> str:
+    """Return why a product with `M` rows is not for this run, or "".
+
+    `speed` in operations per second; `free` is the device's free memory in bytes, None where it reports none.
+    """
+    size = weight.N * weight.K * source.dtype.itemsize
+    most = min([MOST[ctx.level], *(limit // OF_ROOM for limit in (ctx.room, free) if limit)])
+    if size > most:
+        return f"the weight has {size >> 20} MiB; this run takes those of at most {most >> 20} MiB"
+    seconds = 2.0 * M * weight.N * weight.K / speed
+    if seconds > ctx.budget * SHARE:
+        return f"one product would take about {seconds:.2g} s of the {ctx.budget:g} s of this level"
+    return ""
