@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.cli.check import FAULTS, MEMORY_FAULTS
+from canaryd.cli.check import FAULTS, GATHER_FAULTS, MEMORY_FAULTS
 from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
@@ -69,8 +69,10 @@ def test_the_command_line_knows_every_fault():
     """It must not import the worker to list them, so it has a copy."""
     from canaryd.worker.memory.faults import MODELS
     from canaryd.worker.numeric.faults import FAULTS as INJECTED
+    from canaryd.worker.runtime.faulty import GATHERS
 
     assert tuple(INJECTED) == FAULTS
+    assert tuple(GATHERS) == GATHER_FAULTS
     assert tuple(MODELS) == MEMORY_FAULTS
 
 

@@ -37,6 +37,8 @@ from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
 """Faults that `canaryd drill` can inject; canaryd/worker/numeric/faults.py describes each."""
+GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
+"""Faults of the gather of fresh operands, in exact_matmul; canaryd/worker/runtime/faulty.py describes each."""
 MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
 """Faults of memory that it can inject into memory_sweep; canaryd/worker/memory/faults.py describes each."""
 DRILL_EXIT_STATUS = (
@@ -104,10 +106,11 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--fault",
-        choices=(*FAULTS, *MEMORY_FAULTS),
+        choices=(*FAULTS, *GATHER_FAULTS, *MEMORY_FAULTS),
         metavar="FAULT",
         default="flip",
-        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}",
+        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; in the gather of operands: "
+        f"{', '.join(GATHER_FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}",
     )
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")

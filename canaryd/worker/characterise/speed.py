@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
@@ -61,18 +60,10 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
     return found
 
 
-def _flip(flat: Any, draw: int) -> None:
-    """Flip one bit of raw bits."""
-    width = 8 * flat.element_size()
-    bit = (draw >> 32) % width
-    value = 1 << bit
-    flat[draw % flat.numel()] ^= value - (1 << width) if width > 8 and bit == width - 1 else value
-
-
 def _recall(bench: Bench, name: str, fault: str, operation: Operation, problem: Problem) -> None:
     """Note how many of the injections that changed a result were seen; one that is not seen is wrong."""
     changed = seen = unfelt = 0
-    runtime, change = bench.runtime, _flip if fault in (RESULT, OPERAND) else faults.FAULTS[fault].change
+    runtime, change = bench.runtime, faults.flip if fault in (RESULT, OPERAND) else faults.FAULTS[fault].change
     (golden,) = runtime.upload((problem.golden,), bench.device)
     in_operand = fault == OPERAND or (fault in faults.FAULTS and faults.FAULTS[fault].operand)
     for trial in range(TRIALS):

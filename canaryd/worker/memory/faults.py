@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from canaryd.facts import Cell
 from canaryd.model import TORCH
 from canaryd.worker.memory.slices import Expected, Slice
 from canaryd.worker.numeric import faults
@@ -17,6 +18,8 @@ from canaryd.worker.runtime import interface
 class Model:
     """What a faulty memory does. `flat`: the words of a slice; `word`, `bit`: where; `other`: a second word."""
 
+    cell: ClassVar[Cell]
+    """What a sweep must call the words that it finds."""
     flat: Any
     word: int
     other: int
@@ -38,6 +41,8 @@ class Model:
 class StuckAtOne(Model):
     """One bit reads 1 whatever is written."""
 
+    cell = Cell.STUCK
+
     def wrote(self, start: int, stop: int) -> None:
         """See `Model.wrote`."""
         if start <= self.word < stop:
@@ -47,6 +52,8 @@ class StuckAtOne(Model):
 class StuckAtZero(Model):
     """One bit reads 0 whatever is written."""
 
+    cell = Cell.STUCK
+
     def wrote(self, start: int, stop: int) -> None:
         """See `Model.wrote`."""
         if start <= self.word < stop:
@@ -55,6 +62,8 @@ class StuckAtZero(Model):
 
 class Coupled(Model):
     """A bit of one word flips whenever the same bit of another word rises."""
+
+    cell = Cell.COUPLED
 
     def wrote(self, start: int, stop: int) -> None:
         """See `Model.wrote`."""
@@ -68,6 +77,8 @@ class Coupled(Model):
 class Aliased(Model):
     """Two addresses reach one word: what is written to one is read at the other."""
 
+    cell = Cell.ALIAS
+
     def wrote(self, start: int, stop: int) -> None:
         """See `Model.wrote`."""
         first, second = sorted((self.word, self.other))
@@ -80,6 +91,8 @@ class Aliased(Model):
 class Flipping(Model):
     """Every third read of many words flips a bit on its way; the memory is right."""
 
+    cell = Cell.TRANSFER
+
     def read(self, difference: Any) -> None:
         """See `Model.read`."""
         self.reads += 1
@@ -89,6 +102,8 @@ class Flipping(Model):
 
 class Leaking(Model):
     """A word loses its ones while nobody writes."""
+
+    cell = Cell.LEAKING
 
     def rested(self) -> None:
         """See `Model.rested`."""

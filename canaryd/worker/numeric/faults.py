@@ -1,7 +1,8 @@
-"""Software faults for drills and for tests of detection: small, named, in the tensor on the device.
+"""Software faults for drills, benchmarks and tests of detection: small, named, in the tensor on the device.
 
 Each fault changes the bits of a result (or an operand) in place, as a broken unit would. A drill run carries the
-fault's name everywhere and never counts against the device.
+fault's name everywhere and never counts against the device. Faults of memory are in `canaryd.worker.memory.faults`,
+those of the gather, of the comparison and of one core in `canaryd.worker.runtime.faulty`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,34 @@ from typing import Any
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Change, Runtime
+
+LANES = 16
+"""Elements after which a lane comes again."""
+
+
+def signed(pattern: int, flat: Any) -> int:
+    """Return a bit pattern as the integer that torch wants for an element of raw bits; bytes are unsigned."""
+    width = 8 * flat.element_size()
+    pattern &= (1 << width) - 1
+    return pattern - (1 << width) if width > 8 and pattern >> (width - 1) else pattern
+
+
+def lane(flat: Any, choice: int) -> Any:
+    """Return a view of every sixteenth element along the last axis of raw bits."""
+    return flat[..., choice % LANES :: LANES]
+
+
+def force(some: Any, bit: int, *, high: bool) -> None:
+    """Let one bit of raw bits read 1 or 0, in place."""
+    if high:
+        some |= signed(1 << bit, some)
+    else:
+        some &= signed(~(1 << bit), some)
+
+
+def flip(flat: Any, choice: int) -> None:
+    """Flip any one bit of any one element."""
+    flat[choice % flat.numel()] ^= signed(1 << (choice >> 32) % (8 * flat.element_size()), flat)
 
 
 def _flip_low(flat: Any, choice: int) -> None:
@@ -41,7 +70,7 @@ def _nan(flat: Any, choice: int) -> None:
 
 def _stuck(flat: Any, choice: int) -> None:
     """Bit 0 reads 1 in every sixteenth element: a lane with a stuck wire."""
-    flat[choice % 16 :: 16] |= 1
+    force(lane(flat, choice), 0, high=True)
 
 
 def _same_bit(flat: Any, choice: int) -> None:  # noqa: ARG001  the same element whatever the choice

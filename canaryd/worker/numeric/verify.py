@@ -32,6 +32,7 @@ from canaryd.worker.numeric.tensors import (
     visible_cores,
 )
 from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
 
 FIXED_SEED = 20_260_101
@@ -69,11 +70,19 @@ class Session:
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
-        if self.ctx.drill and self.ctx.drill not in faults.FAULTS:
-            raise Skip(f"unknown fault {self.ctx.drill!r}; there are {', '.join(faults.FAULTS)}")
-        fault = faults.FAULTS[self.ctx.drill] if self.ctx.drill else None
+        drill = self.ctx.drill
+        if drill and drill not in faults.FAULTS and drill not in GATHERS:
+            raise Skip(f"unknown fault {drill!r}; there are {', '.join((*faults.FAULTS, *GATHERS))}")
+        fault = faults.FAULTS.get(drill)
         self.runtime = interface.of(self.ctx.device)
+        if drill in GATHERS and self.runtime.gathers:
+            self.runtime = GATHERS[drill](self.ctx.seed)
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
+
+    @property
+    def struck(self) -> bool:
+        """Whether the drill's fault was injected."""
+        return self.injector.spent or (isinstance(self.runtime, Faulty) and self.runtime.struck > 0)
 
     @property
     def _pins(self) -> bool:
@@ -157,14 +166,14 @@ def verify_all(
             seconds = 0.0 if brief else ctx.left / remaining
             before = session.trials
             try:
-                yield from _verify(session, case, seconds, digests.get(case.name, ""))
+                yield from verify_case(session, case, seconds, digests.get(case.name, ""))
             except Refused as why:
                 if session.trials > before:
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
                 yield Skipped(case=case.name, reason=str(why))
-    if ctx.drill and not session.injector.spent:
-        raise Skip(f"the fault {ctx.drill!r} was not injected: no result was computed for its case")
+    if ctx.drill and not session.struck:
+        raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(fixed) + len(fresh):
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))
     yield Reading(name="trials", value=session.trials, unit="1")
@@ -190,7 +199,8 @@ def case_seed(ctx: Context, case: Case) -> int:
     return FIXED_SEED if case.fixed else derive(ctx.seed, case.stem or case.name.partition("@")[0])
 
 
-def _verify(session: Session, case: Case, seconds: float, shipped: str) -> Iterator[Fact]:
+def verify_case(session: Session, case: Case, seconds: float, shipped: str = "") -> Iterator[Fact]:
+    """Verify one case for `seconds` (once at least), on fresh operands where the device can gather; yield its facts."""
     ctx = session.ctx
     core = session.place(case.name)
     seed = case_seed(ctx, case)

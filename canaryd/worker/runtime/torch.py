@@ -23,8 +23,8 @@ class Torch:
     """The devices of torch; arrays are its tensors."""
 
     name = TORCH
-    attention_kernels = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
-    left_integers = ("int8",)
+    attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+    left_integers: tuple[str, ...] = ("int8",)
     gathers = True
     pins = True
     rounds = True

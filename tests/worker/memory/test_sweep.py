@@ -24,15 +24,6 @@ ROWS = 40
 MIB = 1 << 20
 PATTERNS = ("address", "inversions", "random", "retention")
 SEEDS = range(8)
-DRILLED = {
-    "stuck-at-1": Cell.STUCK,
-    "stuck-at-0": Cell.STUCK,
-    "coupled": Cell.COUPLED,
-    "alias": Cell.ALIAS,
-    "transfer": Cell.TRANSFER,
-    "leaking": Cell.LEAKING,
-}
-"""Drill → what the sweep must say of every word that it finds."""
 ALLOCATE = sweep.allocate
 
 
@@ -104,12 +95,12 @@ def test_a_wrong_setting_is_named(probe, value):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", DRILLED)
+@pytest.mark.parametrize("name", faults.MODELS)
 def test_every_faulty_memory_is_found_and_told_from_the_others(name, seed):
     """At any word, with any partner and bit; no other word is accused."""
     wrong, right = swept(context(drill=name, seed=seed))
     assert wrong, f"{name} was not found"
-    assert kinds(wrong) == {DRILLED[name]}
+    assert kinds(wrong) == {faults.MODELS[name].cell}
     assert len(wrong) + len(right) == len(PATTERNS)
     armed = faults.FaultySlice(ROWS, 0, torch.device("cpu"), None)
     armed.arm(name, "", seed)
@@ -256,7 +247,7 @@ def faulty_device(behaviour, word, other, bit):
 
 
 @pytest.mark.parametrize("place", [(17, 300_000, 0), (301_234, 90_001, 63), (8190, 8191, 31), (200_000, 199_999, 44)])
-@pytest.mark.parametrize("name", ["", *DRILLED])
+@pytest.mark.parametrize("name", ["", *faults.MODELS])
 def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     """The same faults below torch: the sweep runs as on a GPU, and knows nothing of them. None: no alarm."""
     word, other, bit = place
@@ -265,7 +256,7 @@ def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     monkeypatch.setattr(slices.time, "sleep", device.rested)
     with device:
         wrong, right = swept(context(device=HOPPER, seed=4))
-    assert kinds(wrong) == ({DRILLED[name]} if name else set())
+    assert kinds(wrong) == ({faults.MODELS[name].cell} if name else set())
     assert len(wrong) + len(right) == len(PATTERNS)
     for c in wrong.values():
         assert c.evidence.memory.physical is None

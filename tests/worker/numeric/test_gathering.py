@@ -1,6 +1,7 @@
 """Fresh operands that the device gathers: they are the host's, each turn is another, and a wrong gather is seen."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from canaryd.worker.numeric.operands import Product, build, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, flat_bits, host_same_bits
+from canaryd.worker.runtime import faulty
 from canaryd.worker.runtime.torch import Torch
 from probes import exact_matmul
 
@@ -36,7 +38,7 @@ def case():
 def verified(runtime, seconds):
     session = verify.Session(Context(device=cpu(), level="quick", seed=7, budget=5.0))
     session.runtime = runtime
-    found = [f for f in verify._verify(session, case(), seconds, "") if isinstance(f, Comparison)]
+    found = [f for f in verify.verify_case(session, case(), seconds, "") if isinstance(f, Comparison)]
     return session, found
 
 
@@ -106,24 +108,46 @@ def test_a_wrong_gather_is_seen_and_named(which, said):
     assert wrong.evidence.first if which < 11 else True
 
 
-class Shifted(Torch):
-    """The real runtime, with one upload of indices in which one row is another."""
-
-    uploads = 0
-
-    def upload(self, tensors, device):
-        done = super().upload(tensors, device)
-        if len(tensors) == 4:
-            self.uploads += 1
-            if self.uploads == 2:
-                done[0][3] = (done[0][3] + 1) % 128
-        return done
-
-
-def test_an_index_that_changed_on_its_way_is_seen():
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("kind", faulty.GATHERS)
+def test_every_faulty_gather_is_found_and_named(kind, turn):
     """Operands and golden have uploads of their own: what hits one of them does not hit the other."""
-    _, found = verified(Shifted(), 60.0)
-    assert [c.case for c in found if c.wrong] == [f"{NAME}#1"]
+    runtime = faulty.GATHERS[kind](choice=3, turn=turn)
+    _, found = verified(runtime, 60.0)
+    (wrong,) = (c for c in found if c.wrong)
+    assert (wrong.case, runtime.struck) == (f"{NAME}#{turn}", 1)
+    said = "the golden" if kind == "wrong-column" else "operand A"
+    assert wrong.evidence.pattern.startswith(f"the device gathered {said} wrongly")
+
+
+@pytest.mark.parametrize("kind", faulty.GATHERS)
+def test_a_drill_of_the_gather_is_found(kind):
+    """Through the whole probe: `canaryd drill --fault` injects it once."""
+    ctx = Context(device=cpu(), level="quick", seed=7, budget=2.0, drill=kind)
+    found = [f for f in verify.verify_all(ctx, [case()], [], None) if isinstance(f, Comparison)]
+    wrong = [c for c in found if c.wrong and c.subject is Subject.DEVICE]
+    assert [c.evidence.pattern.partition(":")[0] for c in wrong] == [
+        f"the device gathered {'the golden' if kind == 'wrong-column' else 'operand A'} wrongly"
+    ]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("kind", faulty.COMPARATORS)
+def test_a_broken_comparator_hides_only_what_comes_after_the_first_result(kind, after):
+    """The host compares the first result of a case itself. What errs later needs a comparator that works."""
+    runtime, done = faulty.COMPARATORS[kind](choice=0), []
+
+    def compute(operands, out):
+        result = multiply("float32", "float32", operands, out)
+        flat_bits(result)[5] ^= len(done) >= after
+        done.append(result)
+        return result
+
+    session = verify.Session(Context(device=cpu(), level="quick", seed=7, budget=5.0))
+    session.runtime = runtime
+    found = [f for f in verify.verify_case(session, replace(case(), compute=compute), 0.5) if isinstance(f, Comparison)]
+    assert runtime.struck
+    assert {c.subject for c in found if c.wrong} == (set() if after else {Subject.DEVICE, Subject.COMPARATOR})
 
 
 def test_cases_of_a_stem_draw_from_the_same_pools():
@@ -148,7 +172,7 @@ def test_a_turn_can_be_asked_for():
     context = Context(device=cpu(), level="quick", seed=7, budget=0.2, cases=(f"{NAME}#3",))
     (kept,) = restrict(context, [case()])
     assert (kept.name, kept.product) == (f"{NAME}#3", None)
-    (found,) = (f for f in verify._verify(verify.Session(context), kept, 0.0, "") if isinstance(f, Comparison))
+    (found,) = (f for f in verify.verify_case(verify.Session(context), kept, 0.0, "") if isinstance(f, Comparison))
     assert (found.case, found.wrong) == (f"{NAME}#3", False)
     seed = verify.case_seed(context, case())
     assert host_same_bits(kept.build(seed).golden, build(product(), seed, 3).golden)

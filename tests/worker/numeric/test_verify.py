@@ -24,7 +24,7 @@ from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits, same_bits, upload, words
+from canaryd.worker.numeric.tensors import FORMATS, bits, flat_bits, host_same_bits, same_bits, upload, words
 from canaryd.worker.numeric.verify import verify_all
 from canaryd.worker.runtime import interface
 
@@ -197,41 +197,8 @@ def integers(probes):
         yield case.name, case.build, case.compute, 0
 
 
-def flat_bits(tensor):
-    """The raw bits of a tensor in storage order, as a view."""
-    raw = bits(tensor)
-    return raw.view(-1) if raw.is_contiguous() else raw.transpose(-1, -2).view(-1)
-
-
-def signed_bit(bit, width):
-    """1 << bit as the signed integer that torch wants for elements of `width` bits (bytes are unsigned)."""
-    return (1 << bit) - ((1 << width) if bit == width - 1 and width > 8 else 0)
-
-
-def strike_result(kind, result, draw):
-    """Apply one of the result faults; return what must be named: (elements, bits or None)."""
-    flat = flat_bits(result)
-    n, width = flat.numel(), result.element_size() * 8
-    at = draw() % n
-    if kind == "lowest bit":
-        flat[at] ^= 1
-        return {at}, {0}
-    if kind == "zeroed":
-        flat[at] = 0
-        return {at}, None
-    if kind == "nan":
-        flat[at] = (1 << (width - 1)) - 1
-        return {at}, None
-    if kind == "swapped":
-        other = draw() % n
-        flat[at], flat[other] = flat[other].clone(), flat[at].clone()
-        return {at, other}, None
-    bit = draw() % width  # the same wrong bit every time
-    flat[at] ^= signed_bit(bit, width)
-    return {at}, {bit}
-
-
-RESULT_FAULTS = ("lowest bit", "zeroed", "swapped", "nan", "same wrong bit")
+RESULT_FAULTS = {name: faults.FAULTS[name].change for name in ("flip", "zero", "swap", "nan")}
+RESULT_FAULTS["any bit"] = faults.flip
 OPERAND_FAULTS = ("stuck bit", "zeroed row")
 
 
@@ -245,16 +212,22 @@ def test_every_fault_that_changes_an_observed_bit_is_detected_and_named(probes, 
             problem = build(draw())
             clean = compute(upload(problem.operands, cpu()), None)
             assert same_bits(clean, problem.golden), title
-            for kind in RESULT_FAULTS:
+            for kind, strike in RESULT_FAULTS.items():
                 result = clean.clone()
-                elements, wanted_bits = strike_result(kind, result, draw)
-                if integers_of(result) == integers_of(clean):
-                    unobserved[kind, {"swapped": "equal values", "zeroed": "the value was zero"}[kind]] += 1
+                strike(flat_bits(result), draw())
+                pairs = zip(integers_of(clean), integers_of(result), strict=True)
+                changed = {at: before ^ after for at, (before, after) in enumerate(pairs) if before != after}
+                if not changed:
+                    unobserved[kind, {"swap": "equal values", "zero": "the value was zero"}[kind]] += 1
                     continue
                 assert not same_bits(result, problem.golden), (title, kind)
                 found = evidence.collect(problem.golden, result)
-                assert {flatten(index, result.shape) for index, _, _ in found.first} == elements, (title, kind)
-                assert wanted_bits is None or {int(b) for b in found.bits} == wanted_bits, (title, kind)
+                assert {flatten(index, result.shape) for index, _, _ in found.first} == set(changed), (title, kind)
+                if kind in ("flip", "any bit"):
+                    ((bit, count),) = found.bits.items()
+                    mask = faults.signed(1 << int(bit), flat_bits(result))
+                    assert (count, {mask}) == (1, set(changed.values())), (title, kind)
+                    assert kind == "any bit" or bit == "0"
                 detected[kind] += 1
             for kind in OPERAND_FAULTS:
                 operands = upload(problem.operands, cpu())
@@ -292,9 +265,7 @@ def strike_operand(kind, operand, draw):
         start = draw() % flat.numel()
         flat[start : start + 8] = 0
         return
-    mask = signed_bit(draw() % width, width)
-    lane = flat[draw() % 16 :: 16]
-    lane[:] = (lane | mask) if draw() % 2 else (lane & (~mask & (0xFF if width == 8 else -1)))
+    faults.force(faults.lane(flat, draw()), draw() % width, high=bool(draw() % 2))
 
 
 def why_unseen(problem, operands, struck, compute):

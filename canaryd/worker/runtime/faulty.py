@@ -1,0 +1,152 @@
+"""A runtime of which one step errs: the gather, the comparison, or the products of one core.
+
+For drills and tests of detection. Each kind is torch with one method broken, on a device that is right otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from canaryd.model import Device
+from canaryd.worker.numeric.faults import flip
+from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.tensors import bits, flat_bits
+from canaryd.worker.runtime.interface import Operation
+from canaryd.worker.runtime.torch import Torch
+
+INDICES = 4
+"""Tensors in the upload of a turn's indices (`Gatherer.gather`): rows and columns, for operands and golden."""
+TILE = 16
+"""Rows and columns of the corner at which a comparator does not look."""
+
+
+class Faulty(Torch):
+    """torch with a fault that `choice` places, once, in turn `turn` of gathered operands or later."""
+
+    def __init__(self, choice: int, turn: int = 0) -> None:
+        """Hold the fault back until its step runs."""
+        self.choice, self.turn = choice, turn
+        self.turns = 0
+        """Turns whose indices were uploaded."""
+        self.struck = 0
+        """How often it changed anything."""
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """See `Runtime.upload`."""
+        self.turns += len(tensors) == INDICES
+        return super().upload(tensors, device)
+
+
+class WrongIndex(Faulty):
+    """One index of a row of operand A points at another row: it changed on its way to the device."""
+
+    which = 0
+    """The uploaded tensor that it strikes."""
+    moved = 0, 0
+    """Where it pointed, and where it points."""
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """See `Runtime.upload`."""
+        done = super().upload(tensors, device)
+        if len(tensors) == INDICES and self.turns > self.turn and not self.struck:
+            index = done[self.which]
+            at, count = self.choice % len(index), int(index.max()) + 1
+            self.moved = int(index[at]), (int(index[at]) + 1) % count
+            index[at] = self.moved[1]
+            self.struck += count > 1
+        return done
+
+
+class WrongColumn(WrongIndex):
+    """The same in the columns of the golden."""
+
+    which = 3
+
+
+class StaleRow(Faulty):
+    """One row of operand A stays as the turn before left it."""
+
+    next_is_a = False
+    """A turn's indices came, and the gather that follows makes operand A."""
+
+    def upload(self, tensors: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """See `Runtime.upload`."""
+        self.next_is_a = len(tensors) == INDICES
+        return super().upload(tensors, device)
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """See `Runtime.run`."""
+        strikes = self.next_is_a and out is not None and self.turns > self.turn and not self.struck
+        self.next_is_a = False
+        if not strikes:
+            return super().run(operation, operands, out)
+        row = self.choice % len(out)
+        stale = bits(out)[row].clone()
+        done = super().run(operation, operands, out)
+        self.struck += bool((bits(done)[row] != stale).any())
+        bits(done)[row] = stale
+        return done
+
+
+class SaysEqual(Faulty):
+    """The comparator finds every result right."""
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """See `Runtime.agree`."""
+        right = super().agree(results, golden)
+        self.struck += right.count(False)
+        return [True] * len(right)
+
+
+class MissesTile(Faulty):
+    """The comparator does not look at the first rows and columns."""
+
+    def agree(self, results: list[Any], golden: Any) -> list[bool]:
+        """See `Runtime.agree`."""
+        seen = [result.clone() for result in results]
+        for result in seen:
+            bits(result)[..., :TILE, :TILE] = bits(golden)[..., :TILE, :TILE]
+        right = super().agree(seen, golden)
+        self.struck += right != super().agree(results, golden)
+        return right
+
+
+class OneCore(Faulty):
+    """Products in which one core takes part err at a rate: one bit of one element flips."""
+
+    def __init__(self, choice: int, core: int, rate: float, stands_for: int = 1) -> None:
+        """`rate`: chance of a product, above 0 and below 1; `stands_for`: products that each computed one counts as."""
+        super().__init__(choice)
+        self.core, self.rate, self.stands_for = core, rate, stands_for
+        self.computed = 0
+        """Products, on any core."""
+        self.products = 0
+        """Products in which the core took part, by the clock of the fault."""
+        self.due = self._wait()
+        """The number of the product that errs next."""
+
+    def _wait(self) -> int:
+        """Draw how many products come until one errs: geometrically distributed."""
+        self.choice = derive(self.choice, "wait")
+        return max(1, math.ceil(math.log((self.choice + 1) / 2**63) / math.log1p(-self.rate)))
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """See `Runtime.run`."""
+        done = super().run(operation, operands, out)
+        if operation.name == "matmul":
+            self.computed += 1
+            if self.core in os.sched_getaffinity(0):
+                self.products += self.stands_for
+                if self.products >= self.due:
+                    self.struck += 1
+                    self.due = self.products + self._wait()
+                    flip(flat_bits(done), self.choice)
+        return done
+
+
+GATHERS: dict[str, type[Faulty]] = {"wrong-row": WrongIndex, "stale-row": StaleRow, "wrong-column": WrongColumn}
+"""Name of a drill → the faulty gather."""
+COMPARATORS: dict[str, type[Faulty]] = {"says equal": SaysEqual, "misses a tile": MissesTile}
+"""What a broken comparator does → the runtime that does it; no drill, because it shows only beside a wrong result."""
