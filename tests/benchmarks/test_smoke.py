@@ -73,6 +73,17 @@ def test_clean_runs(bench):
 @needs_torch
 @pytest.mark.torch
 @pytest.mark.slow
+def test_detection(bench):
+    """Every class and format is injected at least once, other faults too, and each rate has its campaign."""
+    data = bench("detection", "--injections", 1, "--campaigns", 1, result="detection")
+    assert all(row["injected"] == 1 for row in data["rows"])
+    assert all(part["injected"] == 2 for part in data["others"].values())
+    assert [len(campaign["waits"]) for campaign in data["campaigns"]] == [1, 1, 1, 1]
+
+
+@needs_torch
+@pytest.mark.torch
+@pytest.mark.slow
 def test_exact_capture(bench):
     """Every fault is counted once, by its place and what was said; a capture without a fault raises no alarm."""
     data = bench("exact_capture", "--faults", 2, "--clean", 1, "--formats", "float32", result="exact_capture")

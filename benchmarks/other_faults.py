@@ -1,0 +1,179 @@
+"""Faults beside those of a product: canaryd's own gather and comparator, and the memory.
+
+The gather and the comparison run through `verify_case`, as in a check; memory is swept as memory_sweep does. Beside the
+sweep stand the two memory tests of DCGM on the same faulty memory, without their repetitions:
+
+- DCGM memory: 00, AA, 55, FF and 00 in every byte, written and read back.
+  (NVIDIA/DCGM, nvvs/plugin_src/memory/memory.cpp)
+- DCGM memtest, test 7 as by default: random words, read and inverted word by word, read again.
+  (NVIDIA/DCGM, nvvs/plugin_src/memtest/memtest_wrapper.cpp and tests.cu)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from benchmarks.injections import SIZES, TILE, Draw, draws
+from canaryd.facts import Comparison
+from canaryd.probe import Context
+from canaryd.worker.memory.faults import MODELS, FaultySlice
+from canaryd.worker.memory.slices import ROW, Expected, Slice, scratch_for
+from canaryd.worker.memory.slices import TILE as WORDS
+from canaryd.worker.memory.sweep import sweep_memory
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.integers import stream
+from canaryd.worker.numeric.operands import CONTENTS, Product, build, make_pools
+from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.stack import cpu
+from canaryd.worker.numeric.tensors import FORMATS, bits, torch
+from canaryd.worker.numeric.verify import Session, case_seed, verify_case
+from canaryd.worker.runtime.faulty import COMPARATORS, GATHERS, Faulty, WrongColumn, WrongIndex
+from canaryd.worker.runtime.interface import Operation
+
+FORMS = ("float64", "float32", "bfloat16", "float16")
+TURNS = 3
+"""Turns of fresh operands in one injection: the gather errs in one of them."""
+ROWS = 3
+"""Rows of the memory that is swept."""
+
+
+@dataclass
+class Part:
+    """What became of the injections of one fault."""
+
+    injected: int = 0
+    changed: int = 0
+    """Injections after which something was not what it had to be."""
+    found: Counter[str] = field(default_factory=Counter)
+    """By canaryd, or a rival."""
+    told: Counter[str] = field(default_factory=Counter)
+    """What canaryd called it."""
+
+
+def product(runtime: Faulty, draw: Draw, compute: Callable[..., Any] | None = None) -> Case:
+    """Return a product of any format, content, shape and layout as a case that this runtime gathers and computes."""
+    form, content = FORMS[draw(len(FORMS))], [*CONTENTS][draw(len(CONTENTS))]
+    M, N, K, _ = [SIZES["square"], SIZES["decode"]][draw(2)]
+    layout = "nt"[draw(2)] + "nt"[draw(2)]
+    spec = Product(content, FORMATS[form], FORMATS[form], FORMATS[form].bits, M, N, K, 0, layout)
+    run = compute or partial(runtime.run, Operation("matmul", form, form))
+    name = f"{form}/{content}/square/{layout}@{M}x{N}x{K}"
+    return Case(name, partial(build, spec), run, product=spec)
+
+
+def verified(runtime: Faulty, case: Case, seed: int, turns: int = TURNS) -> list[Comparison]:
+    """Return the comparisons of one case over some turns; the clock shows the turns."""
+    clock = partial(getattr, runtime, "turns")
+    session = Session(Context(device=cpu(), level="quick", seed=seed, budget=float(turns), clock=clock))
+    session.runtime = runtime
+    return [fact for fact in verify_case(session, case, float(turns)) if isinstance(fact, Comparison)]
+
+
+def _gather(kind: str, draw: Draw, part: Part) -> None:
+    runtime, seed = GATHERS[kind](draw(1 << 60), draw(TURNS - 1)), draw(1 << 60)
+    case = product(runtime, draw)
+    wrong = [c for c in verified(runtime, case, seed) if c.wrong]
+    if wrong or (runtime.struck and not _alike(runtime, case, seed)):
+        part.changed += 1
+        part.found["canaryd"] += bool(wrong)
+    part.told.update({c.evidence.pattern.partition(":")[0] for c in wrong if c.evidence})
+
+
+def _alike(runtime: Faulty, case: Case, seed: int) -> bool:
+    """Return whether what an index points at is the same as before: few rows may give two columns of one golden."""
+    assert case.product is not None
+    pools = make_pools(case.product, case_seed(Context(device=cpu(), level="quick", seed=seed, budget=0.0), case))
+    if isinstance(runtime, WrongColumn):
+        one, other = (bits(pools.golden)[:, n] for n in runtime.moved)
+    elif isinstance(runtime, WrongIndex):
+        one, other = (bits(pools.operands[0])[n] for n in runtime.moved)
+    else:
+        return False
+    return bool(torch.equal(one, other))
+
+
+def _comparator(kind: str, draw: Draw, part: Part, after: int) -> None:
+    """Beside a result that is wrong in one tile, in each product but the first `after`."""
+    runtime, done = COMPARATORS[kind](0), 0
+    case = product(runtime, draw)
+    row, column = draw(3), draw(TILE)
+    operation = Operation("matmul", case.name.partition("/")[0], case.name.partition("/")[0])
+
+    def compute(operands: tuple[Any, ...], out: Any) -> Any:
+        nonlocal done
+        result = runtime.run(operation, operands, out)
+        if done >= after:
+            bits(result)[row, column] ^= 1
+        done += 1
+        return result
+
+    case = Case(case.name, case.build, compute, product=case.product)
+    wrong = [c for c in verified(runtime, case, draw(1 << 60)) if c.wrong]
+    part.changed += done > after
+    part.found["canaryd"] += bool(wrong)
+    part.told.update({f"a wrong {c.subject.value}" for c in wrong})
+
+
+def _dcgm_memory(memory: Slice, _draw: Draw) -> Iterator[Any]:
+    for byte in (0x00, 0xAA, 0x55, 0xFF, 0x00):
+        word = int.from_bytes(bytes([byte] * 8), "little", signed=True)
+        expected = Expected(torch.full((WORDS,), word))
+        for part in memory.parts():
+            memory.write(part, expected)
+        yield from (memory.difference(part, expected) for part in memory.parts())
+
+
+def _dcgm_memtest(memory: Slice, draw: Draw) -> Iterator[Any]:
+    plain = Expected(stream(draw(1 << 60), "words", (WORDS,)))
+    for part in memory.parts():
+        memory.write(part, plain)
+    for part in memory.parts():
+        yield memory.difference(part, plain)
+        memory.write(part, plain.inverted())
+    yield from (memory.difference(part, plain.inverted()) for part in memory.parts())
+
+
+MEMORY_RIVALS = {"DCGM memory": _dcgm_memory, "DCGM memtest": _dcgm_memtest}
+
+
+def _memory(name: str, draw: Draw, part: Part) -> None:
+    seed = draw(1 << 60)
+    facts = sweep_memory(Context(device=cpu(), level="quick", seed=seed, budget=60.0, drill=name), ROWS * ROW, 0.0)
+    seen = [f.evidence.memory for f in facts if isinstance(f, Comparison) and f.evidence]
+    kinds = {kind for memory in seen if memory is not None for kind in memory.cells}
+    part.changed += 1
+    part.found["canaryd"] += bool(kinds)
+    part.told.update(kinds)
+    for rival, test in MEMORY_RIVALS.items():
+        memory = FaultySlice(ROWS, 0, torch.device("cpu"), scratch_for(torch.device("cpu"), 1))
+        memory.words.zero_()
+        memory.arm(name, "", seed)
+        part.found[rival] += any(bool(difference.any()) for difference in test(memory, draw))
+
+
+STRIKES: dict[str, Callable[[Draw, Part], None]] = {
+    **{f"gather: {kind}": partial(_gather, kind) for kind in GATHERS},
+    **{f"comparator {kind}, results wrong": partial(_comparator, kind, after=0) for kind in COMPARATORS},
+    **{f"memory: {kind}": partial(_memory, kind) for kind in MODELS},
+}
+"""Fault → how it is injected once: every one that changed something must be found."""
+CONTROLS: dict[str, Callable[[Draw, Part], None]] = {
+    f"comparator {kind}, results wrong from the second on": partial(_comparator, kind, after=1) for kind in COMPARATORS
+}
+"""The same where nobody can find it: the host looks at the first result of a case, and then trusts the comparator."""
+
+
+def run(injections: int, seed: int) -> dict[str, Part]:
+    """Inject each fault, as often as the others; return fault → what became of it."""
+    kinds = {**STRIKES, **CONTROLS}
+    parts = {}
+    for name, strike in kinds.items():
+        part = parts[name] = Part(injected=max(2, injections // len(kinds)))
+        draw = draws(derive(seed, name))
+        for _ in range(part.injected):
+            strike(draw, part)
+    return parts
