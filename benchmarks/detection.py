@@ -16,6 +16,7 @@ ai-chip-integrity`).
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -112,11 +113,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)  # the products are tiny: a pool of threads costs five times the work
+    began = time.monotonic()
     facts = common.machine() | {"ai-chip-integrity": rivals.chip_integrity_version() or "not installed"}
     with strict_switches():
         rows = run(options.injections, options.seed)
         others = other_faults.run(options.injections // OTHERS, options.seed)
         campaigns = time_to_detect.run(options.campaigns, options.seed)
+    facts["took"] = f"{(time.monotonic() - began) / 60:.0f} min"
     by_fault = summary(rows, 0)
     body = detection_report.report([CANARYD, *rivals.rules()], by_fault, summary(rows, 1), others, campaigns)
     data = {

@@ -1,7 +1,8 @@
 """What other tools compare, on the tensors that canaryd saw: their published rules, and the real ai-chip-integrity.
 
-A rule returns True where it finds the result wrong, None where the tool takes no such format. The rules, their public
-repositories and files:
+A rule returns True where it finds the result wrong, None where the tool takes no such format. The data are canaryd's:
+gpu-burn and DCGM multiply larger numbers, all positive, so that in float32 their 1e-3 is less than one bit of a result.
+The rules, their public repositories and files:
 
 - gpu-burn: |result - first result| > 1e-3, in float64 > 1e-7; a NaN compares false. (wilicc/gpu-burn, compare.cu)
 - DCGM: the diagnostic plugin, gpu-burn's rule also for float16, and a NaN fails. Targeted stress compares no result.
