@@ -356,7 +356,8 @@ def _measure_fresh(
     wrong: list[Found] = []
     buffers: list[Any] = []
     turn = 0
-    while not (clean or wrong) or (sum(c.wrong_trials for _, c, _ in wrong) < WRONG_ENOUGH and ctx.clock() < until):
+    least = 2 if ctx.drill in GATHERS else 1  # a row is stale from the second turn on
+    while turn < least or (sum(c.wrong_trials for _, c, _ in wrong) < WRONG_ENOUGH and ctx.clock() < until):
         handed = ctx.clock()
         with on_core(core):
             operands, golden = gatherer.gather(turn)
