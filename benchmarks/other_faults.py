@@ -1,7 +1,8 @@
 """Faults beside those of a product: canaryd's own gather and comparator, and the memory.
 
-The gather and the comparison run through `verify_case`, as in a check; memory is swept as memory_sweep does. Beside the
-sweep stand the two memory tests of DCGM on the same faulty memory, without their repetitions:
+The gather and the comparison run through `verify_case`, as in a check. A gather changes nothing where a wrong index
+points at an equal row (`cancel` has some in narrow formats), or the stale row is the new one. Memory is swept as
+memory_sweep does; beside it stand the two memory tests of DCGM on the same faulty memory, without their repetitions:
 
 - DCGM memory: 00, AA, 55, FF and 00 in every byte, written and read back.
   (NVIDIA/DCGM, nvvs/plugin_src/memory/memory.cpp)

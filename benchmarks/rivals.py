@@ -9,7 +9,8 @@ The rules, their public repositories and files:
   (NVIDIA/DCGM, nvvs/plugin_src/diagnostic/compare.cu)
 - RVS: GST with both checks on, which are off by default and only logged: relative Frobenius norm of the difference to
   the result before > 0; in float32 and float64 also a relative error above 10 epsilon against the host's product. What
-  a NaN does to norm and maximum is theirs. (ROCm/ROCmValidationSuite, gst.so/src/gst_worker.cpp, src/rvs_blas.cpp)
+  a NaN does to norm and maximum is theirs. Its newest source can compare a CRC with the first run's and with other
+  GPUs, which is not judged here. (ROCm/ROCmValidationSuite, gst.so/src/gst_worker.cpp, src/rvs_blas.cpp)
 - SuperBench: |result - reference| / |reference| / K > 1e-6, in float16 > 1e-3, against the host's product; a NaN
   compares false. (microsoft/superbenchmark, superbench/benchmarks/micro_benchmarks/cublas_function/cublas_benchmark.h)
 - ai-chip-integrity: the installed package judges two runs of the same product, the first and this one: bits of the
