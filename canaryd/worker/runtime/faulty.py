@@ -51,7 +51,7 @@ class WrongIndex(Faulty):
         """See `Runtime.upload`."""
         done = super().upload(tensors, device)
         if len(tensors) == INDICES and self.turns > self.turn and not self.struck:
-            index = done[self.which]
+            index = done[self.which].view(-1)
             at, count = self.choice % len(index), int(index.max()) + 1
             self.moved = int(index[at]), (int(index[at]) + 1) % count
             index[at] = self.moved[1]
@@ -82,7 +82,7 @@ class StaleRow(Faulty):
         self.next_is_a = False
         if not strikes:
             return super().run(operation, operands, out)
-        row = self.choice % len(out)
+        row = (0,) * (out.dim() - 2) + (self.choice % out.shape[-2],)
         stale = bits(out)[row].clone()
         done = super().run(operation, operands, out)
         self.struck += bool((bits(done)[row] != stale).any())

@@ -113,7 +113,7 @@ def test_every_case_is_right_here_and_can_be_asked_for(model):
     session = verify.Session(context(model))
     for case in cases[::7]:
         seed = verify.case_seed(session.ctx, case)
-        (found,) = (f for f in verify._verify(session, case, 0.0, "") if isinstance(f, Comparison))
+        (found,) = (f for f in verify.verify_case(session, case, 0.0) if isinstance(f, Comparison))
         assert not found.wrong
         assert found.shape == case.product.shape
         made = reproducer.exhibit("exact_matmul", case.name, seed, cpu())
