@@ -6,13 +6,12 @@ For drills and tests of detection. Each kind is torch with one method broken, on
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 from canaryd.model import Device
 from canaryd.worker.numeric.faults import flip
 from canaryd.worker.numeric.seeds import derive
-from canaryd.worker.numeric.tensors import bits, flat_bits
+from canaryd.worker.numeric.tensors import bits, flat_bits, visible_cores
 from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
@@ -137,7 +136,7 @@ class OneCore(Faulty):
         done = super().run(operation, operands, out)
         if operation.name == "matmul":
             self.computed += 1
-            if self.core in os.sched_getaffinity(0):
+            if self.core in visible_cores():
                 self.products += self.stands_for
                 if self.products >= self.due:
                     self.struck += 1
