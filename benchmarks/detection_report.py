@@ -132,9 +132,9 @@ def report(
             "A fault that changed no bit of the result:",
             "",
             common.table(["why", "injections"], [[name, f"{n:,}"] for name, n in sorted(why.items())]),
-            f"A broken comparator beside results that are wrong only from the second on: {missed:,} injections, the",
-            "controls of this table. The host itself compares only the first result of every case; a fault that shows",
-            "there reveals the comparator too. For a miss two parts must be broken, one of them now and then.",
+            "A comparator that does not look at one tile, beside results that are wrong there from the second on:",
+            f"{missed:,} injections. The host itself compares the first result of every case, and the device must see",
+            "one bit that is flipped on purpose: a case reveals such a comparator when this bit lies in the tile.",
             "",
             _others(controls),
         ]

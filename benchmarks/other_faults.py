@@ -159,13 +159,14 @@ def _memory(name: str, draw: Draw, part: Part) -> None:
 STRIKES: dict[str, Callable[[Draw, Part], None]] = {
     **{f"gather: {kind}": partial(_gather, kind) for kind in GATHERS},
     **{f"comparator {kind}, results wrong": partial(_comparator, kind, after=0) for kind in COMPARATORS},
+    "comparator says equal, results wrong from the second on": partial(_comparator, "says equal", after=1),
     **{f"memory: {kind}": partial(_memory, kind) for kind in MODELS},
 }
 """Fault → how it is injected once: every one that changed something must be found."""
 CONTROLS: dict[str, Callable[[Draw, Part], None]] = {
-    f"comparator {kind}, results wrong from the second on": partial(_comparator, kind, after=1) for kind in COMPARATORS
+    "comparator misses a tile, results wrong from the second on": partial(_comparator, "misses a tile", after=1)
 }
-"""The same where nobody can find it: the host looks at the first result of a case, and then trusts the comparator."""
+"""The same where only chance finds it: the bit that is flipped on purpose once per case must lie in that tile."""
 
 
 def run(injections: int, seed: int) -> dict[str, Part]:

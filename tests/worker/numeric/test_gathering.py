@@ -133,8 +133,8 @@ def test_a_drill_of_the_gather_is_found(kind):
 
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("kind", faulty.COMPARATORS)
-def test_a_broken_comparator_hides_only_what_comes_after_the_first_result(kind, after):
-    """The host compares the first result of a case itself. What errs later needs a comparator that works."""
+def test_a_broken_comparator_hides_only_what_it_does_not_look_at_after_the_first_result(kind, after):
+    """The host compares the first result of a case itself, and the comparator must see a bit flipped on purpose."""
     runtime, done = faulty.COMPARATORS[kind](choice=0), []
 
     def compute(operands, out):
@@ -147,7 +147,11 @@ def test_a_broken_comparator_hides_only_what_comes_after_the_first_result(kind, 
     session.runtime = runtime
     found = [f for f in verify.verify_case(session, replace(case(), compute=compute), 0.5) if isinstance(f, Comparison)]
     assert runtime.struck
-    assert {c.subject for c in found if c.wrong} == (set() if after else {Subject.DEVICE, Subject.COMPARATOR})
+    accused = {c.subject for c in found if c.wrong}
+    if not after:
+        assert accused == {Subject.DEVICE, Subject.COMPARATOR}
+    else:  # the flipped bit lies outside of the tile here
+        assert accused == ({Subject.COMPARATOR} if kind == "says equal" else set())
 
 
 def test_cases_of_a_stem_draw_from_the_same_pools():

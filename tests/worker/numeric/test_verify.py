@@ -406,6 +406,16 @@ def test_a_comparator_that_lies_is_found_out(monkeypatch, lie):
         assert all(c.wrong for c in comparisons(facts))  # the lie does not hide the fault
 
 
+def test_a_comparator_that_sees_no_difference_is_found_out_beside_right_results(monkeypatch):
+    """Once per case a bit of a right result is flipped on purpose: a comparator must see it."""
+    assert not comparisons(verify_all(context(), [small()], [], None), Subject.COMPARATOR)
+    monkeypatch.setattr(interface.named("torch"), "agree", lambda results, golden: [True] * len(results))
+    facts = list(verify_all(context(), [small()], [], None))
+    (doubt,) = comparisons(facts, Subject.COMPARATOR)
+    assert doubt.evidence.pattern == "one bit of a right result was flipped on purpose, and the device finds it equal"
+    assert not any(c.wrong for c in comparisons(facts))
+
+
 def test_a_case_that_a_kernel_refuses_is_skipped_aloud_and_hurts_no_other():
     """A refusal becomes the reason of that case; every other case is verified."""
 
