@@ -206,45 +206,46 @@ def test_config_schema_is_a_json_schema():
 # --- Wrong use -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "the following arguments are required: COMMAND"),
-        (("chekc",), "invalid choice: 'chekc'; did you mean \"check\"?"),
-        (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
-        (
-            ("check", "--level", "quickly"),
-            "invalid choice: 'quickly' (choose from quick, standard, deep); did you mean \"quick\"?",
-        ),
-        (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
-        (("check", "--for", "30"), '"30" has no unit; write "30s"'),
-        (("check", "--wait", "-1s"), "--wait"),
-        (("check", "--seed", "-5"), "'-5' is not a seed"),
-        (("check", "--seed", "9007199254740992"), "'9007199254740992' is not a seed"),
-        (("check", "--seed", "1e3"), "'1e3' is not a seed"),
-        (("check", "--instruction-set", "avx9"), "invalid choice: 'avx9'"),
-        (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
-        (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
-        (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
-        (("config", "chekc"), "invalid choice: 'chekc' (choose from check, example, schema); did you mean \"check\"?"),
-        (("gate", "--on", "healthy"), "(choose from degraded, unknown, suspect, faulty)"),
-        (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
-        (
-            ("drill", "--fault", "fire"),
-            "(choose from flip, zero, swap, nan, stuck, consistent, stuck-at-1, stuck-at-0, ",
-        ),
-        (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
-        (("check", "--config", "/"), "/: is a directory"),
-        (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
-        (("check", "--report", "/"), "--report /: cannot be written"),
-    ],
+WRONG_USE = (
+    ((), "the following arguments are required: COMMAND"),
+    (("chekc",), "invalid choice: 'chekc'; did you mean \"check\"?"),
+    (("check", "--levle", "quick"), "unrecognized arguments: --levle quick"),
+    (
+        ("check", "--level", "quickly"),
+        "invalid choice: 'quickly' (choose from quick, standard, deep); did you mean \"quick\"?",
+    ),
+    (("check", "--for", "1yr"), '"1yr" is not a duration; write e.g. "15m"'),
+    (("check", "--for", "30"), '"30" has no unit; write "30s"'),
+    (("check", "--wait", "-1s"), "--wait"),
+    (("check", "--seed", "-5"), "'-5' is not a seed"),
+    (("check", "--seed", "9007199254740992"), "'9007199254740992' is not a seed"),
+    (("check", "--seed", "1e3"), "'1e3' is not a seed"),
+    (("check", "--instruction-set", "avx9"), "invalid choice: 'avx9'"),
+    (("drill", "--fault", "fire"), "invalid choice: 'fire'"),
+    (("run", "--listen", "19469"), '"19469" is not HOST:PORT'),
+    (("run", "--listen", "127.0.0.1:99999"), '"99999" is not a port'),
+    (("config", "chekc"), "invalid choice: 'chekc' (choose from check, example, schema); did you mean \"check\"?"),
+    (("gate", "--on", "healthy"), "(choose from degraded, unknown, suspect, faulty)"),
+    (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
+    (
+        ("drill", "--fault", "fire"),
+        "(choose from flip, zero, swap, nan, stuck, consistent, stuck-at-1, stuck-at-0, ",
+    ),
+    (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
+    (("check", "--config", "/"), "/: is a directory"),
+    (("check", "--report", "/nonexistent/report.json"), "--report /nonexistent/report.json: cannot be written"),
+    (("check", "--report", "/"), "--report /: cannot be written"),
 )
-def test_wrong_use_is_told_in_words(tmp_path, arguments, said):
+"""What is typed, and what has to be said."""
+
+
+def test_wrong_use_is_told_in_words(tmp_path):
     """Exit 64, nothing on standard output, and a sentence with what was given."""
-    answer = canaryd(*arguments, XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
-    assert (answer.code, answer.out) == (64, "")
-    assert said in answer.err
-    assert list(tmp_path.iterdir()) == []  # it has not even begun
+    answers = in_turn(*(arguments for arguments, _ in WRONG_USE), XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
+    for (arguments, said), answer in zip(WRONG_USE, answers, strict=True):
+        assert (answer.code, answer.out) == (64, ""), arguments
+        assert said in answer.err, arguments
+    assert list(tmp_path.iterdir()) == []  # none has even begun
 
 
 @pytest.mark.parametrize("command", ["check", "drill"])

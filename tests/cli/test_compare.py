@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.command import ROOT, canaryd, configure
+from tests.command import ROOT, canaryd, configure, in_turn
 
 torch = pytest.importorskip("torch", reason="captures are made with torch")
 pytestmark = pytest.mark.torch
@@ -21,9 +21,10 @@ def place(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("captures")
     common = ("--config", configure(directory, worker={"python": sys.executable}, state_dir=str(directory / "state")))
-    for name, more in (("a", ()), ("same", ()), ("hurt", ("--drill", "2.down"))):
-        arguments = ("-o", directory / f"{name}.safetensors", "--prompt", "pier", "--operators", "--dtype", "float32")
-        done = canaryd("capture", *arguments, *more, *common)
+    captures = (("a", ()), ("same", ()), ("hurt", ("--drill", "2.down")))
+    what = ("--prompt", "pier", "--operators", "--dtype", "float32")
+    typed = [("capture", "-o", directory / f"{name}.safetensors", *what, *more, *common) for name, more in captures]
+    for done in in_turn(*typed):
         assert (done.code, done.err) == (0, "")
         assert "tensors of cpu:0" in done.out
     return directory, common
@@ -52,38 +53,42 @@ def test_a_fault_is_named_by_layer_and_operator(place):
     assert (verdict["kind"], verdict["first_layer"], verdict["first_operator"]) == ("fault", "2", "down")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("capture", "-o", "{0}", "--prompt", "pier"), 64, "cannot be written"),
-        (("capture", "-o", "{0}/x.safetensors", "--device", "cuda:7"), 64, "name one of cpu:0"),
-        (("capture", "-o", "{0}/x.safetensors", "--dtype", "float8"), 3, "float8"),
-        (("capture", "-o", "{0}/x.safetensors", "--prompt", "nowhere"), 3, "nowhere"),
-        (
-            ("capture", "-o", "{0}/x.safetensors", "--model", "{0}"),
-            3,
-            "config.json" if importlib.util.find_spec("transformers") else "transformers",
-        ),
-        (("capture",), 64, "name the file to write: -o FILE"),
-        (("capture", "--exact", "--decode"), 64, "leave out --decode"),
-        (("capture", "--json", "-o", "{0}/x.safetensors"), 64, "--json: only with --exact"),
-        (("capture", "--exact", "--dtype", "float8"), 3, "float8"),
-        (("capture", "--exact", "--drill", "9.up", "--dtype", "float32"), 3, "no such place"),
-        (("compare", "{0}/a.safetensors", "{0}/missing"), 64, "no such file"),
-        (("compare", "{0}/a.safetensors", "{0}/cut.safetensors"), 3, "cut.safetensors"),
-        (("compare", "{0}/canaryd.yaml", "{0}/canaryd.yaml"), 64, "canaryd.yaml"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+BAD = (
+    (("capture", "-o", "{0}", "--prompt", "pier"), 64, "cannot be written"),
+    (("capture", "-o", "{0}/x.safetensors", "--device", "cuda:7"), 64, "name one of cpu:0"),
+    (("capture", "-o", "{0}/x.safetensors", "--dtype", "float8"), 3, "float8"),
+    (("capture",), 64, "name the file to write: -o FILE"),
+    (("capture", "--exact", "--decode"), 64, "leave out --decode"),
+    (("capture", "--json", "-o", "{0}/x.safetensors"), 64, "--json: only with --exact"),
+    (("capture", "--exact", "--drill", "9.up", "--dtype", "float32"), 3, "no such place"),
+    (("compare", "{0}/a.safetensors", "{0}/missing"), 64, "no such file"),
+    (("compare", "{0}/a.safetensors", "{0}/cut.safetensors"), 3, "cut.safetensors"),
+    (("compare", "{0}/canaryd.yaml", "{0}/canaryd.yaml"), 64, "canaryd.yaml"),
 )
-def test_bad_input_gets_one_clear_line(place, arguments, code, said):
+"""What is typed ("{0}" is the directory), the exit status, and what is said."""
+MORE_BAD = (
+    (("capture", "-o", "{0}/x.safetensors", "--prompt", "nowhere"), 3, "nowhere"),
+    (
+        ("capture", "-o", "{0}/x.safetensors", "--model", "{0}"),
+        3,
+        "config.json" if importlib.util.find_spec("transformers") else "transformers",
+    ),
+    (("capture", "--exact", "--dtype", "float8"), 3, "float8"),
+)
+"""What a worker with torch refuses in the same way; tests/worker/canary/test_capture.py has each reason."""
+
+
+@pytest.mark.parametrize("bad", [BAD, pytest.param(MORE_BAD, marks=pytest.mark.slow)], ids=["", "more"])
+def test_bad_input_gets_one_clear_line(place, bad):
     """Where, what was given, what was wanted; no traceback, and nothing half written."""
     directory, common = place
     (directory / "cut.safetensors").write_bytes((directory / "a.safetensors").read_bytes()[:5000])
-    done = canaryd(*(a.format(directory) for a in arguments), *common)
-    assert done.code == code, done
-    (line,) = done.err.splitlines()
-    assert line.startswith("canaryd: ")
-    assert said in line
+    typed = [(*(word.format(directory) for word in arguments), *common) for arguments, _, _ in bad]
+    for (arguments, code, said), done in zip(bad, in_turn(*typed), strict=True):
+        assert done.code == code, (arguments, done)
+        (line,) = done.err.splitlines()
+        assert line.startswith("canaryd: ")
+        assert said in line
     assert not (directory / "x.safetensors").exists()
 
 
