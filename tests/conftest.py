@@ -10,6 +10,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("CANARYD_TEST_", "CANARYD_BOOT")
 """Variables that are for the tests."""
+LONGEST = (
+    "test_failures.py",
+    "worker/numeric/test_rehearsal.py",
+    "daemon/test_systemd.py",
+    "engine/test_budget.py",
+    "judge/test_sentences.py",
+    "engine/test_check.py",
+    "daemon/test_telemetry.py",
+    "judge/test_stories.py",
+    "daemon/test_daemon.py",
+    "grafana/test_dashboards.py",
+    "engine/test_hostile.py",
+    "characterise/test_characterise.py",
+    "store/test_durability.py",
+    "engine/test_exact_served.py",
+    "worker/endpoint/test_starting.py",
+    "dossier/test_document.py",
+    "cli/test_wrong_inputs.py",
+    "test_alarm.py",
+)
+"""The files that take longest, longest first: begun last, one of them alone would leave the other workers idle."""
 for name in list(os.environ):  # what the user has set for canaryd is not for the canaryd under test
     if name in ("COLUMNS", "NO_COLOR", "PYTHONUNBUFFERED") or (
         name.startswith("CANARYD_") and not name.startswith(OURS)
@@ -32,7 +53,9 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with a reason that the summary prints."""
+    """Begin with the longest files, and skip what this machine cannot run, with a reason that the summary prints."""
+    ranks = {ROOT / "tests" / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
     marks = {
         "torch": (_has_torch(), "torch is not installed in this interpreter"),
         "gpu": (_has_gpu(), "no CUDA or ROCm device here"),

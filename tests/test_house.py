@@ -15,6 +15,7 @@ from canaryd.cli.check import FAULTS, GATHER_FAULTS, MEMORY_FAULTS
 from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
+from tests.conftest import LONGEST
 
 MODULES = sorted((ROOT / "canaryd").rglob("*.py"))
 PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
@@ -130,3 +131,8 @@ def test_the_readme_names_every_command():
     subparsers = next(action for action in parser()._actions if action.dest == "command")
     readme = (ROOT / "README.md").read_text()
     assert [command for command in subparsers.choices if f"`canaryd {command}" not in readme] == []
+
+
+def test_the_files_that_are_begun_first_are_there():
+    """A file that was renamed would silently be begun last."""
+    assert {ROOT / "tests" / name for name in LONGEST} <= {*TESTS}
