@@ -32,10 +32,11 @@ LONGEST = (
 )
 """The files that take longest, longest first: begun last, one of them alone would leave the other workers idle."""
 for name in list(os.environ):  # what the user has set for canaryd is not for the canaryd under test
-    if name in ("COLUMNS", "NO_COLOR", "PYTHONUNBUFFERED") or (
+    if name in ("COLUMNS", "NO_COLOR", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED") or (
         name.startswith("CANARYD_") and not name.startswith(OURS)
     ):
         del os.environ[name]
+sys.dont_write_bytecode = False  # a canaryd that is compiled at each start takes twice as long to start
 os.umask(0o022)  # a configuration that a group may write is refused
 sys.path.insert(0, str(ROOT))  # `python -m canaryd` of a checkout that is not installed, and `benchmarks`
 
