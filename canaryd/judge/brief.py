@@ -96,7 +96,9 @@ def without_recordings(run: Run) -> Run:
 def _shortened(comparison: Comparison) -> Comparison:
     """Return a comparison with the first few of its wrong elements, enough to distinguish two mismatches."""
     found = comparison.evidence
-    return comparison if found is None else replace(comparison, evidence=replace(found, first=found.first[:ELEMENTS]))
+    if found is None or len(found.first) <= ELEMENTS:
+        return comparison
+    return replace(comparison, evidence=replace(found, first=found.first[:ELEMENTS]))
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:

@@ -162,6 +162,8 @@ class Node:
     @cached_property
     def shared(self) -> frozenset[int]:
         """The `id` of every wrong comparison whose bits another device of the kind gave too: no fault of one part."""
+        if sum(map(bool, self.accusing.values())) < 2:
+            return frozenset()  # at once, since most faults are those of one device
         return frozenset(
             id(m.comparison)
             for m in itertools.chain.from_iterable(self.accusing.values())
