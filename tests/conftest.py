@@ -25,9 +25,12 @@ LONGEST = (
     "characterise/test_characterise.py",
     "store/test_durability.py",
     "engine/test_exact_served.py",
+    "test_security.py",
+    "fleet/test_vote.py",
+    "supervisor/test_series.py",
     "worker/endpoint/test_starting.py",
     "dossier/test_document.py",
-    "cli/test_wrong_inputs.py",
+    "web/test_auth.py",
     "test_alarm.py",
 )
 """The files that take longest, longest first: begun last, one of them alone would leave the other workers idle."""
