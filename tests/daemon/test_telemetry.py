@@ -360,7 +360,8 @@ def test_what_hangs_is_stale_in_time(tmp_path, monkeypatch):
         engine.clock = lambda: last + STALE - 1
         assert "telemetry-stale" not in rules(hung)
         assert engine.watch.readings(hung, engine.clock())
-        engine.clock = lambda: last + STALE + 0.01  # the other was polled a second time, later
+        later = engine.watch.polls(sound)["nvidia_telemetry"].completed.started  # it was polled a second time
+        engine.clock = lambda: (last + later) / 2 + STALE
         assert "telemetry-stale" not in rules(sound)
         stale = rules(hung)["telemetry-stale"]
         assert stale.state is State.UNKNOWN
