@@ -653,8 +653,14 @@ def overflowing(document: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("paper", ["A4", "letter"])
-@pytest.mark.parametrize("kind", ["rma", "health", "overflowing"])
+@pytest.mark.parametrize(
+    ("kind", "paper"),
+    [
+        *((kind, "A4") for kind in ("rma", "health", "overflowing")),
+        ("overflowing", "letter"),
+        *(pytest.param(kind, "letter", marks=pytest.mark.slow) for kind in ("rma", "health")),
+    ],
+)
 def test_the_summary_prints_as_two_pages(store, tmp_path, kind, paper):
     """On either paper, whatever the record holds; the appendices begin on the third page."""
     if kind == "health":

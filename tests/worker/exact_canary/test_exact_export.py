@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from canaryd.worker.exact_canary.shape import TINY, Shape, like
-from tests.command import ROOT, bare_python, canaryd, configure
+from tests.command import ROOT, bare_python, canaryd, configure, in_turn
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -161,31 +161,31 @@ def test_the_command_takes_a_served_models_sizes(common, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "out"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("{0}/full",), 64, "not empty"),
-        (("{0}/full/file",), 64, "not a directory"),
-        (("{0}/missing/out",), 64, "name a directory in one that exists"),
-        (("{0}/out", "--like", "{0}/missing"), 64, "No such file"),
-        (("{0}/out", "--like", "{0}/full/file"), 64, "not a JSON object"),
-        (("{0}/out", "--like", "{0}/odd.json"), 64, "multiples of 16"),
-        (("{0}/out", "--like", "{0}/short.json"), 64, "has no hidden_size"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+BAD = (
+    (("{0}/full",), 64, "not empty"),
+    (("{0}/full/file",), 64, "not a directory"),
+    (("{0}/missing/out",), 64, "name a directory in one that exists"),
+    (("{0}/out", "--like", "{0}/missing"), 64, "No such file"),
+    (("{0}/out", "--like", "{0}/full/file"), 64, "not a JSON object"),
+    (("{0}/out", "--like", "{0}/odd.json"), 64, "multiples of 16"),
+    (("{0}/out", "--like", "{0}/short.json"), 64, "has no hidden_size"),
 )
-def test_bad_input_gets_one_clear_line(common, tmp_path, arguments, code, said):
+"""What is typed ("{0}" is the test's directory), the exit status, and what is said."""
+
+
+def test_bad_input_gets_one_clear_line(common, tmp_path):
     """Where and why, and nothing is written."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("x")
     odd = {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 2, "intermediate_size": 64}
     (tmp_path / "odd.json").write_text(json.dumps({**odd, "num_hidden_layers": 2, "vocab_size": 700}))
     (tmp_path / "short.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2}))
-    done = canaryd("canary", "export", *(a.format(tmp_path) for a in arguments), *common)
-    assert done.code == code, done
-    (line,) = done.err.splitlines()
-    assert line.startswith("canaryd: ")
-    assert said in line
+    typed = [("canary", "export", *(word.format(tmp_path) for word in arguments), *common) for arguments, _, _ in BAD]
+    for (arguments, code, said), done in zip(BAD, in_turn(*typed), strict=True):
+        assert done.code == code, (arguments, done)
+        (line,) = done.err.splitlines()
+        assert line.startswith("canaryd: ")
+        assert said in line
     assert not (tmp_path / "out").exists()
 
 
