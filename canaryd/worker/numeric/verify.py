@@ -371,8 +371,9 @@ def _measure_fresh(
             session, case.at(turn), upload, seed, core, until, buffers, most=PRODUCTS, look=turn == 0
         )
         if comparison.wrong or why:
-            comparison = _told(comparison, why or differs(runtime, operands, golden, whole()), right())
-            wrong.append((turn, comparison, comparator))
+            why = why or differs(runtime, operands, golden, whole())
+            # A golden that was gathered wrongly explains why host and device disagree.
+            wrong.append((turn, _told(comparison, why, right()), None if why else comparator))
         elif comparator is not None or not clean:
             clean.append((turn, comparison, comparator))
         else:

@@ -108,6 +108,13 @@ def test_a_wrong_gather_is_seen_and_named(which, said):
     assert wrong.evidence.first if which < 11 else True
 
 
+@pytest.mark.parametrize("which", [1, 2, 3, 4])
+def test_a_wrong_gather_in_the_first_turn_accuses_no_comparator(which):
+    """The host's golden disagrees with the device's there, and the gather explains it."""
+    _, found = verified(Broken(which), 0.2)
+    assert {c.subject for c in found if c.wrong} == {Subject.DEVICE}
+
+
 @pytest.mark.parametrize("turn", [1, 2])
 @pytest.mark.parametrize("kind", faulty.GATHERS)
 def test_every_faulty_gather_is_found_and_named(kind, turn):
