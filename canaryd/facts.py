@@ -12,6 +12,10 @@ from typing import Annotated, Any
 
 SHARED = 64
 """Characters of the longest text that `shared` looks up (ours)."""
+UNITS = ("core", "sm")
+"""Of `Place.unit`: parts of a device that can be wrong alone."""
+LISTED = 4
+"""Units of a place that are listed; of more their number is told."""
 Sentence = Annotated[str, "sentence"]
 """Text for people. No rule, state or page may depend on its wording; a test changes every one of them."""
 
@@ -78,15 +82,21 @@ class Place:
     unit: str = ""
     """"core", "sm", "threads", "thread", "memory" or "device"; "" where it is not known."""
     numbers: tuple[int, ...] = ()
-    """Which cores or SMs; of "threads", how many. A golden that one core made twice names that core twice."""
+    """Which cores or SMs: of a golden those that made it, of results those that computed equally many and were all
+    right, or all wrong. Of "threads", how many. A golden that one core made twice names that core twice."""
 
     @property
     def core(self) -> int | None:
         """The single core; None where there were several or it is not known."""
         return self.numbers[0] if self.unit == "core" and len(self.numbers) == 1 else None
 
+    @property
+    def is_unit(self) -> bool:
+        """Whether it is a single core or SM."""
+        return self.unit in UNITS and len(self.numbers) == 1
+
     def __str__(self) -> str:
-        """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "all 2 threads", "device"."""
+        """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "131 SMs", "all 2 threads", "device"."""
         if self.unit == "threads":
             return f"all {self.numbers[0]} threads" if self.numbers else "several threads"
         if self.unit == "thread":
@@ -96,6 +106,8 @@ class Place:
             return f"{unit} {self.numbers[0]}" if self.numbers else unit
         if len(set(self.numbers)) == 1:
             return f"{unit} {self.numbers[0]} twice"
+        if len(self.numbers) > LISTED:
+            return f"{len(self.numbers)} {unit}s"
         return f"{unit}s {', '.join(map(str, self.numbers[:-1]))} and {self.numbers[-1]}"
 
 

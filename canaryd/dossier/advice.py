@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canaryd.dossier.facts import Facts
-from canaryd.engine.check import NEVER_CHECKED, unswept
+from canaryd.engine.check import NEVER_CHECKED, untested
 from canaryd.judge.telemetry import xids
 from canaryd.model import Cause, Outcome, State
 
@@ -101,7 +101,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
 
 def not_checked(facts: Facts) -> list[str]:
     """Return what was not checked, and why."""
-    gaps = list(map(str, (*NEVER_CHECKED, *unswept({facts.device.name: facts.runs}))))
+    gaps = list(map(str, (*NEVER_CHECKED, *untested({facts.device.name: facts.runs}))))
     run_probes = {r.probe for r in facts.runs}
     off = sorted(n for n, p in facts.config.probes.each.items() if p.enabled is False and n not in run_probes)
     if off:

@@ -50,14 +50,17 @@ NEVER_CHECKED = (
     Gap("links", "links between devices"),
     Gap("higher load", "load, power and temperature above those of this check"),
 )
-MEMORY_SWEEP = "memory_sweep"
-"""The probe that tests memory itself."""
+ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM"}
+"""Probe → what no other probe tests."""
 
 
-def unswept(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
-    """Return that the memory of some devices was not swept; `runs`: name of a device → its runs."""
-    without = [name for name, done in runs.items() if not any(r.probe == MEMORY_SWEEP and r.trials for r in done)]
-    return [Gap("memory", f"no {MEMORY_SWEEP} ran on {', '.join(without)}")] if without else []
+def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
+    """Return what of `ONLY` was not tested on some devices; `runs`: name of a device → its runs."""
+    gaps = []
+    for probe, what in ONLY.items():
+        without = [name for name, done in runs.items() if not any(r.probe == probe and r.trials for r in done)]
+        gaps += [Gap(what, f"no {probe} ran on {', '.join(without)}")] if without else []
+    return gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +240,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         gaps.append(Gap("kernel log", engine.watch.log_problem))
     if not any(d.is_endpoint for d in result.devices):
         gaps.append(NO_ENDPOINT)
-    gaps += unswept({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
+    gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
     result.not_checked = (*gaps, *NOT_CHECKED[options.level], *NEVER_CHECKED)
 
 

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 from canaryd.config.settings import JudgePolicy
@@ -22,6 +22,7 @@ from canaryd.judge.confirmation import GROUNDS
 from canaryd.judge.node import Node, by_time
 from canaryd.judge.statistics import RULE_OF_THREE, Count
 from canaryd.judge.telemetry.signals import Signs
+from canaryd.judge.units import lone_unit
 from canaryd.judge.watch import is_over
 from canaryd.model import Ack, Cause, Confirmation, Device, Event, Finding, Outcome, Run, Verdict
 
@@ -288,9 +289,11 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
     )
     # Beside others that fail one wrong upload says nothing, since those were right elsewhere too.
     right = {name: n for name, n in same.right.items() if name in sound and (n >= enough or not company)}
+    lone = lone_unit(case.runs, mismatches, enough)
     return judge_cause.Scene(
         whole_host=case.is_cpu and _whole_host(case, mismatches),
-        cores=_sound_cores(case, mismatches),
+        lone_unit=lone[0] if lone else None,
+        sound_units=lone[1] if lone else None,
         cells=broken_cells(m.comparison.evidence for m in mismatches if m.comparison.evidence),
         right=frozenset(right),
         insistent=max(right.values(), default=0) >= enough and not same.alike,
@@ -341,28 +344,6 @@ def _wrong_too(case: Case, run: Run) -> frozenset[str]:
         for uuid, device in case.devices.items()
         if any((m.run.probe, m.run.stack_id) == (run.probe, run.stack_id) for m in case.node.accusing[uuid])
     )
-
-
-def _sound_cores(case: Case, mismatches: Sequence[Mismatch]) -> frozenset[str]:
-    """Return the cores that computed right what one core alone computed wrong, again and again or every time."""
-    wrong = {h.core for h in mismatches if h.core is not None}
-    if not case.is_cpu or len(wrong) != 1:
-        return frozenset()
-    of_core = {
-        core: judge_cause.results(case.runs, mismatches[-1].run, partial(_is_on, core))
-        for core in sorted({c.place.core for r in case.runs for c in r.comparisons if c.place.core is not None})
-    }
-    own = of_core.pop(wrong.pop(), None)
-    others = {f"core {core}": found for core, found in of_core.items() if found is not None}
-    if own is None:
-        return frozenset()
-    enough = 1 + case.policy.confirm_runs
-    same = judge_cause.same_operands(own, others, {h.operands for h in mismatches}, enough)
-    return frozenset(same.right) or judge_cause.fails_more(own, others, frozenset())
-
-
-def _is_on(core: int, comparison: Comparison) -> bool:
-    return comparison.place.core == core
 
 
 def _lane(case: Case, run: Run) -> list[Run]:

@@ -88,8 +88,10 @@ class Scene:
     """Every accelerator was wrong too, no two alike, and the host's CPU is on trial."""
     cells: tuple[Cell, ...] = ()
     """What a few words of memory do again and again, while the others are right."""
-    cores: frozenset[str] = frozenset()
-    """Cores of this processor that computed right what one core alone computed wrong."""
+    lone_unit: Place | None = None
+    """The core or SM on which all wrong results were computed, while the others computed the same right."""
+    sound_units: Place | None = None
+    """Those others."""
     right: frozenset[str] = frozenset()
     """Siblings that computed right the same data that it always computes wrong, and did not begin to fail with it."""
     insistent: bool = False
@@ -187,9 +189,9 @@ TABLE: tuple[Row, ...] = (
         lambda _: "Every device of this host is wrong, each in its own way: its memory, CPU or PCIe is at fault.",
     ),
     Row(
-        lambda s: s.cores,
+        lambda s: s.lone_unit,
         Cause.HARDWARE,
-        lambda s: f"Other cores of this processor compute the same data correctly: {names(s.cores)}.",
+        lambda s: f"Only {s.lone_unit} is wrong: {s.sound_units} computed the same data correctly.",
     ),
     Row(
         lambda s: s.right and not s.alike,
@@ -434,9 +436,12 @@ def same_operands(own: Record, siblings: Mapping[str, Record], data: set[Operand
     return Same(right, frozenset(alike), frozenset(unlike))
 
 
-def fails_more(own: Record, siblings: Mapping[str, Record], company: frozenset[str]) -> frozenset[str]:
+def fails_more(
+    own: Record, siblings: Mapping[str, Record], company: frozenset[str], *, among: int = 0
+) -> frozenset[str]:
     """Return the siblings beside which a device fails more often than chance explains; none where chance does.
 
+    `among`: how many the device is one of, where that is not one more than its siblings.
     If the fault were the software's or the host's, failing runs would fall on the devices as their trials do.
     """
     theirs = {name: record for name, record in siblings.items() if record.trials.results}
@@ -448,7 +453,7 @@ def fails_more(own: Record, siblings: Mapping[str, Record], company: frozenset[s
         mine / max(1, mine + other)
         for mine, other in ((own.trials.results, others.results), (own.trials.uploads, others.uploads))
     )
-    chance = (1 + len(theirs)) * tail(own.failing, own.failing + failing, share)
+    chance = (among or 1 + len(theirs)) * tail(own.failing, own.failing + failing, share)
     return frozenset(theirs) if chance <= (AMONG if failing or company else ALONE) else frozenset()
 
 

@@ -64,14 +64,14 @@ def confirmed_within_a_week(mismatches: Sequence[Mismatch], policy: JudgePolicy)
 
 
 def confirmed_in_place(mismatches: Sequence[Mismatch], _policy: JudgePolicy) -> Confirmation | None:
-    """Two uploads went wrong at the same place: one core, or one bit of one row, column or lane.
+    """Two uploads went wrong at the same place: one core or SM, or one bit of one row, column or lane.
 
     Source: design §4. By chance: 1.7e-7 in 400 days with two cores, less with more.
     """
     seen: set[tuple[str, str, Span] | Place] = set()
     for mismatch in (m for m in mismatches if m.comparison.subject is Subject.DEVICE):
         c = mismatch.comparison
-        places: set[tuple[str, str, Span] | Place] = {c.place} if c.place.core is not None else set()
+        places: set[tuple[str, str, Span] | Place] = {c.place} if c.place.is_unit else set()
         if c.evidence and len(c.evidence.bits) == 1:
             bit = next(iter(c.evidence.bits))
             places |= {(bit, axis, _line(span)) for axis, span in c.evidence.lines.items() if span.shared}

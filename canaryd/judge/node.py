@@ -238,15 +238,23 @@ def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:
 def contradictions(mismatches: Iterable[Mismatch]) -> frozenset[object]:
     """Return the classes in which a device gave right and wrong results for the same bytes.
 
-    In one upload, or in fresh uploads of the same operands.
+    In one upload, in fresh uploads of the same operands, or on another of its units.
     """
-    return frozenset(_claim(m.run, m.comparison) for m in mismatches if _was_right_too(m.comparison))
+    return frozenset(
+        _claim(m.run, m.comparison) for m in mismatches if _was_right_too(m.comparison) or _right_elsewhere(m)
+    )
 
 
 def _was_right_too(comparison: Comparison) -> bool:
     evidence = comparison.evidence
     again = evidence is not None and evidence.repeats_wrong < evidence.repeats
     return comparison.wrong_trials < comparison.trials or again
+
+
+def _right_elsewhere(mismatch: Mismatch) -> bool:
+    """Return whether another part of the device computed the same operands right in the same run."""
+    others = (c for c in mismatch.run.comparisons if c.subject is Subject.DEVICE and not c.wrong)
+    return any(operands_of(c) == mismatch.operands for c in others)
 
 
 def is_inconstant(mismatches: Iterable[Mismatch]) -> bool:

@@ -10,6 +10,7 @@ from canaryd.judge.case import Case, record
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
+from canaryd.judge.units import units_of
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
 
@@ -61,8 +62,10 @@ def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
     accused = {id(m.comparison) for m in mismatches}
     for run in {m.run.id: m.run for m in mismatches}.values():
         for c in run.comparisons:
-            if c.place.unit in ("core", "sm") and len(c.place.numbers) == 1 and c.subject is not Subject.COMPARATOR:
-                of[c.place] += c.trials
-                wrong[c.place] += c.wrong_trials if id(c) in accused else 0
+            if c.subject is Subject.COMPARATOR or not (c.place.is_unit or c.subject is Subject.DEVICE):
+                continue
+            for place in units_of(c.place):
+                of[place] += c.trials // len(c.place.numbers)
+                wrong[place] += c.wrong_trials // len(c.place.numbers) if id(c) in accused else 0
     places = sorted(of, key=lambda place: (place.unit, place.numbers))
     return tuple(PlaceTally(place=place, wrong=wrong[place], of=of[place]) for place in places)

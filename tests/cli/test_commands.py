@@ -71,7 +71,14 @@ def test_probes_lists_the_catalogue(tmp_path):
     listed = [line.split()[0] for line in answer.out.splitlines()]
     assert sorted([*listed, "model_canary"]) == list(BUILTIN)  # that one runs only where it is asked for
     exact = [name for name in listed if name.startswith("exact")]
-    assert exact == ["exact_integer", "exact_matmul", "exact_attention", "exact_canary", "exact_endpoint"]
+    assert exact == [
+        "exact_integer",
+        "exact_matmul",
+        "exact_units",
+        "exact_attention",
+        "exact_canary",
+        "exact_endpoint",
+    ]
     for line in answer.out.splitlines():
         assert f"(builtin: {ROOT}/probes/{line.split()[0]}.py)" in line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from canaryd.facts import Evidence, Span
@@ -11,6 +12,8 @@ FIRST = 64
 """Wrong elements written out with their bits."""
 EXAMINED = 65_536
 """Wrong elements looked at for the bit histogram."""
+WARP = 32
+"""Lanes of a warp (NVIDIA PTX ISA, WARP_SZ)."""
 
 _AXES = ("batch", "head", "row", "column")
 _MANTISSA = {
@@ -67,12 +70,17 @@ def _lines(where: Any, shape: Any) -> dict[str, Span]:
     for axis, name in enumerate(names):
         if shape[axis] == 1:
             continue  # an axis of one element says nothing about where
-        values = sorted(set(where[:, axis].tolist()))
-        # Lanes, fragments and tiles repeat with powers of two: the largest period that all wrong indices share.
-        periods = (p for p in (128, 64, 32, 16, 8, 4, 2) if shape[axis] > p and len({v % p for v in values}) == 1)
-        period = 0 if len(values) == 1 else next(periods, 0)
-        lines[name] = Span(first=values[0], last=values[-1], distinct=len(values), period=period)
+        lines[name] = span(where[:, axis].tolist(), shape[axis])
     return lines
+
+
+def span(indices: Iterable[int], size: int) -> Span:
+    """Return what indices below `size` share: one value, a residue, or only a range."""
+    values = sorted(set(indices))
+    # Lanes, fragments and tiles repeat with powers of two: the largest period that all wrong indices share.
+    periods = (p for p in (128, 64, 32, 16, 8, 4, 2) if size > p and len({v % p for v in values}) == 1)
+    period = 0 if len(values) == 1 else next(periods, 0)
+    return Span(first=values[0], last=values[-1], distinct=len(values), period=period)
 
 
 def bit_name(dtype: Any, bit: int) -> str:

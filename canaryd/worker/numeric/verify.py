@@ -39,6 +39,8 @@ FIXED_SEED = 20_260_101
 """Seed of the fixed cases, whose golden digests ship with the package and whose results make the fingerprint."""
 FRESH_UPLOADS = 3
 """Fresh uploads tried at once after a mismatch, in the same process."""
+ELSEWHERE = 5.0
+"""Seconds for which a run computes the operands of its first wrong result on the other cores of a processor (ours)."""
 WRONG_ENOUGH = 3
 """Wrong results after which an upload is not repeated further."""
 LOOKED_AT = 8
@@ -67,6 +69,8 @@ class Session:
     places: set[Place] = field(default_factory=set)
     pools: tuple[tuple[Product, int], Problem] | None = None
     """The last pools made, and of which product and seed."""
+    told_apart: bool = False
+    """Whether the cores have computed the operands of a wrong result one by one."""
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
@@ -85,7 +89,7 @@ class Session:
         return self.injector.spent or (isinstance(self.runtime, Faulty) and self.runtime.struck > 0)
 
     @property
-    def _pins(self) -> bool:
+    def pins(self) -> bool:
         """Whether the work of the device can be put on one core."""
         return self.ctx.device.unit == "cpu" and self.runtime.pins
 
@@ -96,13 +100,13 @@ class Session:
     def place(self, case: str) -> int | None:
         """Return where a case runs on a CPU: half of them on all cores together (None), half on one core alone."""
         draw = self._draw(case)
-        if not self._pins or draw & 1:
+        if not self.pins or draw & 1:
             return None
         return self.cores[(draw >> 1) % len(self.cores)]
 
     def place_of(self, core: int | None) -> Place:
         """Return the place of what runs on one core, or on all of them (None)."""
-        if not self._pins:
+        if not self.pins:
             return Place(unit="device")
         if core is None:
             return Place(unit="threads", numbers=(torch.get_num_threads(),))
@@ -206,7 +210,9 @@ def verify_case(session: Session, case: Case, seconds: float, shipped: str = "")
     seed = case_seed(ctx, case)
     started = ctx.clock()
     fresh = case.product is not None and session.runtime.gathers
-    problem, doubts = _make_pools(session, case, seed, core) if fresh else _make(session, case, seed, core, shipped)
+    problem, doubts = (
+        _make_pools(session, case, seed, core) if fresh else make_twice(session, case, seed, core, shipped)
+    )
     if problem.exactness is Exactness.ROUNDED and not session.runtime.rounds:
         raise Refused(f"{session.runtime.name} guarantees no rounding mode: this result would be rounded")
     yield from doubts
@@ -233,13 +239,31 @@ def _repeat(
     """Make, upload and compute the same operands again; yield what was wrong, return the comparison with the counts."""
     again = []
     for _ in range(FRESH_UPLOADS):
-        problem, doubts = _make(session, case, seed, core, shipped)
+        problem, doubts = make_twice(session, case, seed, core, shipped)
         yield from doubts
         if doubts:
             break
         again += [found for _, found, _ in _measure_whole(session, case, problem, seed, core, 0.0)]
+    else:
+        yield from _elsewhere(session, case, problem, seed, core)
     yield from (c for c in again if c.wrong)
     return _with_reproduction(comparison, again)
+
+
+def _elsewhere(session: Session, case: Case, problem: Problem, seed: int, core: int | None) -> Iterator[Comparison]:
+    """Compute the same operands on every other core alone, once in a run; yield what is right too: it names the core.
+
+    Of more cores than fit into `ELSEWHERE` another run begins with others.
+    """
+    others = [c for c in session.cores if c != core]
+    if session.told_apart or not (session.pins and can_pin() and others):
+        return
+    session.told_apart = True
+    start, until = session.ctx.seed % len(others), session.ctx.clock() + ELSEWHERE
+    for other in (*others[start:], *others[:start]):
+        yield from (found for _, found, _ in _measure_whole(session, case, problem, seed, other, 0.0))
+        if session.ctx.clock() >= until:
+            return
 
 
 def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Comparison:
@@ -256,7 +280,9 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> tu
     wanted = (case.product.of_pools, seed)
     doubts: list[Comparison] = []
     if session.pools is None or session.pools[0] != wanted:
-        pools, doubts = _make(session, replace(case, build=partial(make_pools, case.product.of_pools)), seed, core, "")
+        pools, doubts = make_twice(
+            session, replace(case, build=partial(make_pools, case.product.of_pools)), seed, core, ""
+        )
         session.pools = None if doubts else (wanted, pools)
     else:
         pools = session.pools[1]
@@ -264,7 +290,9 @@ def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> tu
     return replace(pools, shape=case.product.shape, operations=operations), doubts
 
 
-def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> tuple[Problem, list[Comparison]]:
+def make_twice(
+    session: Session, case: Case, seed: int, core: int | None, shipped: str
+) -> tuple[Problem, list[Comparison]]:
     """Build a problem twice on the host; return it with the comparisons that failed (none on a healthy host)."""
     first, second = session.makers(case.name, core)
     with on_core(first):

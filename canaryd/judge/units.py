@@ -1,0 +1,76 @@
+"""Which core or SM is wrong, where the others compute the same right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from canaryd.facts import UNITS, Comparison, Place, Subject
+from canaryd.judge.cause import Mismatch, Record, counted, fails_more, results, same_operands
+from canaryd.model import Run
+
+
+def units_of(place: Place) -> Iterator[Place]:
+    """Yield the single cores or SMs of a place; nothing for any other place."""
+    if place.unit in UNITS:
+        yield from (Place(unit=place.unit, numbers=(number,)) for number in place.numbers)
+
+
+def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:
+    """Return the core or SM that alone is wrong, and those that computed the same right; None where nobody can tell.
+
+    It is always wrong on bytes on which others are right, or it fails more often than chance explains: over the runs
+    that failed, or over uploads of bytes that others computed too. `mismatches` are of one probe and software, `runs`
+    those of the device; `enough` is how often a unit that was right before must fail in a row.
+    """
+    accused = {m.comparison.place for m in mismatches if m.comparison.place.unit in UNITS}
+    if len(accused) != 1 or not (unit := accused.pop()).is_unit:
+        return None
+    like = mismatches[-1].run
+    on_it, elsewhere = (
+        results((_part(run, unit, on_it=on_it) for run in runs), like, lambda _: True) for on_it in (True, False)
+    )
+    if on_it is None or elsewhere is None:
+        return None
+    at = {place for cs in elsewhere.results.values() for c in cs for place in units_of(c.place)} - {unit}
+    others = {"others": elsewhere}
+    found = (
+        same_operands(on_it, others, {m.operands for m in mismatches}, enough).right
+        or fails_more(on_it, others, frozenset(), among=1 + len(at))
+        or fails_more(*_by_uploads(on_it, elsewhere), frozenset(), among=1 + len(at))
+    )
+    numbers = tuple(sorted(place.numbers[0] for place in at))
+    return (unit, Place(unit=unit.unit, numbers=numbers)) if found else None
+
+
+def _by_uploads(on_it: Record, elsewhere: Record) -> tuple[Record, dict[str, Record]]:
+    """Return both records with wrong uploads in place of wrong runs, of bytes alone that both computed.
+
+    One program on the same bytes is wrong everywhere alike, so each wrong upload tells of the unit; wrong uploads of
+    different bytes may tell of the bytes.
+    """
+    both = on_it.results.keys() & elsewhere.results.keys()
+    counts = [counted(itertools.chain.from_iterable(r.results[key] for key in both)) for r in (on_it, elsewhere)]
+    mine, theirs = (Record({}, count.failed, count) for count in counts)
+    return mine, {"others": theirs}
+
+
+def _part(run: Run, unit: Place, *, on_it: bool) -> Run:
+    """Return a run with what one unit computed alone, or with what the others of its kind did."""
+    return replace(run, comparisons=tuple(_shares(run.comparisons, unit, on_it=on_it)))
+
+
+def _shares(comparisons: Iterable[Comparison], unit: Place, *, on_it: bool) -> Iterator[Comparison]:
+    """Yield the share of a unit, or that of the others, in each comparison: those told together computed equally many.
+
+    Every unit had an upload's operands once.
+    """
+    for c in comparisons:
+        if c.subject is not Subject.DEVICE or c.place.unit != unit.unit:
+            continue
+        within = sum(number == unit.numbers[0] for number in c.place.numbers)
+        share, whole = within if on_it else len(c.place.numbers) - within, len(c.place.numbers)
+        if share:
+            right, wrong = c.trials * share // whole, c.wrong_trials * share // whole
+            yield replace(c, trials=right, wrong_trials=wrong, uploads=c.uploads * share)

@@ -1,0 +1,130 @@
+"""What runs tiles on every unit of a device: the cores of a processor, the SMs of a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from canaryd.model import Device
+from canaryd.worker.numeric.products import multiply
+from canaryd.worker.numeric.stack import capability
+from canaryd.worker.numeric.tensors import can_pin, on_core, torch, visible_cores
+from canaryd.worker.runtime.interface import Unsupported
+from canaryd.worker.units.tiles import MOVED, Launch, Tiles
+
+FIRST_TENSOR_CORES = (8, 0)
+"""Compute capability from which Triton uses tensor cores for these formats (3.2, 3.4 and 3.9 compiled for 7.5, 8.0,
+8.9, 9.0, 10.0 and 12.0)."""
+STEP = 64
+"""How much of K a block holds at a time: at least 32, which tensor cores take of int8."""
+
+
+class Processor(Protocol):
+    """A device whose units can be told apart."""
+
+    unit: str
+    """What `Place.unit` calls them."""
+    count: int
+    """How many the device has."""
+
+    def refuses(self, tiles: Tiles) -> str:
+        """Return why it cannot compute these tiles; "" where it can."""
+
+    def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:
+        """Compute the tiles on as many units as take a block; `shift` moves the blocks to other places in memory."""
+
+
+class Cores:
+    """The cores of this host that the process may use: each takes its turn alone, by affinity."""
+
+    unit = "core"
+
+    def __init__(self) -> None:
+        """Look up the cores."""
+        self.cores = visible_cores()
+        self.count = len(self.cores)
+
+    def refuses(self, tiles: Tiles) -> str:  # noqa: ARG002  what a processor's library refuses it says itself
+        """See `Processor`."""
+        return "" if can_pin() else "no core can be named where a process may not choose the core that it runs on"
+
+    def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:  # noqa: ARG002
+        """See `Processor`; every core takes exactly one block."""
+        a, b = operands
+        turned = shift % self.count
+        cores = [*self.cores[turned:], *self.cores[:turned]]
+        results = []
+        for core in cores:
+            with on_core(core):
+                each = [multiply(tiles.source, tiles.target, (x, y.mT), None) for x, y in zip(a, b, strict=True)]
+                results.append(torch.stack(each))
+        return Launch(torch.stack(results), cores)
+
+
+class Multiprocessors:
+    """The SMs of a GPU, by a kernel that reads the number of the SM it runs on.
+
+    Where the kernel is interpreted on the host, `placement` says on which SM each of so many blocks runs, and `lane`
+    which lane holds each element (M, N).
+    """
+
+    unit = "sm"
+
+    def __init__(
+        self,
+        device: Device,
+        placement: Callable[[int], list[int]] | None = None,
+        lane: Any = None,
+    ) -> None:
+        """Load the kernel, if Triton is there."""
+        self.kernel: Any = None
+        self.missing = ""
+        try:
+            self.kernel = importlib.import_module("canaryd.worker.units.kernel")
+        except ImportError as error:
+            self.missing = f"no SM can be named without Triton ({error}): install triton beside torch"
+        self.device, self.placement, self.lane = device, placement, lane
+        self.count = int(device.detail["multiprocessors"])
+
+    def refuses(self, tiles: Tiles) -> str:
+        """See `Processor`."""
+        if self.missing:
+            return self.missing
+        if tiles.path == "dot" and capability(self.device) < FIRST_TENSOR_CORES:
+            found = self.device.detail.get("capability", "unknown")
+            return f"Triton uses tensor cores from compute capability 8.0 on; this is {found}"
+        return ""
+
+    def launch(self, tiles: Tiles, operands: tuple[Any, ...], blocks: int, shift: int) -> Launch:
+        """See `Processor`."""
+        a, b = operands
+        where = a.device
+        results = torch.empty((blocks, *tiles.sizes), dtype=getattr(torch, tiles.target), device=where)
+        lanes = torch.full((blocks, tiles.M, tiles.N), MOVED, dtype=torch.int32, device=where)
+        units = torch.full((blocks, 2), MOVED, dtype=torch.int32, device=where)
+        on_chip = self.placement is None
+        if self.placement:
+            for block, unit in enumerate(self.placement(blocks)):
+                units[(block + shift) % blocks] = unit
+            lanes[:] = self.lane
+        with torch.cuda.device(where) if on_chip else contextlib.nullcontext(), _needs_a_compiler():
+            self.kernel.exact_tiles[(blocks,)](
+                *(a, b, results, lanes, units, shift % blocks, tiles.rounds),
+                M=tiles.M, N=tiles.N, K=tiles.K, STEP=min(STEP, tiles.K), DOT=tiles.path == "dot", ON_CHIP=on_chip,
+                num_warps=self.kernel.WARPS,
+            )  # fmt: skip
+        return Launch(results, [first if first == last else MOVED for first, last in units.tolist()], lanes)
+
+
+@contextlib.contextmanager
+def _needs_a_compiler() -> Iterator[None]:
+    """Raise `Unsupported` where Triton cannot build what launches a kernel: that says nothing of the device."""
+    try:
+        yield
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
+            raise Unsupported("Triton needs a C compiler and Python's headers (gcc, python3-dev)") from error
+        raise

@@ -1,0 +1,71 @@
+"""The same exact tiles on every core of a processor and every SM of a GPU: the unit that is wrong is named.
+
+Stresses: each core in turn, alone on its affinity; each SM through its tensor cores and through one multiplication and
+addition after the other (a kernel reads the number of the SM it runs on, and the lane of the warp that holds each
+element). All units compute the same bytes, so one that is wrong alone is told from wrong software.
+
+Cannot see: what shows only under full load or in larger products (exact_matmul has those), SMs that the device gave no
+block to (told under "skipped"). The SMs of a GPU need Triton, which comes with torch for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from canaryd.probe import Context, Device, Fact, ProbeSpec
+from canaryd.worker.numeric.characterised import accumulator
+from canaryd.worker.toolkit import need_torch
+from canaryd.worker.units.processors import Cores, Multiprocessors, Processor
+from canaryd.worker.units.sweep import sweep_units
+from canaryd.worker.units.tiles import Tiles
+
+SPEC = ProbeSpec(
+    name="exact_units",
+    summary="the same exact tiles on every core or SM: names the one that is wrong",
+    backends=("cpu", "cuda"),
+    budget={"quick": 0.3, "standard": 5.0, "deep": 60.0},
+    order=15,
+)
+
+KINDS = {
+    "cpu": (
+        *(("float32", content, "gemm") for content in ("dense", "full", "cancel")),
+        *(("float64", content, "gemm") for content in ("dense", "full")),
+        *((name, "cancel", "gemm") for name in ("bfloat16", "float16")),
+        ("int8", "narrow", "gemm"),
+    ),
+    "cuda": (
+        *((name, content, "dot") for content in ("full", "cancel", "dense") for name in ("bfloat16", "float16")),
+        ("int8", "wide", "dot"),
+        *(("float32", content, "fma") for content in ("dense", "full", "cancel")),
+        ("int32", "wide", "fma"),
+    ),
+}
+"""Backend → operands, content (docs/goldens.md) and path of its tiles."""
+QUICK = {"dense", "cancel", "narrow", "wide"}
+"""Contents of a quick run; of the tensor formats `cancel` alone, which shows an error of one unit of the sums."""
+ROUNDS = {"quick": 4, "standard": 16, "deep": 16}
+SIZES = (64, 64, 128)
+"""M, N, K of a tile: what a warp group of Hopper's tensor cores takes at once, and enough terms to accumulate."""
+
+
+def run(ctx: Context) -> Iterator[Fact]:
+    """Compute every kind of tile on every unit that this process may use."""
+    need_torch()
+    yield from sweep_units(ctx, processor(ctx.device), every_kind(ctx))
+
+
+def processor(device: Device) -> Processor:
+    """Return what runs the tiles."""
+    return Cores() if device.backend == "cpu" else Multiprocessors(device)
+
+
+def every_kind(ctx: Context) -> list[Tiles]:
+    """Return the tiles of a run."""
+    kinds = [kind for kind in KINDS[ctx.device.backend] if ctx.level != "quick" or ctx.cases or kind[1] in QUICK]
+    return [_tiles(ctx, *kind) for kind in kinds]
+
+
+def _tiles(ctx: Context, source: str, content: str, path: str) -> Tiles:
+    kept = accumulator(ctx.device, source).bits
+    return Tiles(source, content, path, kept, ROUNDS[ctx.level], *SIZES)
