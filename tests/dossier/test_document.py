@@ -28,7 +28,7 @@ from canaryd.dossier.places import failing_core
 from canaryd.dossier.summary import FIRMWARE, PART
 from canaryd.dossier.text import ranges
 from canaryd.engine.engine import Engine
-from canaryd.facts import Comparison, Evidence, Exactness, Reading
+from canaryd.facts import Comparison, Evidence, Exactness, Place, Reading, Span
 from canaryd.judge import statistics
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.store.store import Store
@@ -694,6 +694,26 @@ def test_failing_tests_stand_side_by_side_with_shares_of_places_and_one_chart(st
     assert html.count('<figure class="bars">') == 1
     assert "core 3: 1 of 4 (25 %)" in html
     assert '<td data-c="share of all wrong">33.3 %</td>' in html
+
+
+def test_an_sm_and_its_lane_are_named_as_a_core_is(store, tmp_path):
+    """The SM with its share, the lane as what all wrong elements share, and the SM as a part in the OCP output."""
+    seen = evidence(17, 40, 13)
+    seen = replace(seen, lines={**seen.lines, "lane": Span(first=19, last=19, distinct=1)})
+    tiles = {"case": "float16>float32/full/tiles/dot@8x64x64x128", "seed": 5, "shape": "M=512 N=64 K=128 rounds=8"}
+    given = run(31, wrong=1, probe="exact_units")
+    bad = replace(given.comparisons[0], place=place("SM 17"), trials=8, wrong_trials=8, evidence=seen, **tiles)
+    rest = Place(unit="sm", numbers=tuple(n for n in range(132) if n != 17))
+    sound = replace(bad, place=rest, trials=131 * 8, wrong_trials=0, evidence=None)
+    store.add_run(replace(given, id="00000000001f-abcdef", comparisons=(bad, sound)))
+    made, document, html = written(store, tmp_path)
+    (failure,) = [f for f in document["failures"] if f["probe"] == "exact_units"]
+    assert failure["lines"]["lane"] == "19"
+    assert [(p["place"], p["results"]["wrong"]) for p in failure["places"]] == [("131 SMs", 0), ("SM 17", 8)]
+    assert failing_core(failure) is None
+    assert "SM 17: 8 of 8 (100 %)" in html
+    assert "lane 19" in html
+    assert '"name": "SM 17"' in (made / "ocp.jsonl").read_text()
 
 
 def test_canaryd_itself_is_named_as_on_every_other_page(store, tmp_path):

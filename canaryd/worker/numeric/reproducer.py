@@ -10,7 +10,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -23,6 +23,7 @@ from canaryd.worker.numeric import attention, indexing
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Problem, Product, build, build_int8
 from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, on_core, visible_cores
+from canaryd.worker.units.tiles import Tiles
 
 Progress = Callable[[float, str], None]
 
@@ -185,7 +186,9 @@ class Exhibit:
 
 def exhibit(probe: str, case: str, seed: int, device: Device) -> Exhibit:
     """Build one case of an exact probe again from its name and seed; raise `Skip` where that is impossible."""
-    makers = {"exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer}
+    makers = {
+        "exact_matmul": _product, "exact_attention": _attention, "exact_integer": _integer, "exact_units": _tiles,
+    }  # fmt: skip
     if device.runtime != TORCH:
         raise Skip(f"reproduce.py calls torch, and this case failed through {device.runtime}")
     if probe not in makers:
@@ -226,6 +229,18 @@ def _product(case: str, seed: int, device: Device) -> Exhibit:
     )
     turn = int(case.partition("#")[2] or 0)
     return Exhibit(build(product, seed, turn), compute, ("a", "b"), switches)
+
+
+def _tiles(case: str, seed: int, device: Device) -> Exhibit:
+    """Return the tiles of a processor's cores; `--core` chooses one."""
+    (label, content, _, path), sizes = _sizes(case)
+    if path != "gemm":
+        raise Skip("only canaryd's own kernel tells SMs apart; canaryd check --repeat runs it again")
+    source = label.partition(">")[0]
+    made = Tiles(source, content, path, accumulator(device, source).bits, *sizes).build(seed)
+    one = "torch._int_mm" if source == "int8" else "torch.matmul"
+    compute = f"torch.cat([{one}(x, y.mT) for x, y in zip(a, b)])"
+    return Exhibit(replace(made, golden=made.golden.flatten(0, 1)), compute, ("a", "b"))
 
 
 def _attention(case: str, seed: int, device: Device) -> Exhibit:

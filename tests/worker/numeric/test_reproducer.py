@@ -32,6 +32,8 @@ CASES = [
     ("exact_attention", "float32/uniform/prefill/math/causal@1x2x2x48x48x64"),
     ("exact_attention", "bfloat16/onehot/grouped/math/bool@1x4x2x32x65x64"),
     ("exact_attention", "float32/onehot/decode/math/float@2x2x2x3x320x64"),
+    ("exact_units", "bfloat16/cancel/tiles/gemm@2x16x16x32"),
+    ("exact_units", "int8>int32/narrow/tiles/gemm@2x32x32x32"),
     *INTEGERS,
 ]
 
