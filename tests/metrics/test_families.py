@@ -384,7 +384,7 @@ def test_a_full_node_is_bounded():
         lines = series(page.text.body)
         names = [line.rpartition(" ")[0] for line in lines]
         assert len(names) == len(set(names))
-        assert len(lines) / len(full.devices) < 700
+        assert len(lines) / len(full.devices) < 750
         assert {v.device.uuid for v in full.devices} <= {
             d for line in names for d in re.findall(r'device="(.*?)"', line)
         }
