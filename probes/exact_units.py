@@ -44,7 +44,7 @@ KINDS = {
 """Backend → operands, content (docs/goldens.md) and path of its tiles."""
 QUICK = {"dense", "cancel", "narrow", "wide"}
 """Contents of a quick run; of the tensor formats `cancel` alone, which shows an error of one unit of the sums."""
-ROUNDS = {"quick": 4, "standard": 16, "deep": 16}
+ROUNDS = {"quick": 4, "standard": 8, "deep": 8}
 SIZES = (64, 64, 128)
 """M, N, K of a tile: what a warp group of Hopper's tensor cores takes at once, and enough terms to accumulate."""
 

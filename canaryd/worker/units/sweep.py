@@ -17,6 +17,7 @@ from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.tensors import bits, host_same_bits
 from canaryd.worker.numeric.verify import Session, case_seed, make_twice
+from canaryd.worker.runtime.torch import BURST_BYTES
 from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles
 
@@ -30,7 +31,7 @@ and then."""
 NAMED = 8
 """Wrong units of a case that are told one by one; more are told together, for no single one is to blame."""
 MOST_BLOCKS = 8
-"""Blocks per unit of a launch at most, where fewer did not reach every unit."""
+"""Blocks per unit of a launch at most, where fewer did not reach every unit and their results fit into a burst."""
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Sweep:
         operands = session.injector.before(case.name, runtime.upload(problem.operands, device), 0)
         (golden,) = runtime.upload((problem.golden,), device)
         shift = session.ctx.seed + self.launches  # no unit keeps the same place in memory
-        launch = self.processor.launch(tiles, operands, self.blocks, shift)
+        blocks = min(self.blocks, max(self.processor.count, BURST_BYTES // problem.golden.nbytes))
+        launch = self.processor.launch(tiles, operands, blocks, shift)
         launch = replace(launch, results=session.injector.after(case.name, launch.results))
         wrong = (bits(launch.results) != bits(golden)).flatten(2).any(-1).tolist()
         session.device_seconds += session.ctx.clock() - handed
