@@ -29,9 +29,10 @@ from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, make_pools
 from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, torch
-from canaryd.worker.numeric.verify import Session, case_seed, verify_case
+from canaryd.worker.numeric.verify import case_seed, verify_case
 from canaryd.worker.runtime.faulty import COMPARATORS, GATHERS, Faulty, WrongColumn, WrongIndex
 from canaryd.worker.runtime.interface import Operation
 

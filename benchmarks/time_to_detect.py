@@ -27,9 +27,10 @@ from canaryd.probe import Context
 from canaryd.worker.numeric.cases import Case
 from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, visible_cores
-from canaryd.worker.numeric.verify import Session, verify_case
+from canaryd.worker.numeric.verify import verify_case
 from canaryd.worker.runtime.faulty import OneCore
 from canaryd.worker.runtime.interface import Operation
 

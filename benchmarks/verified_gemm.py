@@ -24,6 +24,7 @@ from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import gather, make_pools
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
 
 SAMPLE = 0.2
@@ -88,7 +89,7 @@ class Row:
 def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     """Measure one size; end the program if a result is wrong."""
     context = Context(device=device, level="standard", seed=size, budget=3600.0)
-    session = verify.Session(context)
+    session = Session(context)
     case = product_case(device, form, form, "dense", "square", "nn", (size, size, size, 0))
     seed = verify.case_seed(context, case)
     product = case.product

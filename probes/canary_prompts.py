@@ -18,8 +18,8 @@ from canaryd.worker.canary.golden import FIXED, PATHS, Bench, Golden, Task, load
 from canaryd.worker.canary.model import DTYPES, BadFile
 from canaryd.worker.numeric.cases import QUOTED
 from canaryd.worker.numeric.errors import is_refusal
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import as_text
-from canaryd.worker.numeric.verify import Session
 from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip
 from canaryd.worker.numeric.recording import Recorder, one_thread
 from canaryd.worker.numeric.serving_kernels import Kernel, every_kernel
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import as_text
-from canaryd.worker.numeric.verify import Session
 from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 
 SPEC = ProbeSpec(

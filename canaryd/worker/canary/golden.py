@@ -30,6 +30,7 @@ from canaryd.worker.numeric import verify as numeric_verify
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import bits, host_same_bits, on_core, torch, torch_device
 
 PATHS = ("decode", "forced")
@@ -249,7 +250,7 @@ class Task:
 class Bench:
     """A device with the model on it, once per format, and what it has answered."""
 
-    def __init__(self, session: numeric_verify.Session, golden: Golden) -> None:
+    def __init__(self, session: Session, golden: Golden) -> None:
         self.session = session
         self.golden = golden
         self.models: dict[str, Canary] = {}

@@ -33,6 +33,7 @@ from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import combine
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, on_core, synchronize, torch, torch_device
 
 GRID = 8
@@ -79,7 +80,7 @@ class Made:
 class Recorder:
     """One run of recorded cases on one device."""
 
-    def __init__(self, session: verify.Session, settings: str) -> None:
+    def __init__(self, session: Session, settings: str) -> None:
         self.session = session
         self.settings = settings
         """Fingerprint of the switches."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,18 @@ from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import combine, digest
-from canaryd.worker.numeric.operands import Problem, Product, gather, gather_golden, make_pools
+from canaryd.worker.numeric.operands import Problem, gather, gather_golden, make_pools
 from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
     as_text,
     can_pin,
     host_same_bits,
     need_torch,
     on_core,
-    torch,
-    visible_cores,
 )
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.faulty import GATHERS, Faulty
-from canaryd.worker.runtime.interface import Runtime
+from canaryd.worker.runtime.faulty import GATHERS
 
 FIXED_SEED = 20_260_101
 """Seed of the fixed cases, whose golden digests ship with the package and whose results make the fingerprint."""
@@ -45,88 +43,6 @@ WRONG_ENOUGH = 3
 """Wrong results after which an upload is not repeated further."""
 LOOKED_AT = 8
 """In one of so many cases the host looks at what the device gathered though nothing is wrong (our choice)."""
-
-
-@dataclass
-class Session:
-    """One run of an exact probe on one device: places, cores for the goldens, fault injection, totals."""
-
-    ctx: Context
-    cores: tuple[int, ...] = field(default_factory=visible_cores)
-    runtime: Runtime = field(init=False)
-    injector: faults.Injector = field(init=False)
-    trials: int = 0
-    elements: int = 0
-    operations: int = 0
-    device_seconds: float = 0.0
-    """How long the device computed and compared results, by the clock of the run."""
-    made_twice: int = 0
-    gathers: int = 0
-    """Turns of fresh operands that the device gathered."""
-    digests: list[tuple[str, str]] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    """Case that the device has no kernel for → why."""
-    places: set[Place] = field(default_factory=set)
-    pools: tuple[tuple[Product, int], Problem] | None = None
-    """The last pools made, and of which product and seed."""
-    told_apart: bool = False
-    """Whether the cores have computed the operands of a wrong result one by one."""
-
-    def __post_init__(self) -> None:
-        """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
-        drill = self.ctx.drill
-        if drill and drill not in faults.FAULTS and drill not in GATHERS:
-            raise Skip(f"unknown fault {drill!r}; there are {', '.join((*faults.FAULTS, *GATHERS))}")
-        fault = faults.FAULTS.get(drill)
-        self.runtime = interface.of(self.ctx.device)
-        if drill in GATHERS and self.runtime.gathers:
-            self.runtime = GATHERS[drill](self.ctx.seed)
-        self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
-
-    @property
-    def struck(self) -> bool:
-        """Whether the drill's fault was injected."""
-        return self.injector.spent or (isinstance(self.runtime, Faulty) and self.runtime.struck > 0)
-
-    @property
-    def pins(self) -> bool:
-        """Whether the work of the device can be put on one core."""
-        return self.ctx.device.unit == "cpu" and self.runtime.pins
-
-    def _draw(self, case: str) -> int:
-        """Draw a number for a case from the run's seed: the same when the case is confirmed, alone or not."""
-        return derive(self.ctx.seed, f"place of {case.partition('@')[0]}")
-
-    def place(self, case: str) -> int | None:
-        """Return where a case runs on a CPU: half of them on all cores together (None), half on one core alone."""
-        draw = self._draw(case)
-        if not self.pins or draw & 1:
-            return None
-        return self.cores[(draw >> 1) % len(self.cores)]
-
-    def place_of(self, core: int | None) -> Place:
-        """Return the place of what runs on one core, or on all of them (None)."""
-        if not self.pins:
-            return Place(unit="device")
-        if core is None:
-            return Place(unit="threads", numbers=(torch.get_num_threads(),))
-        return Place(unit="core", numbers=(core,)) if can_pin() else Place(unit="thread")
-
-    def makers(self, case: str, *avoid: int | None) -> tuple[int, int]:
-        """Return two host cores to make a golden on, away from others where there is a choice, from the first of all.
-
-        Twice the same where there is no other: what passes shows by making it again, and only what stays does not.
-        """
-        others = [c for c in self.cores if c not in avoid] or [c for c in self.cores if c not in avoid[:1]]
-        others = others or list(self.cores)
-        first = others[(self._draw(case) >> 20) % len(others)]
-        second = next((c for c in [*others[::-1], *self.cores] if c != first), first)
-        return first, second
-
-    @staticmethod
-    def place_of_makers(first: int, second: int) -> Place:
-        """Return the place of a golden that two cores made, or one core twice."""
-        return Place(unit="core", numbers=(first, second)) if can_pin() else Place(unit="threads")
 
 
 def verify_all(

@@ -18,8 +18,9 @@ from canaryd.worker.canary import golden as canary_golden
 from canaryd.worker.canary import model as canary_model
 from canaryd.worker.canary.golden import Bench, golden_digest, load_golden, look, record
 from canaryd.worker.canary.model import BadFile, Canary, read_safetensors, write_safetensors
-from canaryd.worker.numeric import faults, verify
+from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.seeds import mix64
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, stack
 from canaryd.worker.numeric.tensors import bits, strict_switches
 
@@ -669,7 +670,7 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
 @pytest.mark.parametrize("dtype", canary_model.DTYPES)
 def test_every_struck_weight_is_found_in_memory(probe, golden, dtype):
     """The lowest bit of one element of each tensor: the read-back names the tensor and the element."""
-    session = verify.Session(context())
+    session = Session(context())
     for number, name in enumerate(golden.model.weights):
         bench = Bench(session, golden)
         bench.prepare(dtype)

@@ -15,6 +15,7 @@ from canaryd.worker.numeric.integers import significant_bits
 from canaryd.worker.numeric.recording import Recorder
 from canaryd.worker.numeric.reproducer import exhibit
 from canaryd.worker.numeric.serving_kernels import every_kernel
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu, float8
 from canaryd.worker.numeric.tensors import FORMATS, bits
 from tests.command import ROOT
@@ -95,7 +96,7 @@ def test_a_kernel_that_larger_products_lack_ends_no_run(probes, monkeypatch):
 
 def test_no_refusing_kernel_ends_the_recorded_kernels(cuda_rules):
     """What attention refuses is listed with its reason."""
-    recorder = Recorder(verify.Session(context()), "")
+    recorder = Recorder(Session(context()), "")
     kernels = [k for k in every_kernel(cpu()) if k.kind == "sdpa"]
     with numeric_tensors.strict_switches():
         for kernel in kernels:

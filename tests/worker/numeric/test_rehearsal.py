@@ -19,7 +19,7 @@ from canaryd.supervisor.environment import SCRUBBED
 from canaryd.worker.canary.golden import FIXED, PATHS, load_golden
 from canaryd.worker.canary.model import Decoder, decode, score
 from canaryd.worker.exact_canary import cases
-from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, products, stack, verify
+from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, products, stack
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.faults import FAULTS, Injector
@@ -28,6 +28,7 @@ from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import build, make_pools
 from canaryd.worker.numeric.recording import Made, Recorder
 from canaryd.worker.numeric.serving_kernels import every_kernel
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import FORMATS, OVERRIDES, strict_switches, torch_device, upload
 from canaryd.worker.runtime import interface
 from tests.command import ROOT
@@ -245,7 +246,7 @@ def stretched(name, n):
 @pytest.mark.parametrize("device", [HOPPER, MI300X], ids=lambda d: d.model)
 def test_every_recorded_kernel_runs(device):
     """Operands, fresh uploads at their offsets, results, and the shapes of reference and bound."""
-    recorder, ran = Recorder(verify.Session(context(device, "quick")), ""), 0
+    recorder, ran = Recorder(Session(context(device, "quick")), ""), 0
     kernels = every_kernel(device)
     for kernel in kernels:
         with fake(torch):

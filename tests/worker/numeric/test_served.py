@@ -9,6 +9,7 @@ from canaryd.judge.characterised import class_of
 from canaryd.probe import Context
 from canaryd.worker.numeric import reproducer, verify
 from canaryd.worker.numeric.served import Unreadable, Weight, read, served_cases, weights
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import flat_bits
 from canaryd.worker.runtime import interface
@@ -110,7 +111,7 @@ def test_every_case_is_right_here_and_can_be_asked_for(model):
     """All rows and contents by name; the same name gives the same product, also for the dossier's script."""
     cases = list(served_cases(context(model, cases=("*",)), {"float32": 1e11}))
     assert len(cases) == 2 * 6 * 5
-    session = verify.Session(context(model))
+    session = Session(context(model))
     for case in cases[::7]:
         seed = verify.case_seed(session.ctx, case)
         (found,) = (f for f in verify.verify_case(session, case, 0.0) if isinstance(f, Comparison))

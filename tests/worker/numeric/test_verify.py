@@ -23,6 +23,7 @@ from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.seeds import mix64
+from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, flat_bits, host_same_bits, same_bits, upload, words
 from canaryd.worker.numeric.verify import verify_all
@@ -679,11 +680,11 @@ def test_a_core_is_taken_and_given_back_also_after_an_exception():
 
 def test_every_core_and_all_threads_together_take_their_turn():
     """Places of a run name each core and the whole."""
-    session = verify.Session(context())
+    session = Session(context())
     places = Counter(session.place(f"float32/case {i}/square/nn@8x8x8") for i in range(400))
     assert set(places) == {*session.cores, None}
     assert 150 < places[None] < 250  # half of the cases
-    again = verify.Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
+    again = Session(context("float32/case 7/square/nn@8x8x8"))  # a confirmation goes where the mismatch was
     assert again.place("float32/case 7/square/nn@8x8x8") == session.place("float32/case 7/square/nn@9x9x9")
     assert str(session.place_of(None)) == f"all {torch.get_num_threads()} threads"
     assert str(session.place_of(session.cores[0])) == f"core {session.cores[0]}"
@@ -692,14 +693,14 @@ def test_every_core_and_all_threads_together_take_their_turn():
 @TWO_CORES
 def test_goldens_are_made_on_two_cores_away_from_the_one_under_test():
     """Where there are more than two cores, none of the makers is the accused."""
-    session = replace_cores(verify.Session(context()), (0, 1, 2, 3))
+    session = replace_cores(Session(context()), (0, 1, 2, 3))
     for avoid in (0, 1, 2, 3, None):
         first, second = session.makers("a/case", avoid)
         assert first != second
         assert avoid not in (first, second)
-    assert replace_cores(verify.Session(context()), (5,)).makers("a/case", 5) == (5, 5)
+    assert replace_cores(Session(context()), (5,)).makers("a/case", 5) == (5, 5)
     assert {session.makers(f"case {n}", 1, 2)[0] for n in range(20)} == {0, 3}
-    pair = replace_cores(verify.Session(context()), (0, 1))
+    pair = replace_cores(Session(context()), (0, 1))
     assert {pair.makers(f"case {n}", 0, 1)[0] for n in range(20)} == {1}
 
 
@@ -749,7 +750,7 @@ def test_the_host_compares_away_from_the_accused_core(monkeypatch):
         return real(a, b)
 
     monkeypatch.setattr(verify, "host_same_bits", watched)
-    session = verify.Session(context())
+    session = Session(context())
     core = session.cores[0]
     problem = small().build(1)
     verify._measure_whole(session, small(), problem, 1, core, 0.0)
