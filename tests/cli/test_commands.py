@@ -236,7 +236,7 @@ WRONG_USE = (
     (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
     (
         ("drill", "--fault", "fire"),
-        "(choose from flip, zero, swap, nan, stuck, consistent, stuck-at-1, stuck-at-0, ",
+        "(choose from flip, zero, swap, nan, stuck, consistent, wrong-row, stale-row, ",
     ),
     (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
     (("check", "--config", "/"), "/: is a directory"),

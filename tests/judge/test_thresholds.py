@@ -743,6 +743,7 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.cells.broken_cells": {2},  # half of the words: most of them
     "judge.characterised.class_of": {4096},  # a cache
     "judge.coverage.vanished": {60},  # whole minutes, in words
+    "judge.node.Node.shared": {2},  # of one device nothing is shared
     "judge.vanishing.outages": {2},  # found and gone take turns
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface
     "judge.trends.days.tracks": {2},  # polls that are remembered
