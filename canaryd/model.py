@@ -44,6 +44,8 @@ class Reason(str, enum.Enum):
     """canaryd itself cut the run short: no evidence, and not stored."""
     DEVICE_LOST = "device_lost"
     """The driver says that the device no longer answers."""
+    NO_CASE = "no_case"
+    """The probe has none of the cases that were asked for. Where a person typed them: no evidence, and not stored."""
 
 
 class State(str, enum.Enum):

@@ -6,9 +6,10 @@ verdicts. See docs/writing-a-probe.md.
 
 from __future__ import annotations
 
+import difflib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -25,6 +26,7 @@ __all__ = [
     "Evidence",
     "Exactness",
     "Fact",
+    "NoCase",
     "Place",
     "ProbeSpec",
     "Reading",
@@ -89,6 +91,24 @@ class Skip(Exception):
 
     reason = Reason.NONE
     """What the judge has to know of it."""
+
+
+NEAREST = 3
+"""Names of cases that are suggested for one that does not exist."""
+
+
+class NoCase(Skip):
+    """Raise it where a probe has none of the cases that `ctx.cases` asks for."""
+
+    reason = Reason.NO_CASE
+
+    def __init__(self, asked: Sequence[str], names: Iterable[str]) -> None:
+        """Make the message; `names` are the cases that the probe has on this device."""
+        stable = list(dict.fromkeys(name.partition("@")[0] for name in names))
+        near = dict.fromkeys(n for want in asked for n in difflib.get_close_matches(want, stable, NEAREST))
+        self.nearest = tuple(near)[:NEAREST] or tuple(stable[:1])
+        """Cases that the probe has: those whose names are nearest, or any one."""
+        super().__init__(f"no case matches {', '.join(asked)}; it has e.g. {', '.join(self.nearest)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary.golden import FIXED, PATHS, Bench, Golden, Task, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile
 from canaryd.worker.numeric.cases import QUOTED
@@ -42,7 +42,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     session = Session(ctx)
     tasks = [t for t in every_task(ctx, golden) if chosen(ctx, t.name) or chosen(ctx, f"{t.name}/logits")]
     if not tasks:
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is float32/decode/b1/{golden.names[0]}")
+        raise NoCase(ctx.cases, (t.name for t in every_task(ctx, golden)))
     session.injector.arm([t.name for t in tasks if t.path in PATHS] or [t.name for t in tasks if t.rows])
     # A drill's case goes first. Compiled cases go early, so that the rest of the budget is shared by what is left.
     tasks.sort(key=lambda t: (not t.rows, t.name != session.injector.target, t.path != "compiled"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from canaryd.probe import Context, Fact, ProbeSpec, Skip, Skipped
+from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip, Skipped
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.prompts import Prompt, load
 from canaryd.worker.endpoint.recorder import Item, Progress, Recorder, names
@@ -47,7 +47,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     recorder = Recorder(ctx, endpoint)
     items = [item for item in every_item(ctx, endpoint, prompts) if any(map(recorder.wanted, names(item)))]
     if not items:
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {settings.apis[0]}/{prompts[0].name}/fresh")
+        raise NoCase(ctx.cases, (name for item in every_item(ctx, endpoint, prompts) for name in names(item)))
     yield from _baseline(ctx, recorder, items) if ctx.baselining else _record(ctx, recorder, items)
     if not recorder.recorded:
         raise Skip("; ".join(dict.fromkeys(recorder.refused.values())))

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from canaryd.probe import Context, Device, Fact, ProbeSpec, Skip, Skipped
+from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
 from canaryd.worker.exact_canary.cases import KERNELS, MOST_ROWS, PATHS, Inference, case, steps
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.numeric.attention import Attention, attend, blank
@@ -37,8 +37,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     need_torch()
     asked = [i for i in every_inference(ctx) if chosen(ctx, i.name)]
     if not asked:
-        example = every_inference(ctx)[0].name
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {example}")
+        raise NoCase(ctx.cases, (i.name for i in every_inference(ctx)))
     cannot: dict[tuple[str, str], str] = {}
     for kernel, form in dict.fromkeys((i.kernel, i.form) for i in asked):
         if kernel != "eager" and (why := refuses(ctx.device, kernel, form)):

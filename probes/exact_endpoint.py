@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from canaryd.probe import Context, Fact, ProbeSpec, Skip
+from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Skip
 from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.examiner import Examiner
 from canaryd.worker.endpoint.settings import Settings
@@ -54,7 +54,7 @@ def _examined(ctx: Context, settings: Settings, expected: Expected) -> Iterator[
     endpoint = Endpoint(settings, memory=ctx.memory)
     examiner = Examiner(ctx, endpoint, expected)
     if not any(map(examiner.wanted, every_case(settings))):
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of them is {every_case(settings)[0]}")
+        raise NoCase(ctx.cases, every_case(settings))
     stopped = None
     try:
         yield from _ask(ctx, examiner, expected.questions)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip, Skipped
+from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip, Skipped
 from canaryd.worker.canary.checkpoint import BadCheckpoint, links
 from canaryd.worker.canary.hugging_face import (
     PATHS,
@@ -55,8 +55,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     every = [source.tokens(p.name, p.text, p.tokens) for p in load(settings.prompts or PROMPTS)]
     asked = [p for p in every if any(chosen(ctx, f"{source.dtype}/{path}/{p.name}") for path in PATHS)]
     if not asked:
-        example = f"{source.dtype}/decode/{every[0].name}"
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; one of {2 * len(every)} here is {example}")
+        raise NoCase(ctx.cases, (f"{source.dtype}/{path}/{p.name}" for path in PATHS for p in every))
     for prompt in asked:
         if reason := source.room(prompt):
             yield Skipped(case=f"{source.dtype}/*/{prompt.name}", reason=reason)

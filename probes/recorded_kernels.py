@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from canaryd.probe import Context, Fact, ProbeSpec, Reading, Skip
+from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip
 from canaryd.worker.numeric.recording import Recorder, one_thread
 from canaryd.worker.numeric.serving_kernels import Kernel, every_kernel
 from canaryd.worker.numeric.session import Session
@@ -42,7 +42,7 @@ def run(ctx: Context) -> Iterator[Fact]:
     cases = every_kernel(ctx.device)
     kernels = [k for k in cases if chosen(ctx, k.name)]
     if not kernels:
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; the first of {len(cases)} here is {cases[0].name}")
+        raise NoCase(ctx.cases, (k.name for k in cases))
     start = ctx.seed % len(kernels)
     kernels = [*kernels[start:], *kernels[:start]]
     session.injector.arm([k.name for k in kernels])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import time
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ from canaryd.cli.common import (
 )
 from canaryd.config.settings import Config
 from canaryd.engine import check
+from canaryd.engine.catalogue import builtin_directory
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
 from canaryd.formatting import did_you_mean, format_duration
 from canaryd.judge.verdict import exit_code
-from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, State
-from canaryd.probe import LEVELS
+from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, Run, State
+from canaryd.probe import LEVELS, NEAREST
 from canaryd.report.check import as_json, as_text
 from canaryd.store import notes
 from canaryd.store.notes import released_until
@@ -41,6 +43,8 @@ GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
 """Faults of the gather of fresh operands, in exact_matmul; canaryd/worker/runtime/faulty.py describes each."""
 MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
 """Faults of memory that it can inject into memory_sweep; canaryd/worker/memory/faults.py describes each."""
+PROBE_FAULTS = {"exact_matmul": (*FAULTS, *GATHER_FAULTS), "memory_sweep": MEMORY_FAULTS}
+"""Probe → the faults that it can inject; canaryd's other probes can inject `FAULTS`."""
 DRILL_EXIT_STATUS = (
     "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
 )
@@ -137,6 +141,9 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     for option, path in (("--report", report), ("--textfile", textfile)):
         if path and not may_write(option, path):
             return USAGE
+    if options.command == "drill" and (unable := _unable(options.fault, options.probe)):
+        complain(*unable)
+        return USAGE
     store = open_store(settings)
     complain(*store.problems)
     now = time.time()
@@ -169,6 +176,10 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
     engine.only, engine.cases, engine.intensity = frozenset(wanted.probes), wanted.cases, wanted.intensity
     result = check.run(engine, wanted, devices, printer.waiting)
     store.close()
+    if wanted.cases and result.without_case:
+        printer.clear()
+        complain(_no_case(wanted.cases, result.without_case))
+        return USAGE
     _write_files(result, report, textfile)
     if options.json:
         print(json.dumps(as_json(result), indent=2))
@@ -199,6 +210,25 @@ def _mistakes(engine: Engine, missing: Sequence[str], probes: Sequence[str]) -> 
             if name not in engine.entries.keys() | engine.unloaded
         ),
     ]
+
+
+def _unable(fault: str, probes: Sequence[str]) -> list[str]:
+    """Return a sentence for each of canaryd's own probes that was named and cannot inject the fault."""
+    found = []
+    for name in probes:
+        able = PROBE_FAULTS.get(name, FAULTS)
+        if fault not in able and (builtin_directory() / f"{name}.py").is_file():
+            found.append(f"drill: --fault {fault}: {name} cannot inject it; choose from {', '.join(able)}")
+    return found
+
+
+def _no_case(cases: Sequence[str], runs: Sequence[Run]) -> str:
+    """Return that no probe has any of `cases`, with the nearest that there are."""
+    there = dict.fromkeys(left_out.case for run in runs for left_out in run.skipped)
+    near = dict.fromkeys(name for case in cases for name in difflib.get_close_matches(case, there, NEAREST))
+    probes = ", ".join(dict.fromkeys(run.probe for run in runs))
+    names = ", ".join(list(near or there)[:NEAREST])
+    return f"check: --case {', '.join(cases)}: no such case in {probes}; the nearest are {names}"
 
 
 def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> check.Options:

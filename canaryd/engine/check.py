@@ -15,7 +15,7 @@ from canaryd.engine.schedule import Plan
 from canaryd.facts import Skipped
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound, worst
-from canaryd.model import Cause, Device, Event, Finding, Outcome, Run, State, Verdict
+from canaryd.model import Cause, Device, Event, Finding, Outcome, Reason, Run, State, Verdict
 from canaryd.store.locks import Busy
 
 
@@ -110,6 +110,16 @@ class Result:
         """The worst device's state; unknown when no device was examined."""
         return worst(list(self.verdicts.values()))
 
+    @property
+    def having_case(self) -> frozenset[str]:
+        """The probes that have, or may have, a case that was asked for."""
+        return frozenset(r.probe for runs in self.runs.values() for r in runs if r.reason is not Reason.NO_CASE)
+
+    @property
+    def without_case(self) -> list[Run]:
+        """Every run, where no probe has any of the cases that were asked for; else []."""
+        return [] if self.having_case or self.missed else [r for runs in self.runs.values() for r in runs]
+
 
 def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Callable[[str], None]) -> Result:
     """Carry one check out on `devices` and return its result; a device that cannot be had is unknown, never healthy."""
@@ -128,13 +138,15 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
                 for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
                     ended.result()
         turn += 1
-        if engine.stopping or time.monotonic() - begun >= options.seconds:
+        if engine.stopping or result.without_case or time.monotonic() - begun >= options.seconds:
             break
     if not options.drill:
         engine.read_log(until_end=True)
         engine.sweep()
         engine.watch.let_go()
         engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
+    if options.cases and (having := result.having_case):
+        engine.only = having
     _conclude(engine, options, result)
     if not options.drill:
         engine.settle()

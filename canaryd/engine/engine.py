@@ -244,9 +244,11 @@ class Engine(Host):
                 # A wrong bit seen before the stop still counts: a rare fault may not show again.
                 if run.reason is Reason.STOPPED and not run.wrong:
                     break
-                run = self.add(run)
+                mistyped = run.reason is Reason.NO_CASE and not (step.confirms or step.trigger)
+                run = run if mistyped else self.add(run)
                 runs.append(run)
-                report(1.0, run.outcome.value, run)
+                if not mistyped:
+                    report(1.0, run.outcome.value, run)
         finally:
             self.workers.end(series)
             if yields:

@@ -17,7 +17,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
         Cause.ENVIRONMENT,
         "was skipped",
-        "If that is expected, disable the probe: probes.NAME.enabled: false",
+        "If that is expected, disable the probe: probes.{}.enabled: false",
     ),
     Outcome.ERRORED: (Cause.HARNESS, "ended with an error", "Fix what the error names, or report a bug of canaryd"),
     Outcome.CRASHED: (Cause.UNDETERMINED, "crashed", f"Read the kernel log: {KERNEL_LOG}"),
@@ -34,7 +34,7 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
         "Disable the probe, or report a bug: something wrote into canaryd's own channel",
     ),
 }
-"""Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do."""
+"""Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do; "{}" is the probe."""
 
 
 def not_completed(case: Case) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def not_completed(case: Case) -> Iterator[Finding]:
             lane = f" ({run.instruction_set})" if run.instruction_set else ""
             reason = reason_of(run)
             message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
-            yield make_finding("not-completed", State.UNKNOWN, cause, message, action, run)
+            yield make_finding("not-completed", State.UNKNOWN, cause, message, action.format(run.probe), run)
 
 
 def unreached(case: Case) -> Iterator[Finding]:

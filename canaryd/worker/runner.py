@@ -34,7 +34,7 @@ from canaryd.codec import from_json, to_json
 from canaryd.facts import Comparison, LogPosition, Reading, Recording, Skipped
 from canaryd.hidden import hide
 from canaryd.model import Device, Outcome, Reason
-from canaryd.probe import Absent, Context, ProbeSpec, Skip
+from canaryd.probe import Absent, Context, NoCase, ProbeSpec, Skip
 from canaryd.worker import limits, visible
 
 GRACE = 5.0
@@ -273,6 +273,9 @@ class Runner:
             outcome = Outcome.COMPLETED
         except Skip as skip:
             outcome, detail, reason = Outcome.SKIPPED, str(skip), skip.reason
+            for name in skip.nearest if isinstance(skip, NoCase) else ():
+                left_out = Skipped(case=name, reason="not what was asked for")
+                self._send(kind="fact", id=run, type="Skipped", value=_plain(left_out))
         except BaseException as error:  # noqa: BLE001 - SystemExit and its kind are a probe's errors too
             outcome = _outcome_of(error, device)
             traceback.clear_frames(error.__traceback__)  # frees what filled the memory before anything is written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -236,7 +237,7 @@ WRONG_USE = (
     (("statsu",), 'did you mean "status"?; type "canaryd --help"'),
     (
         ("drill", "--fault", "fire"),
-        "(choose from flip, zero, swap, nan, stuck, consistent, wrong-row, stale-row, ",
+        "(choose from flip, zero, swap, nan, stuck, consistent, wrong-row, stale-row, wrong-column, stuck-at-1, ",
     ),
     (("check", "--config", "/nonexistent.yaml"), "/nonexistent.yaml: no such file"),
     (("check", "--config", "/"), "/: is a directory"),
@@ -298,16 +299,42 @@ def test_a_damaged_database_is_set_aside_and_the_check_goes_on(common):
     assert len(list(state.glob("canaryd.db.corrupt-*"))) == 1
 
 
-def test_a_case_that_does_not_exist_is_unknown(tmp_path):
-    """Nothing was looked at, so nothing is healthy; the reason names what there is."""
+def test_a_case_that_does_not_exist_is_a_mistake_and_no_verdict(tmp_path):
+    """One sentence names the nearest cases of all probes; nothing is on record, however long it was to last."""
+    config = configure(tmp_path, "picks", "picks:picks_other")
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    answer = canaryd("check", "--json", "--case", "int64/summ", "--for", "1h", *common)
+    assert (answer.code, answer.out) == (64, "")
+    near = "the nearest are int64/sum, float64/sum, int64/xor"
+    assert answer.err == f"canaryd: check: --case int64/summ: no such case in picks, picks_other; {near}\n"
+    with contextlib.closing(sqlite3.connect(tmp_path / "state/canaryd.db")) as database:
+        assert database.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+
+
+def test_a_case_is_judged_by_the_probes_that_have_it(tmp_path):
+    """The other probes have nothing to say of it."""
+    config = configure(tmp_path, "picks", "picks:picks_other")
+    common = ("--config", config, "--state-dir", tmp_path / "state")
+    answer = canaryd("check", "--json", "--case", "int64/sum", *common)
+    assert (answer.code, answer.document["state"]) == (0, "healthy"), answer
+
+
+def test_a_built_in_probe_names_its_nearest_cases(tmp_path):
+    """A real probe in a real worker."""
     (tmp_path / "empty.yaml").touch()
     pytest.importorskip("torch")
     common = ("--config", tmp_path / "empty.yaml", "--state-dir", tmp_path / "state")
-    options = ("--level", "quick", "--device", "cpu", "--probe", "exact_integer", "--case", "int64/nonsense")
-    answer = canaryd("check", "--json", *options, *common)
-    assert answer.code == 3
-    reasons = [part["reason"] for part in answer.document["devices"][0]["skipped"]]
-    assert any("no case matches int64/nonsense" in reason for reason in reasons)
+    options = ("--level", "quick", "--device", "cpu", "--probe", "exact_integer", "--case", "int64/cumsumm")
+    answer = canaryd("check", *options, *common)
+    assert (answer.code, answer.out) == (64, "")
+    assert "--case int64/cumsumm: no such case in exact_integer; the nearest are int64/cumsum/fresh" in answer.err
+
+
+def test_a_skipped_probe_is_named_where_it_can_be_disabled(tmp_path):
+    """The advice can be typed as it stands."""
+    config = configure(tmp_path, "skips")
+    answer = canaryd("check", "-v", "--config", config, "--state-dir", tmp_path / "state")
+    assert "disable the probe: probes.skips.enabled: false" in " ".join(answer.out.split())
 
 
 def test_a_locale_without_unicode_costs_no_report(tmp_path):

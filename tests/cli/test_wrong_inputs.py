@@ -68,6 +68,18 @@ TABLE = (
     Wrong(("check", "--seed", "1e3"), ("--seed", "'1e3' is not a seed", "write a whole number")),
     Wrong(("check", "--instruction-set", "avx9"), ("--instruction-set", "'avx9'", "choose from native, avx2")),
     Wrong(("drill", "--fault", "flop"), ("--fault", "'flop'", 'did you mean "flip"?')),
+    Wrong(
+        ("drill", "--fault", "stuck-at-1", "--probe", "exact_matmul", "--state-dir", "@new"),
+        ("exact_matmul cannot inject it", "choose from flip, zero", "wrong-row"),
+    ),
+    Wrong(
+        ("drill", "--fault", "flip", "--probe", "memory_sweep", "--state-dir", "@new"),
+        ("memory_sweep cannot inject it", "choose from stuck-at-1, stuck-at-0"),
+    ),
+    Wrong(
+        ("drill", "--fault", "wrong-row", "--probe", "exact_attention", "--state-dir", "@new"),
+        ("exact_attention cannot inject it", "choose from flip, zero"),
+    ),
     Wrong(("history", "--since", "soon"), ("--since", '"soon" is not a duration')),
     Wrong(("release", "--for", "x"), ("--for", '"x" is not a duration')),
     Wrong(("report",), ("required: DEV", "canaryd report --help")),

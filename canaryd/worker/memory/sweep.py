@@ -8,7 +8,7 @@ from typing import Any
 
 from canaryd.facts import Cell, Comparison, Evidence, Exactness, Place, Reading, Skipped, WrongMemory
 from canaryd.free_memory import available
-from canaryd.probe import Context, Fact, Skip
+from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.memory import cells, faults, pages
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.numeric.characterised import is_settled
@@ -165,7 +165,7 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
 
 
 def _asked_for(ctx: Context) -> list[tuple[str, str]]:
-    """Return the cases that `ctx.cases` selects, whatever size they name, each with its pattern; raise `Skip` for none.
+    """Return the cases that `ctx.cases` selects, whatever size they name, each with its pattern; else raise `NoCase`.
 
     The size follows from what is free, so a retest may have another.
     """
@@ -173,7 +173,7 @@ def _asked_for(ctx: Context) -> list[tuple[str, str]]:
     wanted = [case.partition("@")[0] for case in ctx.cases]
     asked = [(c, n) for c, n in names if not wanted or any(w in ("*", c) or c.startswith(f"{w}/") for w in wanted)]
     if not asked:
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; there are {', '.join(case for case, _ in names)}")
+        raise NoCase(ctx.cases, (case for case, _ in names))
     # Where a budget ends early, another run begins with another pattern. A drill's fault shows in the first.
     turn = 0 if ctx.drill else ctx.seed % len(asked)
     return [*asked[turn:], *asked[:turn]]

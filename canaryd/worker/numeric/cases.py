@@ -10,7 +10,7 @@ from typing import Any
 
 from canaryd.facts import beginning
 from canaryd.model import Device
-from canaryd.probe import Context, Skip
+from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric.characterised import accumulator, is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.operands import Problem, Product, build
@@ -104,7 +104,7 @@ def why_refused(device: Device, error: Exception) -> str:
 
 
 def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
-    """Keep the cases that `ctx.cases` selects; raise `Skip` where there is none."""
+    """Keep the cases that `ctx.cases` selects; raise `NoCase` where there is none."""
     kept = [case for case in cases if chosen(ctx, case.name)]
     for case, (name, _, turn) in itertools.product(cases, (want.partition("#") for want in ctx.cases)):
         if name == case.name and turn.isdigit() and case.product is not None:
@@ -112,7 +112,7 @@ def restrict(ctx: Context, cases: Sequence[Case]) -> list[Case]:
     if not cases:
         raise Skip(none_supported(ctx.device, "case of this probe"))
     if not kept:
-        raise Skip(f"no case matches {', '.join(ctx.cases)}; the first of {len(cases)} here is {cases[0].name}")
+        raise NoCase(ctx.cases, (case.name for case in cases))
     return kept
 
 

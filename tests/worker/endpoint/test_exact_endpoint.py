@@ -123,7 +123,7 @@ def test_a_run_may_be_limited_to_a_case(directory):
         compared, _, _ = ask(url, directory, cases=("chat/8-at-once",))
         assert [(c.case, c.trials) for c in compared] == [("chat/8-at-once", 8)]
         _, _, reason = ask(url, directory, cases=("chat/9-at-once",))
-    assert reason == "no case matches chat/9-at-once; one of them is completions/alone"
+    assert reason == "no case matches chat/9-at-once; it has e.g. chat/8-at-once, chat/4-at-once, chat/2-at-once"
 
 
 def test_a_server_that_takes_fewer_at_once_says_so(directory):
