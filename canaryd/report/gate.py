@@ -100,13 +100,15 @@ class Answer:
     """The worst first."""
     reason: str = ""
     """Why the decision is unknown; "" where the devices say it."""
+    mistyped: bool = False
+    """Whether it is unknown because of a device that this node never had, and the configuration does not name."""
 
 
 def ask(settings: Config, question: Question, patience: float = PATIENCE) -> Answer:
     """Return the decision from the store; unknown, with the reason, if it does not answer within `patience` seconds."""
     answer = _within(patience, lambda: _read(settings, question, time.time()))
     if answer.decision == UNKNOWN and State.UNKNOWN in question.on:
-        return replace(answer, decision=FAIL)
+        return replace(answer, decision=FAIL, mistyped=False)
     return answer
 
 
@@ -240,6 +242,27 @@ def _chosen(devices: Sequence[Device], names: Sequence[str]) -> tuple[Collection
     )
 
 
+def _strangers(names: Sequence[str], ever: Sequence[Device], settings: Config) -> list[str]:
+    """Return the names of devices that this node never had and the configuration does not name.
+
+    A backend is a good word on every node. While nothing is on record, no name is known to be wrong.
+    """
+    named = {
+        *settings.devices.include,
+        *settings.devices.absent,
+        *(f"endpoint:{name}" for name in settings.endpoints.each),
+    }
+    return [
+        name
+        for name in names
+        if ever
+        and not any(_is_named(d, name) for d in ever)
+        and name not in named
+        and any(map(str.isdigit, name))
+        and not (name.isdecimal() and int(name) < (settings.devices.expected or 0))
+    ]
+
+
 def _is_named(device: Device, name: str) -> bool:
     if name.isdecimal():
         accelerator = device.unit != "cpu" and device.runtime == TORCH and not device.is_endpoint
@@ -266,13 +289,14 @@ def _read(settings: Config, question: Question, now: float) -> Answer:
             found = status.gather(store, settings, now, daemon=True, evidence={})
             uuids = [d.device.uuid for d in found.devices] if question.max_age else []
             newest = {uuid: _newest(store, uuid, now) for uuid in uuids}
+            strangers = _strangers(question.devices, [r.device for r in store.devices()], settings)
             problems = [*store.problems, *([store.problem] if store.problem else [])]
     except StoreTooNew as error:
         return Answer(decision=UNKNOWN, reason=str(error))
     answer = decide(found, question, newest)
     if problems and answer.decision != FAIL:
         return replace(answer, decision=UNKNOWN, reason="; ".join(problems))
-    return answer
+    return replace(answer, mistyped=bool(strangers) and answer.decision == UNKNOWN)
 
 
 def _newest(store: Store, device: str, now: float) -> float | None:

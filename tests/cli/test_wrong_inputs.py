@@ -99,6 +99,7 @@ TABLE = (
     Wrong(("status", "--state-dir", "@file"), ("@file: not a directory", "give a directory with --state-dir")),
     Wrong(("history", "cuda:3", *RECORD), ('history: no device "cuda:3"', "this host has")),
     Wrong(("ack", "cuda:3", "--reason", "known", *RECORD), ('ack: no device "cuda:3"', "this host has")),
+    Wrong(("gate", "--device", "99", *RECORD), ("gate --device: no device 99; this host has",)),
     Wrong(("report", "cuda:3", "-o", "@case", *RECORD), ('report: no device "cuda:3"', "this host has")),
     Wrong(("status", "--state-dir", "@absent", "--config", "@absent.yaml"), ("@absent.yaml: no such file", "name an")),
     Wrong(("compare", "@absent", "@object.json"), ("@absent: no such file",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from canaryd.store.database import DATABASE
 from canaryd.store.locks import Flag
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
-from tests.command import ROOT, canaryd, children, environment
+from tests.command import ROOT, canaryd, children, environment, in_turn
 
 GPU = Device(uuid="GPU-3", backend="cuda", index=3, model="NVIDIA H200")
 OTHER = Device(uuid="GPU-4", backend="cuda", index=4, model="NVIDIA H200")
@@ -389,11 +390,9 @@ def test_a_test_that_is_dated_in_the_future_has_no_age(state, acting, ahead, dec
         ("cuda", "fail"),
         ("MIG-1", "fail"),
         ("4", "pass"),
-        ("0", "unknown"),
         ("cpu:0", "pass"),
         ("endpoint:main", "pass"),
         ("3,cuda:9", "fail"),
-        ("4,cuda:9", "unknown"),
     ],
 )
 def test_only_the_devices_of_a_job(state, acting, words, decision):
@@ -410,11 +409,34 @@ def test_a_whole_device_is_no_better_than_its_instance(state, acting):
     assert ask(state, acting, "--device", GPU.uuid)[2].startswith("fail: cuda:3.1 faulty (hardware)")
 
 
-def test_a_name_that_is_nobodys_is_said(state, acting):
-    """With the names that there are."""
-    told(state, FINE)
-    assert "no device cuda:9; this host has cpu:0" in ask(state, acting, "--device", "cuda:9")[2]
-    assert canaryd("gate", "--device", ",", "--state-dir", state).code == 64
+def test_a_device_that_this_node_never_had_is_a_mistake(state, acting):
+    """Exit 64 with the names that there are, whether enforcement acts or not; a faulty device fails all the same."""
+    told(state, FINE, (OTHER, State.HEALTHY, Cause.NONE))
+    common = ("--config", acting, "--state-dir", state)
+    words = ("cuda:9", "99", "4,99", "GPU-9", ",")
+    *nobodys, none = in_turn(*(("gate", "--device", word, *common) for word in words))
+    silent, document = in_turn(
+        ("gate", "--device", "9", "--state-dir", state), ("gate", "--json", "--device", "9", *common)
+    )
+    for answer in (*nobodys, silent, document):
+        assert (answer.code, answer.out) == (64, "")
+        assert re.fullmatch("canaryd: gate --device: no device [^ ]+; this host has .*cpu:0.*\n", answer.err)
+    assert (none.code, none.out) == (64, "")
+    told(state, FAULTY)
+    assert ask(state, acting, "--device", "3,cuda:9")[0] == "fail"
+
+
+def test_a_device_that_this_node_may_have_is_unknown_and_no_mistake(state, acting):
+    """One that vanished or was removed, one that the configuration names or expects, and a backend."""
+    told(state, FINE, (OTHER, State.HEALTHY, Cause.NONE))
+    with Store.open(state) as store:
+        assert store.set_present({CPU.uuid}, time.time())
+    acting.write_text("enforcement: act\ndevices: {include: [cpu, GPU-9], absent: [GPU-4], expected: 8}\n")
+    for word in ("GPU-4", "cuda:4", "GPU-9", "7", "rocm"):
+        assert ask(state, acting, "--device", word)[:2] == ("unknown", 3), word
+    assert ask(state, acting, "--device", "cuda:9", "--on", "unknown")[:2] == ("fail", 2)
+    (beyond,) = in_turn(("gate", "--device", "8", "--config", acting, "--state-dir", state))
+    assert beyond.code == 64
 
 
 @pytest.mark.parametrize("width", [80, 120])
