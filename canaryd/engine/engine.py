@@ -7,6 +7,7 @@ Everything that waits on hardware happens in a worker, so nothing here can hang 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -203,7 +204,7 @@ class Engine(Host):
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
         """Run a series under its device's lock. One that `confirms` runs if it `may`; else it stays owed."""
-        with self._locked(plan.device, wait, on_wait), self._room_for(plan):
+        with self._locked(plan.device, wait, on_wait, self._doing(plan)), self._room_for(plan):
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
 
     def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
@@ -214,10 +215,21 @@ class Engine(Host):
         return self.room.enter(self.config.budget.memory + context, lambda: bool(self.halted))
 
     @contextlib.contextmanager
-    def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None]) -> Iterator[None]:
+    def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
         """Hold a device's lock; raise `Busy` when another process keeps it for `wait` seconds, or until a stop."""
-        with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted)):
+        with self.store.lock(device.physical, wait, on_wait, lambda: bool(self.halted), doing):
             yield
+
+    def _yields(self, plan: Plan) -> bool:
+        """Return whether a series yields to a server that uses the device."""
+        return self.beside and plan.numeric and not plan.device.is_endpoint
+
+    def _doing(self, plan: Plan) -> str:
+        """Return what a series tests, and after how long its runs are killed at the latest."""
+        yields = self._yields(plan)
+        most = sum(self._request(plan.device, step, yields=yields)[1] for step in plan.steps)
+        probes = ", ".join(step.entry.spec.name for step in plan.steps)
+        return f"testing {plan.device.name} ({probes}) for at most {math.ceil(most)} s"
 
     def _run_series(self, plan: Plan, purpose: str) -> list[Run]:
         """Run the steps of a plan in one series, store each run, and charge the time to `purpose`."""
@@ -230,7 +242,7 @@ class Engine(Host):
                 Progress(device=plan.device, instruction_set=sets, probe=probe, fraction=fraction, text=text, done=done)
             )
 
-        yields = self.beside and plan.numeric and not plan.device.is_endpoint
+        yields = self._yields(plan)
         nice = budget.NICE if yields else 0
         series = self.workers.start(plan.instruction_set, report, numeric=plan.numeric, device=plan.device, nice=nice)
         try:

@@ -129,8 +129,9 @@ def flock(
     timeout: float,
     on_wait: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    doing: str = "",
 ) -> Iterator[None]:
-    """Lock the file `path`, which names its holder; wait at most `timeout` seconds, or until `stopped`.
+    """Lock the file `path`, which names its holder and what it is `doing`; wait `timeout` seconds, or until `stopped`.
 
     Raises `Busy`, or `OSError` where lock files cannot exist.
     """
@@ -154,11 +155,11 @@ def flock(
                     raise Busy(
                         f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
                     ) from error
-                if on_wait and holder != _name():  # of another thread here, nobody needs to hear
-                    on_wait(holder)
+                if on_wait and not holder.startswith(_name()):  # of another thread here, nobody needs to hear
+                    on_wait(f"{holder}; this command waits at most {timeout:g} s (--wait)")
                     on_wait = None
                 time.sleep(RETRY)
-        _sign(fd, _name())
+        _sign(fd, f"{_name()}{doing and f', {doing}'}")
         try:
             yield
         finally:

@@ -128,19 +128,20 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         timeout: float = 0,
         on_wait: Callable[[str], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        doing: str = "",
     ) -> Iterator[None]:
-        """Hold a device alone among all processes that share the state directory.
+        """Hold a device alone among all processes that share the state directory; tell them what for (`doing`).
 
-        Waits up to `timeout` seconds, or until `stopped`; `on_wait` is called once with the holder's name. Raises
-        `Busy`, which names the holder. The kernel releases the lock of a process that dies. Where lock files cannot
-        exist, the device is used unlocked and `problems` says so.
+        Waits up to `timeout` seconds, or until `stopped`; `on_wait` is called once with the holder's name and what it
+        is doing. Raises `Busy`, which names the holder. The kernel releases the lock of a process that dies. Where lock
+        files cannot exist, the device is used unlocked and `problems` says so.
         """
         path = self._lock_file(device_uuid)
         with contextlib.ExitStack() as held:
             try:
                 if not self._database.for_reading or path.exists():
                     make_directory(path.parent)
-                    held.enter_context(flock(path, timeout, on_wait, stopped))
+                    held.enter_context(flock(path, timeout, on_wait, stopped, doing))
             except Busy:
                 raise
             except OSError as error:
