@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
-from canaryd.judge.incidents import incidents
-from canaryd.judge.wording import whom_to_tell
+from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, State
-from canaryd.report.incidents import ON_ANOTHER, Step, brief
+from canaryd.report.incidents import Step, brief, names_of, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
 from canaryd.report.terminal import cause_note
 
-NAMED = 4
-"""Devices that are named one by one in a sentence."""
 ANSWERS = {
     State.HEALTHY: "YES, trust this node's numbers",
     State.DEGRADED: "YES, this node's numbers are right so far",
@@ -46,8 +43,12 @@ def _what_is_wrong(d: DeviceStatus, worst: State) -> str:
     """Return the worst incident of a device in the worst state; that its verdict is old comes last."""
     if d.verdict.state is not worst or worst is State.HEALTHY:
         return ""
-    found = sorted(incidents(d.verdict), key=lambda i: (-i.state.severity, i.lead.rule == UNTENDED_RULE))
-    return brief(found[0]) if found else ""
+    found = _worst_incident(d)
+    return brief(found) if found else ""
+
+
+def _worst_incident(d: DeviceStatus) -> Incident | None:
+    return next(iter(incidents(d.verdict)), None)
 
 
 def _is_only_old(d: DeviceStatus) -> bool:
@@ -67,18 +68,45 @@ def _counted(key: tuple[State, Cause, str], same: Sequence[DeviceStatus], of_nod
 
 
 def _names(devices: Sequence[DeviceStatus]) -> str:
-    names = [d.device.name for d in devices]
-    if len(names) > NAMED + 1:
-        names = [*names[:NAMED], f"{len(names) - NAMED} more"]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return names_of([d.device for d in devices])
 
 
-def is_advised(status: Status, d: DeviceStatus) -> bool:
-    """Return whether the advice says what to do about the worst incident of a device, so that it need not say so."""
-    first = status.devices[0].verdict
-    found = incidents(d.verdict)
-    known = bool(found) and found[0].wrong is not None and first.cause in (Cause.HARDWARE, Cause.UNDETERMINED)
-    return known and State.FAULTY is d.verdict.state and d.verdict.cause is first.cause
+def _accused(status: Status) -> list[DeviceStatus]:
+    """Return the devices that the advice is about, the first of which costs most to overlook."""
+    worst = [d for d in status.devices if d.verdict.state is status.state]
+    if status.state is State.FAULTY:  # what to do depends on the cause
+        worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
+    return worst
+
+
+def advised(status: Status) -> frozenset[str]:
+    """Return the devices (uuid) about whose worst incident the advice says what to do: nothing else need say so."""
+    worst, unknown = _accused(status), status.state is State.UNKNOWN
+    if status.first_tests or all(d.acknowledged for d in worst) or (unknown and status.released_until):
+        return frozenset(d.device.uuid for d in worst)
+    there = [d for d in worst if d.present or not unknown]  # how to find those that are gone is said in any case
+    return frozenset(d.device.uuid for d in worst if d not in there or _alike(there) or _step([d]) == _step(there))
+
+
+def _alike(devices: Sequence[DeviceStatus]) -> bool:
+    """Return whether one step is for all devices: they are faulty in the same way."""
+    found = [_worst_incident(d) for d in devices]
+    kinds = {
+        (i.lead.rule, i.state, i.cause, d.device.is_endpoint, "" if i.wrong else i.lead.action) if i else None
+        for d, i in zip(devices, found, strict=True)
+    }
+    return len(kinds) == 1 and all(i is not None and i.state is State.FAULTY for i in found)
+
+
+def _step(devices: Sequence[DeviceStatus]) -> Step:
+    """Return what to do about the worst incident of the first of the devices, or of all where they are alike.
+
+    There is no text where nobody knows, or where only the verdict is old.
+    """
+    found = _worst_incident(devices[0])
+    if found is None or found.lead.rule == UNTENDED_RULE:
+        return Step("")
+    return step(found, *(d.device for d in (devices if _alike(devices) else devices[:1])))
 
 
 def advice(status: Status) -> str:
@@ -91,7 +119,7 @@ def steps(status: Status) -> Iterator[Step]:
     if status.first_tests or (status.daemon and not status.devices):
         yield Step("Wait some minutes, then ask again. No device counts as healthy before it is judged.")
     elif status.devices:
-        yield from _steps_for_devices(status)
+        yield from (todo for todo in _steps_for_devices(status) if todo.text)
     elif status.unreadable:
         yield Step("Make the stored record readable, then ask again.")
     else:
@@ -106,67 +134,44 @@ def _start() -> Step:
 
 
 def _steps_for_devices(status: Status) -> Iterator[Step]:
-    state = status.state
-    worst = [d for d in status.devices if d.verdict.state is state]
-    if state is State.FAULTY:  # what to do depends on the cause, and the first costs most
-        worst = [d for d in worst if d.verdict.cause is worst[0].verdict.cause]
-    names = _names(worst)
-    it, is_ = ("it", "is") if len(worst) == 1 else ("them", "are")
-    if all(d.acknowledged for d in worst):
+    worst, state = _accused(status), status.state
+    it, is_, its = ("it", "is", "its") if len(worst) == 1 else ("them", "are", "their")
+    names, todo = _names(worst), _step(worst)
+    if state is State.HEALTHY:
+        yield Step(
+            "Nothing." if status.daemon else "Nothing urgent. The daemon is not running: start it (canaryd run)."
+        )
+    elif all(d.acknowledged for d in worst):
         until = format_time(min(d.acknowledged_until for d in worst), seconds=False)
         yield Step(f"Nothing new: {names} {is_} acknowledged until {until}.")
-        yield Step(f"Still, send {it} no work and do not use {'its' if len(worst) == 1 else 'their'} results.")
+        yield Step(f"Still, send {it} no work and do not use {its} results.")
+        return
     elif state is State.FAULTY:
-        yield from _steps_for_faulty(worst)
+        yield todo if todo.text else Step(precaution(worst[0].verdict.cause, [d.device for d in worst]))
         if not status.daemon:
             yield Step("The daemon is not running, so nothing else is tested: start it (canaryd run).")
     elif state is State.SUSPECT:
-        yield Step(f"Send {names} no new work, and hold back {'its' if len(worst) == 1 else 'their'} results.")
-        if status.daemon:
-            yield Step(f"canaryd tests {it} again automatically.")
-        else:
-            yield Step(f"No daemon runs that would test {it} again; type:", _check(worst))
-    elif state is State.UNKNOWN:
-        yield from _steps_for_unknown(status, worst)
+        yield Step(f"Send {names} no new work, and hold back {its} results.")
+        yield _step_for_suspect(status, worst, todo)
     elif state is State.DEGRADED:
-        yield Step(f"Nothing urgent. Plan to look at {names}; the findings say what to look at.")
-    elif status.daemon:
-        yield Step("Nothing.")
+        yield Step(f"Nothing urgent. Plan to look at {names}.")
+        yield todo
     else:
-        yield Step("Nothing urgent. The daemon is not running: start it (canaryd run).")
+        yield from _steps_for_unknown(status, worst)
+    if others := [d for d in worst if d.device.uuid not in advised(status)]:
+        yield Step(f"For {_names(others)}, see below.")
 
 
-def _steps_for_faulty(worst: Sequence[DeviceStatus]) -> Iterator[Step]:
-    names, first = _names(worst), worst[0]
-    cause = first.verdict.cause
-    if cause is Cause.HARDWARE:
-        each = len(worst) > 1 and not first.device.weak_identity
-        case = whom_to_tell(first.device) + " for each" * each
-        yield Step(f"{_out_of_service(worst)}, then {case}:", f"canaryd report {first.device.name} -o ./case")
-    elif cause is Cause.SOFTWARE:
-        yield Step(f"Do not use the results of {names}. Roll back or fix the software that the findings name.")
-    elif cause is Cause.ENVIRONMENT:
-        yield Step(f"Do not use the results of {names}. Fix what the findings name: heat, power or cables.")
-    elif cause is Cause.HARNESS:
-        yield Step(f"Do not use the results of {names}. Read the findings: the test itself may be wrong.")
-    else:
-        yield Step(f"{_out_of_service(worst)}.")
-        found = incidents(first.verdict)
-        if repeat := found[0].repeat if found else "":
-            yield Step(ON_ANOTHER, repeat)
-        else:
-            yield Step("The cause is not known; the findings say how to find it.")
-
-
-def _out_of_service(worst: Sequence[DeviceStatus]) -> str:
-    if processors := [d for d in worst if d.device.backend == "cpu"]:
-        return f"Take this whole node out of service ({_names(processors)} is its processor)"
-    return f"Take {_names(worst)} out of service"
+def _step_for_suspect(status: Status, worst: Sequence[DeviceStatus], todo: Step) -> Step:
+    found = _worst_incident(worst[0])
+    it = "it" if len(worst) == 1 else "them"
+    waits = not todo.text or bool(found and found.wrong and found.wrong.to_come)
+    if waits and not status.daemon:
+        return Step(f"No daemon runs that would test {it} again; type:", _check(worst))
+    return todo if todo.text else Step(f"canaryd tests {it} again automatically.")
 
 
 def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterator[Step]:
-    names = _names(worst)
-    it, is_ = ("it", "is") if len(worst) == 1 else ("them", "are")
     if status.released_until:
         yield Step("Nothing is tested because the devices are released. To end the release:", "canaryd release --end")
         return
@@ -174,12 +179,16 @@ def _steps_for_unknown(status: Status, worst: Sequence[DeviceStatus]) -> Iterato
         missed, are = ("it", "is") if len(gone) == 1 else ("them", "are")
         yield Step(f"Find out why {_names(gone)} {are} gone: look at the kernel log, the power and the slot.")
         yield Step(f"If you removed {missed}, list {missed} under devices.absent in the configuration.")
-    if gone == list(worst):
+    if not (here := [d for d in worst if d.present]):
         return
-    if not status.daemon:
+    it, is_ = ("it", "is") if len(here) == 1 else ("them", "are")
+    todo = _step(here)
+    if todo.text:
+        yield todo
+    elif not status.daemon:
         yield _start()
     else:
-        yield Step(f"See below why {names} {is_} unknown. To test {it} now:", _check(worst))
+        yield Step(f"See below why {_names(here)} {is_} unknown. To test {it} now:", _check(here))
 
 
 def _check(devices: Sequence[DeviceStatus]) -> str:

@@ -18,6 +18,8 @@ STATE, INDENT = 9, " " * 9
 """Columns of the state before a paragraph; what follows stands below the text."""
 NAMED = 2
 """Probes and devices that are named one by one in a sentence; more are counted."""
+NODE_NAMED = 4
+"""Devices that are named one by one in what is said of a whole node."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
 TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld", "recording-text-only"})
@@ -94,23 +96,50 @@ def told(incident: Incident) -> str:
     return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
 
 
-ON_ANOTHER = "Test an identical device. To repeat the fault:"
+ON_ANOTHER = "Repeat it on an identical device:"
 """What to do about a fault whose cause is unknown; the command follows."""
 
 
-def step(incident: Incident, device: Device) -> Step:
-    """Return what to do now about an incident; no text where there is nothing to do."""
+def step(incident: Incident, *devices: Device) -> Step:
+    """Return what to do now about an incident of a device, or of several alike; no text where there is nothing to do.
+
+    Every report says the same: the first lines of a status too, where they are about this incident.
+    """
     lead, wrong = incident.lead, incident.wrong
-    if wrong is None:
+    first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
+    if first.is_endpoint and wrong:
         return Step(sentence(lead.action))
-    if lead.state is State.FAULTY and incident.cause is Cause.HARDWARE:
-        what = "this whole node" if device.backend == "cpu" else device.name
-        then = whom_to_tell(device)
-        return Step(f"Take {what} out of service, then {then}:", f"canaryd report {device.name} -o ./case")
-    if lead.state is State.FAULTY and incident.cause is Cause.UNDETERMINED:
-        return Step(f"Do not use its results. {ON_ANOTHER}", incident.repeat)
-    asks = incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
+    if lead.state is State.FAULTY and wrong and incident.cause is Cause.HARDWARE:
+        case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
+        return Step(case, f"canaryd report {first.name} -o ./case")
+    if lead.state is State.FAULTY and wrong and incident.cause is Cause.UNDETERMINED:
+        return Step(f"{out_of_service(devices)}. {ON_ANOTHER}", incident.repeat)
+    if lead.state is State.FAULTY:
+        return Step(f"{precaution(incident.cause, devices)} {sentence(lead.action)}".rstrip())
+    asks = wrong and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
     return Step(sentence(lead.action), incident.repeat if asks else "")
+
+
+def precaution(cause: Cause, devices: Sequence[Device]) -> str:
+    """Return what to do at once with devices that are faulty, one sentence."""
+    if cause in (Cause.HARDWARE, Cause.UNDETERMINED):
+        return f"{out_of_service(devices)}."
+    return f"Do not use the results of {names_of(devices)}."
+
+
+def out_of_service(devices: Sequence[Device]) -> str:
+    """Return what to take out of service: a processor computes for the whole node."""
+    if processors := [d for d in devices if d.backend == "cpu"]:
+        return f"Take this whole node out of service ({names_of(processors)} is its processor)"
+    return f"Take {names_of(devices)} out of service"
+
+
+def names_of(devices: Sequence[Device]) -> str:
+    """Return the names of devices in a sentence: a few one by one, and how many more."""
+    names = [d.name for d in devices]
+    if len(names) > NODE_NAMED + 1:
+        names = [*names[:NODE_NAMED], f"{len(names) - NODE_NAMED} more"]
+    return listed(names)
 
 
 def sentence(text: str) -> str:

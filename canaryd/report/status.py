@@ -287,10 +287,10 @@ def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
     return dict(sorted(found.items(), key=lambda item: (item[1] or 0.0, item[0])))
 
 
-JUDGE_NOW = "wait some minutes for the daemon, or run canaryd check"
+JUDGE_NOW = "Wait some minutes for the daemon, or run canaryd check"
 UNSTORED = "The daemon cannot store its results, so this verdict may be old."
-READ_LOG = "free disk space, or give the files to the daemon's user; its log says which"
-START = "start the daemon (canaryd run), or run canaryd check"
+READ_LOG = "Free disk space, or give the files to the daemon's user; its log says which"
+START = "Start the daemon (canaryd run), or run canaryd check"
 
 
 def _up_to_date(

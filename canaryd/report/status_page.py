@@ -14,7 +14,7 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
-from canaryd.report.advice import advice, answer, is_advised
+from canaryd.report.advice import advice, advised, answer
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, sentence, shown_notes, step, told
@@ -131,7 +131,8 @@ def _problems(status: Status) -> list[str]:
 def _section(
     title: str, devices: Iterable[DeviceStatus], status: Status, now: float, *, wide: bool = False
 ) -> list[str]:
-    cards = [_card(d, now, advised=is_advised(status, d)) for d in devices]
+    told_of = advised(status)
+    cards = [_card(d, now, advised=d.device.uuid in told_of) for d in devices]
     return [f"<h2>{title}</h2>", f'<div class="cards{" wide" * wide}">', *cards, "</div>"] if cards else []
 
 

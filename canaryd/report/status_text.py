@@ -11,7 +11,7 @@ from canaryd.formatting import columns, format_duration, format_time
 from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
-from canaryd.report.advice import advice, answer, is_advised, steps
+from canaryd.report.advice import advice, advised, answer, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
 from canaryd.report.status import DeviceStatus, Status, newest_of
@@ -63,12 +63,12 @@ def as_json(status: Status) -> dict[str, Any]:
 def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> str:
     """Return the status for a terminal: may the numbers be trusted, what to do now, then each device, worst first."""
     lines: list[Line] = [*paragraph("", answer(status), role=role_of(status.state)), *_advice_lines(status)]
-    alike: dict[object, list[DeviceStatus]] = {}
+    alike, told_of = dict[object, list[DeviceStatus]](), advised(status)
     for d in status.devices:
         if not _is_quiet(d, verbose=verbose):
             alike.setdefault(d.device.uuid if d.events else _what_is_shown(d, verbose=verbose), []).append(d)
     for same in alike.values():
-        lines += _device_lines(same, status, verbose=verbose)
+        lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in told_of)
     if quiet := [d for d in status.devices if _is_quiet(d, verbose=verbose)]:
         lines += _healthy_lines(quiet, status, verbose=verbose)
     for problem in status.problems:
@@ -129,11 +129,10 @@ def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, *, verbose: 
         yield from _evidence_lines(devices, status.now)
 
 
-def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool) -> Iterator[Line]:
+def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool, advised: bool) -> Iterator[Line]:
     """Yield the paragraph of devices that share it; what to do about the worst of all is in the first lines."""
     d = same[0]
     name = ", ".join(each.device.name for each in same)
-    advised = is_advised(status, d)
     yield from state_lines(d.device, d.verdict, name=name, gone=not d.present, advised=advised, verbose=verbose)
     for ack in d.acks_to_show:
         yield from paragraph(f"{'!':<{STATE}}", describe_ack(ack))

@@ -17,6 +17,7 @@ from canaryd.judge.wording import OPERATOR, VENDOR
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.advice import advice, answer
+from canaryd.report.incidents import state_lines
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.store.clock import REACHED_NOTE, STEP
@@ -24,6 +25,8 @@ from canaryd.store.notes import DAEMON_LOCK, LOG_PROBLEM_NOTE, RELEASE_NOTE
 from canaryd.store.store import Store
 from tests.command import ROOT, Daemon, canaryd, configure, eventually, running
 from tests.documented import objects, unexplained
+from tests.mixed_machine import fault
+from tests.mixed_machine import verdict as told_of
 
 NOW = 1_790_000_000.0
 GPU = Device(uuid="GPU-1", backend="cuda", index=3, model="NVIDIA H200")
@@ -54,7 +57,9 @@ def beside(store, *told, daemon=True):
     for index, (state, cause) in enumerate(told):
         device = replace(GPU, uuid=f"GPU-{index}", index=index)
         store.see_device(device, NOW)
-        store.set_verdict(replace(verdict(state, cause, "a reason"), device=device.uuid, findings=()))
+        found = Finding(rule="a-rule", state=state, cause=cause, message="a reason", action="Mend it")
+        listed = () if state is State.HEALTHY else (found,)
+        store.set_verdict(replace(verdict(state, cause), device=device.uuid, findings=listed))
     return replace(ask(store), daemon=daemon)
 
 
@@ -171,43 +176,41 @@ SOUND = (State.HEALTHY, Cause.NONE)
             [SOUND, (State.DEGRADED, H)],
             True,
             "YES, this node's numbers are right so far: cuda:1 is degraded",
-            "Nothing urgent. Plan to look at cuda:1",
+            "Nothing urgent. Plan to look at cuda:1. Mend it.",
         ),
         (
             [(State.UNKNOWN, X)],
             True,
             "UNKNOWN whether this node's numbers are right: cuda:0 is unknown",
-            "To test it now: canaryd check --device cuda:0",
+            "Mend it.",
         ),
-        ([(State.UNKNOWN, X)], False, "UNKNOWN", "Start the daemon (canaryd run)"),
+        ([(State.UNKNOWN, X)], False, "UNKNOWN", "Mend it."),
         (
             [(State.SUSPECT, U), SOUND],
             True,
-            "NO, do not trust this node's numbers: cuda:0 is suspect (cause undetermined); cuda:1 is healthy",
-            "Send cuda:0 no new work, and hold back its results. canaryd tests it again automatically.",
+            "NO, do not trust this node's numbers: cuda:0 is suspect (cause undetermined): a reason; cuda:1 is healthy",
+            "Send cuda:0 no new work, and hold back its results. Mend it.",
         ),
         (
             [(State.SUSPECT, U)] * 2,
             False,
             "NO, do not trust this node's numbers: cuda:0 and cuda:1 are suspect",
-            "No daemon runs that would test them again; type: canaryd check",
+            "Send cuda:0 and cuda:1 no new work, and hold back their results. Mend it.",
         ),
         (
             [(State.FAULTY, S), (State.FAULTY, H)],
             True,
-            "NO, do not trust this node's numbers: cuda:1 is faulty (hardware); cuda:0 is faulty (software)",
-            "Take cuda:1 out of service, then open a vendor case: canaryd report cuda:1 -o ./case",
+            "NO, do not trust this node's numbers: cuda:1 is faulty (hardware): a reason; cuda:0 is faulty (software)",
+            "Take cuda:1 out of service. Mend it.",
         ),
-        ([(State.FAULTY, S)], True, "NO", "Roll back or fix the software"),
+        ([(State.FAULTY, S)], True, "NO", "Do not use the results of cuda:0. Mend it."),
         ([(State.FAULTY, S)], False, "NO", "nothing else is tested: start it (canaryd run)."),
-        ([(State.FAULTY, E)], True, "NO", "Fix what the findings name: heat"),
-        ([(State.FAULTY, U)], True, "NO", "the findings say how to find it"),
-        ([(State.FAULTY, X)], True, "NO", "the test itself may be wrong"),
+        ([(State.FAULTY, U)], True, "NO", "Take cuda:0 out of service. Mend it."),
         (
             [(State.FAULTY, H)] * 8,
             True,
             "NO, do not trust this node's numbers: cuda:0, cuda:1, cuda:2, cuda:3 and 4 more are faulty",
-            "Take cuda:0, cuda:1, cuda:2, cuda:3 and 4 more out of service",
+            "Take cuda:0, cuda:1, cuda:2, cuda:3 and 4 more out of service. Mend it.",
         ),
     ],
 )
@@ -228,10 +231,63 @@ def test_a_faulty_processor_takes_the_whole_node_out_of_service(store, weak, the
     """It computes for every device; and a virtual machine's user has no vendor to send it to."""
     cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", weak_identity=weak)
     store.see_device(cpu, NOW)
-    store.set_verdict(replace(verdict(State.FAULTY, H), device=cpu.uuid))
+    store.set_verdict(told_of(fault(), device=cpu))
     told = advice(ask(store))
     assert told.startswith("Take this whole node out of service (cpu:0 is its processor)")
     assert f", then {then}: canaryd report cpu:0 -o ./case" in told
+
+
+LOST = Finding(rule="gpu-lost", state=State.SUSPECT, cause=H, message="It is lost.", action="Restart the machine.")
+STORM = Finding(rule="ecc", state=State.DEGRADED, cause=H, message="Errors rise.", action="Run an exact test")
+GARBAGE = Finding(rule="broken-output", state=State.SUSPECT, cause=U, message="Bad.", action="Run: canaryd check --x")
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+@pytest.mark.parametrize(
+    "found",
+    [
+        LOST,
+        STORM,
+        GARBAGE,
+        *(replace(LOST, state=State.FAULTY, cause=c) for c in (H, S, E, U)),
+        *(fault(cause=c) for c in (H, S, U)),
+        fault(State.SUSPECT, U),
+        replace(LOST, state=State.UNKNOWN),
+    ],
+)
+def test_the_header_says_what_every_report_says(store, found, daemon):
+    """One device has one thing to do: that of its worst incident, said once."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(told_of(found, device=GPU))
+    seen = replace(ask(store), daemon=daemon)
+    (incident,) = status_json(seen)["devices"][0]["incidents"]
+    todo = f"{incident['action']} {incident['command']}".rstrip()
+    assert todo in advice(seen)
+    assert unwrapped(status_text(seen)).count("Do now:") == 1
+    told = unwrapped("\n".join(text for _, text in state_lines(GPU, seen.devices[0].verdict, verbose=False)))
+    assert f"Do now: {todo}" in told
+
+
+def test_a_suspect_that_nothing_retests_is_tested_by_hand(store):
+    """Its retests wait for a daemon that does not run: the same command makes them."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(told_of(fault(State.SUSPECT, U, to_come=2), device=GPU))
+    seen = ask(store)
+    assert advice(seen).endswith("No daemon runs that would test it again; type: canaryd check --device cuda:3")
+    assert "Wait for 2 automatic retests" in advice(replace(seen, daemon=True))
+    assert status_text(seen).count("Do now:") == 1
+
+
+def test_several_devices_that_need_different_steps_keep_their_own(store):
+    """The header has the first one's, and says who else must be looked at."""
+    for index, found in enumerate((LOST, GARBAGE)):
+        device = replace(GPU, uuid=f"GPU-{index}", index=index)
+        store.see_device(device, NOW)
+        store.set_verdict(told_of(found, device=device))
+    seen = replace(ask(store), daemon=True)
+    both = "Send cuda:0 and cuda:1 no new work, and hold back their results."
+    assert advice(seen) == f"{both} Restart the machine. For cuda:1, see below."
+    assert "Do now: Run: canaryd check --x." in unwrapped(status_text(seen))
 
 
 def test_the_first_line_says_what_is_wrong_with_what(store):
@@ -311,6 +367,8 @@ def test_every_command_that_is_advised_exists(store):
     """A tired person types what is printed."""
     subparsers = next(action for action in parser()._actions if action.dest == "command")
     told = [advice(beside(store, (state, cause), daemon=d)) for state in State for cause in Cause for d in (0, 1)]
+    store.set_verdict(told_of(fault(State.SUSPECT, U, to_come=2), device=replace(GPU, uuid="GPU-0")))
+    told.append(advice(ask(store)))
     named = {command for text in told for command in re.findall(r"canaryd (check|run|release|report|ack|\w+ --)", text)}
     assert {command.split()[0] for command in named} <= set(subparsers.choices)
     assert {"check", "run"} <= named
