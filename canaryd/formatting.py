@@ -27,10 +27,15 @@ def columns() -> int:
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDTH, 0)).columns - 1))
 
 
-def wrapped(lead: str, text: str, width: int | None = None) -> list[str]:
-    """Return a text as lines of at most `width` columns (default: the terminal's), the first of which begins `lead`."""
-    room = columns() if width is None else width
-    return textwrap.wrap(text, room, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False)
+def wrapped(lead: str, text: str, width: int | None = None, *, whole: bool = False) -> list[str]:
+    """Return a text as lines of at most `width` columns (default: the terminal's), the first of which begins `lead`.
+
+    A word that is longer is broken, unless the words stay `whole` because they are to be copied.
+    """
+    room, hang = columns() if width is None else width, " " * len(lead)
+    return textwrap.wrap(
+        text, room, initial_indent=lead, subsequent_indent=hang, break_on_hyphens=False, break_long_words=not whole
+    )
 
 
 def folded(text: str, width: int) -> str:

@@ -30,6 +30,7 @@ from canaryd.config.settings import Config
 from canaryd.formatting import format_duration
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
+from canaryd.report.terminal import typed
 from canaryd.store import notes
 from canaryd.store.locks import Busy
 from canaryd.store.notes import released_until
@@ -223,7 +224,7 @@ def _concluded(document: Document, work: Characterisation, options: argparse.Nam
         resume = (
             f"canaryd characterise --device {options.device} --resume {shlex.quote(str(work.directory.path))}{again}"
         )
-        print(resume, file=sys.stderr, flush=True)
+        print(typed(resume), file=sys.stderr, flush=True)
     if document["verdict"] in ("invalid", "wrong", "unclassified", "failed"):
         return BAD
     return exit_code(State.UNKNOWN) if work.left or document["verdict"] == "incomplete" else 0

@@ -18,6 +18,7 @@ from canaryd.engine.engine import Engine, Progress, choose
 from canaryd.formatting import columns, did_you_mean, folded
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.model import Device, Outcome, Run
+from canaryd.report.terminal import typed
 from canaryd.store.locks import Busy, Unreadable, user_name
 from canaryd.store.notes import daemon_runs
 from canaryd.store.retention import Retention
@@ -34,8 +35,11 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text; on a terminal its lines are folded, elsewhere they stay whole for other programs."""
-    stream = stream or sys.stdout
+    """Print a text, its commands as this user types them.
+
+    On a terminal its lines are folded; elsewhere they stay whole for other programs.
+    """
+    stream, text = stream or sys.stdout, typed(text)
     print(folded(text, columns()) if stream is not None and stream.isatty() else text, file=stream, flush=True)
 
 

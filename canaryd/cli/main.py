@@ -29,6 +29,7 @@ from canaryd.config.load import ConfigError
 from canaryd.config.settings import Config
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
+from canaryd.report.terminal import type_with
 from canaryd.store.database import StoreTooNew
 from canaryd.store.locks import Unreadable
 from canaryd.supervisor import capabilities
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     capabilities.withdraw()
+    type_with(())
     options = parser().parse_args(arguments)
     try:
         return _run(options)
@@ -66,9 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "config":
         return listing.config_command(options)
-    settings = replace(load.load(options.config), **overrides(options))
+    loaded = load.load(options.config)
+    type_with(_own(options, loaded))
+    settings = replace(loaded, **overrides(options))
     if os.path.exists(settings.state_dir) and not settings.state_dir.is_dir():  # noqa: PTH110  never raises
         complain(f"{settings.state_dir}: not a directory; give a directory with --state-dir or state_dir")
         return USAGE
     function: Callable[[argparse.Namespace, Config], int] = options.function
     return function(options, settings)
+
+
+def _own(options: argparse.Namespace, loaded: Config) -> list[str]:
+    """Return the options that a printed command needs too: the files that were named and are not the default."""
+    own = []
+    if options.config and options.config.absolute() != load.SYSTEM_FILE:
+        own += ["--config", str(options.config.absolute())]
+    if options.state_dir and options.state_dir.absolute() != loaded.state_dir:
+        own += ["--state-dir", str(options.state_dir.absolute())]
+    return own

@@ -29,7 +29,7 @@ from canaryd.model import TORCH, Cause, Device, Outcome, State
 from canaryd.report import status
 from canaryd.report.incidents import brief
 from canaryd.report.status import DeviceStatus, Status
-from canaryd.report.terminal import cause_note, cause_words
+from canaryd.report.terminal import cause_note, cause_words, typed
 from canaryd.store.database import DATABASE, StoreTooNew
 from canaryd.store.store import Store
 
@@ -182,7 +182,7 @@ def as_text(answer: Answer, question: Question, silence: str, width: int = 0) ->
         parts.append(f"{str(decisive[0]).rstrip('.')}{more}")
     decision = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
     aside = f" [log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if answer.decision == UNKNOWN else ""
-    line = printable(" ".join(f"{decision}: {'; '.join(parts)}".split()))
+    line = printable(typed(" ".join(f"{decision}: {'; '.join(parts)}".split())))
     if width and len(line) + len(aside) > width:
         aside = " [log only]" if silence else aside
         line = beginning(line, width - len(aside))

@@ -11,7 +11,7 @@ from canaryd.formatting import DAY, HOUR, format_time, number, scale
 from canaryd.judge.trends.change import Change
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
 from canaryd.report.incidents import state_lines
-from canaryd.report.terminal import Line, paint, paragraph
+from canaryd.report.terminal import Line, paint, paragraph, typed
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 FLAT = 0.05
@@ -73,7 +73,7 @@ def _device_lines(one: DeviceHistory, history: History, room: int, *, verbose: b
         from_ = f" (since {format_time(item.first, seconds=False)})" if item.at - item.first >= HOUR else ""
         yield from paragraph(f"    {format_time(item.at, seconds=False)}  ", f"{item.text}{from_}", room, item.role)
     if (more := len(one.items) - MOST_ITEMS) > 0:
-        yield "", f"    and {more} more: canaryd history --json"
+        yield "", f"    and {more} more: {typed('canaryd history --json')}"
     yield "", ""
     yield from _table(one, history, room)
 
@@ -115,7 +115,7 @@ def _table(one: DeviceHistory, history: History, room: int) -> Iterator[Line]:
         for change in t.changes:
             yield from paragraph("      ", _change(change, size, symbol), room, role="calm")
     if (more := len(telling) - MOST_READINGS) > 0:
-        yield "", f"    and {more} more readings: canaryd history --json"
+        yield "", f"    and {more} more readings: {typed('canaryd history --json')}"
     if zeros:
         yield "", f"    and {_zeros(zeros)}"
 

@@ -12,7 +12,7 @@ from canaryd.judge.cells import name_cells
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
 from canaryd.judge.wording import listed, whom_to_tell
 from canaryd.model import Cause, Device, Finding, PlaceTally, Rival, Shown, State, Suspect, Verdict, WrongResults
-from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of
+from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
 """Columns of the state before a paragraph; what follows stands below the text."""
@@ -327,4 +327,4 @@ def _step_lines(todo: Step, width: int | None) -> Iterator[Line]:
     if todo.text:
         yield from paragraph("Do now:  ", todo.text, width)
     if todo.text and todo.command:
-        yield "head", f"{INDENT}{todo.command}"
+        yield "head", f"{INDENT}{typed(todo.command)}"

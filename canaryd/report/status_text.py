@@ -15,7 +15,7 @@ from canaryd.report.advice import advice, advised, answer, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
 from canaryd.report.status import DeviceStatus, Status, newest_of
-from canaryd.report.terminal import Line, paint, paragraph, role_of
+from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
 SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
@@ -87,7 +87,7 @@ def _advice_lines(status: Status) -> Iterator[Line]:
         sentences = f"{sentences} {todo.text}".lstrip()
         if todo.command:
             yield from paragraph(lead, sentences)
-            yield "head", f"        {todo.command}"
+            yield "head", f"        {typed(todo.command)}"
             lead, sentences = "        ", ""
     if sentences:
         yield from paragraph(lead, sentences)
@@ -155,7 +155,7 @@ def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
     for event in events[-RECENT_EVENTS:]:
         yield from paragraph(f"{'*':<{STATE}}", event)
     if (more := len(events) - RECENT_EVENTS) > 0:
-        yield "", f"{INDENT}and {more} earlier kinds of event in the last day: canaryd status --json"
+        yield "", f"{INDENT}and {more} earlier kinds of event in the last day: {typed('canaryd status --json')}"
 
 
 def _evidence_lines(devices: Sequence[DeviceStatus], now: float) -> list[Line]:

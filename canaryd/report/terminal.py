@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from canaryd.facts import printable
 from canaryd.formatting import wrapped
@@ -17,6 +20,38 @@ ROLES: Mapping[State, str] = {State.HEALTHY: "good", State.SUSPECT: "bad", State
 CANARYD = "canaryd itself"
 """Cause `harness` in words."""
 
+COMMANDS = (
+    *("ack", "baseline", "canary", "capture", "characterise", "check", "compare", "config", "devices", "drill"),
+    *("fleet", "gate", "history", "pack", "probes", "release", "report", "run", "status"),
+)
+PRINTED = re.compile(rf"(?<![\w./-])canaryd ({'|'.join(COMMANDS)})\b(?! --(?:state-dir|config|help)\b| export wr)")
+"""A command in a text for people; not one of a path, which is what a process was
+started as, nor one that "canaryd baseline export wrote"."""
+SYSTEMD = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
+"""Where units are installed: in `systemd/system` below these (systemd.unit(5))."""
+_REPLACED: dict[str, str] = {}
+"""What `type_with` was told: "options" and "start"."""
+
+
+def type_with(options: Sequence[str], roots: Sequence[str] = SYSTEMD) -> None:
+    """Let every command that `typed` meets carry these options, so that it acts on the same record.
+
+    Without options, the daemon is started by systemd where its unit is installed below one of `roots`.
+    """
+    installed = any((Path(root) / "systemd/system/canaryd.service").is_file() for root in roots)
+    _REPLACED["options"] = shlex.join(options)
+    _REPLACED["start"] = "systemctl start canaryd" if installed and not options else ""
+
+
+def typed(text: str) -> str:
+    """Return a text for a terminal with its commands as this user has to type them."""
+
+    def command(found: re.Match[str]) -> str:
+        start = _REPLACED.get("start") if found[1] == "run" else ""
+        return start or f"{found[0]} {_REPLACED.get('options', '')}".rstrip()
+
+    return PRINTED.sub(command, text)
+
 
 def paint(lines: Iterable[Line], *, color: bool) -> str:
     """Return lines as one text that is safe on a terminal; in colours if `color`."""
@@ -27,8 +62,9 @@ def paint(lines: Iterable[Line], *, color: bool) -> str:
 
 
 def paragraph(lead: str, text: str, width: int | None = None, role: str = "") -> list[Line]:
-    """Return a text as wrapped lines of one role; see `wrapped`."""
-    return [(role, line) for line in wrapped(lead, text, width)]
+    """Return a text, its commands as this user types them, as wrapped lines of one role; see `wrapped`."""
+    own = typed(text)
+    return [(role, line) for line in wrapped(lead, own, width, whole=own != text)]
 
 
 def role_of(state: State) -> str:
@@ -78,7 +114,7 @@ def finding_lines(findings: Iterable[Finding], *, width: int | None = None) -> I
             yield from paragraph("    Runs: ", ", ".join(finding.runs), width)
         if finding.repro and finding.repro not in said:
             yield "", "    To repeat the test:"
-            yield "", f"    {finding.repro}"
+            yield "", f"    {typed(finding.repro)}"
         said |= {*finding.evidence, *map(rival_words, finding.rivals), finding.repro}
 
 

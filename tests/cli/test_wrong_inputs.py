@@ -93,7 +93,10 @@ TABLE = (
     Wrong(("check", "--device", "cpu0", *RECORD), ("--device cpu0", "this host has cpu:0", 'did you mean "cpu:0"?')),
     Wrong(("check", "--probe", "pases", *RECORD), ("--probe pases", "choose from passes", 'did you mean "passes"?')),
     Wrong(("drill", "--device", "cuda:9", *RECORD), ("--device cuda:9: no such device", "this host has")),
-    Wrong(("check", "--repeat", "r1", *RECORD), ("--repeat r1: that is not the id of a run", "canaryd status -v")),
+    Wrong(
+        ("check", "--repeat", "r1", *RECORD),
+        ("--repeat r1: that is not the id of a run", "canaryd status --config @config"),
+    ),
     Wrong(("check", "--report", "@absent/x", *RECORD), ("--report", "cannot be written", "name a file in a directory")),
     Wrong(("check", "--textfile", "@directory", *RECORD), ("--textfile", "cannot be written", "name a file")),
     Wrong(("status", "--state-dir", "@file"), ("@file: not a directory", "give a directory with --state-dir")),

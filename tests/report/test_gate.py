@@ -240,7 +240,7 @@ def test_no_store_is_unknown_and_nothing_is_made(state, acting):
     """Not even the directory: the question may come from a node that has no canaryd yet."""
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("unknown", 3)
-    assert f"{state / DATABASE}: No such file or directory; start the daemon (canaryd run), or run canaryd" in line
+    assert f"{state / DATABASE}: No such file or directory; start the daemon (canaryd run --config {acting}" in line
     assert not state.exists()
 
 

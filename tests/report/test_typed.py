@@ -1,0 +1,64 @@
+"""Commands that are printed act on the record that the reader looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from canaryd.cli.main import parser
+from canaryd.report.terminal import COMMANDS, type_with, typed
+from tests.command import configure, in_turn
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """No other test prints commands with these options."""
+    yield
+    type_with((), ())
+
+
+def test_every_command_is_met():
+    """The list here is that of the command line."""
+    (commands,) = (action.choices for action in parser()._actions if action.dest == "command")
+    assert sorted(commands) == sorted(COMMANDS)
+
+
+def test_commands_carry_the_options_once():
+    """After the command, in quotes where the shell needs them; a path that a process runs is none of ours."""
+    type_with(("--state-dir", "/srv/a b"), ())
+    given = "Start it (canaryd run), then: canaryd check --device cpu:0; canaryd itself is fine"
+    right = "Start it (canaryd run --state-dir '/srv/a b'), then: canaryd check --state-dir '/srv/a b' --device cpu:0"
+    assert typed(given) == f"{right}; canaryd itself is fine"
+    assert typed(typed(given)) == typed(given)
+    assert typed("waiting: pid 7: /opt/canaryd/bin/canaryd run") == "waiting: pid 7: /opt/canaryd/bin/canaryd run"
+
+
+def test_an_installed_service_is_started_by_systemd(tmp_path):
+    """Not so for another record than that of the service, or where there is no unit."""
+    unit = tmp_path / "systemd/system/canaryd.service"
+    unit.parent.mkdir(parents=True)
+    unit.touch()
+    type_with((), (str(tmp_path),))
+    assert typed("start it (canaryd run); canaryd check") == "start it (systemctl start canaryd); canaryd check"
+    type_with(("--state-dir", "/srv"), (str(tmp_path),))
+    assert typed("start it (canaryd run)") == "start it (canaryd run --state-dir /srv)"
+    type_with((), (str(tmp_path / "other"),))
+    assert typed("start it (canaryd run)") == "start it (canaryd run)"
+
+
+def test_the_commands_of_real_answers_can_be_copied(tmp_path):
+    """Advice of status, history and gate; JSON stays as it was."""
+    state, config = tmp_path / "state", configure(tmp_path, "passes")
+    own = f"--config {config} --state-dir {state}"
+    common = ("--config", config, "--state-dir", state)
+    status, history, gate, document, default = in_turn(
+        ("status", *common),
+        ("history", *common),
+        ("gate", *common),
+        ("status", "--json", *common),
+        ("status", "--state-dir", state),
+    )
+    assert f"        canaryd check {own}\n" in status.out
+    for text in (status.out, history.out, gate.out):
+        assert f"canaryd run {own}" in " ".join(text.split()), text
+    assert own not in document.out
+    assert f"        canaryd check --state-dir {state}\n" in default.out
