@@ -56,6 +56,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
+KINDS = ("cpu", "gpu", "cuda", "rocm", "hip", "xpu", "npu", "mps", "tpu", "endpoint")
+"""Words with which the name of a device begins, here or elsewhere."""
+
+
+def did_you_mean_device(word: str, known: Iterable[str]) -> str:
+    """Return what `did_you_mean` does, but never a device of another kind: "gpu0" is not "cpu:0"."""
+    kind = word.rstrip("0123456789:.").lower()
+    return did_you_mean(word, (name for name in known if kind not in KINDS or name.startswith(kind)))
+
+
 def format_time(at: float, *, seconds: bool = True) -> str:
     """Return a time (seconds since the epoch) as local time; as seconds where no calendar has it."""
     try:

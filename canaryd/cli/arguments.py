@@ -24,6 +24,11 @@ EXIT_STATUS = "exit status: 0 healthy, 1 degraded, 2 suspect or faulty, 3 unknow
 class Parser(argparse.ArgumentParser):
     """A parser that exits with `USAGE` on a mistake, and says which known word is nearest."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As usual, but "-5m" is a value: no option here begins with a digit."""
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-[0-9]")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
@@ -39,14 +44,18 @@ class Parser(argparse.ArgumentParser):
             named: Any = [self]
             for action in self._actions:
                 if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  it has no public name
-                    named.append(action.choices[getattr(options, action.dest)])
-            options_there = [word for word in named[-1]._option_string_actions if word.startswith("--")]  # noqa: SLF001
-            named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], options_there)}")
+                    named += filter(None, [action.choices.get(getattr(options, action.dest))])
+            there = [word for each in named for word in each._option_string_actions if word.startswith("--")]  # noqa: SLF001
+            hint = did_you_mean(unknown[0], there)
+            if getattr(options, "of_one_device", "") and not unknown[0].startswith("-"):
+                hint = f"; for one device: {options.of_one_device} {unknown[0]}"
+            named[-1].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        if "command" in options and options.command is None:
+            self.error("the following arguments are required: COMMAND")
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the mistake, and exit."""
-        self.print_usage(sys.stderr)
+        """Print the mistake as one sentence, and exit; the usage is one --help away."""
         say(f'{self.prog}: {message}; type "{self.prog} --help"', sys.stderr)
         self.exit(USAGE)
 

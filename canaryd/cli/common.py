@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, Progress, choose
-from canaryd.formatting import columns, did_you_mean, folded
+from canaryd.formatting import columns, did_you_mean_device, folded
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import typed
@@ -161,7 +161,7 @@ def device_names(devices: Mapping[str, Device]) -> str:
 
 def nearest_device(name: str, known: Mapping[str, Device]) -> str:
     """Return the end of a message about a device that is not known: the one whose name or uuid is nearest."""
-    return did_you_mean(name, [word for d in known.values() for word in (d.name, d.uuid)])
+    return did_you_mean_device(name, [word for d in known.values() for word in (d.name, d.uuid)])
 
 
 def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device | None:

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     common = common_options()
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EXIT_STATUS)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     last = (canary, pack, characterise, fleet, listing)
     for module in (check, daemon, status, report, ack, baseline, compare, *last):
         module.add_parsers(commands, common)

@@ -11,7 +11,7 @@ from canaryd.cli.arguments import USAGE, Commands
 from canaryd.cli.common import complain, make_engine, one_device, open_record, say
 from canaryd.config.settings import Config
 from canaryd.dossier import write
-from canaryd.dossier.document import DossierError
+from canaryd.dossier.document import DossierError, OutputError
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 
@@ -52,7 +52,7 @@ def report_command(options: argparse.Namespace, settings: Config) -> int:
             made = write.write(store, settings, engine, device, options.out, now=time.time(), **flags)
         except DossierError as error:
             complain(str(error))
-            return exit_code(State.UNKNOWN)
+            return USAGE if isinstance(error, OutputError) else exit_code(State.UNKNOWN)
     print((made / "dossier.json").read_text(encoding="utf-8").rstrip() if options.json else made, flush=True)
     say(f"open:   {made / 'dossier.html'}", sys.stderr)
     say(f"attach: {made.with_name(f'{made.name}.tar.gz')}", sys.stderr)

@@ -47,7 +47,7 @@ def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     add_verbose(command, "the evidence of each finding and the age of each probe's newest result")
     add_json(command)
-    command.set_defaults(function=status_command)
+    command.set_defaults(function=status_command, of_one_device="canaryd history")
 
 
 def status_command(options: argparse.Namespace, settings: Config) -> int:

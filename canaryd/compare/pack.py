@@ -71,8 +71,8 @@ def _read(path: Path, schema: str, seal: str) -> dict[str, Any]:
 
 def judge(results: Path, directory: Path) -> Judged:
     """Judge a result file by the pack in a directory. Raises `Refused`."""
-    pack = _read(directory / "pack.json", PACK, "id")
     found = _read(results, RESULT, "digest")
+    pack = _read(directory / "pack.json", PACK, "id")
     if found.get("pack") != pack["id"]:
         raise Refused(f"{results}: made with another pack; name the directory of its pack with --pack")
     if found.get("demonstration"):

@@ -41,6 +41,10 @@ class DossierError(RuntimeError):
     """The dossier cannot be written. The message says what is wrong and what to do."""
 
 
+class OutputError(DossierError):
+    """The directory that was named for it cannot be used."""
+
+
 def gather(
     store: Store, config: Config, device: Device, *, now: float, drill: bool = False, engine: Engine | None = None
 ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier import ocp, page
 from canaryd.dossier.advice import EXHIBITS
-from canaryd.dossier.document import SCHEMA, DossierError, gather, torch_name
+from canaryd.dossier.document import SCHEMA, DossierError, OutputError, gather, torch_name
 from canaryd.dossier.places import failing_core
 from canaryd.dossier.redact import Redactor, clean, cleaned, without_processes
 from canaryd.dossier.text import flipped
@@ -57,7 +57,7 @@ def write(
     """Write the dossier of a device to a new directory below `out`, and the same as one archive; return the directory.
 
     Without an engine nothing is judged again and no operands are written; the dossier says so. Raises `DossierError`
-    where it cannot be written, and leaves nothing half-written.
+    (`OutputError` where `out` is wrong) where it cannot be written, and leaves nothing half-written.
     """
     document = gather(store, config, device, now=now, drill=drill, engine=engine)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
@@ -66,9 +66,12 @@ def write(
     target, archive = out / name, out / f"{name}.tar.gz"
     try:
         out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{out}: cannot be made: {error.strerror}; name another directory with -o") from error
+    try:
         for path in (target, archive):
             if path.exists():
-                raise DossierError(f"{path}: already exists and is never overwritten; name another directory with -o")
+                raise OutputError(f"{path}: already exists and is never overwritten; name another directory with -o")
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=out) as part:
             inside = Path(part) / name
             inside.mkdir()

@@ -28,7 +28,8 @@ def answer(status: Status) -> str:
     if status.daemon and not status.devices:
         return f"{ANSWERS[State.UNKNOWN]}: the daemon is still looking for devices"
     if not status.devices:
-        return f"{ANSWERS[State.UNKNOWN]}: no device has been tested yet"
+        why = f": {status.absent} does not exist" if status.absent else ""
+        return f"{ANSWERS[State.UNKNOWN]}: no device has been tested yet{why}"
     if status.first_tests:
         return f"{ANSWERS[State.UNKNOWN]}: first tests are running on {_names(status.first_tests)}"
     alike: dict[tuple[State, Cause, str], list[DeviceStatus]] = {}

@@ -22,7 +22,7 @@ from typing import Any
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
 from canaryd.facts import beginning, printable
-from canaryd.formatting import did_you_mean, format_duration
+from canaryd.formatting import did_you_mean_device, format_duration
 from canaryd.judge import clock
 from canaryd.judge.incidents import incidents
 from canaryd.model import TORCH, Cause, Device, Outcome, State
@@ -121,7 +121,7 @@ def decide(found: Status, question: Question, newest: Mapping[str, float | None]
     reason = ""
     if missing:
         there = ", ".join(d.device.name for d in found.devices) or "none"
-        near = did_you_mean(missing[0], [d.device.name for d in found.devices])
+        near = did_you_mean_device(missing[0], [d.device.name for d in found.devices])
         reason = f"no device {' or '.join(missing)}; this host has {there}{near}"
     elif not items:
         reason = f"no device has been tested yet: {UNTESTED}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,6 +102,8 @@ class Status:
     problems: tuple[str, ...]
     unreadable: str = ""
     """Why what is recorded could not be read, one sentence; "" where it could."""
+    absent: str = ""
+    """The state directory, where it does not exist."""
 
     @property
     def first_tests(self) -> tuple[DeviceStatus, ...]:
@@ -181,6 +184,7 @@ def gather(
         devices=_worst_first(found),
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
         unreadable=store.unreadable,
+        absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
     )
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pwd
 import shlex
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,10 @@ def user_name() -> str:
 def refusal(path: Path, error: Exception) -> str:
     """Return what cannot be read and why, with what to type where another user may read it."""
     if not isinstance(error, PermissionError):
-        return f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        # Exactly this class is what SQLite raises for a damaged file (`database.py`).
+        aside = "; canaryd check keeps it under another name and begins a new record"
+        why = getattr(error, "strerror", None) or error
+        return f"cannot read {path}: {why}{aside if type(error) is sqlite3.DatabaseError else ''}"
     return f"cannot read {path.parent} as user {user_name()}: {'use sudo' if os.geteuid() else error.strerror}"
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from canaryd.formatting import did_you_mean_device
 from tests.cli.test_reading import AS_ANOTHER, NOBODY, held, place, recorded  # noqa: F401  a fixture
 from tests.command import bare_python, canaryd, catalogue, configure, in_turn
 
@@ -80,6 +81,12 @@ TABLE = (
         ("drill", "--fault", "wrong-row", "--probe", "exact_attention", "--state-dir", "@new"),
         ("exact_attention cannot inject it", "choose from flip, zero"),
     ),
+    Wrong(("--verison",), ("--verison", 'did you mean "--version"?')),
+    Wrong(("check", "--for", "-5m"), ("--for", '"-5m" is not a positive duration', 'write e.g. "15m"')),
+    Wrong(("status", "cpu:0"), ("unrecognized arguments: cpu:0; for one device: canaryd history cpu:0",)),
+    Wrong(("pack", "verify", "@absent"), ("pack verify: @absent: cannot be read", "name a readable file")),
+    Wrong(("report", "CPU-1", "-o", "@file/x", *RECORD), ("@file/x: cannot be made", "name another directory with -o")),
+    Wrong(("status", "--state-dir", "@damaged"), ("canaryd.db: file is not a database; canaryd check --st",), code=3),
     Wrong(("history", "--since", "soon"), ("--since", '"soon" is not a duration')),
     Wrong(("release", "--for", "x"), ("--for", '"x" is not a duration')),
     Wrong(("report",), ("required: DEV", "canaryd report --help")),
@@ -152,6 +159,8 @@ def directory(tmp_path_factory):
     """The files of the table, a good configuration and a record."""
     directory = tmp_path_factory.mktemp("wrong")
     (directory / "directory").mkdir()
+    (directory / "damaged").mkdir()
+    (directory / "damaged/canaryd.db").write_bytes(bytes(range(256)) * 64)
     catalogue(directory / "drop-ins", "raises_at_import")
     for name, content in FILES.items():
         path = directory / name
@@ -191,7 +200,7 @@ def test_a_wrong_input_is_one_clear_sentence(directory, answers, number):
     """Where, what was given, what was wanted, what to do; the right exit status, and nothing on standard output."""
     wrong, answer = TABLE[number], answers[0][number]
     assert (answer.code, answer.out) == (wrong.code, ""), answer
-    told = [line for line in answer.err.splitlines() if not line.startswith(("usage:", " "))]
+    told = answer.err.splitlines()
     # A missing torch may be why a device or a probe is missing, so the message names torch too.
     told = [line for line in told if "cannot import torch" not in line]
     assert len(told) == 1 or (wrong.words[0] == "compare" and len(set(told)) == 1), told
@@ -204,6 +213,20 @@ def test_commands_that_read_make_nothing_of_a_wrong_input(answers):
     """No file is made, changed or removed; there are more than forty rows."""
     assert answers[1]
     assert len(TABLE) > 40
+
+
+def test_no_device_of_another_kind_is_suggested():
+    """A processor is no stand-in for a GPU that has vanished."""
+    assert did_you_mean_device("gpu0", ["cpu:0"]) == did_you_mean_device("npu:0", ["cpu:0"]) == ""
+    assert did_you_mean_device("cpu0", ["cpu:0"]) == '; did you mean "cpu:0"?'
+    assert did_you_mean_device("cdua:1", ["cuda:1", "cpu:0"]) == '; did you mean "cuda:1"?'
+
+
+def test_a_state_directory_that_does_not_exist_is_named(directory):
+    """Not to be taken for a node that was never tested."""
+    (answer,) = in_turn(("status", "--state-dir", directory / "absent"))
+    assert answer.code == 3
+    assert f"no device has been tested yet: {directory}/absent does not exist" in " ".join(answer.out.split())
 
 
 @AS_ANOTHER

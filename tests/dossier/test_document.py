@@ -868,7 +868,7 @@ def test_a_dossier_is_never_overwritten(store, tmp_path):
 def test_what_cannot_be_written_leaves_nothing(store, tmp_path):
     """A file where the directory should be: one sentence, no rest."""
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(DossierError, match="cannot write the dossier"):
+    with pytest.raises(DossierError, match="cannot be made: File exists"):
         write.write(store, Config(), None, GPU, tmp_path / "out", redact=False, now=NOW)
     assert (tmp_path / "out").read_text() == "a file"
 
