@@ -51,7 +51,7 @@ def tally(wrong, of, **changes):
 
 def fault(state=State.FAULTY, cause=H, *, probes=("exact_attention", "exact_matmul"), **changes):
     """Return a finding on wrong results: 9 of 1,431 for the first probe, 18 of 2,862 for the second, and so on."""
-    confirmed = (Confirmation(ground=Ground.RETESTS, why="all 3 retests failed"),) if state is State.FAULTY else ()
+    confirmed = (Confirmation(ground=Ground.RETESTS, why="its retests failed too"),) if state is State.FAULTY else ()
     tallies = {name: tally(9 * n, 1_431 * n) for n, name in enumerate(probes, 1)}
     facts = {"why": "Cause unknown: no identical device here to compare with.", "confirmed": confirmed}
     return Finding(

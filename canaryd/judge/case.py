@@ -224,18 +224,33 @@ def _tally(runs: Iterable[Run], subject: Subject) -> tuple[Count, Count]:
 
 def record(case: Case, mismatches: Sequence[Mismatch]) -> tuple[Count, Count]:
     """Return the trials up to the newest mismatch of a probe, and the clean ones since, under the same conditions."""
+    subject, newest, runs = (
+        mismatches[-1].comparison.subject,
+        mismatches[-1].run,
+        _under_same_conditions(case, mismatches),
+    )
+    before, _ = _tally((r for r in runs if r.started <= newest.started), subject)
+    _, since = _tally((r for r in runs if r.started > newest.started), subject)
+    return before, since
+
+
+def results_during(case: Case, mismatches: Sequence[Mismatch], began: float) -> int:
+    """Return how many results were compared from `began` up to the newest mismatch of a probe, as in `record`."""
+    newest, runs = mismatches[-1].run.started, _under_same_conditions(case, mismatches)
+    return _tally((r for r in runs if began <= r.started <= newest), mismatches[-1].comparison.subject)[0].results
+
+
+def _under_same_conditions(case: Case, mismatches: Sequence[Mismatch]) -> list[Run]:
+    """Return the runs of the probe of mismatches that tell how often it fails where they were seen."""
     subject, newest = mismatches[-1].comparison.subject, mismatches[-1].run
     pool = case.node.all if subject is Subject.HOST else case.runs
     lanes, loads = {h.run.instruction_set for h in mismatches}, {h.run.intensity for h in mismatches}
     # What was seen only under load is cleared only by trials under load; what shows in a usual run shows in any.
-    runs = [
+    return [
         r
         for r in pool
         if r.probe == newest.probe and r.instruction_set in lanes and ("" in loads or r.intensity in loads)
     ]
-    before, _ = _tally((r for r in runs if r.started <= newest.started), subject)
-    _, since = _tally((r for r in runs if r.started > newest.started), subject)
-    return before, since
 
 
 def _cleared(case: Case, mismatches: Sequence[Mismatch]) -> bool:

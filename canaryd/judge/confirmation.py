@@ -38,7 +38,7 @@ def confirmed_by_reruns(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> 
             wrong[run.confirms].add(run.id)
     if all(len(ids) < policy.confirm_runs for ids in wrong.values()):
         return None
-    return Confirmation(ground=Ground.RETESTS, why=f"all {policy.confirm_runs} retests failed")
+    return Confirmation(ground=Ground.RETESTS, why="its retests failed too")
 
 
 def confirmed_within_a_day(mismatches: Sequence[Mismatch], policy: JudgePolicy) -> Confirmation | None:

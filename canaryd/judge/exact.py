@@ -48,7 +48,7 @@ def exact_mismatch(case: Case) -> Iterator[Finding]:
     """An exact golden was missed: suspect at once, and for as long as the watch lasts."""
     for mismatches in case.standing(Subject.DEVICE, case.accusations):
         probe = mismatches[-1].run.probe
-        tally = (facts := wrong_results(case, mismatches)).probes[probe]
+        tally = (facts := wrong_results(case, mismatches, began=_began(case, mismatches))).probes[probe]
         text = f"{probe} computed {tally.wrong:,} of {tally.of:,} results wrong"
         if tally.cells:
             text = f"{probe} found {tally.wrong:,} of {tally.of:,} sweeps of memory wrong ({name_cells(tally.cells)})"
@@ -61,7 +61,15 @@ def golden_disagreement(case: Case) -> Iterator[Finding]:
     """Two ways to make a golden on this host disagree: the CPU is accused, whichever device's run showed it."""
     for mismatches in case.standing(Subject.HOST, case.accusations):
         text = DOUBTS.get(mismatches[-1].comparison.doubt, "The reference computed on this CPU is in doubt")
-        yield _suspicion(case, "golden-disagreement", text, mismatches, wrong_results(case, mismatches))
+        facts = wrong_results(case, mismatches, began=_began(case, mismatches))
+        yield _suspicion(case, "golden-disagreement", text, mismatches, facts)
+
+
+def _began(case: Case, mismatches: Sequence[Mismatch]) -> float:
+    """Return when the fault that shows in mismatches began: that of the confirmed fault of which they are a part."""
+    lead = strongest(mismatches)
+    groups = (accusations for accusations, _ in case.confirmed if any(m is lead for m in accusations))
+    return min(mismatches[0].run.started, *(m.run.started for group in groups for m in group[:1]), math.inf)
 
 
 def confirmed(case: Case) -> Iterator[Finding]:
@@ -291,13 +299,13 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
     runs = count(facts.runs, "run")
     newest = f"Newest: {describe(mismatches[-1])}."
     if any(m is lead for accusations, _ in case.confirmed for m in accusations):
-        message, action = f"{seen}, in {runs} (part of the confirmed fault)", ""
+        message, action = f"{seen}; {runs} failed (part of the confirmed fault)", ""
         evidence: tuple[str, ...] = (*_proven(case, mismatches), newest)
     else:
         again = retests(case, [m for m in mismatches if _root(m) == _root(mismatches[-1])])
         facts = replace(facts, to_come=max(0, case.policy.confirm_runs - again.of))
-        message, action = f"{seen}, in {runs}", _next_step(case, lead, facts.to_come)
-        evidence = (lead.why, *_progress(case, mismatches, again), *_proven(case, mismatches), newest)
+        message, action = f"{seen}; {runs} failed", _next_step(case, lead, facts.to_come)
+        evidence = (lead.why, *_progress(case, mismatches, facts.retests), *_proven(case, mismatches), newest)
     return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence, facts)
 
 

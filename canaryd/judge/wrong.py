@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from canaryd.facts import Place, Subject
-from canaryd.judge.case import Case, record
+from canaryd.judge.case import Case, results_during
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
@@ -14,13 +14,22 @@ from canaryd.judge.units import units_of
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
 
-def wrong_results(case: Case, mismatches: Sequence[Mismatch], confirmed: Sequence[Confirmation] = ()) -> WrongResults:
-    """Return what mismatches (oldest first, at least one) amount to; `confirmed`: how they were confirmed."""
+def wrong_results(
+    case: Case,
+    mismatches: Sequence[Mismatch],
+    confirmed: Sequence[Confirmation] = (),
+    began: float | None = None,
+) -> WrongResults:
+    """Return what mismatches (oldest first, at least one) amount to; `confirmed`: how they were confirmed.
+
+    Results count from `began` on, in seconds since the epoch: the first of the mismatches, unless the fault is older.
+    """
+    began = mismatches[0].run.started if began is None else began
     of_probe: dict[str, list[Mismatch]] = defaultdict(list)
     for m in mismatches:
         of_probe[m.run.probe].append(m)
     return WrongResults(
-        probes={probe: _tally(case, group) for probe, group in sorted(of_probe.items())},
+        probes={probe: _tally(case, group, began) for probe, group in sorted(of_probe.items())},
         why=strongest(mismatches).why,
         confirmed=tuple(confirmed),
     )
@@ -34,13 +43,13 @@ def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
     return Tally(wrong=len(again & failed), of=len(again))
 
 
-def _tally(case: Case, mismatches: Sequence[Mismatch]) -> ProbeTally:
-    """Count the mismatches of one probe; a wrong golden or comparison counts as one result."""
+def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTally:
+    """Count the mismatches of one probe, and the results since `began`; a wrong golden or comparison counts as one."""
     wrong = of = 0
     for subject in Subject:
         if group := [m for m in mismatches if m.comparison.subject is subject]:
             wrong += sum(m.comparison.wrong_trials if subject is Subject.DEVICE else 1 for m in group)
-            of += record(case, group)[0].results
+            of += results_during(case, group, began)
     evidence = [m.comparison.evidence for m in mismatches if m.comparison.evidence]
     return ProbeTally(
         wrong=wrong,

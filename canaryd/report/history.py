@@ -22,7 +22,7 @@ from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
 from canaryd.judge.trends.days import Key, Point
-from canaryd.judge.wording import reason_of
+from canaryd.judge.wording import count, reason_of
 from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
@@ -194,9 +194,9 @@ def _failures(runs: Iterable[Run]) -> Iterator[Item]:
         again = sum(bool(r.confirms) for r in same)
         retests = f" ({again} of them {'retests' if again > 1 else 'a retest'})" if again else ""
         if what == "wrong":
-            wrong, trials = sum(c.wrong_trials for r in same for c in r.wrong), sum(r.trials for r in same)
+            wrong = sum(c.wrong_trials for r in same for c in r.wrong)
             cases = Counter(c.case for r in same for c in r.wrong)
-            text = f"{times} of {probe}{retests}: {wrong} of {trials} results wrong, {_cases(cases)}"
+            text = f"{count(wrong, 'wrong result')} in {times} of {probe}{retests}, {_cases(cases)}"
         elif what == "unknown":
             cases = Counter(case for r in same for case in r.unknown)
             text = f"{times} of {probe}{retests}: results that differ from the baseline, {_cases(cases)}"

@@ -11,7 +11,7 @@ from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
 from canaryd.judge.wording import listed, whom_to_tell
-from canaryd.model import Cause, Device, Finding, PlaceTally, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.model import Cause, Device, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
@@ -64,7 +64,7 @@ def headline(incident: Incident) -> str:
         more = len({f.message for f in incident.findings if f.rule == lead.rule}) - 1
         return lead.message.rstrip(".") + (f" (and {more} more of this kind)" if more else "")
     tally = incident.wrong.all
-    where, which = _places(incident.wrong.places), _bits(incident.wrong)
+    where, which = _places(incident.wrong), _bits(incident.wrong)
     if where.startswith(ALWAYS) and which.startswith(ALWAYS):
         which = which.removeprefix(ALWAYS)
     seen = [f"{tally.wrong:,} of {tally.of:,}", where, which]
@@ -162,11 +162,18 @@ def _bits(wrong: WrongResults) -> str:
     return f"{f'{ALWAYS}bit' if len(bits) == 1 else 'bits'} {listed([*map(str, bits)])}{where}" if bits else ""
 
 
-def _places(places: Sequence[PlaceTally]) -> str:
-    """Return where results were wrong, of all the places that computed; "" where that is not known."""
+def _places(results: WrongResults) -> str:
+    """Return where results were wrong, of all the places that computed; "" where that is not known.
+
+    A result of all cores together has no single place: what is said of one is said of the results that have.
+    """
+    places = results.places
     wrong = [p.place for p in places if p.wrong]
+    placed = sum(p.wrong for p in places)
     if not wrong:
         return ""
+    if len(wrong) == 1 and placed < results.all.wrong:
+        return f"{wrong[0]} in all {placed:,} that ran on one {Place(unit=wrong[0].unit)}" if len(places) > 1 else ""
     if len(wrong) == 1:
         return f"{ALWAYS if len(places) > 1 else 'on '}{wrong[0]}"
     unit = f"{Place(unit=wrong[0].unit)}s"
@@ -178,8 +185,10 @@ def _places(places: Sequence[PlaceTally]) -> str:
 
 def _confirmed(wrong: WrongResults) -> str:
     again = wrong.retests
-    if wrong.confirmed and again.wrong:
-        return f"Confirmed by {again.wrong} of {again.of} retests."
+    if any(c.ground is Ground.RETESTS for c in wrong.confirmed) and again.wrong < again.of:
+        return f"It fails in {again.wrong} of {again.of} retests: intermittent."
+    if any(c.ground is Ground.RETESTS for c in wrong.confirmed):
+        return f"{again.wrong} of {again.of} retests failed."
     if wrong.confirmed:
         return f"Confirmed: {wrong.confirmed[0].why}."
     return f"Not confirmed: {again.wrong} of {again.of} retests failed." if again.of else "Not confirmed yet."

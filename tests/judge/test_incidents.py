@@ -56,6 +56,18 @@ def test_one_fault_that_every_probe_sees_is_one_incident():
     assert [c.ground for c in found.confirmed] == [Ground.DAY, Ground.PLACE]
 
 
+@pytest.mark.parametrize("ages", [(3 * HOUR, HOUR), (HOUR,)])
+def test_results_from_before_it_began_are_not_counted(ages):
+    """Neither in the incident nor in a finding of its: what was clean before says nothing of how often it fails."""
+    before = [run(age, right(seed=9, trials=90), probe=probe) for age in (9 * HOUR, 8 * HOUR) for probe in PROBES]
+    known, alone = (ask(*runs, *everywhere(*ages), wanted=dict.fromkeys(PROBES, 900.0)) for runs in (before, []))
+    (incident,), (other,) = incidents(known), incidents(alone)
+    assert (incident.wrong.all, incident.since) == (other.wrong.all, other.since)
+    assert [f.message for f in incident.findings] == [f.message for f in other.findings]
+    for finding in incident.findings:
+        assert {p: incident.wrong.probes[p] for p in finding.wrong.probes} == finding.wrong.probes
+
+
 def test_before_it_is_confirmed_it_is_one_incident_too():
     """Each probe suspects the device by itself: their counts add up."""
     (incident,) = incidents(ask(*everywhere(HOUR, core="device"), wanted=dict.fromkeys(PROBES, 900.0)))

@@ -985,7 +985,7 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
     seen = dataclasses.replace(evidence(), repeats=3, repeats_wrong=2)
     verdict = ask(run(60, wrong(seed=7, place=place("core 3"), evidence=seen), id="r1"))
     found = finding(verdict, "exact-mismatch")
-    assert found.message == "exact_matmul computed 1 of 1 results wrong, in 1 run"
+    assert found.message == "exact_matmul computed 1 of 1 results wrong; 1 run failed"
     assert found.action == "Wait for 3 automatic retests"
     assert found.evidence == (
         "Cause unknown: no identical device here to compare with.",

@@ -17,11 +17,14 @@ from canaryd.config.settings import Config
 from canaryd.facts import Place
 from canaryd.judge.incidents import incidents
 from canaryd.model import (
+    Confirmation,
+    Ground,
     PlaceTally,
     Rival,
     Shown,
     State,
     Suspect,
+    Tally,
 )
 from canaryd.report import status, status_page
 from canaryd.report.incidents import state_lines, told
@@ -45,7 +48,7 @@ def test_a_confirmed_fault_is_one_paragraph():
     assert found == [
         f"FAULTY   cuda:3  NVIDIA H100 80GB HBM3  since {found[0][-16:]}",
         "         Wrong results in exact_attention and exact_matmul: 27 of 4,293, always",
-        "         SM 37, bit 11. Confirmed by 6 of 6 retests. Cause: hardware, not the",
+        "         SM 37, bit 11. 6 of 6 retests failed. Cause: hardware, not the",
         "         software, reference or host: 7 identical devices compute it correctly.",
         "Do now:  Take cuda:3 out of service, then open a vendor case:",
         "         canaryd report cuda:3 -o ./case",
@@ -116,6 +119,41 @@ def test_no_single_core_is_named_where_several_fail(wrong, words):
     facts = replace(base.wrong, probes={"exact_matmul": tally(5, 99, places=places)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
     assert re.search(rf": 5 of 99, {re.escape(words)}, (always )?bit 11\.", told(incident)), told(incident)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({0: 0, 1: 15}, ": 68 of 496, core 1 in all 15 that ran on one core, always bit 11."),
+        ({1: 15}, ": 68 of 496, always bit 11."),
+        ({0: 1, 1: 14}, ": 68 of 496, on all 2 cores, always bit 11."),
+    ],
+)
+def test_a_core_is_named_for_no_result_that_all_cores_computed(wrong, words):
+    """53 of the 68 ran on all threads together: nothing says on which core these went wrong."""
+    places = tuple(PlaceTally(place=Place(unit="core", numbers=(n,)), wrong=w, of=99) for n, w in wrong.items())
+    base = fault()
+    facts = replace(base.wrong, probes={"exact_matmul": tally(68, 496, places=places)})
+    (incident,) = incidents(verdict(replace(base, wrong=facts)))
+    assert words in told(incident), told(incident)
+
+
+@pytest.mark.parametrize(
+    ("failed", "completed", "ground", "words"),
+    [
+        (3, 3, Ground.RETESTS, ", bit 11. 3 of 3 retests failed."),
+        (8, 15, Ground.RETESTS, "It fails in 8 of 15 retests: intermittent."),
+        (1, 6, Ground.PLACE, "Confirmed: it failed twice in one place."),
+        (0, 0, Ground.DAY, "Confirmed: it failed twice in one place."),
+    ],
+)
+def test_retests_that_passed_are_explained(failed, completed, ground, words):
+    """One count, and what it means that some of them passed."""
+    base, again = fault(probes=("exact_matmul",)), Tally(wrong=failed, of=completed)
+    confirmed = (Confirmation(ground=ground, why="it failed twice in one place"),)
+    facts = replace(base.wrong, probes={"exact_matmul": tally(9, 99, retests=again)}, confirmed=confirmed)
+    (incident,) = incidents(verdict(replace(base, wrong=facts)))
+    assert words in told(incident), told(incident)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +255,7 @@ def test_one_fault_is_one_incident_with_equal_numbers_in_every_report(faulty):
         shown = " ".join(text.split())
         assert shown.count(first["text"]) >= 1, shown
         assert "12 of 24, always bit 23." in shown
-        assert "Confirmed by 9 of 9 retests." in shown
+        assert "9 of 9 retests failed. " in shown
         assert "suspect" not in shown.partition("What happened")[0].lower()
     for text in texts[:2] + texts[3:]:
         assert "exact-mismatch" not in text
