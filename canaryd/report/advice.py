@@ -110,6 +110,23 @@ def _step(devices: Sequence[DeviceStatus]) -> Step:
     return step(found, *(d.device for d in (devices if _alike(devices) else devices[:1])))
 
 
+def drills(status: Status) -> list[str]:
+    """Return the drills of the last hour, a line for each kind: nothing of them is anybody's fault."""
+    alike: dict[tuple[str, bool], list[DeviceStatus]] = {}
+    for d in status.devices:
+        if d.drill:
+            alike.setdefault((d.drill.fault, d.drill.caught), []).append(d)
+    return [_drill(caught, same) for (_, caught), same in alike.items()]
+
+
+def _drill(caught: bool, same: Sequence[DeviceStatus]) -> str:
+    seen = [d.drill for d in same if d.drill]
+    at = format_time(max(each.at for each in seen), seconds=False)
+    end = format_time(max(each.until for each in seen), seconds=False)
+    what = f"caught; the alert CanarydDrill ends by {end}" if caught else "not caught, so it raises no alert"
+    return f"drill of {at} ({seen[0].fault}) on {_names(same)}: {what}"
+
+
 def advice(status: Status) -> str:
     """Return what to do now about the worst devices, in one line."""
     return " ".join(map(str, steps(status)))

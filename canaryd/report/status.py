@@ -16,7 +16,8 @@ from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
 from canaryd.judge.findings import CAUSES
-from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, State, Verdict
+from canaryd.judge.node import DRILL_EXPIRY
+from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
@@ -45,6 +46,18 @@ Newest = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drill:
+    """The newest drill of a device while it is remembered: nothing of it counts against the device."""
+
+    fault: str
+    at: float
+    """When it ran, in seconds since the epoch."""
+    caught: bool
+    until: float
+    """When it is forgotten; by then the alert CanarydDrill has ended, where a drill was caught."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceStatus:
     """One device."""
 
@@ -56,6 +69,7 @@ class DeviceStatus:
     acks: tuple[Ack, ...] = ()
     """Operators' acknowledgements that are in force, newest last."""
     evidence: Newest = field(default_factory=dict)
+    drill: Drill | None = None
 
     @property
     def awaits_first_tests(self) -> bool:
@@ -152,6 +166,9 @@ def gather(
         events_of[event.device].append(event)
     for ack in acks:
         acks_of[ack.device].append(ack)
+    drills_of = defaultdict(list)
+    for run in store.runs(since=now - DRILL_EXPIRY, drill=True):
+        drills_of[run.device].append(run)
     if daemon is None:
         daemon = not store.unreadable and daemon_runs(store)
     postponed = _postponed(store) if daemon else {}
@@ -174,6 +191,7 @@ def gather(
                 events=tuple(events_of[device.uuid]),
                 acks=_in_force(own, now, certain),
                 evidence=_since_repair(evidence.get(device.uuid, {}), judge_acks.cut(device, own)),
+                drill=_drill(drills_of[device.uuid], now),
             )
         )
     return Status(
@@ -204,6 +222,17 @@ def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, 
     unread = store.note(LOG_PROBLEM_NOTE)
     if daemon and unread:
         yield f"the kernel log is not read: {unread}"
+
+
+def _drill(runs: Iterable[Run], now: float) -> Drill | None:
+    """Return the newest drill of the last hour; None for none."""
+    recent = sorted((r for r in runs if abs(now - r.started) <= DRILL_EXPIRY), key=lambda r: r.started)
+    if not recent:
+        return None
+    same = [r for r in recent if r.drill == recent[-1].drill]
+    missed = [r for r in same if r.wrong or r.unknown]
+    newest = (missed or same)[-1].started
+    return Drill(fault=recent[-1].drill, at=newest, caught=bool(missed), until=newest + DRILL_EXPIRY)
 
 
 def _postponed(store: Store) -> Mapping[str, Finding]:
@@ -240,6 +269,7 @@ def as_of(status: Status, now: float) -> Status:
                 verdict=_unless_old(d.verdict, d.device, now, daemon=status.daemon),
                 events=tuple(e for e in d.events if e.last >= now - RECENT),
                 acks=_in_force(d.acks, now, certain),
+                drill=d.drill if d.drill and now <= d.drill.until else None,
             )
             for d in status.devices
         ),

@@ -14,7 +14,7 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
-from canaryd.report.advice import advice, advised, answer
+from canaryd.report.advice import advice, advised, answer, drills
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, sentence, shown_notes, step, told
@@ -118,7 +118,7 @@ def render(status: Status, now: float) -> bytes:
 
 
 def _problems(status: Status) -> list[str]:
-    lines = list(status.problems)
+    lines = [*status.problems, *drills(status)]
     if status.released_until:
         until = format_time(status.released_until)
         lines.append(f"devices are released until {until} (canaryd release): nothing is tested")

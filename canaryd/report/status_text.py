@@ -11,7 +11,7 @@ from canaryd.formatting import columns, format_duration, format_time
 from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
-from canaryd.report.advice import advice, advised, answer, steps
+from canaryd.report.advice import advice, advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
 from canaryd.report.status import DeviceStatus, Status, newest_of
@@ -52,6 +52,13 @@ def as_json(status: Status) -> dict[str, Any]:
                     for a in d.acks
                 ],
                 "evidence": dict(d.evidence),
+                "drill": d.drill
+                and {
+                    "fault": d.drill.fault,
+                    "at": d.drill.at,
+                    "caught": d.drill.caught,
+                    "until": d.drill.until,
+                },
                 "events": [to_json(event) for event in d.events],
             }
             for d in status.devices
@@ -76,6 +83,8 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
     if status.released_until:
         until = format_time(status.released_until)
         lines += paragraph("", f"devices are released until {until} (canaryd release): nothing is tested", role="calm")
+    for drill in drills(status):
+        lines += paragraph("", drill)
     lines += _last_lines(status)
     return paint(lines, color=color)
 

@@ -15,7 +15,7 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.trends.days import Day
 from canaryd.judge.wording import OPERATOR, VENDOR
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
-from canaryd.report import status
+from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
 from canaryd.report.incidents import state_lines
 from canaryd.report.status_text import as_json as status_json
@@ -321,6 +321,28 @@ def test_a_record_that_cannot_be_read_sends_nobody_to_text_that_is_not_there(sto
     found = replace(ask(store), unreadable="cannot read /x: use sudo", problems=("cannot read /x: use sudo",))
     assert advice(found) == "Make the stored record readable, then ask again."
     assert "see below" in advice(replace(found, problems=(*found.problems, "the kernel log is not read")))
+
+
+@pytest.mark.parametrize(("wrong", "words"), [(True, "caught; the alert CanarydDrill ends by"), (False, "not caught")])
+def test_a_drill_is_told_while_its_alert_stands(store, wrong, words):
+    """When, and how it ended; the device stays healthy, and an hour later nothing is left."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.HEALTHY, Cause.NONE))
+    assert status_json(ask(store))["devices"][0]["drill"] is None
+    made = replace(mismatch(1), drill="flip", started=NOW - 600)
+    store.add_run(made if wrong else replace(made, comparisons=()))
+    seen = ask(store)
+    until = NOW + 3000
+    told = status_json(seen)["devices"][0]["drill"]
+    assert told == {"fault": "flip", "at": NOW - 600, "caught": wrong, "until": until}
+    assert seen.state is State.HEALTHY
+    line = f"drill of {format_time(NOW - 600, seconds=False)} (flip) on cuda:3: {words}"
+    for text in (status_text(seen), re.sub(r"<[^>]+>", "", status_page.render(seen, NOW).decode())):
+        assert line in unwrapped(text)
+        assert (format_time(until, seconds=False) in unwrapped(text)) is wrong
+    later = status.as_of(seen, NOW + 3001)
+    assert later.devices[0].drill is None
+    assert "drill" not in status_text(later)
 
 
 def waiting(**facts):
