@@ -403,6 +403,20 @@ class ProbeTally:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """How to repeat a wrong result on another device: the options of `canaryd check`."""
+
+    device: str
+    """Name of an identical device of this node against which nothing speaks, or a backend: any node has its own."""
+    probe: str
+    case: str
+    seed: int
+    level: str
+    instruction_set: str = ""
+    intensity: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WrongResults:
     """What wrong results amount to: the numbers that every report gives of them."""
 
@@ -414,6 +428,8 @@ class WrongResults:
     """Empty while it is not confirmed."""
     to_come: int = 0
     """Automatic retests that are still to come."""
+    elsewhere: Elsewhere | None = None
+    """How to find the cause on another device; None where that would not tell."""
 
     @property
     def all(self) -> Tally:

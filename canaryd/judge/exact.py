@@ -19,7 +19,7 @@ from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.statistics import RULE_OF_THREE
 from canaryd.judge.wording import count, describe, whom_to_tell
 from canaryd.judge.wrong import retests, wrong_results
-from canaryd.model import Cause, Finding, Outcome, Run, State, Tally, WrongResults
+from canaryd.model import Cause, Elsewhere, Finding, Outcome, Run, State, Tally, WrongResults
 
 DOUBTS = {
     Doubt.MADE_TWICE: "This CPU computed the reference twice and got two results",
@@ -77,7 +77,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
     for mismatches, grounds in case.confirmed:
         lead = strongest(mismatches)
         probes = names({m.run.probe for m in mismatches})
-        facts = wrong_results(case, mismatches, grounds)
+        facts = replace(wrong_results(case, mismatches, grounds), elsewhere=_elsewhere(case, mismatches))
         what = "answers" if case.device.is_endpoint else "memory" if facts.cells else "results"
         yield make_finding(
             "exact-mismatch-confirmed",
@@ -104,7 +104,7 @@ def _remedy(case: Case, lead: Mismatch) -> str:
         return f"Take it out of service, then {whom_to_tell(case.device)}: canaryd report {case.device.name} -o DIR"
     if lead.cause is Cause.SOFTWARE:
         return "Do not send it back: change the driver or the libraries. It clears when the new ones pass"
-    return "Do not use its results. To find the cause, repeat the command below on an identical device"
+    return "Do not use its results. To find the cause, repeat the test on an identical device"
 
 
 def host_in_doubt(case: Case) -> Iterator[Finding]:
@@ -193,11 +193,12 @@ def _right_since(case: Case, run: Run) -> bool:
 
 
 def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
-    newest, backend, facts = mismatches[-1], case.device.backend, wrong_results(case, mismatches)
+    newest, backend = mismatches[-1], case.device.backend
+    facts = replace(wrong_results(case, mismatches), elsewhere=_elsewhere(case, mismatches))
     told = f"Newest: {describe(newest)}."
     if not learns(case.device.kind):
         text = f"{newest.run.probe} gave an unexpected result, but this test is not proven on {backend} devices"
-        action = "Repeat the command below on a known good device of this model"
+        action = "Repeat the test on a known good device of this model"
         return make_finding(
             "uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts
         )
@@ -209,7 +210,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
         State.UNKNOWN,
         Cause.UNDETERMINED,
         f"{newest.run.probe} gave wrong results, and no {case.device.model} has passed this test on this software yet",
-        f"Do not rely on its results; repeat the command below on another {case.device.model}",
+        f"Do not rely on its results; repeat the test on another {case.device.model}",
         mismatches,
         (
             "Either this device is wrong, or the software is, or the test does not hold for its kernels.",
@@ -303,10 +304,32 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
         evidence: tuple[str, ...] = (*_proven(case, mismatches), newest)
     else:
         again = retests(case, [m for m in mismatches if _root(m) == _root(mismatches[-1])])
-        facts = replace(facts, to_come=max(0, case.policy.confirm_runs - again.of))
+        to_come = max(0, case.policy.confirm_runs - again.of)
+        facts = replace(facts, to_come=to_come, elsewhere=_elsewhere(case, mismatches))
         message, action = f"{seen}; {runs} failed", _next_step(case, lead, facts.to_come)
         evidence = (lead.why, *_progress(case, mismatches, facts.retests), *_proven(case, mismatches), newest)
     return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence, facts)
+
+
+def _elsewhere(case: Case, mismatches: Sequence[Mismatch]) -> Elsewhere | None:
+    """Return how to repeat the newest mismatch on a sibling against which nothing speaks, or on another node."""
+    if case.device.is_endpoint:
+        return None
+    run = mismatches[-1].run
+    siblings = (
+        other.name
+        for uuid, other in sorted(case.devices.items())
+        if other.kind == case.device.kind and other.physical != case.device.physical and not case.node.missed[uuid]
+    )
+    return Elsewhere(
+        device=next(siblings, case.device.backend),
+        probe=run.probe,
+        case=mismatches[-1].comparison.case,
+        seed=run.seed,
+        level=run.level,
+        instruction_set=run.instruction_set,
+        intensity=run.intensity,
+    )
 
 
 def _root(mismatch: Mismatch) -> str:
@@ -321,7 +344,7 @@ def _next_step(case: Case, lead: Mismatch, to_come: int) -> str:
     if case.device.is_endpoint:
         return _about_server(lead.cause)
     if lead.cause is Cause.UNDETERMINED:
-        return "To find the cause, repeat the command below on an identical device"
+        return "To find the cause, repeat the test on an identical device"
     if lead.cause is Cause.SOFTWARE:
         return "Do not send it back: change the driver or the libraries"
     return "Do not rely on its results; canaryd keeps retesting it"

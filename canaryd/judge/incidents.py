@@ -159,4 +159,5 @@ def _merged(one: WrongResults, other: WrongResults) -> WrongResults:
         why=one.why or other.why,
         confirmed=one.confirmed or other.confirmed,
         to_come=max(one.to_come, other.to_come),
+        elsewhere=one.elsewhere or other.elsewhere,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ def told(incident: Incident) -> str:
 
 
 ON_ANOTHER = "Repeat it on an identical device:"
-"""What to do about a fault whose cause is unknown; the command follows."""
+"""What to do about a fault whose cause is unknown; the command follows, which any node understands."""
 
 
 def step(incident: Incident, *devices: Device) -> Step:
@@ -113,11 +114,23 @@ def step(incident: Incident, *devices: Device) -> Step:
         case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
         return Step(case, f"canaryd report {first.name} -o ./case")
     if lead.state is State.FAULTY and wrong and incident.cause is Cause.UNDETERMINED:
-        return Step(f"{out_of_service(devices)}. {ON_ANOTHER}", incident.repeat)
+        return Step(f"{out_of_service(devices)}. {ON_ANOTHER}", _repeated_elsewhere(incident))
     if lead.state is State.FAULTY:
         return Step(f"{precaution(incident.cause, devices)} {sentence(lead.action)}".rstrip())
     asks = wrong and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
-    return Step(sentence(lead.action), incident.repeat if asks else "")
+    return Step(sentence(lead.action), _repeated_elsewhere(incident) if asks else "")
+
+
+def _repeated_elsewhere(incident: Incident) -> str:
+    """Return the command that shows on another device whether it computes the same; else what repeats it here."""
+    found = incident.wrong.elsewhere if incident.wrong else None
+    if found is None:
+        return incident.repeat
+    words = ["canaryd", "check", "--device", found.device, "--probe", found.probe, "--case", found.case]
+    words += ["--seed", str(found.seed), "--level", found.level]
+    words += ["--instruction-set", found.instruction_set] if found.instruction_set else []
+    words += ["--intensity", found.intensity] if found.intensity else []
+    return shlex.join(words)
 
 
 def precaution(cause: Cause, devices: Sequence[Device]) -> str:

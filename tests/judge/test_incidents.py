@@ -93,6 +93,20 @@ def test_a_rival_says_what_it_is_and_who_rejects_it():
     assert found == dict.fromkeys((Suspect.HOST, Suspect.SOFTWARE, Suspect.REFERENCE), (True, Shown.RIGHT, ("cuda:1",)))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "device"),
+    [([run(9 * DAY, right(seed=99), of=TWIN)], "cuda:1"), (None, "cuda")],
+    ids=["sibling", "alone"],
+)
+def test_what_finds_the_cause_can_be_typed_elsewhere(theirs, device):
+    """A sibling is named where there is one; else a backend, which another node has too."""
+    verdict = ask(*confirmations(3), fresh(), peers=[(TWIN, theirs)] if theirs else [])
+    (incident,) = incidents(verdict)
+    found, newest = incident.wrong.elsewhere, confirmations(3)[-1]
+    assert (found.device, found.probe, found.case) == (device, newest.probe, newest.wrong[-1].case)
+    assert (found.seed, found.level) == (newest.seed, newest.level)
+
+
 def test_two_faults_of_one_device_are_two_incidents():
     """Wrong results do not explain heat, nor a memory error of the device's own counters."""
     hot = [

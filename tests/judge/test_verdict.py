@@ -1005,7 +1005,7 @@ def test_clean_confirmations_do_not_acquit():
     assert verdict.state is SUSPECT
     found = finding(verdict, "exact-mismatch")
     assert "3 of 3 retests passed, which does not clear the device." in found.evidence
-    assert found.action == "To find the cause, repeat the command below on an identical device"
+    assert found.action == "To find the cause, repeat the test on an identical device"
     assert found.repro == f"canaryd check --repeat {found.runs[-1]}"
 
 
