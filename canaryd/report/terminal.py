@@ -73,8 +73,8 @@ def role_of(state: State) -> str:
 
 
 def cause_note(cause: Cause) -> str:
-    """Return a cause as it stands in brackets after a state: "faulty (hardware)", "suspect (cause undetermined)"."""
-    return "cause undetermined" if cause is Cause.UNDETERMINED else cause_words(cause)
+    """Return a cause as it stands in brackets after a state: "faulty (hardware)", "suspect (cause unknown)"."""
+    return "cause unknown" if cause is Cause.UNDETERMINED else cause_words(cause)
 
 
 def state_note(state: str, cause: Cause | str) -> str:

@@ -130,7 +130,7 @@ def test_everything_that_happened_is_told_newest_first(store):
     assert "timed out: killed after 300 s" in text[3]
     assert text[4] == "became faulty (hardware): confirmed by three re-runs"  # what it was suspected of was told before
     assert text[5] == "6 wrong results in 3 runs of exact_matmul (2 of them retests), in case bfloat16/cancel"
-    assert text[6] == "became suspect (cause undetermined): exact-mismatch in x"
+    assert text[6] == "became suspect (cause unknown): exact-mismatch in x"
     assert "off the bus" in text[8]
     assert text[7] == "30 gaps of more than 2 hours without a record, the longest 20 hours" + NO_DAEMON
     assert "560 → 570" in text[9]

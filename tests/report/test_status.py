@@ -188,7 +188,7 @@ SOUND = (State.HEALTHY, Cause.NONE)
         (
             [(State.SUSPECT, U), SOUND],
             True,
-            "NO, do not trust this node's numbers: cuda:0 is suspect (cause undetermined): a reason; cuda:1 is healthy",
+            "NO, do not trust this node's numbers: cuda:0 is suspect (cause unknown): a reason; cuda:1 is healthy",
             "Send cuda:0 no new work, and hold back its results. Mend it.",
         ),
         (
