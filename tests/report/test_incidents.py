@@ -268,7 +268,7 @@ def test_a_check_begins_and_ends_with_the_verdict(faulty):
     assert found[0].startswith("FAULTY   cpu:0  ")
     assert found[-1].startswith("verdict: FAULTY  (exit 2, ")
     assert len([line for line in found if line.startswith("Do now:")]) == 1
-    assert len(found) <= 11, checked
+    assert len(found) <= 12, checked  # on an interpreter without torch, which takes two of them
     full = canaryd("status", "-v", *options).out
     assert "- exact-mismatch-confirmed (" in full
     assert re.search(r"Runs: [0-9a-f]{12}-", full)
