@@ -25,13 +25,14 @@ from canaryd.judge.verdict import decide
 from canaryd.model import Outcome, Run, State, Verdict
 from canaryd.probe import Context
 from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.faults import flip
 from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
-from canaryd.worker.numeric.tensors import FORMATS, visible_cores
+from canaryd.worker.numeric.tensors import FORMATS, flat_bits, visible_cores
 from canaryd.worker.numeric.verify import verify_case
-from canaryd.worker.runtime.faulty import OneCore
+from canaryd.worker.runtime.faulty import Faulty
 from canaryd.worker.runtime.interface import Operation
 
 RATES = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -46,6 +47,39 @@ SIZE = 32, 32, 64
 START, PERIOD = 1_700_000_000.0, 3600.0
 NEVER = 1e-18
 """The rate of a round without the fault."""
+
+
+class OneCore(Faulty):
+    """Products in which one core takes part err at a rate: one bit of one element flips."""
+
+    def __init__(self, choice: int, core: int, rate: float, stands_for: int = 1) -> None:
+        """`rate`: chance of a product, above 0 and below 1; `stands_for`: products that each computed one counts as."""
+        super().__init__(choice)
+        self.core, self.rate, self.stands_for = core, rate, stands_for
+        self.computed = 0
+        """Products, on any core."""
+        self.products = 0
+        """Products in which the core took part, by the clock of the fault."""
+        self.due = self._wait()
+        """The number of the product that errs next."""
+
+    def _wait(self) -> int:
+        """Draw how many products come until one errs: geometrically distributed."""
+        self.choice = derive(self.choice, "wait")
+        return max(1, math.ceil(math.log((self.choice + 1) / 2**63) / math.log1p(-self.rate)))
+
+    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
+        """See `Runtime.run`."""
+        done = super().run(operation, operands, out)
+        if operation.name == "matmul":
+            self.computed += 1
+            if self.core in visible_cores():
+                self.products += self.stands_for
+                if self.products >= self.due:
+                    self.struck += 1
+                    self.due = self.products + self._wait()
+                    flip(flat_bits(done), self.choice)
+        return done
 
 
 @dataclass

@@ -27,7 +27,6 @@ from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
 from canaryd.report.incidents import headline, incidents_json
-from canaryd.report.svg import Line, Mark, plot
 from canaryd.report.terminal import cause_note
 from canaryd.store.store import Store
 
@@ -58,7 +57,7 @@ class Item:
     role: str
     """"bad" for what counts against the device, "calm" for a change around it, "good", or "mark" for the rest."""
     label: str
-    """A few words, for a plot."""
+    """A few words, for a mark in a plot; only JSON carries it."""
     text: str
     """A sentence, without its time."""
     count: int = 1
@@ -319,18 +318,6 @@ def _trends(
 def _importance(one: Trend) -> tuple[Any, ...]:
     how = trends_days.followed(one.key.reading) or trends_days.SHOWN
     return not one.changes, how is trends_days.HEAT, not how.rule, one.key
-
-
-def plots(one: DeviceHistory, since: float, now: float, most: int = MOST_READINGS) -> list[str]:
-    """Return the most interesting readings as figures (`canaryd.report.svg.STYLE`), marked with what happened."""
-    marks = [Mark(at=i.at, label=i.label, role=i.role) for i in one.items if i.role != "good"]
-    courses = [t for t in one.trends if is_telling(t)][:most]
-    return [
-        plot(
-            f"{t.key.reading} ({t.key.probe})", t.unit, [Line(name="own", points=t.points)], marks, start=since, end=now
-        )
-        for t in courses
-    ]
 
 
 def is_telling(one: Trend) -> bool:

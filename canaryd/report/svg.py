@@ -31,8 +31,6 @@ STYLE = """
 .plot .bad { stroke: var(--plot-bad); } .plot text.bad { fill: var(--plot-bad); stroke: none; }
 .plot .calm { stroke: var(--plot-calm); } .plot text.calm { fill: var(--plot-calm); stroke: none; }
 .plot text.mark { stroke: none; }
-.spark { display: inline-block; vertical-align: middle; overflow: visible; }
-.spark polyline { fill: none; stroke: currentColor; stroke-width: 1.4; } .spark circle { fill: currentColor; }
 """
 """The style sheet of all plots."""
 W, H, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 12, 34, 26
@@ -132,27 +130,6 @@ def span(lines: Sequence[Line], marks: Sequence[Mark]) -> tuple[float, float]:
     first, last = min(times), max(times)
     near = [m.at for m in marks if abs(m.at - (first + last) / 2) <= 1.5 * (last - first)]
     return min([first, *near]), max([last, *near])
-
-
-def spark(values: Sequence[float | None], *, width: int = 120, height: int = 20) -> str:
-    """Return a line without axes, as large as a word, for a table; None is a gap. "" where there is no value."""
-    known = [v for v in values if v is not None]
-    if not known:
-        return ""
-    low, high = _range(known)
-    across, up = (width - 4) / max(1, len(values) - 1), (height - 4) / (high - low)
-    places = [None if v is None else (2 + i * across, height - 2 - (v - low) * up) for i, v in enumerate(values)]
-    parts = [f'<svg class="spark" width="{width}" height="{height}" viewBox="0 0 {width} {height}" aria-hidden="true">']
-    stretch: list[tuple[float, float]] = []
-    for place in (*places, None):
-        if place is not None:
-            stretch.append(place)
-        elif stretch:
-            parts.append(_polyline(stretch, ""))
-            stretch = []
-    end_x, end_y = next(p for p in reversed(places) if p is not None)
-    parts.append(f'<circle cx="{end_x:.1f}" cy="{end_y:.1f}" r="2"/></svg>')
-    return "".join(parts)
 
 
 def _between(points: Sequence[Point], start: float | None, end: float | None) -> list[Point]:
@@ -258,4 +235,4 @@ def _thinned(points: Sequence[Point], first: float, last: float) -> list[Point]:
 
 def _polyline(places: Sequence[tuple[float, float]], role: str) -> str:
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    return f'<polyline class="{role}" points="{path}"/>' if role else f'<polyline points="{path}"/>'
+    return f'<polyline class="{role}" points="{path}"/>'

@@ -17,7 +17,7 @@ from canaryd.judge.trends import change
 from canaryd.judge.trends.days import Key, Point, summary
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import history, history_text, terminal
-from canaryd.report.history import as_json, gather, plots
+from canaryd.report.history import as_json, gather
 from canaryd.report.history_text import as_text, sparkline
 from canaryd.store.store import Store
 from tests import documented
@@ -377,17 +377,6 @@ def test_a_sparkline_shows_gaps_flatness_and_change():
     moved = change.Change(since=20_495, before=1.0, worst=1.0, after=2.0, early=(1,), late=(20_495,), chance=1e-6)
     assert drawn(days, 10, [moved]) == "▁▁▁▁▁↗█████"
     assert len(drawn(list(range(100)), 100, [moved], room=18)) == 18
-
-
-def test_plots_carry_the_marks(store):
-    """The same courses as figures, with what happened."""
-    eventful(store)
-    found = look(store)
-    figures = plots(found.devices[0], found.since, found.now)
-    assert figures[0].startswith('<figure class="plot">')
-    assert "speed_float32 (exact_matmul)" in figures[0]
-    for words in ("became faulty", "xid 79", "acknowledged"):
-        assert words in figures[0]
 
 
 def test_a_look_at_a_full_store_takes_seconds(store):

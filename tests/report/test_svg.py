@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from canaryd.report import svg
-from canaryd.report.svg import Line, Mark, plot, spark
+from canaryd.report.svg import Line, Mark, plot
 from tests.command import ROOT
 
 START = 1_790_000_000.0
@@ -168,14 +168,6 @@ def test_the_time_axis_goes_by_the_readers_clock(zone, span, wanted):
     assert 2 <= len(labels) <= svg.TICKS + 1
     assert wanted in labels
     assert all(re.fullmatch(r"\d\d:\d\d|\d\d \w+", label) for label in labels)
-
-
-def test_sparklines():
-    """A gap splits the line, nothing is nothing, and the last value has its dot."""
-    figure = parsed(spark([1.0, 2.0, None, 4.0, 4.0]))
-    assert [len(line.get("points").split()) for line in figure.iter("polyline")] == [2, 2]
-    assert len(list(figure.iter("circle"))) == 1
-    assert spark([]) == spark([None]) == ""
 
 
 def test_the_style_takes_its_colours_from_the_page():

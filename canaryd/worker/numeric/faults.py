@@ -2,7 +2,7 @@
 
 Each fault changes the bits of a result (or an operand) in place, as a broken unit would. A drill run carries the
 fault's name everywhere and never counts against the device. Faults of memory are in `canaryd.worker.memory.faults`,
-those of the gather, of the comparison and of one core in `canaryd.worker.runtime.faulty`.
+those of the gather and of the comparison in `canaryd.worker.runtime.faulty`.
 """
 
 from __future__ import annotations

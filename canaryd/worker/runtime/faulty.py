@@ -1,17 +1,14 @@
-"""A runtime of which one step errs: the gather, the comparison, or the products of one core.
+"""A runtime of which one step errs: the gather or the comparison.
 
 For drills and tests of detection. Each kind is torch with one method broken, on a device that is right otherwise.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from canaryd.model import Device
-from canaryd.worker.numeric.faults import flip
-from canaryd.worker.numeric.seeds import derive
-from canaryd.worker.numeric.tensors import bits, flat_bits, visible_cores
+from canaryd.worker.numeric.tensors import bits
 from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
@@ -110,39 +107,6 @@ class MissesTile(Faulty):
         right = super().agree(seen, golden)
         self.struck += right != super().agree(results, golden)
         return right
-
-
-class OneCore(Faulty):
-    """Products in which one core takes part err at a rate: one bit of one element flips."""
-
-    def __init__(self, choice: int, core: int, rate: float, stands_for: int = 1) -> None:
-        """`rate`: chance of a product, above 0 and below 1; `stands_for`: products that each computed one counts as."""
-        super().__init__(choice)
-        self.core, self.rate, self.stands_for = core, rate, stands_for
-        self.computed = 0
-        """Products, on any core."""
-        self.products = 0
-        """Products in which the core took part, by the clock of the fault."""
-        self.due = self._wait()
-        """The number of the product that errs next."""
-
-    def _wait(self) -> int:
-        """Draw how many products come until one errs: geometrically distributed."""
-        self.choice = derive(self.choice, "wait")
-        return max(1, math.ceil(math.log((self.choice + 1) / 2**63) / math.log1p(-self.rate)))
-
-    def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:
-        """See `Runtime.run`."""
-        done = super().run(operation, operands, out)
-        if operation.name == "matmul":
-            self.computed += 1
-            if self.core in visible_cores():
-                self.products += self.stands_for
-                if self.products >= self.due:
-                    self.struck += 1
-                    self.due = self.products + self._wait()
-                    flip(flat_bits(done), self.choice)
-        return done
 
 
 GATHERS: dict[str, type[Faulty]] = {"wrong-row": WrongIndex, "stale-row": StaleRow, "wrong-column": WrongColumn}

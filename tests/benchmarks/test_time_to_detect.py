@@ -1,10 +1,10 @@
-"""A runtime that errs on one core: only there, as often as it says. numeric/test_gathering.py has faulty gathers."""
+"""The core that errs in `benchmarks.time_to_detect`: only there, as often as it says."""
 
 import pytest
 
+from benchmarks.time_to_detect import OneCore
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import can_pin, on_core, same_bits, visible_cores
-from canaryd.worker.runtime.faulty import OneCore
 from canaryd.worker.runtime.interface import Operation
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
