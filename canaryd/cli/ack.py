@@ -128,7 +128,7 @@ def _effect(ack: Ack, device: Device) -> str:
     if ack.kind == "replaced" and device.weak_identity:
         return "replaced; earlier results no longer count. It is unknown until every probe has run again"
     if ack.kind == "replaced":
-        return "replaced; once it is gone, it is no longer missed. While it is still found, its record counts"
+        return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
     return f"acknowledged until {format_time(ack.until)}; until then suspect is shown as unknown; faulty stays faulty"

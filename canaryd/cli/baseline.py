@@ -34,10 +34,10 @@ MOST = 10**9
 """Largest count that an imported file may hold: a larger one is a mistake."""
 
 DESCRIPTION = """\
-Work with the baselines of recorded cases: cases whose right answer is not known
-beforehand, so that each result is compared with earlier ones.
+Manage baselines: the earlier results of tests that have no known right answer.
+Each new result is compared with them.
 
-  list    one line per case              pin     allow no further results
+  list    one line per case              pin     accept no further results
   show    all details                    unpin   undo pin
   accept  newer results are right too    export  print the baselines as JSON
                                          import  read what export printed"""

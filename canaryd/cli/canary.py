@@ -20,7 +20,7 @@ MAX_CONFIG_BYTES = 1 << 20
 FORMATS = ("bfloat16", "float16", "float32")
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
-and beside it the answers that every healthy engine gives.
+and the answers that every healthy engine gives.
 
   export  write the checkpoint into DIR"""
 
@@ -44,9 +44,17 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--layers", type=layers, default=4, metavar="4", help="at most this many layers, with --like (default: 4)"
     )
     command.add_argument(
-        "--seed", type=seed, default=1, metavar="1", help="other weights, prompts and answers (default: 1)"
+        "--seed",
+        type=seed,
+        default=1,
+        metavar="1",
+        help="make the weights, prompts and answers from this seed (default: 1)",
     )
-    command.add_argument("--no-anchor", action="store_true", help="for an engine whose scaling of queries is not exact")
+    command.add_argument(
+        "--no-anchor",
+        action="store_true",
+        help="for an engine that rounds when it scales queries (docs/exact-canary.md)",
+    )
     command.add_argument(
         "--gguf",
         choices=FORMATS,

@@ -77,7 +77,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--accept",
         action="store_true",
-        help="trust the classes that were right: a mismatch in them then accuses a device (docs/characterise.md)",
+        help="trust the kinds of tests that were always right: they may accuse a device now (docs/characterise.md)",
     )
     add_json(command)
     command.set_defaults(function=characterise_command)

@@ -105,15 +105,15 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
         "drill",
         parents=[common],
         epilog=DRILL_EXIT_STATUS,
-        help="inject a software fault and check that the alarm arrives",
-        description="Inject a software fault and check that the alarm arrives. It never counts against the device.",
+        help="inject a fault by software and check that the alarm arrives",
+        description="Inject a fault by software and check that the alarm arrives. It never counts against the device.",
     )
     command.add_argument(
         "--fault",
         choices=(*FAULTS, *GATHER_FAULTS, *MEMORY_FAULTS),
         metavar="FAULT",
         default="flip",
-        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; in the gather of operands: "
+        help=f"fault to inject (default: flip): {', '.join(FAULTS)}; when operands are gathered: "
         f"{', '.join(GATHER_FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}",
     )
     _add_selection(command)

@@ -43,15 +43,15 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
         "capture",
         parents=[common],
         epilog=CAPTURE_EXIT_STATUS,
-        help="record what a device computes, layer by layer, or compare it with the truth",
-        description="Record what a device computes for a model, layer by layer, in one safetensors file; or with "
-        "--exact compare it at once with the truth, which needs no other device.",
+        help="record what a device computes, layer by layer, to compare devices",
+        description="Record what a device computes for a model, layer by layer, in one safetensors file. With "
+        "--exact, compare it with the known right values instead: no other device is needed.",
     )
     command.add_argument(
         *("-o", "--out"),
         type=Path,
         metavar="FILE",
-        help="safetensors file to write; with --exact optional, and written where a result is wrong",
+        help="safetensors file to write; with --exact it is optional, and written only if a result is wrong",
     )
     command.add_argument(
         "--exact", action="store_true", help="run a model whose every value is known, and name the first wrong one"

@@ -23,7 +23,7 @@ CONFIG_EXIT_STATUS = "exit status of check: 0 no mistake, 3 a setting has no eff
 def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Add the parsers of these commands."""
     text = "list the devices of this host as JSON"
-    command = commands.add_parser("devices", parents=[common], help=text, description=f"{text.capitalize()}.")
+    command = commands.add_parser("devices", parents=[common], help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.set_defaults(function=devices_command)
     text = "list the probes and what each one tests"
     command = commands.add_parser("probes", parents=[common], help=text, description=f"{text.capitalize()}.")

@@ -51,7 +51,7 @@ def _why_not(name: str, store: Store) -> str:
     age = time.time() - int(made[1], 16) / 1000
     if age > store.keep.successes:
         kept = f"{format_duration(store.keep.successes)}, failures for {format_duration(store.keep.failures)}"
-        return f"no such run is on record any more: clean runs are kept for {kept}"
+        return f"no such run is on record; clean runs are kept for {kept}"
     return f"no such run in {store.state_dir}; type it on the node that made it, with the same --state-dir"
 
 

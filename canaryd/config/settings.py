@@ -336,7 +336,7 @@ class TelemetryConfig:
         DURATION, '"5m"', "A poll is stored at least this often, and whenever a counter or a flag changes."
     )
     settle: float = setting(
-        DURATION, '"1h"', "A condition that comes and goes is over when it has not been seen for this long."
+        DURATION, '"1h"', "A condition that comes and goes has ended when it was not seen for this long."
     )
     throttle: float = setting(
         DURATION, '"60s"', "Time throttled by heat or power within telemetry.settle that makes a device degraded."

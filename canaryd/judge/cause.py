@@ -151,12 +151,14 @@ TABLE: tuple[Row, ...] = (
     Row(
         lambda s: s.served and s.served.wrong,
         Cause.UNDETERMINED,
-        lambda s: f"Cause unknown: {names(_behind(s).wrong)}, which serves it, has findings of its own.",
+        lambda s: f"Cause unknown: {names(_behind(s).wrong)}, which serves it, has findings too.",
     ),
     Row(
         lambda s: s.served and s.served.inconstant,
         Cause.UNDETERMINED,
-        lambda _: "Cause unknown: it answers the same question wrong in different ways: the engine, or a rare fault.",
+        lambda _: (
+            "Cause unknown: its wrong answers to one question differ. A bug of the engine or a rare fault does that."
+        ),
     ),
     Row(
         lambda s: s.served and s.served.right and not s.served.untested,
@@ -252,8 +254,8 @@ TABLE: tuple[Row, ...] = (
         lambda s: s.views,
         Cause.UNDETERMINED,
         lambda s: (
-            f"Cause unknown: the same part computes correctly through {names(s.views)}: "
-            "this runtime's kernels are wrong, or a unit that only they use."
+            f"Cause unknown: the same part computes correctly through {names(s.views)}. "
+            "Either the kernels of this runtime are wrong, or a unit that only they use."
         ),
     ),
     Row(

@@ -37,9 +37,10 @@ PROVEN = {
 }
 """By what a class is characterised, in words."""
 SETTLED = (
-    "another {} with the same software, in this host, or in another one (there canaryd baseline export, here import)."
+    "To settle it, test another {} with the same software, in this host or in another one "
+    "(there canaryd baseline export, here canaryd baseline import)."
 )
-INCONSTANT = "It is wrong in different ways on the same bytes: a broken device, or a kernel that is not deterministic."
+INCONSTANT = "Its wrong results differ for the same bytes: the device is broken, or a kernel is not deterministic."
 NAMED = 3
 """Devices named in one sentence."""
 
@@ -216,7 +217,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
             "Either this device is wrong, or the software is, or the test does not hold for its kernels.",
             *([INCONSTANT] if is_inconstant(mismatches) else []),
             *([_changed_since(before.stack, newest.run)] if before else []),
-            f"What settles it: {SETTLED.format(case.device.model)}",
+            SETTLED.format(case.device.model),
             told,
         ),
         facts,
@@ -230,11 +231,11 @@ def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults
         "uncharacterised-mismatch",
         State.UNKNOWN,
         cause,
-        "Every answer of the server is wrong, and it has given no right one yet",
-        "Serve the exact canary unquantised, and check that it is the one that exact names",
+        "Every answer of the server was wrong so far",
+        "Serve the exact canary unquantised; check that endpoints.NAME.exact names the same one",
         mismatches,
         (
-            "Nobody can tell yet: a format that rounds, another checkpoint, a bug of the engine, or a fault.",
+            "Possible: a format that rounds, another checkpoint, a bug of the engine, a fault of a device.",
             why,
             f"Newest: {describe(mismatches[-1])}.",
         ),
@@ -254,7 +255,7 @@ def _changed_since(before: Mapping[str, str], run: Run) -> str:
     """Return that the test was passed on other software, and what differs."""
     changed = [f"{link} {before[link]}" for link in sorted(before) if before[link] != run.stack.get(link)]
     former = ", ".join(changed) or "software"
-    return f"It was passed on other software: going back to the former {former} settles it too."
+    return f"This test passed on other software; going back to {former} settles it too."
 
 
 def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) -> Finding:

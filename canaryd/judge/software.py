@@ -24,7 +24,7 @@ def missing(case: Case) -> str:
     for mismatch in _that_count(case):
         groups[mismatch.run.probe, mismatch.run.stack_id, mismatch.run.instruction_set].append(mismatch)
     if not groups:
-        return f"{case.device.name} has no wrong results that could be the software's"
+        return f"{case.device.name} has no wrong results that software could have caused"
     return next(filter(None, (_lacks(case, mismatches) for mismatches in groups.values())), "")
 
 
@@ -39,7 +39,7 @@ def _lacks(case: Case, mismatches: Sequence[Mismatch]) -> str:
     newest = mismatches[-1]
     run, accused = newest.run, next((m for m in mismatches if m.cause is Cause.HARDWARE), None)
     if newest.comparison.subject is not Subject.DEVICE:
-        return f"{run.probe} found that this CPU makes references wrongly; no software of a device explains that"
+        return f"{run.probe} found that this CPU computes references wrongly; no software of a device explains that"
     if accused is not None:
         return f"the cause is hardware: {accused.why}"
     if any(m.host_in_doubt for m in mismatches):
@@ -48,7 +48,7 @@ def _lacks(case: Case, mismatches: Sequence[Mismatch]) -> str:
         return f"the wrong runs of {run.probe} do not say on which software they ran"
     other = on_other_software(case, mismatches, since=True)
     if newest_stack(case, run) == run.stack_id:
-        return f"{run.probe} still runs on the software that it was wrong on; change that first"
+        return f"{run.probe} still runs on the software on which it was wrong; change that first"
     if other.tried.failed:
         return f"{run.probe} was wrong on other software too, in {other.tried.failed} of {other.tried.uploads} uploads"
     return "" if supports(case, other) else _too_little(case, run.probe, other)

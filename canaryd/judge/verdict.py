@@ -91,7 +91,7 @@ def acknowledged(case: Case) -> Iterator[Finding]:
                 rule="replaced-is-here",
                 state=State.HEALTHY,
                 cause=Cause.NONE,
-                message=f"Reported as replaced on {day}, but still here: its record stands",
+                message=f"Reported as replaced on {day}, but it is still here; its record still counts",
             )
 
 

@@ -123,8 +123,8 @@ FAMILIES: Mapping[str, Family] = {
     "canaryd_budget_spent_seconds_total": Family(
         "counter",
         (*OF_DEVICE, "purpose"),
-        "Device time that workers took since the daemon started, of a CPU over all cores; purpose is round, forced "
-        "(for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
+        "Device time that workers took since the daemon started (of a CPU: over all cores); purpose is round, "
+        "forced (for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
     ),
     "canaryd_budget_skipped_total": Family(
         "counter",

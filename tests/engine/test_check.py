@@ -222,7 +222,7 @@ def test_what_cannot_be_repeated_says_why(tmp_path):
     for name, *more, words in (
         ("abc", "that is not the id of a run"),
         (young, f"no such run in {state}; type it on the node that made it"),
-        (old, "no such run is on record any more: clean runs are kept for 45 days, failures for 400 days"),
+        (old, "no such run is on record; clean runs are kept for 45 days, failures for 400 days"),
         (poll, "that is a reading of host_telemetry, not a test"),
         (drill, "that run is a drill; type canaryd drill --config"),
         (other, "it tested another node's device (GPU-elsewhere), which this host does not have"),

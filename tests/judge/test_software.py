@@ -64,7 +64,7 @@ CASES = {
     ),
     "references": (
         lambda: case(run(9 * DAY, t.host("core 3"), of=CPU), run(HOUR, right(seed=9), of=CPU), of=CPU),
-        "makes references wrongly",
+        "computes references wrongly",
     ),
 }
 

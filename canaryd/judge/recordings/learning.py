@@ -91,7 +91,7 @@ def text_alone(record: Record) -> Iterator[Finding]:
                 state=State.HEALTHY,
                 cause=Cause.NONE,
                 message=f"Judged by text alone: no log probabilities in {sum(blind)} of {count(len(blind), 'case')}.",
-                evidence=("A fault that changes no word stays unseen.",),
+                evidence=("A fault that changes no word is not seen.",),
                 probe=probe,
             )
 

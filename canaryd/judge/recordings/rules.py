@@ -47,7 +47,7 @@ ALPHA = 1e-3
 9.5e-4 at most; by their frequency 1.4 % within 1,000 runs at the bound."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding."""
-NEXT_RUN = "Wait for the next run: it shows whether the results are known again."
+NEXT_RUN = "Wait for the next run; it shows whether the results match the baseline again."
 MODEL_LINKS = LINKS[: LINKS.index("prompt") + 1]
 """Links that make it another model: an operator should confirm that the change was intended. A prompt that the server
 renders in another way shows another tokenizer or chat template."""
@@ -188,7 +188,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
 
     # Where the baseline has idle samples, results under load do not count alone.
     if not any(is_comparable(baseline, o.recording) for o in outliers):
-        why = "It differs only while others are served, never when idle; other loads have other legitimate results."
+        why = "It differs only while the server has other requests. Right results can differ under another load."
         return weighed(State.HEALTHY, " only under load", why)
     if repeated >= wanted and rate**wanted <= ALPHA:
         by_chance = f"the probability that re-runs in new processes repeat it by chance is {rate**wanted:.1g}"
@@ -397,7 +397,7 @@ def _chain_change(
         action = "Check this host's CPU and memory: they made other inputs from the same seed."
     elif kind is _Change.UNKNOWN_LINK:
         cause = Cause.HARNESS
-        evidence.append("Whether the rest changed is not known; the results may differ for another reason.")
+        evidence.append("The rest was not recorded and may have changed too.")
     names = listed([change.link for change in changes]) or "the probe"
     return Finding(
         rule="chain-changed",

@@ -141,6 +141,6 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
             cause=Cause.NONE,
             message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by another device or a reference.",
             action="Import the same baselines from another host: canaryd baseline import",
-            evidence=("They hold what this device gave at first. If it was faulty then, it looks right now.",),
+            evidence=("They are this device's own first results. If it was faulty then, its faults count as right.",),
             probe=probe,
         )

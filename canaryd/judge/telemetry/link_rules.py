@@ -114,7 +114,7 @@ def nvlink_errors(signs: Signs) -> Iterator[Finding]:
             f"NVLink {bad[0]}{more}.",
             "Check both ends of the link.",
             *(f"NVLink {text}." for text in bad),
-            "The limits are DCGM's; that no recovery may fail is ours.",
+            "The limits are DCGM's; the limit of no failed recovery is ours.",
             clears_after(settle),
         )
 

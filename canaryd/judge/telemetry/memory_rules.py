@@ -128,7 +128,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
             f"Uncorrected memory errors came back after {back} resets or reboots"
             f" (limit {RECURRENCES} in {format_duration(WATCH)}).",
             RETURN,
-            "Clean tests in between do not clear it: it comes back.",
+            "Clean tests in between do not clear it.",
             "Class: RMA (gpud's escalation, ours).",
             f"Clears after {format_duration(WATCH)} without another.",
         )

@@ -35,7 +35,9 @@ def _counter(help_: str, *labels: str, volatile: bool = False, event: bool = Fal
 
 READINGS: Mapping[str, Kind] = {
     # Memory and caches of an accelerator.
-    "ecc_enabled": _gauge("1 while error correction is on; when is current, or pending for the next reset.", "when"),
+    "ecc_enabled": _gauge(
+        "1 while error correction is on; when is current (now) or pending (after the next reset).", "when"
+    ),
     "ecc_errors_total": _counter(
         "Errors since the driver was loaded, by kind (corrected, uncorrected, deferred) and location.",
         *("kind", "location"),
@@ -58,11 +60,11 @@ READINGS: Mapping[str, Kind] = {
         "Uncorrected SRAM errors over the device's life, by unit (l2, sm, pcie, mcu, other); the same errors again.",
         "unit",
     ),
-    "row_remap_rows": _gauge("Memory rows replaced by spare ones, by what called for it.", "cause"),
+    "row_remap_rows": _gauge("Memory rows replaced by spare ones, by cause.", "cause"),
     "row_remap_pending": _gauge("1 while a replacement waits for a reset."),
     "row_remap_failed": _gauge("1 after a row could not be replaced."),
     "row_remap_banks": _gauge("Memory banks by how many spare rows they have left.", "available"),
-    "retired_pages": _gauge("Memory pages taken out of use, by what called for it.", "cause"),
+    "retired_pages": _gauge("Memory pages taken out of use, by cause.", "cause"),
     "retired_pages_pending": _gauge("1 while a page waits for a reset to be taken out of use."),
     # Heat, power, clocks.
     "temperature_celsius": _gauge("Temperature by sensor.", "sensor"),
@@ -81,7 +83,7 @@ READINGS: Mapping[str, Kind] = {
         "Time for which the reason held the clocks down.", "reason", volatile=True, event=True
     ),
     "throttle_events_total": _counter(
-        "Times that the core, or package, that did so most often slowed itself down for heat.",
+        "Times that a core (or package) slowed down for heat; the largest count of all.",
         "scope",
         volatile=True,
         event=True,
@@ -160,7 +162,7 @@ READINGS: Mapping[str, Kind] = {
     ),
     "cpu_cores": _gauge("Processors of the machine, by state (online, offline).", "state"),
     "load_average": _gauge("Tasks that run or wait, averaged over a minute."),
-    "memory_available_bytes": _gauge("Memory that can be had without swapping."),
+    "memory_available_bytes": _gauge("Memory available without swapping."),
     "swap_total_bytes": _gauge("Swap space."),
     "swap_used_bytes": _gauge("Swap space in use."),
     "pressure_ratio": _gauge(

@@ -196,7 +196,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
 
 
 CONDITIONS: Mapping[str, tuple[str, str]] = {
-    "hot": ("Check cooling.", "The device slows down at this limit, which is its own."),
+    "hot": ("Check cooling.", "The limit is the device's own: it slows down there."),
     "pcie-width": ("Reseat the device; if it stays, check riser, slot and board.", "The link lost lanes (our rule)."),
     "pcie-generation": (
         "Check seating, riser and BIOS.",
@@ -400,12 +400,12 @@ def changed(signs: Signs) -> Iterator[Finding]:
         yield finding("changed", State.HEALTHY, Cause.NONE, f"{message}.", "", found, "Clears after a day.")
     for event in signs.seen("counter-fell", DAY):
         kind = READINGS.get(event.reading)
-        why = "It counts over the device's life: the board was replaced, or its record cleared."
-        action = "Check whether the board was replaced or its record cleared."
+        why = "It counts over the device's life, so the board was replaced or its record was cleared."
+        action = "Check whether the board was replaced or its record was cleared."
         if kind is not None and kind.volatile:
             if any(event.first <= boot <= event.last for boot in signs.boots):
                 continue
-            why = "No reset: it was cleared by hand, wrapped, or a part that it counts is gone."
+            why = "There was no reset: it was cleared by hand or wrapped, or a part that it counts is gone."
             action = ""
         yield finding(
             *("changed", State.HEALTHY, Cause.NONE),

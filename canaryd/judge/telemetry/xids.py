@@ -56,7 +56,7 @@ BUCKETS: Mapping[str, str] = {
     "WORKFLOW_XID_137": "look for an illegal access to a peer GPU in the application; if there is none, report it",
     "WORKFLOW_NVLINK_ERR": "reset the GPU and read the registers in the message: report repeated parity or ECC bits; "
     "for signal bits reseat the link and run diagnostics",
-    "WORKFLOW_NVLINK5_ERR": "decode the two words of the message: they decide",
+    "WORKFLOW_NVLINK5_ERR": "decode the two words of the message: they say what to do",
     "XID_154": "follow the action that the message names",
     "XID_154_EVAL": "follow the Xid 154 reported with it; if there is none, restart the application",
 }

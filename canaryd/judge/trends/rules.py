@@ -259,7 +259,7 @@ def hotter_at_same_power(trends: Trends) -> Iterator[Finding]:
 RULES: tuple[Finder, ...] = (slower_than_before, slower_at_once, slower_than_peers, error_growing, hotter_at_same_power)
 """Every rule of trends. Their order has no effect."""
 RIGHT = "The results are still right."
-ODDS = f"Chance of a false alarm: at most once in {1 / FALSE_ALARMS:.0f} device-years, if one day is like another."
+ODDS = f"Chance of a false alarm: at most once in {1 / FALSE_ALARMS:.0f} device-years, if days are alike."
 SAME_STACK = Rival(cause=Cause.SOFTWARE, why="the software is the same before and after", rejected=True)
 
 
@@ -367,7 +367,7 @@ def _shared(by_peers: Sequence[float], times: float) -> tuple[str, list[Rival]]:
     theirs = statistics.median(by_peers)
     alike = theirs > 1 and math.log(theirs) >= SHARED * math.log(times)
     why = f"something that all devices of the node share: {len(by_peers)} peers changed by a factor of {number(theirs)}"
-    text = "Its peers changed alike, so the reason is not this device." if alike else ""
+    text = "Its peers changed in the same way, so this device is not the reason." if alike else ""
     return text, [Rival(cause=Cause.ENVIRONMENT, why=why, rejected=not alike)]
 
 
