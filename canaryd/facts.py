@@ -172,8 +172,8 @@ class WrongMemory:
     """Bytes of the allocation."""
     offset: int
     """Bytes from the allocation's start to the first wrong word."""
-    address: int
-    """Virtual address of the first wrong word, in the address space of a process that has ended."""
+    address: int | None
+    """Virtual address of the first wrong word, in the address space of a process that has ended; None: not told."""
     physical: int | None = None
     """Physical address of the first wrong word on the host; None where the system does not tell it."""
     partner: int | None = None

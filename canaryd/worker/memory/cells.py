@@ -73,7 +73,7 @@ class Wrong:
 
     def _behaviour(self, memory: Slice, word: int, value: int, held: int, *, own: bool, trace: bool) -> Cell:
         """Return what a word does that held something else and can be written; search its partner if `trace`."""
-        number = number_in(held, sum(m.flat.numel() for m in self.slices)) if own else None
+        number = number_in(held, sum(m.count for m in self.slices)) if own else None
         if number is not None:
             owner = next(m for m in reversed(self.slices) if m.first * TILE <= number)
             if _follows(memory, word, value, owner, number - owner.first * TILE, held):
@@ -88,7 +88,7 @@ class Wrong:
 
 def _follows(memory: Slice, word: int, value: int, owner: Slice, other: int, other_value: int) -> bool:
     """Return whether a word reads what is written to another one; both are then written as they must be."""
-    one, mine = (torch.tensor([number], device=memory.words.device) for number in (other, word))
+    one, mine = (torch.tensor([number], device=memory.device) for number in (other, word))
     follows = []
     for mark in MARKS:
         owner.put(one, mark)
@@ -105,7 +105,7 @@ def disturber(memory: Slice, word: int, value: int) -> int | None:
     """
 
     def disturbed(start: int, stop: int) -> bool:
-        memory.put(torch.tensor([word], device=memory.words.device), value)
+        memory.put(torch.tensor([word], device=memory.device), value)
         changed = False
         for _ in range(2):
             for first, last in ((start, min(stop, word)), (max(start, word + 1), stop)):
@@ -114,7 +114,7 @@ def disturber(memory: Slice, word: int, value: int) -> int | None:
             changed |= _read(memory, word) != value
         return changed
 
-    start, stop = 0, memory.flat.numel()
+    start, stop = 0, memory.count
     if not disturbed(start, stop):
         return None
     while stop - start > 1:
@@ -130,8 +130,8 @@ def disturber(memory: Slice, word: int, value: int) -> int | None:
 
 def holds(memory: Slice, wrong: Wrong, seconds: float) -> int:
     """Write the wrong words again, leave the memory alone, and return how many are wrong then."""
-    at = torch.tensor(wrong.at, device=memory.words.device)
-    values = torch.tensor(wrong.expected, dtype=torch.int64, device=memory.words.device)
+    at = torch.tensor(wrong.at, device=memory.device)
+    values = torch.tensor(wrong.expected, dtype=torch.int64, device=memory.device)
     memory.put(at, values)
     memory.rest(seconds)
     return int((memory.get(at) != values).sum())

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from canaryd.facts import Cell
 from canaryd.model import TORCH
-from canaryd.worker.memory.slices import Expected, Slice
+from canaryd.worker.memory.buffers import BufferSlice
+from canaryd.worker.memory.slices import TILE, Expected, Slice
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.runtime import interface
@@ -123,8 +124,8 @@ NAMES = (*MODELS, *faults.FAULTS)
 """Every drill of memory: the models, and what strikes the results of any probe, here the words that were written."""
 
 
-class FaultySlice(Slice):
-    """A slice of a faulty memory."""
+class Faulty(Slice):
+    """What makes a slice, whose class comes behind it, one of a faulty memory."""
 
     model: Model = Model(None, 0, 0, 0)
     strike_rows: Callable[[int, int], None] = staticmethod(lambda _start, _stop: None)
@@ -132,7 +133,7 @@ class FaultySlice(Slice):
 
     def arm(self, name: str, case: str, seed: int) -> None:
         """Put the fault called `name` in, where `seed` decides; raise `KeyError` for one that does not exist."""
-        size = self.flat.numel()
+        size = self.count
         if name in MODELS:
             word = mix64(seed) % size
             other = (word + 1 + mix64(seed + 1) % (size - 1)) % size
@@ -144,15 +145,15 @@ class FaultySlice(Slice):
                 written = self.flat[start:stop]
                 injector.before(case, (written,), 0)
                 injector.after(case, written)
+                self.flat[start:stop] = written
 
             self.strike_rows = strike
 
     def write(self, part: range, expected: Expected) -> None:
         """See `Slice.write`."""
         super().write(part, expected)
-        width = self.words.shape[1]
-        self.model.wrote(part.start * width, part.stop * width)
-        self.strike_rows(part.start * width, part.stop * width)
+        self.model.wrote(part.start * TILE, part.stop * TILE)
+        self.strike_rows(part.start * TILE, part.stop * TILE)
 
     def difference(self, part: range, expected: Expected) -> Any:
         """See `Slice.difference`."""
@@ -175,3 +176,11 @@ class FaultySlice(Slice):
         """See `Slice.rest`."""
         super().rest(seconds)
         self.model.rested()
+
+
+class FaultySlice(Faulty, Slice):
+    """A slice of a faulty memory of torch's."""
+
+
+class FaultyBuffer(Faulty, BufferSlice):
+    """A slice of a faulty memory that WebGPU reaches."""

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from canaryd.worker.memory import pages
 from canaryd.worker.numeric.tensors import torch
 
 TILE = 8191
@@ -69,20 +70,34 @@ class Slice:
 
     def __init__(self, rows: int, first: int, device: Any, scratch: Any) -> None:
         """Allocate `rows` rows; `first`: rows of the slices before it; `scratch`: rows for differences, shared."""
-        self.words = torch.empty((rows, TILE), dtype=torch.int64, device=device)
-        self.flat = self.words.view(-1)
-        self.first = first
+        self.rows, self.first = rows, first
+        self.words: Any = torch.empty((rows, TILE), dtype=torch.int64, device=device)
+        self.flat: Any = self.words.view(-1)
         self._scratch = scratch
 
     @property
-    def address(self) -> int:
-        """Its first byte's virtual address, as the process or the device's driver numbers it."""
+    def address(self) -> int | None:
+        """Its first byte's virtual address, as the process or the device's driver numbers it; None: it is not told."""
         return int(self.words.data_ptr())
+
+    @property
+    def device(self) -> Any:
+        """Where tensors are that go in and come out."""
+        return self.words.device
+
+    @property
+    def count(self) -> int:
+        """Words in all."""
+        return self.rows * TILE
+
+    def lock(self) -> bool:
+        """Keep the host's pages where they are, if it is the host's memory; return whether that was done."""
+        return self.device.type == "cpu" and pages.lock(int(self.words.data_ptr()), self.words.nbytes)
 
     def parts(self) -> list[range]:
         """Return the rows in groups, ascending; one operation reads or writes a group."""
-        rows, at_once = len(self.words), len(self._scratch)
-        return [range(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
+        at_once = len(self._scratch)
+        return [range(start, min(self.rows, start + at_once)) for start in range(0, self.rows, at_once)]
 
     def write(self, part: range, expected: Expected) -> None:
         """Write what a group of rows must hold."""

@@ -8,10 +8,13 @@ from typing import Any
 
 from canaryd.facts import Cell, Comparison, Evidence, Exactness, Place, Reading, Skipped, WrongMemory
 from canaryd.free_memory import available
+from canaryd.model import TORCH
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.memory import cells, faults, pages
+from canaryd.worker.memory.buffers import BufferSlice, Scratch
 from canaryd.worker.memory.slices import LARGEST, ROW, TILE, WORD, Expected, Slice, own_numbers, scratch_for
 from canaryd.worker.numeric.characterised import is_settled
+from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import torch, torch_device
@@ -25,6 +28,8 @@ RESERVE = 512 << 20
 """Bytes of a device's memory that are never taken (ours): the driver and other processes need some."""
 HOST_RESERVE = 2 << 30
 """The same of the host's memory (ours); at least an eighth of what is free."""
+UNTOLD = 1 << 30
+"""Bytes that are swept at most where the runtime tells no free memory (ours): a server beside it may need the rest."""
 OF_ROOM = 2
 """The part of the budget's memory that is taken beside a server, as a divisor: torch itself needs some."""
 
@@ -69,14 +74,14 @@ class Sweep:
 
 def address(sweep: Sweep) -> Iterator[None]:
     """Every word holds its own number: what two addresses share shows, over all slices."""
-    expected = own_numbers(sweep.slices[0].words.device)
+    expected = own_numbers(sweep.slices[0].device)
     yield from sweep.fill(expected)
     yield from sweep.read(expected)
 
 
 def inversions(sweep: Sweep) -> Iterator[None]:
     """Moving inversions: read and invert upwards, then downwards, so that each write passes over read neighbours."""
-    device = sweep.slices[0].words.device
+    device = sweep.slices[0].device
     plain = Expected(torch.full((TILE,), ALTERNATING, dtype=torch.int64, device=device))
     inverse = plain.inverted()
     yield from sweep.fill(plain)
@@ -128,7 +133,7 @@ def _random_tile(sweep: Sweep, name: str) -> Expected:
     # Two streams: one alone never sets the highest bit.
     seed = derive(sweep.ctx.seed, name)
     tile = stream(seed, "low", (TILE,)) ^ (stream(seed, "high", (TILE,)) << 1)
-    return Expected(tile.to(sweep.slices[0].words.device))
+    return Expected(tile.to(sweep.slices[0].device))
 
 
 def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
@@ -139,11 +144,10 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     if ctx.drill and ctx.drill not in faults.NAMES:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
     asked = _asked_for(ctx)
-    device = torch_device(ctx.device)
-    slices = allocate(ctx, device, most)
-    locked = [device.type == "cpu" and pages.lock(m.address, m.words.nbytes) for m in slices]
+    slices = allocate(ctx, most)
+    locked = [m.lock() for m in slices]
     sweep = Sweep(ctx, slices, pause)
-    if isinstance(slices[0], faults.FaultySlice):
+    if isinstance(slices[0], faults.Faulty):
         slices[0].arm(ctx.drill, asked[0][0], ctx.seed)
     for number, (case, name) in enumerate(asked):
         ctx.progress(number / len(asked), case)
@@ -157,10 +161,10 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
             continue
         yield from _comparisons(sweep, case, finished=finished)
     yield Reading(name="trials", value=sweep.trials, unit="1")
-    yield Reading(name="memory_swept_bytes", value=sum(m.words.nbytes for m in slices), unit="bytes")
+    yield Reading(name="memory_swept_bytes", value=sum(m.rows * ROW for m in slices), unit="bytes")
     yield Reading(name="memory_read_bytes", value=sweep.bytes_read, unit="bytes")
-    if device.type == "cpu":
-        held = sum(m.words.nbytes for m, lock in zip(slices, locked, strict=True) if lock)
+    if slices[0].device.type == "cpu" and ctx.device.runtime == TORCH:
+        held = sum(m.rows * ROW for m, lock in zip(slices, locked, strict=True) if lock)
         yield Reading(name="memory_locked_bytes", value=held, unit="bytes")
 
 
@@ -190,35 +194,47 @@ def _carry_out(sweep: Sweep, pattern: Iterator[None]) -> bool:
     return True
 
 
-def allocate(ctx: Context, device: Any, most: int) -> list[Slice]:
+def allocate(ctx: Context, most: int) -> list[Slice]:
     """Return slices of at most `LARGEST` and together at most `most` bytes, as far as memory is free.
 
     Raises `Skip` where not even one row is free.
     """
-    free = _free(device)
+    free = _free(ctx)
     limits = [most, ctx.room // OF_ROOM] if ctx.room else [most]
     rows = min([*limits, *([] if free is None else [free])]) // ROW
     if rows < 1:
         raise Skip(f"no memory to sweep: {free} bytes are free less the reserve, {most} were asked for")
-    each = LARGEST // ROW
-    scratch = scratch_for(device, min(rows, each))
-    kind: type[Slice] = faults.FaultySlice if ctx.drill else Slice
+    sound: type[Slice]
+    faulty: type[Slice]
+    if ctx.device.runtime == TORCH:
+        device, sound, faulty, most = torch_device(ctx.device), Slice, faults.FaultySlice, LARGEST
+        scratch = scratch_for(device, min(rows, most // ROW))
+    else:
+        device, sound, faulty = ctx.device, BufferSlice, faults.FaultyBuffer
+        scratch = Scratch(device, rows)
+        most = min(LARGEST, scratch.runtime.largest)
+    each = most // ROW
     slices: list[Slice] = []
     for first in range(0, rows, each):
+        kind = faulty if ctx.drill and first == 0 else sound
         try:
-            slices.append((kind if first == 0 else Slice)(min(each, rows - first), first, device, scratch))
-        except RuntimeError:  # torch says so where memory runs out, on every backend
-            if not slices:
+            slices.append(kind(min(each, rows - first), first, device, scratch))
+        except Exception as error:
+            # torch raises RuntimeError where memory runs out, on every backend.
+            if not slices or not (isinstance(error, RuntimeError) or kind_of(error) is ErrorKind.MEMORY):
                 raise
             break
     return slices
 
 
-def _free(device: Any) -> int | None:
+def _free(ctx: Context) -> int | None:
     """Return the free bytes of a device's memory, less the reserve; None where nobody can tell."""
-    if device.type == "cpu":
+    if ctx.device.unit == "cpu":
         free = available()
         return None if free is None else free - max(HOST_RESERVE, free // 8)
+    if ctx.device.runtime != TORCH:
+        return UNTOLD
+    device = torch_device(ctx.device)
     module: Any = getattr(torch, device.type, None)
     if not hasattr(module, "mem_get_info"):
         return None
@@ -230,7 +246,7 @@ def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Compari
     known = is_settled(sweep.ctx.device)
 
     def comparison(memory: Slice, **more: Any) -> Comparison:
-        words = memory.flat.numel()
+        words = memory.count
         return Comparison(
             case=f"{case}@{words}",
             shape=f"words={words}",
@@ -245,9 +261,9 @@ def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Compari
         sweep.trials += 1
         yield comparison(sweep.slices[number], wrong_trials=1, evidence=_evidence(sweep, sweep.slices[number], found))
     right = [memory for number, memory in enumerate(sweep.slices) if finished and number not in sweep.wrong]
-    sizes: Sequence[int] = sorted({memory.flat.numel() for memory in right})
+    sizes: Sequence[int] = sorted({memory.count for memory in right})
     for size in sizes:
-        alike = [memory for memory in right if memory.flat.numel() == size]
+        alike = [memory for memory in right if memory.count == size]
         sweep.trials += len(alike)
         yield comparison(alike[0], trials=len(alike), uploads=len(alike))
 
@@ -262,7 +278,7 @@ def _evidence(sweep: Sweep, memory: Slice, found: cells.Wrong) -> Evidence:
     place = _place(sweep, memory, found, words)
     return Evidence(
         wrong=found.count,
-        total=memory.flat.numel(),
+        total=memory.count,
         first=tuple(((at,), f"0x{want:016x}", f"0x{want ^ bits:016x}") for at, want, bits in words[:FIRST]),
         bits=histogram,
         zeroed=sum(want == bits for _, want, bits in words),
@@ -276,27 +292,27 @@ def _evidence(sweep: Sweep, memory: Slice, found: cells.Wrong) -> Evidence:
 def _place(sweep: Sweep, memory: Slice, found: cells.Wrong, words: Sequence[tuple[int, int, int]]) -> WrongMemory:
     offset = words[0][0] * WORD
     own = (memory.first * TILE) * WORD + offset
-    at = memory.address + offset
+    at = None if memory.address is None else memory.address + offset
     return WrongMemory(
         cells={cell.value: found.cells[cell] for cell in Cell if found.cells[cell]},
         rose=sum((bits & ~want).bit_count() for _, want, bits in words),
         fell=sum((bits & want).bit_count() for _, want, bits in words),
-        allocation=memory.words.nbytes,
+        allocation=memory.rows * ROW,
         offset=offset,
         address=at,
-        physical=pages.physical_address(at) if sweep.ctx.device.backend == "cpu" else None,
+        physical=pages.physical_address(at) if at is not None and sweep.ctx.device.backend == "cpu" else None,
         partner=None if found.partner is None else found.partner * WORD - own,
     )
 
 
 def _sentence(place: WrongMemory, histogram: dict[str, int]) -> str:
     """Return the evidence in words."""
-    where = "unknown" if place.physical is None else f"{place.physical:#x}"
+    at, where = ("unknown" if a is None else f"{a:#x}" for a in (place.address, place.physical))
     turned = [f"{n} to {bit}" for n, bit in ((place.rose, 1), (place.fell, 0)) if n]
     kinds = ", ".join(f"{n} {cell}" for cell, n in place.cells.items())
     flipped = f"bit{'s' * (len(histogram) > 1)} {', '.join([*histogram][:8])}{'…' * (len(histogram) > 8)}"
     partner = "" if place.partner is None else f"; partner at {place.partner:+#x} bytes"
     return (
-        f"first at offset {place.offset:#x} of the allocation (virtual address {place.address:#x}, physical {where}): "
+        f"first at offset {place.offset:#x} of the allocation (virtual address {at}, physical {where}): "
         f"{flipped} flipped ({', '.join(turned)}); {kinds}{partner}"
     )

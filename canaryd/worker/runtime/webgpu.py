@@ -112,17 +112,21 @@ class Webgpu:
         """Compute by the shaders of `canaryd.worker.runtime.wgsl`."""
         if operation.name == "matmul":
             return self._product(operation, operands[0], operands[1], out)
-        if operation.name not in wgsl.INDEX:
-            raise Unsupported(f"canaryd has no WGSL for {operation.name}")
-        return self._index(operation.name, operands, out)
+        if operation.name in wgsl.INDEX:
+            return self._index(operation.name, operands, out)
+        if operation.name in ("sort", "topk", "experts"):
+            return self._sorted(operation.name, operands, out)
+        if operation.name == "cumsum":
+            return self._cumsum(operands[0], out)
+        raise Unsupported(f"canaryd has no WGSL for {operation.name}")
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
         """Compare words on the device."""
-        flags = [self._new(4) for _ in results]
+        flags = [self.new_buffer(4) for _ in results]
         count, rest = -(-golden.nbytes // 4), golden.nbytes % 4
         kept = (1 << 8 * rest) - 1 if rest else 0xFFFFFFFF
         for result, flag in zip(results, flags, strict=True):
-            self._linear(wgsl.DIFFERS, count, (kept,), result.buffer, golden.buffer, flag)
+            self.compute(wgsl.DIFFERS, count, (kept,), result.buffer, golden.buffer, flag)
         return [not any(self._gpu.queue.read_buffer(flag)) for flag in flags]
 
     def download(self, array: Any) -> Any:
@@ -142,7 +146,7 @@ class Webgpu:
     def spoil(self, results: list[Any]) -> None:
         """Overwrite every result."""
         for result in results:
-            self._linear(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
+            self.compute(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
 
     def burst(self, golden: Any) -> int:  # noqa: ARG002
         """Return one: every comparison is waited for."""
@@ -158,7 +162,7 @@ class Webgpu:
     def synchronize(self, device: Device) -> None:
         """Wait for the device, by reading behind everything in its queue."""
         self.need(device)
-        self._gpu.queue.read_buffer(self._new(4))
+        self._gpu.queue.read_buffer(self.new_buffer(4))
 
     def let_go(self) -> None:
         """Wait until the devices have finished, and close them."""
@@ -166,15 +170,29 @@ class Webgpu:
             gpu.destroy()
         self._opened.clear()
 
-    def _new(self, size: int) -> Any:
-        if size > (most := min(self._gpu.limits[name] for name in LIMITS)):
-            raise Unsupported(f"{size} bytes: this adapter binds {most} at most")
+    @property
+    def largest(self) -> int:
+        """The most bytes of one buffer of the device that was opened last."""
+        return int(min(self._gpu.limits[name] for name in LIMITS))
+
+    def read(self, buffer: Any, offset: int, size: int) -> Any:
+        """Return bytes of a buffer as a host tensor, uint8; `offset` and `size` are multiples of 4."""
+        return torch.frombuffer(bytearray(self._gpu.queue.read_buffer(buffer, offset, size)), dtype=torch.uint8)
+
+    def write(self, buffer: Any, offset: int, tensor: Any) -> None:
+        """Write a host tensor into a buffer; `offset` is a multiple of 4."""
+        self._gpu.queue.write_buffer(buffer, offset, _raw(tensor))
+
+    def new_buffer(self, size: int) -> Any:
+        """Return new memory of the device, zeroed. Raises `Unsupported` beyond `largest`."""
+        if size > self.largest:
+            raise Unsupported(f"{size} bytes: this adapter binds {self.largest} at most")
         usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         return self._gpu.create_buffer(size=max(4, -(-size // 4) * 4), usage=usage)
 
     def _array(self, tensor: Any) -> Array:
         _refuse_content(tensor)
-        array = Array(self._new(tensor.nbytes), tensor.dtype, tuple(tensor.shape), not tensor.is_contiguous())
+        array = Array(self.new_buffer(tensor.nbytes), tensor.dtype, tuple(tensor.shape), not tensor.is_contiguous())
         if tensor.numel():
             self._gpu.queue.write_buffer(array.buffer, 0, _raw(tensor))
         return array
@@ -183,7 +201,7 @@ class Webgpu:
         """Return where a result goes: spoilt, because a kernel that writes nothing must not be right by chance."""
         if out is not None:
             return out  # type: ignore[no-any-return]
-        made = Array(self._new(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
+        made = Array(self.new_buffer(int(torch.Size(shape).numel()) * dtype.itemsize), dtype, shape)
         self.spoil([made])
         return made
 
@@ -221,19 +239,52 @@ class Webgpu:
             more = (second.shape[0],)
         result = self._result(first.dtype, shape, out)
         if name == "index_add":
-            self._linear(wgsl.ONES, shape[0], (), result.buffer)
-        self._linear(wgsl.INDEX[name], count, more, first.buffer, second.buffer, result.buffer)
+            self.compute(wgsl.ONES, shape[0], (), result.buffer)
+        self.compute(wgsl.INDEX[name], count, more, first.buffer, second.buffer, result.buffer)
         return result
 
-    def _linear(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
+    def _sorted(self, name: str, operands: tuple[Array, ...], out: Any) -> Array:
+        """Sort records of key and place, then give keys, places, or tokens that went to their experts and back."""
+        count = operands[0].shape[0]
+        power = 1 << max(0, count - 1).bit_length()
+        records = self.new_buffer(16 * power)
+        inverted = 0xFFFFFFFF if name == "topk" else 0  # the largest first
+        self.compute(wgsl.RECORDS, power, (count, inverted), operands[-1].buffer, records)
+        run = 2
+        while run <= power:
+            distance = run // 2
+            while distance:
+                self.compute(wgsl.BITONIC, power, (run, distance), records)
+                distance //= 2
+            run *= 2
+        result = self._result(operands[0].dtype, (count // 16 if name == "topk" else count,), out)
+        if name == "experts":
+            self.compute(wgsl.EXPERTS, count, (), operands[0].buffer, records, result.buffer)
+        else:
+            shader = wgsl.KEYS if name == "sort" else wgsl.PLACES
+            self.compute(shader, result.shape[0], (), records, result.buffer)
+        return result
+
+    def _cumsum(self, values: Array, out: Any) -> Array:
+        count = values.shape[0]
+        result, other, source = self._result(values.dtype, (count,), out), self.new_buffer(values.nbytes), values.buffer
+        steps = [1 << step for step in range(max(1, (count - 1).bit_length()))]
+        for number, distance in enumerate(steps, 1):
+            target = result.buffer if (len(steps) - number) % 2 == 0 else other
+            self.compute(wgsl.SCAN, count, (distance,), source, target)
+            source = target
+        return result
+
+    def compute(self, shader: str, count: int, more: tuple[int, ...], *buffers: Any) -> None:
+        """Carry a shader of `wgsl.linear` out for `count` places; `more`: up to seven words, its n[1] and on."""
         groups = -(-count // wgsl.GROUP)
         wide = min(groups, 32768)
-        words = (count, *more, 0, 0, 0)[:4]
+        words = (count, *more, *[0] * 7)[:8]
         self._dispatch(shader, (wide, -(-groups // wide), 1), words, *buffers)
 
     def _dispatch(self, shader: str, groups: tuple[int, ...], words: tuple[int, ...], *buffers: Any) -> None:
         gpu, pipeline = self._gpu, _pipeline(self._gpu, shader)
-        given = self._new(4 * len(words))
+        given = self.new_buffer(4 * len(words))
         gpu.queue.write_buffer(given, 0, struct.pack(f"<{len(words)}I", *words))
         entries = [{"binding": i, "resource": {"buffer": b}} for i, b in enumerate((given, *buffers))]
         group = gpu.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)

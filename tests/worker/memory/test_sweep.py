@@ -306,12 +306,11 @@ def test_a_sweep_runs_on_a_gpu_as_far_as_that_can_be_rehearsed(monkeypatch, devi
 def test_what_is_taken_stays_within_what_is_free_and_within_the_budget(monkeypatch):
     """Beside a server half of `budget.memory`; never the reserve; in slices of at most 256 MiB."""
     assert sweep.LARGEST == 256 << 20
-    host = torch.device("cpu")
 
     def taken(free, most=1 << 50, **more):
         monkeypatch.setattr(sweep, "available", lambda: free)
         monkeypatch.setattr(sweep, "LARGEST", 4 * ROW)
-        return [len(m.words) for m in sweep.allocate(context(**more), host, most)]
+        return [len(m.words) for m in sweep.allocate(context(**more), most)]
 
     free = sweep.HOST_RESERVE + 10 * ROW
     assert taken(free) == [4, 4, 2]

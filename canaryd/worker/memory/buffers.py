@@ -1,0 +1,132 @@
+"""Slices of memory that WebGPU reaches: storage buffers, written and compared by shaders.
+
+What tells a wrong cell from a wrong transfer is the same as for torch's memory (`canaryd.worker.memory.cells`): tensors
+that go in and come out are the host's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from canaryd.model import Device
+from canaryd.worker.memory.slices import TILE, WORD, Expected, Slice
+from canaryd.worker.numeric.tensors import torch
+from canaryd.worker.runtime import interface, wgsl
+
+AT_ONCE = 128
+"""Rows that one dispatch reads or writes: 8 MiB, which the host compares whole only where a word is wrong."""
+
+
+class Scratch:
+    """What the slices of one device share: differences, a flag, and the present tile."""
+
+    def __init__(self, device: Device, rows: int) -> None:
+        """Take memory for `rows` rows at most."""
+        self.runtime = cast("Any", interface.of(device))
+        self.runtime.need(device)
+        self.rows = min(rows, AT_ONCE)
+        self.differences = self.runtime.new_buffer(self.rows * TILE * WORD)
+        self.flag = self.runtime.new_buffer(4)
+        self._tile: Any = None
+        self._uploaded = self.runtime.new_buffer(TILE * WORD)
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return self.rows
+
+    def tile(self, expected: Expected) -> Any:
+        """Return the buffer with what each row holds."""
+        if self._tile is not expected.tile:
+            self._tile = expected.tile
+            self.runtime.write(self._uploaded, 0, expected.tile)
+        return self._uploaded
+
+
+class Words:
+    """The words of a buffer by number: a single one as an int, a range as a copy, both as int64."""
+
+    def __init__(self, runtime: Any, buffer: Any, count: int) -> None:
+        """Name `count` words."""
+        self._runtime, self._buffer, self._count = runtime, buffer, count
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return a word, or a tensor of those in a slice."""
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(self._count)
+            return self._runtime.read(self._buffer, start * WORD, (stop - start) * WORD).view(torch.int64)
+        return int(self._runtime.read(self._buffer, int(at) * WORD, WORD).view(torch.int64))
+
+    def __setitem__(self, at: Any, values: Any) -> None:
+        """Write a word, or those in a slice."""
+        start = at.start if isinstance(at, slice) else int(at)
+        self._runtime.write(self._buffer, start * WORD, torch.as_tensor(values, dtype=torch.int64))
+
+
+class BufferSlice(Slice):
+    """One buffer under test."""
+
+    address = None
+
+    def __init__(self, rows: int, first: int, device: Any, scratch: Scratch) -> None:  # noqa: ARG002  scratch knows it
+        """See `Slice`: the buffer is of the scratch's device."""
+        self.rows, self.first, self._scratch = rows, first, scratch
+        self._runtime: Any = scratch.runtime
+        self.words = self._runtime.new_buffer(rows * TILE * WORD)
+        self.flat = Words(self._runtime, self.words, self.count)
+
+    @property
+    def device(self) -> Any:
+        """See `Slice.device`: the host."""
+        return torch.device("cpu")
+
+    def lock(self) -> bool:
+        """See `Slice.lock`: where a buffer lies is the driver's business."""
+        return False
+
+    def write(self, part: range, expected: Expected) -> None:
+        """See `Slice.write`."""
+        if expected.own:
+            self._compute(wgsl.WRITE_OWN, part, self.words)
+        else:
+            self._compute(wgsl.WRITE_TILE, part, self._scratch.tile(expected), self.words)
+
+    def difference(self, part: range, expected: Expected) -> Any:
+        """See `Slice.difference`: compared on the device, and read back only where a bit differs."""
+        found, flag, size = self._scratch.differences, self._scratch.flag, len(part) * TILE
+        if expected.own:
+            self._compute(wgsl.DIFFERENCE_OWN, part, self.words, found)
+        else:
+            self._compute(wgsl.DIFFERENCE_TILE, part, self.words, self._scratch.tile(expected), found)
+        self._runtime.write(flag, 0, torch.zeros(1, dtype=torch.int32))
+        self._runtime.compute(wgsl.ANY, size, (), found, flag)
+        if not self._runtime.read(flag, 0, 4).any():
+            return torch.zeros((len(part), TILE), dtype=torch.int64)
+        return self._runtime.read(found, 0, size * WORD).view(torch.int64).view(len(part), TILE)
+
+    def get(self, at: Any) -> Any:
+        """See `Slice.get`."""
+        self._runtime.compute(wgsl.READ, self.count, (), self.words, self._scratch.flag)
+        (places,) = self._upload(at)
+        found = self._runtime.new_buffer(len(at) * WORD)
+        self._runtime.compute(wgsl.INDEX["gather"], len(at), (), self.words, places, found)
+        return self._runtime.read(found, 0, len(at) * WORD).view(torch.int64)
+
+    def put(self, at: Any, values: Any) -> None:
+        """See `Slice.put`."""
+        values = torch.as_tensor(values, dtype=torch.int64).expand(at.shape).contiguous()
+        self._runtime.compute(wgsl.INDEX["scatter"], len(at), (), *self._upload(values, at), self.words)
+
+    def invert(self, start: int, stop: int) -> None:
+        """See `Slice.invert`."""
+        self._runtime.compute(wgsl.INVERT, stop - start, (start,), self.words)
+
+    def _compute(self, shader: str, part: range, *buffers: Any) -> None:
+        number = (self.first + part.start) * TILE
+        words = (part.start * TILE, number & 0xFFFFFFFF, number >> 32)
+        self._runtime.compute(shader, len(part) * TILE, words, *buffers)
+
+    def _upload(self, *tensors: Any) -> list[Any]:
+        made = [self._runtime.new_buffer(len(t) * WORD) for t in tensors]
+        for buffer, tensor in zip(made, tensors, strict=True):
+            self._runtime.write(buffer, 0, tensor)
+        return made
