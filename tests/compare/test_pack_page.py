@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import html
 import json
-import re
-import shutil
-import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from canaryd.compare import pack
 from canaryd.model import State
+from tests import browser
 from tests.command import ROOT
 
 pytest.importorskip("torch", reason="torch is not installed in this interpreter")
 pytestmark = pytest.mark.torch
-SOFTWARE = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +28,17 @@ def made(tmp_path_factory) -> Path:
 
 
 def browse(address: str, profile: Path, *options: str) -> tuple[str, Path]:
-    """Return the text that the page shows, and the result file that it gives."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no chromium here: the pack's page was not run in a browser")
-    command = [program, "--headless", "--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    command += [f"--user-data-dir={profile}", *options, "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    shown = done.stdout.partition("</main>")[0]
-    found = re.search(r'<pre id="result"[^>]*>(.+?)</pre>', shown, re.DOTALL)
-    assert found, re.sub(r"<[^>]+>", " ", shown)[-500:]
-    out = profile.with_suffix(".json")
-    out.write_text(html.unescape(found[1]))
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", shown.partition('<pre id="result"')[0])).split()), out
+    """As `browser.browse`; skip without a browser."""
+    try:
+        return browser.browse(address, profile, *options)
+    except browser.NoBrowserError as why:
+        pytest.skip(str(why))
 
 
 def test_a_sound_processor_is_healthy_in_the_page(made, tmp_path):
     """WebAssembly meets every fixed golden bit for bit; the file that the page gives is judged healthy."""
     address = (made / "index.html").as_uri() + "#run&unit=wasm"
-    text, out = browse(address, tmp_path / "p", "--disable-gpu", "--virtual-time-budget=600000")
+    text, out = browse(address, tmp_path / "p", *browser.PROCESSOR)
     assert "Healthy 115 results of 23 cases, 0 wrong. The processor was tested." in text
     judged = pack.judge(out, made)
     assert (judged.state, len(judged.right), len(judged.skipped)) == (State.HEALTHY, 23, 0)
@@ -62,7 +47,7 @@ def test_a_sound_processor_is_healthy_in_the_page(made, tmp_path):
 def test_without_webgpu_the_page_says_that_the_processor_was_tested(made, tmp_path):
     """And an injected fault is named with its elements and bit; the result file of a demonstration is refused."""
     address = (made / "index.html").as_uri() + "#run&fault=flip"
-    options = ("--disable-gpu", "--disable-features=WebGPU", "--virtual-time-budget=600000")
+    options = (*browser.PROCESSOR, "--disable-features=WebGPU")
     text, out = browse(address, tmp_path / "p", *options)
     assert "Demonstration: " in text
     assert "Wrong results 115 results of 23 cases, 5 wrong. WebGPU is not available here" in text
@@ -75,31 +60,10 @@ def test_without_webgpu_the_page_says_that_the_processor_was_tested(made, tmp_pa
 
 def test_webgpu_meets_the_same_goldens(made, tmp_path):
     """By SwiftShader, which is software, and the page says so; float64 is skipped with the reason."""
-    page = (made / "index.html").read_text().replace("</main>", '</main><img alt="" src="/wait">', 1)
-    ended = threading.Event()
-
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            """Give the page; an image that comes only after the test ended holds the browser until then."""
-            if self.path == "/wait":
-                ended.wait(60)
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            if self.path == "/done":
-                ended.set()
-            with contextlib.suppress(OSError):
-                self.wfile.write(page.encode() if self.path == "/" else b"")
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    watch = "<script>new MutationObserver(() => fetch('/done')).observe(document.getElementById('result'),"
-    page = page.replace("</body>", watch + "{childList: true})</script></body>")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        text, out = browse(f"http://127.0.0.1:{server.server_port}/#run", tmp_path / "p", *SOFTWARE)
-        server.shutdown()
+    try:
+        text, out = browser.by_webgpu(made / "index.html", tmp_path / "p")
+    except browser.NoBrowserError as why:
+        pytest.skip(str(why))
     if "WebGPU is not available here" in text:
         pytest.skip("this chromium has no WebGPU in software: the shader was not run")
     judged = pack.judge(out, made)
