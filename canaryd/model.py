@@ -76,7 +76,7 @@ class Cause(str, enum.Enum):
 
 TORCH = "torch"
 """The runtime of every device whose backend names no other."""
-RUNTIMES = (TORCH, "mlx", "onnx", "webgpu")
+RUNTIMES = (TORCH, "mlx", "onnx", "webgpu", "jax")
 """Ways to a device, each one file of canaryd/worker/runtime."""
 ENDPOINT = "endpoint"
 """The backend of a server that answers on behalf of devices."""

@@ -49,6 +49,9 @@ DEVICES = tuple(
         ("onnx on x86", "onnx-cpu", {"architecture": "x86_64"}),
         ("webgpu", "webgpu-cpu", {"architecture": "x86_64"}),
         ("onnx elsewhere", "onnx-coreml", {}),
+        ("jax on x86", "jax-cpu", {"architecture": "x86_64"}),
+        ("jax on a gpu", "jax-cuda", {}),
+        ("jax on a tpu", "jax-tpu", {}),
     )
 )
 """One device for each value that `canaryd.worker.numeric.characterised.accumulator` can return."""

@@ -16,7 +16,7 @@ from canaryd.model import Device
 
 SCHEMA = "canaryd.characterise/1"
 Document = Mapping[str, Any]
-STACK_NAMES = ("torch", "mlx", "onnxruntime", "cuda", "driver")
+STACK_NAMES = ("torch", "mlx", "onnxruntime", "jax", "cuda", "driver")
 """What of a stack is in the name of the file."""
 
 

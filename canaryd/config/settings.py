@@ -86,6 +86,12 @@ class RuntimesConfig:
         "Python interpreter with wgpu and torch. Default: no device is tested through WebGPU.",
         sample='"/opt/wgpu/bin/python3"',
     )
+    jax: str | None = setting(
+        PROGRAM,
+        "null",
+        "Python interpreter with jax and torch. Default: no device is tested through JAX.",
+        sample='"/opt/jax/bin/python3"',
+    )
 
     @property
     def each(self) -> Mapping[str, str]:

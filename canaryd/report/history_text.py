@@ -142,7 +142,7 @@ def _difference(basis: str, alike: Sequence[str], stacks: Mapping[str, Mapping[s
     return f"on {', '.join(parts_named)}"
 
 
-WELL_KNOWN = ("instruction_set", "torch", "mlx", "onnxruntime", "driver")
+WELL_KNOWN = ("instruction_set", "torch", "mlx", "onnxruntime", "jax", "driver")
 """Parts of a stack that people know best, in the order in which they are tried."""
 SELF_EVIDENT = frozenset({"instruction_set"})
 """Parts of a stack whose values need no name before them."""

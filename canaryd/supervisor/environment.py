@@ -19,6 +19,7 @@ STRICT = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of nvidia-smi; otherwise the fastest device comes first
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "MLX_ENABLE_TF32": "0",  # MLX's default is 1, which rounds the operands of float32 products on CUDA and Metal
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # JAX's default takes three quarters of a GPU's memory at once
     "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would take the cores from the server beside it
     "PYTHONUNBUFFERED": "1",
 }
@@ -35,6 +36,7 @@ SCRUBBED = (
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "IPEX_FP32_MATH_MODE"),
     # float16 operands rounded to bfloat16; kernels chosen by a race at the first call; Metal's fast arithmetic.
     *("ROCBLAS_INTERNAL_FP16_ALT_IMPL", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_MPS_FAST_MATH"),
+    "XLA_FLAGS",  # among them fast arithmetic and other algorithms for products
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),

@@ -72,15 +72,15 @@ def _accumulator_elsewhere(device: Device, source: str) -> Accumulator:
     On x86 processors MLX and ONNX Runtime multiply 16-bit formats in float32 (measured as `characterise` does: 24 bits
     kept). CUDA's tensor cores as under torch; of ONNX Runtime no switch is known that forbids float16 sums there.
     """
-    if device.runtime == "webgpu" and source == "float16":
-        return Accumulator(11, is_shown(device), "WGSL's f16: products and sums in float16")
+    if device.runtime in ("webgpu", "jax") and source == "float16":
+        return Accumulator(11, is_shown(device), "WGSL's f16 and JAX's F16_F16_F16: sums in float16")
     if source == "float64":
         return Accumulator(53, is_shown(device), "float64 products and sums")
     if source in ("float32", "tfloat32") and device.unit != "coreml":
         return Accumulator(24 if source == "float32" else 22, is_shown(device), "float32 partial sums")
     if device.unit == "cpu" and is_x86(device):
         return Accumulator(24, is_shown(device), "float32 partial sums")
-    if device.backend == "mlx-cuda":
+    if device.backend in ("mlx-cuda", "jax-cuda", "jax-rocm"):
         return Accumulator(22, False, "float32 partial sums of tensor cores, two bits of margin")
     return Accumulator(8 if source == "bfloat16" else 11, False, "undocumented: the narrowest possible format")
 

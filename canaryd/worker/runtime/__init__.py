@@ -1,1 +1,1 @@
-"""Ways to a device: torch, MLX, ONNX Runtime and WebGPU behind one interface."""
+"""Ways to a device: torch, MLX, ONNX Runtime, WebGPU and JAX behind one interface."""

@@ -29,7 +29,7 @@ from tests.command import ROOT, bare_python
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = [pytest.mark.torch, pytest.mark.runtimes]
 
-PACKAGES = {"mlx": "mlx.core", "onnx": "onnxruntime", "webgpu": "wgpu"}
+PACKAGES = {"mlx": "mlx.core", "onnx": "onnxruntime", "webgpu": "wgpu", "jax": "jax"}
 ONE = {
     "exact_matmul": "float64/full/batched/tn",
     "exact_attention": "float32/uniform/prefill",
@@ -198,7 +198,7 @@ def test_sorts_and_scans_are_right_at_any_size_and_every_fault_in_them_is_found(
     (golden,) = runtime.upload((problem.golden,), device)
     for fault in faults.FAULTS.values():
         bad = runtime.run(Operation(name), runtime.upload(problem.operands, device), None)
-        if size // 16 > 1 or name != "topk":  # one value cannot change places
+        if size > 16:  # where a stuck lane may strike nothing, and one value cannot change places
             assert runtime.agree([runtime.changed(bad, fault.change, 9)], golden) == [False]
 
 
@@ -207,6 +207,9 @@ def test_what_was_compared_is_spoilt(device):
     runtime, problem = interface.of(device), indexing.build("gather", 256, 3)
     result = runtime.run(Operation("gather"), runtime.upload(problem.operands, device), None)
     runtime.spoil([result])
+    if device.runtime == "jax":  # its memory is another array's now, with every bit inverted
+        assert result.data.is_deleted()
+        return
     assert bits(runtime.download(result)).eq(-1).all()
 
 
@@ -216,7 +219,7 @@ def test_a_drill_is_pinned_to_the_runtime_and_its_device(device):
     assert bad.outcome is Outcome.COMPLETED, bad.detail
     assert bad.wrong
     assert bad.device == device.uuid != device.card
-    assert {"mlx": "mlx", "onnx": "onnxruntime", "webgpu": "wgpu"}[device.runtime] in bad.stack
+    assert {"mlx": "mlx", "onnx": "onnxruntime", "webgpu": "wgpu", "jax": "jaxlib"}[device.runtime] in bad.stack
 
 
 # --- MLX --------------------------------------------------------------------------------------------------------------
