@@ -35,6 +35,7 @@ class Cards:
                 "memory": 80 << 30,
                 "used": 0,
                 "exclusive": False,
+                "named_whole": False,  # an instance has the uuid of its card, as the first MIG runtimes gave it
                 "instances": [f"MIG-00000000-0000-4000-8{i}00-00000000000{n:x}" for i in range(2) if n in divided],
                 "error": "",
                 "fails": [],

@@ -106,11 +106,13 @@ def merge(
     from_torch = list(described.devices)
     from_vendors = [d for devices in listing.devices.values() for d in devices if PLACEHOLDER not in d.detail]
     cuda = any(d.backend == "cuda" for d in from_torch)
+    divided = {d.parent for d in from_vendors if d.parent}
     found = []
     for device in from_vendors:
         twin = next((t for t in from_torch if _same(device, t)), None)
         if twin is not None:
             from_torch.remove(twin)
+        if twin is not None and device.uuid not in divided:  # else CUDA gave an instance under its GPU's uuid
             # NVML's and torch's uuids differ at most by a prefix; for other vendors a worker needs torch's.
             uuid = device.uuid if twin.weak_identity or device.backend == "cuda" else twin.uuid
             detail = {**twin.detail, **device.detail}

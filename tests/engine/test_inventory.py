@@ -103,12 +103,16 @@ def test_what_only_torch_sees_for_once_has_not_changed():
     assert changes({SEEN.uuid: whole}, {SEEN.uuid}, [gpu], [], NOW) == []
 
 
-def test_instances_are_reached_one_at_a_time():
-    """CUDA shows a process one instance: each is first in a worker of its own; the divided GPU is not reached."""
+@pytest.mark.parametrize("shown", ["GPU-0", SEEN.uuid])
+def test_instances_are_reached_one_at_a_time(shown):
+    """CUDA shows a process one instance, by its own uuid or its GPU's; each is first in a worker of its own.
+
+    The divided GPU is not reached.
+    """
     parts = [
         replace(SEEN, uuid=f"MIG-{n}", parent=SEEN.uuid, detail={**SEEN.detail, "instance": str(n)}) for n in range(2)
     ]
-    torch = replace(TORCH, uuid="GPU-0", torch_index=0)
+    torch = replace(TORCH, uuid=shown, torch_index=0)
     found = merge(described(CPU, torch), listing(nvidia=[SEEN, *parts]), {})
     reached = {d.uuid: d.torch_index for d in found.devices if d.backend == "cuda"}
     assert reached == {SEEN.uuid: None, "MIG-0": 0, "MIG-1": 0}

@@ -159,6 +159,17 @@ def test_each_instance_of_a_divided_card_is_tested_as_itself(tmp_path):
         assert list(cards.contexts().values()) == [{device.uuid}]
 
 
+def test_an_instance_may_be_named_as_its_card(tmp_path):
+    """The first cuDeviceGetUuid gives the uuid of the whole GPU: the worker, which sees no other device, takes it."""
+    cards = Cards(tmp_path, 1, divided=[0])
+    cards.set(0, "named_whole", True)
+    second = next(d for d in cards.devices() if d.detail.get("instance") == "1")
+    cards.forget()
+    run = computed(cards, second)
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    assert list(cards.contexts().values()) == [{second.uuid}]
+
+
 def test_a_worker_leaves_no_work_on_its_device(tmp_path):
     """It ends by waiting for its device, also where the probe did not: a kernel that is killed may disturb others."""
     cards = Cards(tmp_path, 2)

@@ -24,7 +24,7 @@ _contexts, _current = set(), [0]
 
 
 def _cards():
-    return json.loads(_file.read_text())
+    return [{**card, "whole": card["uuid"]} for card in json.loads(_file.read_text())]
 
 
 def _log(what, uuid):
@@ -139,7 +139,8 @@ def _on(device):
 
 def _properties(device=None):
     card = _seen()[_index(device)]
-    uuid = card["uuid"].removeprefix("GPU-").removeprefix("MIG-")
+    shown = card["whole"] if card["named_whole"] else card["uuid"]
+    uuid = shown.removeprefix("GPU-").removeprefix("MIG-")
     where = {"pci_domain_id": 0, "pci_bus_id": card["bus"]}
     return Names(uuid=uuid, name=card["name"], total_memory=card["memory"], major=9, minor=0,
                  multi_processor_count=132, **where)  # fmt: skip
