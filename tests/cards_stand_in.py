@@ -34,6 +34,7 @@ class Cards:
                 "bus": 16 + n,
                 "memory": 80 << 30,
                 "used": 0,
+                "event_ms": None,  # between any two events; None: as the host's clock says
                 "exclusive": False,
                 "named_whole": False,  # an instance has the uuid of its card, as the first MIG runtimes gave it
                 "instances": [f"MIG-00000000-0000-4000-8{i}00-00000000000{n:x}" for i in range(2) if n in divided],

@@ -17,7 +17,7 @@ from datetime import datetime
 
 from canaryd.config.settings import BudgetConfig
 from canaryd.facts import Reading
-from canaryd.model import Device, Run
+from canaryd.model import Device, Outcome, Run
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
@@ -228,13 +228,21 @@ def oldest(policy: BudgetConfig, fresh: float) -> float:
 def device_seconds(device: Device, wall: float, processor: float | None, runs: Iterable[Run] = ()) -> float:
     """Return how many seconds of a device's time a worker used.
 
-    For a CPU, its processor time divided by all cores. For an accelerator, the worker's life without its pauses, and
-    without what its `runs` report as the host's part: making expected results. The start of torch is included.
+    For a CPU, its processor time divided by all cores. For an accelerator, what its `runs` report, which is measured by
+    the device's own events where it has them. Where a run that was not skipped reports nothing, because it crashed or
+    hangs, the worker's life without its pauses, less what the others report as the host's part.
     """
     if device.unit == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
-    host = sum(float(r.value) for run in runs for r in run.readings if r.name == "host_seconds")
-    return max(0.0, wall - host)
+    names = ("device_seconds", "host_seconds")
+    told = [
+        {r.name: float(r.value) for r in run.readings if r.name in names}
+        for run in runs
+        if run.outcome is not Outcome.SKIPPED
+    ]
+    if told and all("device_seconds" in times for times in told):
+        return min(max(0.0, wall), sum(times["device_seconds"] for times in told))
+    return max(0.0, wall - sum(times.get("host_seconds", 0.0) for times in told))
 
 
 def worked(seconds: float) -> float:

@@ -380,19 +380,23 @@ def test_each_reason_is_counted_once_for_what_waits():
     assert account.withheld("a") is None
 
 
-def _run(*readings):
+def _run(outcome=Outcome.COMPLETED, **seconds):
     fields = {"id": "r", "device": GPU.uuid, "probe": "p", "probe_version": 1, "started": 0.0, "seconds": 9.0}
-    return Run(**fields, outcome=Outcome.COMPLETED, level="quick", seed=1, readings=readings)
+    readings = tuple(Reading(name=f"{name}_seconds", value=value) for name, value in seconds.items())
+    return Run(**fields, outcome=outcome, level="quick", seed=1, readings=readings)
 
 
 def test_device_time():
-    """Of a processor its share of all cores; of an accelerator the worker's time but for the host's part of it."""
+    """Of a processor its share of all cores; of an accelerator what the runs say that it worked, if each says so."""
     assert budget.device_seconds(CPU, 9.0, 4.0) == 4.0 / (os.cpu_count() or 1)
     assert budget.device_seconds(CPU, 9.0, None) == 9.0
     assert budget.device_seconds(GPU, 9.0, 4.0) == 9.0
     assert budget.device_seconds(GPU, -0.1, 4.0) == 0.0
-    told = [_run(Reading(name="host_seconds", value=each)) for each in (2.5, 4.0)]
-    assert budget.device_seconds(GPU, 9.0, 4.0, told) == 2.5
+    told = [_run(device=0.25, host=2.5), _run(device=1.0, host=4.0)]
+    assert budget.device_seconds(GPU, 9.0, 4.0, told) == 1.25
+    assert budget.device_seconds(GPU, 9.0, 4.0, [*told, _run(Outcome.SKIPPED)]) == 1.25
+    for silent in (Outcome.COMPLETED, Outcome.CRASHED, Outcome.TIMED_OUT):
+        assert budget.device_seconds(GPU, 9.0, 4.0, [*told, _run(silent)]) == 2.5
     assert budget.device_seconds(CPU, 9.0, 4.0, told) == 4.0 / (os.cpu_count() or 1)
 
 

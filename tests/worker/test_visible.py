@@ -84,7 +84,16 @@ def run(ctx):
 """
 
 
-def computed(cards: Cards, device: Device, *, only: bool = True, probe: str = "", text: str = SMALL, **more):
+def computed(
+    cards: Cards,
+    device: Device,
+    *,
+    only: bool = True,
+    probe: str = "",
+    cases: tuple[str, ...] = ("float32/permute/square/nn",),
+    text: str = SMALL,
+    **more,
+):
     """Return a short run on a device: of a probe of canaryd's, or of one that only uploads and waits."""
     small = cards.directory / "small.py"
     small.write_text(text)
@@ -94,7 +103,7 @@ def computed(cards: Cards, device: Device, *, only: bool = True, probe: str = ""
         device=device,
         level="quick",
         seed=1,
-        cases=("float32/permute/square/nn",) if probe else (),
+        cases=cases if probe else (),
         budget=0.1,
     )
     spec = WorkerSpec(env={**cards.environment, **more}, only=device if only else None)
@@ -144,6 +153,30 @@ recording._time(device, Kernel, ())
 """
     environment = {**os.environ, **cards.environment, "PYTHONPATH": f"{cards.environment['PYTHONPATH']}:{ROOT}"}
     subprocess.run([sys.executable, "-c", script, json.dumps(to_json(device))], env=environment, check=True)
+    assert list(cards.contexts().values()) == [{device.uuid}]
+
+
+@pytest.mark.parametrize(
+    ("probe", "cases"),
+    [
+        ("exact_matmul", ("float32/permute/square/nn",)),
+        ("recorded_kernels", ("gemm/float32/decode1",)),
+        ("canary_prompts", ("float32/decode",)),
+        ("exact_integer", ()),
+    ],
+)
+def test_a_card_tells_how_long_it_worked(tmp_path, probe, cases):
+    """By its own events: a card that says a quarter of a millisecond between two is charged that."""
+    cards = Cards(tmp_path, 1)
+    cards.set(0, "event_ms", 0.25)
+    (device,) = cards.devices()
+    run = computed(cards, device, probe=probe, cases=cases)
+    assert run.outcome is Outcome.COMPLETED, run.detail
+    told = {r.name: r.value for r in run.readings if not r.labels}
+    pairs = told["device_seconds"] / 0.00025
+    assert pairs == pytest.approx(round(pairs))
+    assert 1 <= round(pairs) <= 4 * told.get("trials", 40) + told.get("gathers", 0)
+    assert 0.0 < told["host_seconds"] < run.seconds
     assert list(cards.contexts().values()) == [{device.uuid}]
 
 

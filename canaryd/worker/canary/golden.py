@@ -363,7 +363,8 @@ class Bench:
         return replace(read_back, characterised=known)
 
     def readings(self) -> Iterator[Fact]:
-        """Yield how far each mode (dtype, path, batch) was from its goldens."""
+        """Yield for how long the device worked, and how far each mode (dtype, path, batch) was from its goldens."""
+        yield from self.session.times()
         for mode, seen in self.modes.items():
             labels = dict(mode)
             yield Reading(name="canary_token_agreement", value=min(s.agreement for s in seen), unit="1", labels=labels)
@@ -391,7 +392,7 @@ class Bench:
         for number in range(ENOUGH if ctx.baselining else 1):
             if number and not ctx.left:
                 break
-            with on_core(self._place(task)):
+            with on_core(self._place(task)), self.session.on_device():
                 logits = self.models[dtype].forward(self._on(self.golden.sensitive)).cpu()
             last = logits[None, :, -1]
             recording = record(task.name, self._chain(dtype, self.golden.sensitive), last.argmax(-1), last)
@@ -425,8 +426,9 @@ class Bench:
 
     def _infer(self, task: Task, model: Canary) -> tuple[Seen, Recording]:
         rows = list(task.rows)
-        prompts, wanted = self._on(self.golden.prompts[rows]), self.golden.tokens[rows]
-        with on_core(self._place(task)):
+        wanted = self.golden.tokens[rows]
+        with on_core(self._place(task)), self.session.on_device():
+            prompts = self._on(self.golden.prompts[rows])
             if task.path in FIXED:
                 made = self._decoders[task.dtype, task.path, len(rows)]
                 tokens, logits = (made if made.model is model else self._decoder(task, model))(prompts)

@@ -143,7 +143,7 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     """
     if ctx.drill and ctx.drill not in faults.NAMES:
         raise Skip(f"unknown fault {ctx.drill!r}; there are {', '.join(faults.NAMES)}")
-    asked = _asked_for(ctx)
+    asked, began = _asked_for(ctx), ctx.clock()
     slices = allocate(ctx, most)
     locked = [m.lock() for m in slices]
     sweep = Sweep(ctx, slices, pause)
@@ -163,6 +163,7 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
     yield Reading(name="trials", value=sweep.trials, unit="1")
     yield Reading(name="memory_swept_bytes", value=sum(m.rows * ROW for m in slices), unit="bytes")
     yield Reading(name="memory_read_bytes", value=sweep.bytes_read, unit="bytes")
+    yield Reading(name="device_seconds", value=ctx.clock() - began, unit="seconds")
     if slices[0].device.type == "cpu" and ctx.device.runtime == TORCH:
         held = sum(m.rows * ROW for m, lock in zip(slices, locked, strict=True) if lock)
         yield Reading(name="memory_locked_bytes", value=held, unit="bytes")

@@ -34,7 +34,15 @@ from canaryd.worker.numeric.integers import combine
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.session import Session
-from canaryd.worker.numeric.tensors import host_same_bits, on_core, synchronize, torch, torch_device
+from canaryd.worker.numeric.tensors import (
+    event,
+    host_same_bits,
+    on_core,
+    seconds_between,
+    synchronize,
+    torch,
+    torch_device,
+)
 
 GRID = 8
 """Tiles along each axis of a result (as a matrix of its last axis) whose means a recording keeps."""
@@ -140,6 +148,7 @@ class Recorder:
             yield Absent(name="kernels", reason=self._unnamed)
         yield self._fingerprint()
         yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
+        yield from self.session.times()
         kinds = {
             k.kind: None
             for k in [*(m.kernel for m in self._made.values()), *(n.kernel for n in self._not_run.values())]
@@ -174,9 +183,9 @@ class Recorder:
     def _compute(self, made: Made, turn: int) -> Any:
         """Return a result as a host tensor; a case's first call runs twice, because loading kernels takes time."""
         ctx, kernel = self.session.ctx, made.kernel
-        operands = self._upload(made, turn)
-        self.session.injector.before(kernel.name, operands, 0)
-        with on_core(self._place(kernel, turn)):
+        with on_core(self._place(kernel, turn)), self.session.on_device():
+            operands = self._upload(made, turn)
+            self.session.injector.before(kernel.name, operands, 0)
             if not made.seconds:
                 kernel.compute(*operands)
             result, seconds = _time(ctx.device, kernel, operands)
@@ -305,14 +314,9 @@ def _group(name: str) -> str:
 
 def _time(device: Device, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[Any, float]:
     """Return the result of one call and the seconds it took: by the device's own events where it has them."""
-    if device.backend in ("cuda", "rocm"):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(torch_device(device))
-        start.record(stream)
+    if (start := event(device)) is not None:
         result = kernel.compute(*operands)
-        end.record(stream)
-        end.synchronize()
-        return result, start.elapsed_time(end) / 1e3
+        return result, seconds_between(start, event(device))
     synchronize(device)
     begun = time.perf_counter()
     result = kernel.compute(*operands)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from canaryd.facts import Place
+from canaryd.facts import Place, Reading
 from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.operands import Problem, Product
 from canaryd.worker.numeric.seeds import derive
-from canaryd.worker.numeric.tensors import can_pin, torch, visible_cores
+from canaryd.worker.numeric.tensors import can_pin, event, seconds_between, torch, visible_cores
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.faulty import GATHERS, Faulty
 from canaryd.worker.runtime.interface import Runtime
+
+PENDING = 64
+"""Pairs of events after which their times are added up, so that no run holds thousands (ours)."""
 
 
 @dataclass
@@ -26,8 +32,8 @@ class Session:
     trials: int = 0
     elements: int = 0
     operations: int = 0
-    device_seconds: float = 0.0
-    """How long the device computed and compared results, by the clock of the run."""
+    began: float = field(init=False)
+    """When the run began, by its own clock."""
     made_twice: int = 0
     gathers: int = 0
     """Turns of fresh operands that the device gathered."""
@@ -39,9 +45,13 @@ class Session:
     """The last pools made, and of which product and seed."""
     told_apart: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
+    _device_seconds: float = 0.0
+    _events: list[tuple[Any, Any]] = field(default_factory=list)
+    """Around what was enqueued, where the times are not added up yet."""
 
     def __post_init__(self) -> None:
         """Look up the drill's fault; raise `Skip` for a name that is not in the list."""
+        self.began = self.ctx.clock()
         drill = self.ctx.drill
         if drill and drill not in faults.FAULTS and drill not in GATHERS:
             raise Skip(f"unknown fault {drill!r}; there are {', '.join((*faults.FAULTS, *GATHERS))}")
@@ -50,6 +60,32 @@ class Session:
         if drill in GATHERS and self.runtime.gathers:
             self.runtime = GATHERS[drill](self.ctx.seed)
         self.injector = faults.Injector(fault, self.ctx.seed, self.runtime)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Count the block's work as the device's: by events of the device where it has them, else by the run's clock.
+
+        The host's part of a block, such as launching kernels, counts only as long as the device has work meanwhile.
+        """
+        handed, start = self.ctx.clock(), event(self.ctx.device)
+        yield
+        if start is None:
+            self._device_seconds += self.ctx.clock() - handed
+            return
+        self._events.append((start, event(self.ctx.device)))
+        if len(self._events) >= PENDING:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        self._device_seconds += sum(seconds_between(start, end) for start, end in self._events)
+        self._events.clear()
+
+    def times(self) -> Iterator[Reading]:
+        """Yield for how long the device worked, and for how long only the host did."""
+        self._add_up()
+        host = max(0.0, self.ctx.clock() - self.began - self._device_seconds)
+        yield Reading(name="device_seconds", value=self._device_seconds, unit="seconds")
+        yield Reading(name="host_seconds", value=host, unit="seconds")
 
     @property
     def struck(self) -> bool:

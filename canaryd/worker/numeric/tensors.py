@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from canaryd.model import Device
+from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker import visible
 
@@ -301,6 +301,21 @@ def synchronize(device: Device) -> None:
         torch.mps.synchronize()  # there is one, and no argument
     elif target.type != "cpu":
         getattr(torch, target.type).synchronize(target)  # without it, the wait opens a context on device 0
+
+
+def event(device: Device) -> Any:
+    """Return an event that a CUDA or ROCm device passes once all is done that was enqueued so far; None for others."""
+    if device.runtime != TORCH or device.backend not in ("cuda", "rocm"):
+        return None
+    made = torch.cuda.Event(enable_timing=True)
+    made.record(torch.cuda.current_stream(torch_device(device)))
+    return made
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two events by the device's own clock; waits until it has passed the second."""
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def let_go() -> None:

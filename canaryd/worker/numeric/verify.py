@@ -54,7 +54,6 @@ def verify_all(
     there is nothing to do.
     """
     need_torch()  # the host makes the goldens with it, whatever computes
-    began = ctx.clock()
     session = Session(ctx)
     if not (fixed or fresh):
         raise Skip(none_supported(ctx.device, "case of this probe", *refused))
@@ -100,8 +99,7 @@ def verify_all(
     yield Reading(name="gathers", value=session.gathers, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
-    yield Reading(name="device_seconds", value=session.device_seconds, unit="seconds")
-    yield Reading(name="host_seconds", value=max(0.0, ctx.clock() - began - session.device_seconds), unit="seconds")
+    yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
     yield Reading(name="places", value=", ".join(sorted(map(str, session.places))))
     met = [case for case in fixed if case.name not in session.refused]
@@ -302,10 +300,8 @@ def _measure_fresh(
     turn = 0
     least = 2 if ctx.drill in GATHERS else 1  # a row is stale from the second turn on
     while turn < least or (sum(c.wrong_trials for _, c, _ in wrong) < WRONG_ENOUGH and ctx.clock() < until):
-        handed = ctx.clock()
-        with on_core(core):
+        with on_core(core), session.on_device():
             operands, golden = gatherer.gather(turn)
-        session.device_seconds += ctx.clock() - handed
         session.gathers += 1
         whole = functools.cache(partial(gather, product, pools, seed, turn))  # made when somebody asks
         right = functools.cache(partial(gather_golden, product, pools, seed, turn))
@@ -366,16 +362,15 @@ def _compute(
     with on_core(core):
         while True:
             ctx.pace()
-            handed = ctx.clock()
-            if not buffers:
-                buffers[:] = results = [first_result(ctx.device, case.compute, operands)]
-                buffers += [None] * (burst - 1)
-            else:
-                results = [case.compute(operands, buffer) for buffer in buffers]
-            results = [session.injector.after(armed, result) for result in results]
-            buffers[: len(results)] = results
-            agreed = runtime.agree(results, golden)
-            session.device_seconds += ctx.clock() - handed
+            with session.on_device():
+                if not buffers:
+                    buffers[:] = results = [first_result(ctx.device, case.compute, operands)]
+                    buffers += [None] * (burst - 1)
+                else:
+                    results = [case.compute(operands, buffer) for buffer in buffers]
+                results = [session.injector.after(armed, result) for result in results]
+                buffers[: len(results)] = results
+                agreed = runtime.agree(results, golden)
             if trials == 0 and look:
                 # The comparator can be the broken part: the host compares the first result of every upload itself.
                 host_says = _host_agrees(session, case, core, results[0], right())

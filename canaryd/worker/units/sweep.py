@@ -68,15 +68,14 @@ class Sweep:
         """
         session = self.session
         runtime, device = session.runtime, session.ctx.device
-        handed = session.ctx.clock()
-        operands = session.injector.before(case.name, runtime.upload(problem.operands, device), 0)
-        (golden,) = runtime.upload((problem.golden,), device)
         shift = session.ctx.seed + self.launches  # no unit keeps the same place in memory
         blocks = min(self.blocks, max(self.processor.count, BURST_BYTES // problem.golden.nbytes))
-        launch = self.processor.launch(tiles, operands, blocks, shift)
-        launch = replace(launch, results=session.injector.after(case.name, launch.results))
-        wrong = (bits(launch.results) != bits(golden)).flatten(2).any(-1).tolist()
-        session.device_seconds += session.ctx.clock() - handed
+        with session.on_device():
+            operands = session.injector.before(case.name, runtime.upload(problem.operands, device), 0)
+            (golden,) = runtime.upload((problem.golden,), device)
+            launch = self.processor.launch(tiles, operands, blocks, shift)
+            launch = replace(launch, results=session.injector.after(case.name, launch.results))
+            wrong = (bits(launch.results) != bits(golden)).flatten(2).any(-1).tolist()
         self.launches += 1
         host_says = host_same_bits(runtime.download(launch.results[0]), problem.golden)
         erred = ""
@@ -107,7 +106,6 @@ class Sweep:
 
 def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> Iterator[Fact]:
     """Compute every kind of tiles on every unit; yield every fact of the run, and aloud what could not be computed."""
-    began = ctx.clock()
     session = Session(ctx)
     sweep = Sweep(session, processor, blocks=processor.count)
     cases = {tiles.name: tiles for tiles in every}
@@ -128,10 +126,10 @@ def sweep_units(ctx: Context, processor: Processor, every: Sequence[Tiles]) -> I
                 yield from _verify(sweep, case, cases[case.name], ctx.left / (len(asked) - number))
             except Refused as why:
                 yield Skipped(case=case.name, reason=str(why))
-    yield from _told(sweep, ctx.clock() - began)
+    yield from _told(sweep)
 
 
-def _told(sweep: Sweep, seconds: float) -> Iterator[Fact]:
+def _told(sweep: Sweep) -> Iterator[Fact]:
     """Yield what the run amounts to, and aloud which units it never reached.
 
     A run that could compute nothing here is no gap in the device's record: other probes test it.
@@ -149,8 +147,7 @@ def _told(sweep: Sweep, seconds: float) -> Iterator[Fact]:
     yield Reading(name="trials", value=session.trials, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
-    yield Reading(name="device_seconds", value=session.device_seconds, unit="seconds")
-    yield Reading(name="host_seconds", value=max(0.0, seconds - session.device_seconds), unit="seconds")
+    yield from session.times()
     yield Reading(name="goldens_made_on_two_cores", value=session.made_twice, unit="1")
 
 

@@ -125,7 +125,8 @@ class Event:
 
     def elapsed_time(self, end):
         """Milliseconds."""
-        return (end._at - self._at) * 1e3
+        given = _seen()[self._index]["event_ms"]
+        return (end._at - self._at) * 1e3 if given is None else given
 
 
 @contextlib.contextmanager
@@ -182,3 +183,19 @@ def _moved(tensor, *args, **kwargs):
 
 
 torch.Tensor.to = _moved
+
+
+class _Made(torch.overrides.TorchFunctionMode):
+    """What is made on a card lies in the host's memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") not in ("to", "device") and kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"])
+            if target.type == "cuda":
+                _context(target, "made")
+                kwargs = {**kwargs, "device": "cpu"}
+        return function(*args, **kwargs)
+
+
+_Made().__enter__()
