@@ -8,7 +8,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from canaryd.worker.numeric import error_bounds, evidence, verify
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import combine
+from canaryd.worker.numeric.launches import Launches
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.session import Session
@@ -50,11 +51,6 @@ STEP = {"cpu": 64, "other": 512}
 """Alignment in bytes of torch's allocations, on the CPU and elsewhere: the step by which a fresh upload moves."""
 OFFSETS = 16
 """Possible starts of an upload, in steps."""
-SHOWN = 200
-"""Characters of kernel names in a chain, after their digest."""
-
-_launched: dict[tuple[str, str], str] = {}
-"""(device, case) → the kernels that one call ran; looked up once per process, because a profiler starts slowly."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Recorder:
         self._made: dict[str, Made] = {}
         self._not_run: dict[str, NotRun] = {}
         """By case."""
-        self._unnamed = ""
+        self._launches = Launches(session)
 
     def missed(self, kernel: Kernel) -> None:
         """Note a case that the budget did not reach."""
@@ -144,8 +140,9 @@ class Recorder:
             if made.clean:
                 yield self._comparison(made, trials=made.clean)
         yield from self._skipped()
-        if self._unnamed:
-            yield Absent(name="kernels", reason=self._unnamed)
+        self._launches.keep()
+        if why := self._launches.unnamed:
+            yield Absent(name="kernels", reason=why)
         yield self._fingerprint()
         yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
         yield from self.session.times()
@@ -191,10 +188,7 @@ class Recorder:
             result, seconds = _time(ctx.device, kernel, operands)
         made.seconds.append(seconds)
         self.session.injector.after(kernel.name, result)
-        if ctx.device.backend in ("cuda", "rocm") and (ctx.device.uuid, kernel.name) not in _launched:
-            names, why = launched(ctx.device, lambda: kernel.compute(*operands))
-            _launched[ctx.device.uuid, kernel.name] = names
-            self._unnamed = self._unnamed or why
+        self._launches.ask(kernel.name, lambda: kernel.compute(*operands))
         return result.cpu()
 
     def _judge(self, made: Made, result: Any) -> tuple[Evidence | None, float | None]:
@@ -215,7 +209,7 @@ class Recorder:
     def _recording(self, made: Made, result: Any) -> Recording:
         kernel = made.kernel
         chain = {"dtype": kernel.dtype, "prompt": made.prompt, "settings": self.settings, "client": MAKER}
-        if names := _launched.get((self.session.ctx.device.uuid, kernel.name)):
+        if names := self._launches.known.get(kernel.name):
             chain["kernel"] = names
         return Recording(case=kernel.name, digest=fingerprint(result), chain=chain, values=tiles(result))
 
@@ -352,22 +346,3 @@ def tiles(result: Any) -> tuple[float | None, ...]:
     rows, columns = (min(GRID, size) for size in matrix.shape)
     means = [float(t.mean()) for row in matrix.tensor_split(rows, 0) for t in row.tensor_split(columns, 1)]
     return tuple(mean if math.isfinite(mean) else None for mean in means)
-
-
-def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
-    """Return the kernels that a call runs on the device as a digest and names, and "" or why they are unknown."""
-    profiler = torch.profiler
-    try:
-        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
-            call()
-            synchronize(device)
-        names = sorted(e.name for e in seen.events() if "CUDA" in str(e.device_type))
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # no device activity, or counters that are in use or forbidden
-        return "", f"torch's profiler: {str(error).splitlines()[0][: numeric_cases.QUOTED]}"
-    if not names:
-        return "", "torch's profiler lists no kernel of the call"
-    text = " + ".join(names)
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {text[:SHOWN]}", ""

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from canaryd.facts import Comparison, Exactness, Reading, Recording, Skipped, Su
 from canaryd.model import Device
 from canaryd.probe import Absent, Context, Skip
 from canaryd.worker.numeric import error_bounds, faults, serving_kernels
-from canaryd.worker.numeric.recording import fingerprint, launched, tiles
+from canaryd.worker.numeric.recording import fingerprint, tiles
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.serving_kernels import every_kernel
 from canaryd.worker.numeric.stack import cpu
@@ -349,11 +348,3 @@ def test_tiles_show_where_and_how_much():
     x[0, 0, 0] = torch.nan
     assert tiles(x)[:2] == (None, after[1])
     assert len(tiles(torch.ones(1, 5))) == 5
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_the_kernels_of_a_call_are_named_or_the_reason_is():
-    """A CPU runs none on a device."""
-    names, why = launched(cpu(), partial(torch.add, torch.ones(3), 1.0))
-    assert names == ""
-    assert why.startswith("torch's profiler")

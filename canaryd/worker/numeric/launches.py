@@ -1,0 +1,92 @@
+"""Which kernels a call runs on a device: asked of torch's profiler once per software, and kept in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from canaryd.facts import stack_id
+from canaryd.model import Device
+from canaryd.worker.numeric.cases import QUOTED
+from canaryd.worker.numeric.serving_kernels import MAKER
+from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.tensors import synchronize, torch
+
+SHOWN = 200
+"""Characters of kernel names in a chain, after their digest."""
+
+
+class Launches:
+    """The kernels of recorded cases on one device.
+
+    A profiler takes longer to start than most cases take to run, so each case is asked for once per device and stack:
+    equal stacks choose equal kernels. Without a directory that outlives the process it is asked once per process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.known: dict[str, str] = {}
+        """Case → digest and names of its kernels; "" where they could not be learnt."""
+        self.unnamed = ""
+        """Why the kernels of a case are not known; "" where all are."""
+        self._device = session.ctx.device
+        self._asks = self._device.backend in ("cuda", "rocm")
+        self._stack, self._file, self._new = "", None, False
+        if self._asks:
+            self._stack = f"{MAKER}, {stack_id(session.runtime.stack(self._device, ''))}"
+            self.known = _IN_PROCESS.setdefault((self._device.uuid, self._stack), {})
+            if directory := session.ctx.memory:
+                self._file = Path(directory) / f"kernels-{self._device.uuid}.json"
+                self._recall(self._file)
+
+    def ask(self, case: str, call: Callable[[], Any]) -> None:
+        """Learn which kernels a case runs, by one more call of it, unless they are known."""
+        if not self._asks or case in self.known:
+            return
+        names, why = launched(self._device, call)
+        self.known[case], self._new = names, True
+        self.unnamed = self.unnamed or why
+
+    def keep(self) -> None:
+        """Write what was learnt; without the right to write it is asked again. A case without a name is not kept."""
+        if self._file is None or not self._new:
+            return
+        content = {"stack": self._stack, "kernels": {case: names for case, names in self.known.items() if names}}
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self._file.with_suffix(".new")
+            fresh.write_text(json.dumps(content))
+            fresh.replace(self._file)
+
+    def _recall(self, file: Path) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            kept = json.loads(file.read_text())
+            if kept["stack"] == self._stack:
+                found = {str(case): str(names) for case, names in kept["kernels"].items()}
+                self.known.update({case: names for case, names in found.items() if case not in self.known})
+
+
+_IN_PROCESS: dict[tuple[str, str], dict[str, str]] = {}
+"""(uuid, stack) → `Launches.known` of this process."""
+
+
+def launched(device: Device, call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the kernels that a call runs on the device as a digest and names, and "" or why they are unknown."""
+    profiler = torch.profiler
+    try:
+        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+            call()
+            synchronize(device)
+        names = sorted(e.name for e in seen.events() if "CUDA" in str(e.device_type))
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # no device activity, or counters that are in use or forbidden
+        return "", f"torch's profiler: {str(error).splitlines()[0][:QUOTED]}"
+    if not names:
+        return "", "torch's profiler lists no kernel of the call"
+    text = " + ".join(names)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {text[:SHOWN]}", ""
