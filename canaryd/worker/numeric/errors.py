@@ -133,6 +133,12 @@ MESSAGES = (
             "CUDA error: no kernel image is available for execution on the device", "cuda rocm", _RUNTIME),
     Message(_REFUSED, r"not compiled (for|with)", "_int_mm_out_cuda not compiled for this platform.",
             "cuda rocm", "pytorch, aten/src/ATen/native/cuda/Blas.cpp, _int_mm_out_cuda"),
+    Message(_REFUSED, r"^out of resource: ",
+            "out of resource: shared memory, Required: 262144, Hardware limit: 101376. Reducing block sizes or"
+            " `num_stages` may help.", "cuda rocm", "triton, runtime/errors.py, OutOfResources"),
+    Message(_REFUSED, r"PTXAS error|PassManager::run failed",
+            "PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas fatal   : Value 'sm_103a' is not"
+            " defined for option 'gpu-name'", "cuda", "triton, runtime/errors.py, PTXASError; python/src/ir.cc"),
     Message(_REFUSED, r"Cannot convert ScalarType", "Cannot convert ScalarType Float8_e4m3fnuz to cudaDataType.",
             "cuda rocm", "pytorch, aten/src/ATen/cuda/CUDADataType.h"),
     Message(_REFUSED, r"could not create a primitive", "could not create a primitive descriptor for the matmul"

@@ -110,7 +110,7 @@ class Multiprocessors:
             for block, unit in enumerate(self.placement(blocks)):
                 units[(block + shift) % blocks] = unit
             lanes[:] = self.lane
-        with torch.cuda.device(where) if on_chip else contextlib.nullcontext(), _needs_a_compiler():
+        with torch.cuda.device(where) if on_chip else contextlib.nullcontext(), _needs_set_up():
             self.kernel.exact_tiles[(blocks,)](
                 *(a, b, results, lanes, units, shift % blocks, tiles.rounds),
                 M=tiles.M, N=tiles.N, K=tiles.K, STEP=min(STEP, tiles.K), DOT=tiles.path == "dot", ON_CHIP=on_chip,
@@ -120,11 +120,18 @@ class Multiprocessors:
 
 
 @contextlib.contextmanager
-def _needs_a_compiler() -> Iterator[None]:
-    """Raise `Unsupported` where Triton cannot build what launches a kernel: that says nothing of the device."""
+def _needs_set_up() -> Iterator[None]:
+    """Raise `Unsupported` where Triton cannot be set up on this machine: that says nothing of the device.
+
+    It builds what launches a kernel with a C compiler, looks for libcuda.so.1 where ldconfig or LD_LIBRARY_PATH say (an
+    assertion; triton, backends/nvidia/driver.py), and keeps both in a cache that it must be able to write and load.
+    """
     try:
         yield
-    except (RuntimeError, subprocess.CalledProcessError) as error:
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
         if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
             raise Unsupported("Triton needs a C compiler and Python's headers (gcc, python3-dev)") from error
-        raise
+        if isinstance(error, RuntimeError) and "active drivers" not in str(error):
+            raise
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Unsupported(f"Triton cannot be set up here: {why}") from error

@@ -129,13 +129,21 @@ class Event:
         return (end._at - self._at) * 1e3 if given is None else given
 
 
-@contextlib.contextmanager
-def _on(device):
-    before, _current[0] = _current[0], _index(device)
-    try:
-        yield
-    finally:
-        _current[0] = before
+class _On:
+    """The device that is current in a block; torch asks whether something is of this class."""
+
+    def __init__(self, device):
+        self.idx = _index(device)
+
+    def __enter__(self):
+        self.before, _current[0] = _current[0], self.idx
+
+    def __exit__(self, *_):
+        _current[0] = self.before
+
+
+def _capture(*_, **__):
+    raise RuntimeError("nothing can be captured on a card that is not there")
 
 
 def _properties(device=None):
@@ -164,7 +172,10 @@ for _name, _answer in {
     "current_stream": Stream,
     "Stream": Stream,
     "Event": Event,
-    "device": _on,
+    "device": _On,
+    "stream": contextlib.nullcontext,
+    "CUDAGraph": object,
+    "graph": _capture,
     "empty_cache": lambda: None,
     "is_initialized": lambda: bool(_contexts),
 }.items():

@@ -197,6 +197,33 @@ def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
         swept(processor)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up"), "libcuda.so cannot found!"),
+        (PermissionError(13, "Permission denied", "/nonexistent/.triton"), "Permission denied"),
+        (ImportError("cuda_utils.so: failed to map segment from shared object"), "failed to map segment"),
+        (RuntimeError("0 active drivers ([]). There should only be one."), "0 active drivers"),
+        (RuntimeError("out of resource: shared memory, Required: 99, Hardware limit: 64"), "out of resource"),
+        (RuntimeError("PTXAS error: Internal Triton PTX codegen error"), "PTXAS error"),
+    ],
+)
+def test_what_triton_lacks_on_a_machine_is_no_fault_of_the_device(interpreted, error, reason):
+    """Each of them ended the probe with an error, cause harness, in every round."""
+
+    class Unbuilt:
+        WARPS = 4
+
+        class exact_tiles:  # noqa: N801  named as the kernel is
+            def __class_getitem__(cls, grid):
+                raise error
+
+    processor = interpreted()
+    processor.kernel = Unbuilt
+    skipped = {f.case: f.reason for f in swept(processor) if isinstance(f, Skipped)}
+    assert all(reason in skipped[tiles.name] for tiles in TILES)
+
+
 def test_older_tensor_cores_are_skipped_aloud(interpreted):
     """Triton multiplies without them before 8.0: that would test something else than it says."""
     old = interpreted()
