@@ -63,7 +63,7 @@ def products(context: Context) -> Iterator[Maker]:
         if exact_matmul.unsupported(context.device, source, target):
             continue
         scaled = source.startswith("float8")  # its kernels want B column-major and no batch
-        layouts, kinds = (("nt",), exact_matmul.KINDS[:3]) if scaled else (LAYOUTS, exact_matmul.KINDS)
+        layouts, kinds = (("nt",), exact_matmul.SCALED_KINDS) if scaled else (LAYOUTS, exact_matmul.KINDS)
         for name, kind, layout in itertools.product(numeric_operands.CONTENTS, kinds, layouts):
             yield partial(_product, context.device, source, target, name, kind, layout)
     for left, name in int8_pairs(context.device):

@@ -36,6 +36,8 @@ SPEC = ProbeSpec(
 )
 
 KINDS = ("square", "prefill", "batched", "decode")  # those that share pools stand together
+SCALED_KINDS = ("square", "prefill", "decode")
+"""Of FP8, whose kernels take no batch."""
 FIXED = (96, 80, 256)
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
 GOLDEN = Path(__file__).parent / "golden" / "exact_matmul.json"
@@ -98,7 +100,7 @@ def fixed_cases(device: Device) -> list[Case]:
 def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:
     """Choose shape kinds and layouts: one in rotation at quick, every kind at standard, every pair at deep."""
     layouts = ("nt",) if source.startswith("float8") else LAYOUTS  # scaled products want B column-major
-    kinds = ("square", "prefill", "decode") if source.startswith("float8") else KINDS
+    kinds = SCALED_KINDS if source.startswith("float8") else KINDS
     if ctx.level == "deep" or ctx.cases:
         return [(k, la) for k in kinds for la in layouts]
     if ctx.level == "standard":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,23 @@ def test_coverage(bench):
     shares = {(stage, bit): zero + one for found in seen.values() for stage, bit, zero, one in found}
     assert all(shares["results", bit] == 1 for bit in range(32))
     assert all(shares["products", bit] == 0 for bit in range(16))
+
+
+@needs_torch
+@pytest.mark.torch
+def test_clean_runs_draw_what_the_probe_tests():
+    """Formats with the kinds of shapes that exact_matmul gives them: FP8 has no batch, and would be refused."""
+    from benchmarks import clean_runs
+    from canaryd.probe import Context
+    from canaryd.worker.numeric.stack import cpu
+    from probes import exact_matmul
+
+    ctx = Context(device=cpu(), level="deep", seed=1, budget=60.0)
+    drawn = [make(random.Random(1)).name.partition("@")[0].split("/") for make in clean_runs.products(ctx)]
+    speeds = dict.fromkeys((name[0] for name in drawn), 1e9)
+    tested = [case.name.partition("@")[0].split("/") for case in exact_matmul.every_case(ctx, speeds)[0]]
+    kinds = {(source, kind) for source, _, kind, _ in tested}
+    assert {(source, kind) for source, _, kind, _ in drawn if ">int32" not in source} <= kinds
 
 
 @needs_torch
