@@ -80,10 +80,11 @@ class Place:
     """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
 
     unit: str = ""
-    """"core", "sm", "threads", "thread", "memory" or "device"; "" where it is not known."""
+    """"core", "sm", "threads", "thread", "memory", "link" or "device"; "" where it is not known."""
     numbers: tuple[int, ...] = ()
     """Which cores or SMs: of a golden those that made it, of results those that computed equally many and were all
-    right, or all wrong. Of "threads", how many. A golden that one core made twice names that core twice."""
+    right, or all wrong. Of "threads", how many; of a link its two ends, the sender first. A golden that one core made
+    twice names that core twice."""
 
     @property
     def core(self) -> int | None:
@@ -96,12 +97,15 @@ class Place:
         return self.unit in UNITS and len(self.numbers) == 1
 
     def __str__(self) -> str:
-        """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "131 SMs", "all 2 threads", "device"."""
+        """Return e.g. "core 3", "cores 2 and 5", "core 3 twice", "SM 17", "131 SMs", "link 0 to 2", "device"."""
         if self.unit == "threads":
             return f"all {self.numbers[0]} threads" if self.numbers else "several threads"
         if self.unit == "thread":
             return "one thread"
         unit = {"sm": "SM"}.get(self.unit, self.unit)
+        if self.unit == "link" and self.numbers:
+            ends = " to ".join(map(str, self.numbers))
+            return f"link {ends}" if len(self.numbers) > 1 else f"links of {ends}"
         if len(self.numbers) < 2:
             return f"{unit} {self.numbers[0]}" if self.numbers else unit
         if len(set(self.numbers)) == 1:
@@ -180,6 +184,36 @@ class WrongMemory:
     """Bytes from the first wrong word to the one that it is coupled with or an alias of; None where none was found."""
 
 
+class Way(str, enum.Enum):
+    """Which way data went that did not arrive as it was sent."""
+
+    TO_DEVICE = "to_device"
+    TO_HOST = "to_host"
+    BETWEEN = "between"
+    """From one device to another, or from one core to another."""
+    TOGETHER = "together"
+    """Between all of a group in one operation."""
+
+
+class Culprit(str, enum.Enum):
+    """What was wrong with data that did not arrive as it was sent."""
+
+    TRANSFER = "transfer"
+    """The way: sender and receiver held the right data when they wrote it themselves."""
+    MEMORY = "memory"
+    """The memory at the receiving end: it did not hold what its own device wrote there either."""
+    SOURCE = "source"
+    """The sender no longer held what it had to send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongTransfer:
+    """Where wrong data was on its way, and what was wrong."""
+
+    way: Way
+    culprit: Culprit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
@@ -208,6 +242,8 @@ class Evidence:
     """How many were wrong in the same elements with the same bits; None where that was not compared."""
     memory: WrongMemory | None = None
     """Where in memory, where memory itself was under test."""
+    transfer: WrongTransfer | None = None
+    """Which way, where transfers were under test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +274,8 @@ class Comparison:
     """Uploads that it stands for: several where clean ones were summed up."""
     characterised: bool = True
     """Whether canaryd ships this class as exact on this device; else a device must have met it before it accuses."""
+    peer: str = ""
+    """Uuid of the device at the other end, where data went between two devices; "" for everything else."""
 
     @property
     def wrong(self) -> bool:

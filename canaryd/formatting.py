@@ -16,7 +16,7 @@ NARROWEST = 40
 """Columns below which text is not wrapped any further."""
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
-SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "flops per second": "FLOP/s"}
+SCALED = {"seconds": "s", "hertz": "Hz", "bytes": "B", "bytes per second": "B/s", "flops per second": "FLOP/s"}
 """Units that take a prefix ("1.98 GHz"), and their symbols."""
 PLAIN = {"celsius": "°C", "watts": "W", "1": ""}
 """Units that take no prefix, and their symbols; any other unit is its own symbol."""

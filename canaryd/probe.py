@@ -69,6 +69,9 @@ class ProbeSpec:
     """True: reads what the device reports. It is polled with all other telemetry, and not every run is kept."""
     opt_in: bool = False
     """True: runs only if the configuration enables it."""
+    group: bool = False
+    """True: uses all devices of a backend at once, or all cores. It runs in `canaryd check` from level standard on, and
+    never beside a server."""
     order: int = 50
     """Position within a series, ascending: cheap and informative probes first."""
 
@@ -138,6 +141,8 @@ class Context:
     """The probe's own settings in the configuration."""
     cases: tuple[str, ...] = ()
     """Run only these cases (confirmation, `--case`); empty for all."""
+    peers: tuple[Device, ...] = ()
+    """Of a probe that tests a group: the other devices of it, which no other run uses meanwhile."""
     drill: str = ""
     """Name of the fault to inject into one result; "" for none."""
     baselining: bool = False

@@ -15,7 +15,7 @@ from canaryd.model import Cause, Device, Finding, Outcome, Run, State, Verdict
 NOW = 1_790_000_000.0
 PROBES = (
     *("canary_prompts", "exact_attention", "exact_canary", "exact_integer", "exact_matmul", "model_canary"),
-    *("exact_units", "memory_sweep", "recorded_kernels"),
+    *("exact_units", "host_transfer", "memory_sweep", "recorded_kernels"),
 )
 KERNELS = (
     *("gemm", "sdpa", "rmsnorm", "layernorm", "silu", "swiglu", "gelu", "rope", "softmax", "quantised", "fp8"),

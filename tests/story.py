@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -44,6 +45,7 @@ from canaryd.facts import (
     Exactness,
     LogPosition,
     LogRecord,
+    Place,
     Reading,
     Recording,
     Skipped,
@@ -77,7 +79,7 @@ ANSWER = "completions/reef/fresh"
 ANSWERED = ("the", "reef", "is", "a", "wall", "of", "coral", "in", "warm", "clear", "water", "near", "the", "coast")
 LEARNT_AT_ONCE = 30
 EXACT, RECORDED, CANARY = "exact_matmul", "recorded_kernels", "endpoint_canary"
-SERVED, MEMORY = "exact_endpoint", "memory_sweep"
+SERVED, MEMORY, LINKS = "exact_endpoint", "memory_sweep", "collectives"
 PATTERNS, WORDS = ("int64/address/sweep@8191", "int64/inversions/sweep@8191"), 8191
 """Cases of a sweep of memory, and the words of its one slice."""
 ASKED, ANSWERS = ("completions/alone", "completions/again", "completions/8-at-once"), 8
@@ -91,13 +93,14 @@ SPECS: Mapping[str, ProbeSpec] = {
         ProbeSpec(name=CANARY, summary="an endpoint's answers", backends=("endpoint",), numeric=False, order=40),
         ProbeSpec(name=SERVED, summary="exact answers", backends=("exact_endpoint",), numeric=False, order=40),
         ProbeSpec(name=MEMORY, summary="memory", order=60),
+        ProbeSpec(name=LINKS, summary="links", backends=("cpu", "cuda"), group=True, order=64),
         ProbeSpec(name=NVIDIA, summary="telemetry", backends=("cuda",), numeric=False, telemetry=True, period=15.0),
         ProbeSpec(name=HOST, summary="telemetry", backends=("cpu",), numeric=False, telemetry=True, period=15.0),
     )
 }
 """The simulated catalogue, shaped like the shipped probes."""
 OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
-KINDS = {"exact", "upload", "golden", "comparator", "recorded", "garbage", "nothing", *OUTCOMES}
+KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", *OUTCOMES}
 Names = tuple[str, ...] | str
 
 
@@ -727,6 +730,8 @@ class Host:
                 return replace(run, outcome=Outcome(fault.kind), detail=f"simulated: {fault.kind}")
         if any(f.kind == "nothing" and not request.spec.telemetry and self._struck(f) for f in faults):
             return replace(run, skipped=(Skipped(case="all", reason="no kernel for this device"),))
+        if probe == LINKS:
+            return replace(run, comparisons=tuple(self._sent(request)))
         if probe == SERVED:
             return replace(run, comparisons=tuple(self._exact_answers(request, faults)))
         if chip is None:
@@ -743,6 +748,29 @@ class Host:
         comparisons = tuple(told(request, chip, [f for f in faults if bool(f.cell) is (probe == MEMORY)], lane))
         trials = sum(c.trials for c in comparisons)
         return replace(run, comparisons=comparisons, readings=(Reading(name="trials", value=trials, unit="1"),))
+
+    def _sent(self, request: RunRequest) -> Iterator[Comparison]:
+        """Yield what went over every link of a group: between devices, or between the cores of a processor.
+
+        A fault of one device, or with a place, is of all its links; of two devices, of the link between them.
+        """
+        group = [self.names[d.uuid] for d in (request.device, *request.peers)]
+        ends = group if request.peers else [f"core {n}" for n in range(self.cores)]
+        for pair in itertools.permutations(range(len(ends)), 2):
+            clean = Comparison(
+                case="int64/walking/send@64",
+                shape="words=64",
+                seed=request.seed,
+                exactness=Exactness.UNIVERSAL,
+                place=Place(unit="link", numbers=pair),
+            )
+            between = [ends[n] for n in pair]
+            faults = [f for f in self.story.faults if f.kind == "link" and f.after <= self.round < f.until]
+            for fault in faults:
+                named = [fault.place] if fault.place else _listed(fault.device, ends)
+                if all(n in between for n in named) and self._struck(fault):
+                    clean = replace(clean, wrong_trials=1, evidence=self._evidence(fault, clean, ""))
+            yield clean
 
     def _exact_answers(self, request: RunRequest, faults: Sequence[Fault]) -> Iterator[Comparison]:
         """Yield the comparisons of a served exact canary. A fault with bits is wrong in the same way each time."""
@@ -1119,6 +1147,20 @@ def _drill(host: Host, what: Happening, *, first: bool) -> None:
             host.engine.carry_out(plan)
 
 
+def _check(host: Host, what: Happening, *, first: bool) -> None:
+    """An operator drains the machine and tests the links between its devices, or the cores of its processor."""
+    del first
+    engine = host.engine
+    entry = engine.entries[LINKS]
+    devices = [engine.devices[chip.uuid] for chip in host.of(what.device)]
+    step = schedule.Step(entry=entry, level="standard", seed=host.rng.getrandbits(53))
+    engine.together = frozenset(d.uuid for d in devices)
+    alone = (schedule.Plan(device=d, instruction_set="", steps=(step,)) for d in devices if d.backend == "cpu")
+    for plan in (*alone, *schedule.plan_group(devices, entry, step)):
+        engine.carry_out(plan)
+    engine.together = frozenset()
+
+
 def _latency(host: Host, what: Happening, *, first: bool) -> None:
     """An endpoint takes so long for a token from now on."""
     del first
@@ -1177,6 +1219,7 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "ack": _ack,
     "clock_jump": _clock,
     "drill": _drill,
+    "check": _check,
     "latency": _latency,
     "clients": _clients,
     "serve": _serve,

@@ -260,9 +260,11 @@ def test_every_probe_says_what_it_stresses_and_cannot_see(path):
 
 
 def test_the_goldens_page_and_the_catalogue_name_the_same_probes():
-    """Each exact probe has its section, memory has one, and no section is without its probe."""
-    named = set(re.findall(r"^## .*\(`(\w+)`\)", (DOCS / "goldens.md").read_text(), re.MULTILINE))
-    assert named == {path.stem for path in PROBES if path.stem.startswith("exact_")} | {"memory_sweep"}
+    """Each exact probe has its section, memory and links have one, and no section is without its probe."""
+    titles = re.findall(r"^## .*\((`.*`)\)", (DOCS / "goldens.md").read_text(), re.MULTILINE)
+    named = {name for title in titles for name in re.findall(r"`(\w+)`", title)}
+    others = {"memory_sweep", "host_transfer", "collectives"}
+    assert named == {path.stem for path in PROBES if path.stem.startswith("exact_")} | others
 
 
 def test_the_page_shows_the_example_as_it_is():

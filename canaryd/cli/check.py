@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -43,7 +44,13 @@ GATHER_FAULTS = ("wrong-row", "stale-row", "wrong-column")
 """Faults of the gather of fresh operands, in exact_matmul; canaryd/worker/runtime/faulty.py describes each."""
 MEMORY_FAULTS = ("stuck-at-1", "stuck-at-0", "coupled", "alias", "transfer", "leaking")
 """Faults of memory that it can inject into memory_sweep; canaryd/worker/memory/faults.py describes each."""
-PROBE_FAULTS = {"exact_matmul": (*FAULTS, *GATHER_FAULTS), "memory_sweep": MEMORY_FAULTS}
+TRANSFER_FAULTS = ("to-device", "to-host", "device-memory")
+"""Faults of copies that it can inject into host_transfer; canaryd/worker/links/transfers.py describes each."""
+LINK_FAULTS = ("wrong-link",)
+"""The same of collectives; canaryd/worker/links/group.py."""
+OWN_FAULTS = {"memory_sweep": MEMORY_FAULTS, "host_transfer": TRANSFER_FAULTS, "collectives": LINK_FAULTS}
+"""Probe → faults that are its alone."""
+PROBE_FAULTS = {"exact_matmul": (*FAULTS, *GATHER_FAULTS), **OWN_FAULTS}
 """Probe → the faults that it can inject; canaryd's other probes can inject `FAULTS`."""
 DRILL_EXIT_STATUS = (
     "exit status: 2 the fault was caught, as it must be, 3 it was not, or nothing could be tested, 64 usage error"
@@ -110,11 +117,12 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--fault",
-        choices=(*FAULTS, *GATHER_FAULTS, *MEMORY_FAULTS),
+        choices=(*FAULTS, *GATHER_FAULTS, *itertools.chain.from_iterable(OWN_FAULTS.values())),
         metavar="FAULT",
         default="flip",
         help=f"fault to inject (default: flip): {', '.join(FAULTS)}; when operands are gathered: "
-        f"{', '.join(GATHER_FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}",
+        f"{', '.join(GATHER_FAULTS)}; in memory: {', '.join(MEMORY_FAULTS)}; "
+        f"in copies from and to the host: {', '.join(TRANSFER_FAULTS)}; between devices or cores: {LINK_FAULTS[0]}",
     )
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")
@@ -249,8 +257,8 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
 
 def _drill_probes(devices: Sequence[Device], fault: str) -> tuple[str, ...]:
     """Return the probes that a drill runs unless others are named."""
-    if fault in MEMORY_FAULTS:
-        return ("memory_sweep",)
+    if own := tuple(probe for probe, faults in OWN_FAULTS.items() if fault in faults):
+        return own
     probes = {ENDPOINT: "endpoint_canary", EXACT_ENDPOINT: "exact_endpoint"}
     return tuple(dict.fromkeys(probes.get(d.tested_as, "exact_matmul") for d in devices)) or ("exact_matmul",)
 

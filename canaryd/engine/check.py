@@ -46,11 +46,8 @@ NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "deep": (Gap("very large products", "larger than 4096"),),
 }
 NO_ENDPOINT = Gap("serving engine", "name it under endpoints in the configuration to test it and its model")
-NEVER_CHECKED = (
-    Gap("links", "links between devices"),
-    Gap("higher load", "load, power and temperature above those of this check"),
-)
-ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM"}
+NEVER_CHECKED = (Gap("higher load", "load, power and temperature above those of this check"),)
+ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives": "links"}
 """Probe → what no other probe tests."""
 
 
@@ -125,7 +122,9 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
     """Carry one check out on `devices` and return its result; a device that cannot be had is unknown, never healthy."""
     begun = time.monotonic()
     result = Result(level=options.level, started=engine.clock(), drill=options.drill, devices=list(devices))
-    entries = [e for name, e in engine.entries.items() if not options.probes or name in options.probes]
+    entries = [e for name, e in engine.entries.items() if _is_asked(options, e)]
+    groups = [e for e in entries if e.spec.group]
+    engine.together = _in_groups(engine, options, groups, list(filter(engine.reached, devices)))
     turn = 0
     if not options.drill:
         # Before and after: what a device counted while it was under test is part of the evidence.
@@ -137,6 +136,8 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
             with ThreadPoolExecutor(len(group)) as pool:
                 for ended in [pool.submit(_carry_out, engine, p, result, options.wait, on_wait) for p in plans]:
                     ended.result()
+        for entry in groups:
+            _carry_out(engine, _plans_of_groups(engine, options, entry, devices), result, options.wait, on_wait)
         turn += 1
         if engine.stopping or result.without_case or time.monotonic() - begun >= options.seconds:
             break
@@ -145,6 +146,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.sweep()
         engine.watch.let_go()
         engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
+    engine.together -= _skipped_together(engine, result)
     if options.cases and (having := result.having_case):
         engine.only = having
     _conclude(engine, options, result)
@@ -152,6 +154,13 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.settle()
     result.seconds = time.monotonic() - begun
     return result
+
+
+def _is_asked(options: Options, entry: Entry) -> bool:
+    """Return whether a probe is part of a check; one that tests groups takes too long for a quick one."""
+    if options.probes:
+        return entry.spec.name in options.probes
+    return not entry.spec.group or options.level != "quick"
 
 
 def alarmed(result: Result) -> bool:
@@ -190,6 +199,37 @@ def _plans(
         drill=options.drill,
         intensity=options.intensity,
     )
+
+
+def _in_groups(engine: Engine, options: Options, entries: Sequence[Entry], devices: Sequence[Device]) -> frozenset[str]:
+    """Return the devices of which a check expects a result of a probe that tests groups."""
+    plans = [plan for entry in entries for plan in _plans_of_groups(engine, options, entry, devices)]
+    cores = {d.uuid for d in devices for entry in entries if d.unit == "cpu" and schedule.applies(entry, d)}
+    return frozenset(cores | {d.uuid for plan in plans for d in (plan.device, *plan.peers)})
+
+
+def _skipped_together(engine: Engine, result: Result) -> frozenset[str]:
+    """Return the devices whose group could not be tested for lack of a library: links then are what was not checked."""
+    backends = {
+        engine.devices[uuid].backend
+        for uuid, runs in result.runs.items()
+        if any(r.outcome is Outcome.SKIPPED and engine.entries[r.probe].spec.group for r in runs)
+    }
+    return frozenset(uuid for uuid in engine.together if engine.devices[uuid].backend in backends)
+
+
+def _plans_of_groups(
+    engine: Engine, options: Options, entry: Entry, devices: Sequence[Device]
+) -> Sequence[schedule.Plan]:
+    step = schedule.Step(
+        entry=entry,
+        level=options.level,
+        seed=schedule.new_seed() if options.seed is None else options.seed,
+        cases=options.cases,
+        drill=options.drill,
+        intensity=options.intensity,
+    )
+    return schedule.plan_group(list(filter(engine.reached, devices)), entry, step)
 
 
 def _carry_out(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from canaryd.engine import budget, endpoints
+from canaryd.engine import budget, endpoints, schedule
 from canaryd.engine.decisions import Decisions
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence
@@ -30,7 +30,7 @@ from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
 from canaryd.model import Device, Event, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
-from canaryd.supervisor.protocol import RunRequest
+from canaryd.supervisor.protocol import RunRequest, new_run_id
 
 LEARNING = 2
 """Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
@@ -204,7 +204,11 @@ class Engine(Host):
         self, plan: Plan, purpose: str, wait: float, on_wait: Callable[[str], None], *, confirms: bool = False
     ) -> list[Run]:
         """Run a series under its device's lock. One that `confirms` runs if it `may`; else it stays owed."""
-        with self._locked(plan.device, wait, on_wait, self._doing(plan)), self._room_for(plan):
+        group = {d.physical: d for d in (plan.device, *plan.peers)}
+        with contextlib.ExitStack() as held:
+            for _, device in sorted(group.items()):  # in one order, so that no two series wait for each other
+                held.enter_context(self._locked(device, wait, on_wait, self._doing(plan)))
+            held.enter_context(self._room_for(plan))
             return [] if confirms and not self.may(plan.device, purpose) else self._run_series(plan, purpose)
 
     def _room_for(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
@@ -212,7 +216,8 @@ class Engine(Host):
         if not plan.numeric or plan.device.is_endpoint:
             return contextlib.nullcontext()
         context = 0 if plan.device.unit == "cpu" else CONTEXT
-        return self.room.enter(self.config.budget.memory + context, lambda: bool(self.halted))
+        size = (1 + len(plan.peers)) * (self.config.budget.memory + context)
+        return self.room.enter(size, lambda: bool(self.halted))
 
     @contextlib.contextmanager
     def _locked(self, device: Device, wait: float, on_wait: Callable[[str], None], doing: str = "") -> Iterator[None]:
@@ -251,16 +256,20 @@ class Engine(Host):
                     break
                 probe = step.entry.spec.name
                 request, seconds = self._request(plan.device, step, yields=yields)
+                request = replace(request, peers=plan.peers)
                 report(0.0, "starting")
                 run = series.run(request, seconds)
                 # A wrong bit seen before the stop still counts: a rare fault may not show again.
                 if run.reason is Reason.STOPPED and not run.wrong:
                     break
                 mistyped = run.reason is Reason.NO_CASE and not (step.confirms or step.trigger)
-                run = run if mistyped else self.add(run)
-                runs.append(run)
-                if not mistyped:
-                    report(1.0, run.outcome.value, run)
+                if mistyped:
+                    runs.append(run)
+                    continue
+                parts = schedule.shares(run, plan, lambda at=run.started: new_run_id(at))  # type: ignore[misc]
+                added = [self.add(part) for part in parts]
+                runs += added
+                report(1.0, run.outcome.value, added[0])
         finally:
             self.workers.end(series)
             if yields:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from canaryd.engine import schedule
 from canaryd.engine.evidence import Evidence
 from canaryd.engine.host import Host
@@ -28,7 +30,12 @@ class FollowUps:
         device, count = host.devices[run.device], host.config.judge.confirm_runs
         entry = host.entries[run.probe]
         siblings = [sibling for sibling in host.siblings(device) if schedule.applies(entry, sibling)]
-        return schedule.confirmations(run, entry, device, siblings, count)
+        plans = schedule.confirmations(run, entry, device, siblings, count)
+        if not entry.spec.group or device.unit == "cpu":
+            return plans
+        peers = tuple(host.devices[uuid] for uuid in sorted(host.together - {run.device}) if uuid in host.devices)
+        same = tuple(p for p in peers if p.backend == device.backend and schedule.applies(entry, p))
+        return [replace(plan, peers=same) for plan in plans if same]
 
     def owed(self, uuid: str) -> list[Plan]:
         """Return the confirmations that recent mismatches lack because of a stop, a crash or a busy device."""
@@ -38,7 +45,8 @@ class FollowUps:
         for run in runs:
             recent = now - run.started < policy.repeat_window
             wanted = (run.wrong or run.unknown) and not run.confirms and (run.whole or run.intensity)
-            if wanted and recent and not run.drill and run.probe in host.entries:
+            here = run.probe in host.entries and not host.entries[run.probe].spec.group
+            if wanted and recent and not run.drill and here:
                 again = [other for other in runs if other.confirms == run.id]
                 done = sum(other.outcome is Outcome.COMPLETED for other in again)
                 given_up = len(again) >= TRIES * policy.confirm_runs

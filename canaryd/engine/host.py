@@ -36,6 +36,8 @@ class Host:
     """The cases that it asked for."""
     intensity: str = ""
     """The intensity that it asked for."""
+    together: frozenset[str] = frozenset()
+    """The devices that a check tests as groups too; empty for a daemon, which never does."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the probes or the stack under test, one sentence each."""
     failing: dict[str, str] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Host:
             if schedule.applies(entry, device)
             and not entry.spec.telemetry
             and not (divided and entry.spec.numeric)
+            and (not entry.spec.group or device.uuid in self.together)
             and (not self.only or name in self.only)
         }
 

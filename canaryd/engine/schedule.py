@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from canaryd.config.settings import JudgePolicy
 from canaryd.engine.catalogue import Entry
+from canaryd.facts import Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
 CONFIRMED_UNKNOWN = 8
@@ -56,6 +57,8 @@ class Plan:
     instruction_set: str
     """"" where the device is not a CPU."""
     steps: tuple[Step, ...]
+    peers: tuple[Device, ...] = ()
+    """The other devices of a group that is tested together; each end of a link gets a run of its own."""
 
     @property
     def numeric(self) -> bool:
@@ -101,12 +104,13 @@ def plan_round(
 
     Probes without torch form a series of their own; telemetry is not part of a round. `levels` maps probe name → level.
     A probe that does not depend on the instruction set runs with the first only. Every instruction set gets the same
-    seed, so that the results can be compared.
+    seed, so that the results can be compared. A probe that tests a group is part of the round only on a processor,
+    whose cores are the group.
     """
     plans = []
-    mine = sorted(
-        (e for e in entries if applies(e, device) and not e.spec.telemetry), key=lambda e: (e.spec.order, e.spec.name)
-    )
+    chosen = (e for e in entries if applies(e, device) and not e.spec.telemetry)
+    alone = (e for e in chosen if not e.spec.group or device.unit == "cpu")
+    mine = sorted(alone, key=lambda e: (e.spec.order, e.spec.name))
     for number, name in enumerate(sets):
         for numeric in (True, False):
             steps = tuple(
@@ -125,6 +129,47 @@ def plan_round(
             if steps:
                 plans.append(Plan(device=device, instruction_set=name if numeric else "", steps=steps))
     return plans
+
+
+def plan_group(devices: Sequence[Device], entry: Entry, step: Step) -> list[Plan]:
+    """Return the series that test the devices of each backend together; none where there are not two for the probe."""
+    # Instances of a divided GPU have no links of their own.
+    whole = (d for d in devices if d.unit != "cpu" and not d.parent and applies(entry, d))
+    of_backend: dict[str, list[Device]] = defaultdict(list)
+    for device in sorted(whole, key=lambda d: (d.backend, d.index, d.uuid)):
+        of_backend[device.backend].append(device)
+    groups = (group for group in of_backend.values() if len(group) > 1)
+    return [Plan(device=lead, instruction_set="", steps=(step,), peers=tuple(peers)) for lead, *peers in groups]
+
+
+def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
+    """Return the run of a group as one run for each of its devices, with the links that end there.
+
+    A link's place has the numbers of its ends in the group; they become those of the devices. A run that did not
+    complete stays one, of the device that led the group.
+    """
+    group = (plan.device, *plan.peers)
+    if not plan.peers or not run.comparisons:
+        return [run]
+    found = []
+    for number, device in enumerate(group):
+        mine = tuple(_of_end(c, number, group) for c in run.comparisons if number in c.place.numbers)
+        first = device is plan.device
+        trials = Reading(name="trials", value=sum(c.trials for c in mine), unit="1")
+        readings = run.readings if first else (trials,)
+        found.append(
+            replace(run, id=run.id if first else new_id(), device=device.uuid, comparisons=mine, readings=readings)
+        )
+    return found
+
+
+def _of_end(comparison: Comparison, number: int, group: Sequence[Device]) -> Comparison:
+    """Return what a comparison of a link says of one of its ends; of a result that all had a part in, of the device."""
+    ends = comparison.place.numbers
+    if len(ends) == 1:
+        return replace(comparison, place=Place(unit="device"))
+    place = Place(unit="link", numbers=tuple(group[end].index for end in ends))
+    return replace(comparison, place=place, peer=group[sum(ends) - number].uuid)
 
 
 def due(
@@ -164,8 +209,8 @@ def confirmations(run: Run, entry: Entry, device: Device, siblings: Sequence[Dev
     )
     again = [Plan(device=device, instruction_set=run.instruction_set, steps=(step,)) for _ in range(count)]
     # A drill's fault is injected by software, so a sibling would have it too and prove nothing.
-    others = [] if run.drill else [Plan(device=s, instruction_set=run.instruction_set, steps=(step,)) for s in siblings]
-    return again + others
+    others = [] if run.drill or entry.spec.group else siblings
+    return again + [Plan(device=s, instruction_set=run.instruction_set, steps=(step,)) for s in others]
 
 
 def cases_to_repeat(run: Run) -> tuple[str, ...]:
@@ -180,8 +225,8 @@ def cases_to_repeat(run: Run) -> tuple[str, ...]:
 
 
 def can_be_retested(entry: Entry, device: Device) -> bool:
-    """Return whether a retest makes sense: a numeric probe on a device that canaryd can load."""
-    return entry.spec.numeric and not device.is_endpoint and applies(entry, device)
+    """Return whether a retest makes sense: a numeric probe on a device that canaryd can load, and on no other."""
+    return entry.spec.numeric and not (entry.spec.group or device.is_endpoint) and applies(entry, device)
 
 
 def retests(

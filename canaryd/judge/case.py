@@ -19,6 +19,7 @@ from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import broken_cells
 from canaryd.judge.clock import age
 from canaryd.judge.confirmation import GROUNDS
+from canaryd.judge.links import links_of, lone_link
 from canaryd.judge.node import Node, by_time
 from canaryd.judge.statistics import RULE_OF_THREE, Count
 from canaryd.judge.telemetry.signals import Signs
@@ -164,6 +165,7 @@ class Case:
                 mismatch.run.stack_id,
                 mismatch.makers is not None,
                 id(mismatch.comparison) in self.node.own,
+                bool(mismatch.comparison.peer),
             ].append(mismatch)
         accusations: list[Mismatch] = []
         for mismatches in groups.values():
@@ -282,6 +284,9 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         return served.scene(case.behind, case.runs, mismatches, run.repeat)
     if newest.comparison.subject is Subject.HOST:
         return _scene_of_goldens(case, mismatches)
+    if newest.comparison.peer:
+        links = links_of(case.node.ends, case.device.uuid, case.node.devices, mismatches)
+        return judge_cause.Scene(links=links, host_clean=case.host_clean(run), command=run.repeat)
     shared = any(id(m.comparison) in case.node.shared for m in mismatches)
 
     def counts(comparison: Comparison) -> bool:
@@ -309,6 +314,7 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         whole_host=case.is_cpu and _whole_host(case, mismatches),
         lone_unit=lone[0] if lone else None,
         sound_units=lone[1] if lone else None,
+        links=lone_link(mismatches),
         cells=broken_cells(m.comparison.evidence for m in mismatches if m.comparison.evidence),
         right=frozenset(right),
         insistent=max(right.values(), default=0) >= enough and not same.alike,
@@ -474,11 +480,12 @@ def _near(times: Sequence[float], at: float, window: float) -> bool:
 
 
 def _disputed(mismatch: Mismatch) -> bool:
-    """Return whether a golden disagrees and either its maker or the reference may be wrong.
+    """Return whether one of two may be wrong: a golden's maker or the reference, or either end of a link.
 
-    A wrong reference repeats as faithfully as a broken core: suspect, never confirmed.
+    A wrong reference repeats as faithfully as a broken core, and a wrong link at both ends: suspect, never confirmed.
     """
-    return mismatch.comparison.subject is Subject.HOST and mismatch.cause is not Cause.HARDWARE
+    of_two = mismatch.comparison.subject is Subject.HOST or bool(mismatch.comparison.peer)
+    return of_two and mismatch.cause is not Cause.HARDWARE
 
 
 def freshness(policy: JudgePolicy, period: float) -> float:

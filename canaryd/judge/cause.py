@@ -92,6 +92,8 @@ class Scene:
     """The core or SM on which all wrong results were computed, while the others computed the same right."""
     sound_units: Place | None = None
     """Those others."""
+    links: Links | None = None
+    """What is known of wrong links."""
     right: frozenset[str] = frozenset()
     """Siblings that computed right the same data that it always computes wrong, and did not begin to fail with it."""
     insistent: bool = False
@@ -137,6 +139,14 @@ class Served:
     """The others."""
     inconstant: bool = False
     """The same question was answered wrong in different ways."""
+
+
+class Links(NamedTuple):
+    """What is known of wrong links."""
+
+    alone: bool
+    """Whether it is known which end or link is wrong."""
+    why: str
 
 
 class Row(NamedTuple):
@@ -195,6 +205,8 @@ TABLE: tuple[Row, ...] = (
         Cause.HARDWARE,
         lambda s: f"Only {s.lone_unit} is wrong: {s.sound_units} computed the same data correctly.",
     ),
+    Row(lambda s: s.links and s.links.alone, Cause.HARDWARE, lambda s: s.links.why if s.links else ""),
+    Row(lambda s: s.links, Cause.UNDETERMINED, lambda s: s.links.why if s.links else ""),
     Row(
         lambda s: s.right and not s.alike,
         Cause.HARDWARE,

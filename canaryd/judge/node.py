@@ -13,6 +13,7 @@ from canaryd.judge import cause as judge_cause
 from canaryd.judge.cause import Mismatch, operands_of
 from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
+from canaryd.judge.links import Ends, is_the_other_ends, wrong_ends
 from canaryd.judge.watch import days_of_tests
 from canaryd.model import Device, Run
 
@@ -84,7 +85,15 @@ class Node:
     @cached_property
     def accusing(self) -> Mapping[str, Sequence[Mismatch]]:
         """Device → the mismatches that accuse it, oldest first: only characterised goldens do."""
-        return {uuid: [m for m in found if m.proof is not None] for uuid, found in self.missed.items()}
+        return {
+            uuid: [m for m in found if m.proof is not None and not is_the_other_ends(self.ends, m)]
+            for uuid, found in self.missed.items()
+        }
+
+    @cached_property
+    def ends(self) -> Ends:
+        """Device → those with which its links were wrong."""
+        return wrong_ends(self.missed)
 
     @cached_property
     def missed(self) -> Mapping[str, Sequence[Mismatch]]:

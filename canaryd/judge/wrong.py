@@ -10,6 +10,7 @@ from canaryd.judge.case import Case, results_during
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
+from canaryd.judge.links import is_link
 from canaryd.judge.units import units_of
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
@@ -63,7 +64,7 @@ def _tally(case: Case, mismatches: Sequence[Mismatch], began: float) -> ProbeTal
 
 
 def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
-    """Return the single cores or SMs on which the runs of mismatches computed.
+    """Return the single cores, SMs or links on which the runs of mismatches computed.
 
     Other runs are left out: of clean ones only sums are kept.
     """
@@ -73,8 +74,9 @@ def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
         for c in run.comparisons:
             if c.subject is Subject.COMPARATOR or not (c.place.is_unit or c.subject is Subject.DEVICE):
                 continue
-            for place in units_of(c.place):
-                of[place] += c.trials // len(c.place.numbers)
-                wrong[place] += c.wrong_trials // len(c.place.numbers) if id(c) in accused else 0
+            parts = [c.place] if is_link(c.place) else [*units_of(c.place)]
+            for place in parts:
+                of[place] += c.trials // len(parts)
+                wrong[place] += c.wrong_trials // len(parts) if id(c) in accused else 0
     places = sorted(of, key=lambda place: (place.unit, place.numbers))
     return tuple(PlaceTally(place=place, wrong=wrong[place], of=of[place]) for place in places)

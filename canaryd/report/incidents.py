@@ -192,7 +192,7 @@ def _places(results: WrongResults) -> str:
     unit = f"{Place(unit=wrong[0].unit)}s"
     if len(wrong) == len(places):
         return f"on all {len(places)} {unit}"
-    which = f" ({listed([str(p.numbers[0]) for p in wrong])})" if len(wrong) <= PLACES_NAMED else ""
+    which = f" ({listed([' to '.join(map(str, p.numbers)) for p in wrong])})" if len(wrong) <= PLACES_NAMED else ""
     return f"on {len(wrong)} of {len(places)} {unit}{which}"
 
 

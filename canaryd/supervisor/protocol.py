@@ -45,6 +45,8 @@ class RunRequest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     cases: tuple[str, ...] = ()
     """Only these cases; empty for all."""
+    peers: tuple[Device, ...] = ()
+    """Of a probe that tests a group: the other devices of it."""
     drill: str = ""
     confirms: str = ""
     trigger: str = ""

@@ -314,6 +314,7 @@ class Series:
             "budget": request.spec.budget[request.level] if request.budget is None else request.budget,
             "settings": to_json(request.settings),
             "cases": request.cases,
+            "peers": to_json(request.peers),
             "drill": request.drill,
             "baselining": request.baselining,
             "memory": "" if self._slot.spec.command else request.memory,

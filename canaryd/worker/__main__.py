@@ -2,8 +2,9 @@
 
 It makes only `canaryd.codec`, `.facts`, `.hidden`, `.model`, `.probe` and `.worker.*` importable, from its own
 directory: a probe runs in the serving stack's own environment. Then it starts `canaryd.worker.runner`.
-`--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines. Arguments
-are parsed by hand: telemetry starts a worker every 15 s, and argparse would be an eighth of its cost.
+`--fd` is the descriptor that the protocol is written to, `--nonce` the word that starts each of its lines; `--member`
+starts a process of a group (`canaryd.worker.links`). Arguments are parsed by hand: telemetry starts a worker every
+15 s, and argparse would be an eighth of its cost.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
     go_first()
     if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter of `worker.python` may be older
         sys.exit(f"canaryd: the worker needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}")
-    if len(sys.argv) != 5 or sys.argv[1:4:2] != ["--fd", "--nonce"] or not sys.argv[2].isdigit():
+    member = sys.argv[1:] == ["--member"]
+    if not member and (len(sys.argv) != 5 or sys.argv[1:4:2] != ["--fd", "--nonce"] or not sys.argv[2].isdigit()):
         sys.exit("canaryd: only canaryd starts a worker, with --fd DESCRIPTOR --nonce WORD")
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if p and Path(p).resolve() != here]  # our file names must not shadow other modules
@@ -68,6 +70,8 @@ def main() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["canaryd"] = package
     spec.loader.exec_module(package)
+    if member:
+        importlib.import_module("canaryd.worker.links.member").main()
     importlib.import_module("canaryd.worker.runner").serve(int(sys.argv[2]), sys.argv[4])
 
 

@@ -307,6 +307,7 @@ class Runner:
             budget=request["budget"],
             settings=request["settings"],
             cases=tuple(request["cases"]),
+            peers=from_json(tuple[Device, ...], request["peers"]),
             drill=request["drill"],
             baselining=request["baselining"],
             memory=request["memory"],

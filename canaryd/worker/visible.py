@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from canaryd.codec import from_json
+from canaryd.codec import from_json, to_json
 from canaryd.model import TORCH, Device
 
 ONLY = "CANARYD_ONLY"
@@ -21,6 +21,8 @@ NOTHING = "-1"
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 LEVEL_ZERO, SYCL, ASCEND = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ASCEND_RT_VISIBLE_DEVICES"
 _narrowed = False
+_before: dict[str, str | None] = {}
+"""Variable → what it was before this process narrowed its environment."""
 
 
 def narrow() -> None:
@@ -28,8 +30,16 @@ def narrow() -> None:
     global _narrowed  # noqa: PLW0603 - the environment is the process's own, too
     if text := os.environ.pop(ONLY, ""):
         found = narrowed(from_json(Device, json.loads(text)), os.environ)
+        _before.update((name, os.environ.get(name)) for name in found)
         os.environ.update(found)
         _narrowed = bool(found)
+
+
+def environment_of(device: Device) -> dict[str, str]:
+    """Return the environment of a process that this one starts and that sees `device` alone, whatever this one sees."""
+    allowed = {**os.environ, **{name: value for name, value in _before.items() if value is not None}}
+    own = {name for name, value in _before.items() if value is None}
+    return {ONLY: json.dumps(to_json(device)), **{k: v for k, v in allowed.items() if k not in own}}
 
 
 def is_narrowed() -> bool:

@@ -66,6 +66,8 @@ BLAMED = (
     "one-core-host",
     "bad-host-ram",
     "one-core-one-set",
+    "gpu-errs-on-all-links",
+    "link-between-two-gpus",
     "stuck-bit",
     "whole-model",
     "stuck-cell",

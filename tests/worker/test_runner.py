@@ -51,6 +51,7 @@ class Worker:
             "cases": [],
             "drill": "",
             "baselining": False,
+            "peers": [],
             "memory": "",
             "intensity": "",
             "beside": {},

@@ -28,9 +28,13 @@ def stream(seed: int, name: str, shape: tuple[int, ...]) -> Any:
     count = 1
     for size in shape:
         count *= size
-    start = derive(seed, name)
     index = torch.arange(1, count + 1, dtype=torch.int64)
-    return (_mix(index * _GAMMA + start) & ((1 << 63) - 1)).view(shape)
+    return (mixed(index, derive(seed, name)) & ((1 << 63) - 1)).view(shape)
+
+
+def mixed(index: Any, start: int) -> Any:
+    """Return the words of a stream at `index` (int64, any device): all 64 bits, a pure function of its arguments."""
+    return _mix(index * _GAMMA + start)
 
 
 def below(seed: int, name: str, shape: tuple[int, ...], limit: int) -> Any:

@@ -339,7 +339,7 @@ def test_no_numeric_probe_is_left_out():
     """`model_canary` runs the user's own model through the same calls, and needs one: it has no cases of its own.
 
     `memory_sweep` is rehearsed in tests/worker/memory; the kernel of `exact_units` is interpreted and compiled in
-    tests/worker/units.
+    tests/worker/units; `host_transfer` and `collectives` have theirs in tests/worker/links.
     """
     numeric = {p.stem for p in Path(ROOT / "probes").glob("*.py") if load(p.stem).SPEC.numeric}
     rehearsed = {
@@ -350,7 +350,7 @@ def test_no_numeric_probe_is_left_out():
         "canary_prompts",
         "exact_canary",
     }
-    assert numeric == rehearsed | {"model_canary", "memory_sweep", "exact_units"}
+    assert numeric == rehearsed | {"model_canary", "memory_sweep", "exact_units", "host_transfer", "collectives"}
 
 
 def test_the_rehearsal_would_notice():

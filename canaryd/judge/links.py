@@ -1,0 +1,78 @@
+"""Wrong data on links: which end is at fault, and which link of a processor is wrong alone.
+
+A link has two ends, and both are suspects until one of them errs with a third: then it is that one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from canaryd.facts import Comparison, Place
+from canaryd.judge.cause import Links, Mismatch, names
+from canaryd.model import Device
+
+Ends = Mapping[str, frozenset[str]]
+"""Device → the devices with which its links were wrong."""
+
+
+def wrong_ends(mismatches: Mapping[str, Sequence[Mismatch]]) -> Ends:
+    """Return which devices have wrong links, and with whom; `mismatches` by device."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for uuid, listed in mismatches.items():
+        for mismatch in listed:
+            if peer := mismatch.comparison.peer:
+                found[uuid].add(peer)
+                found[peer].add(uuid)
+    return {uuid: frozenset(peers) for uuid, peers in found.items()}
+
+
+def errs_with_a_third(ends: Ends, uuid: str) -> bool:
+    """Return whether a device is wrong with two others or more, none of which is wrong with anybody else."""
+    peers = ends.get(uuid, frozenset())
+    return len(peers) > 1 and all(ends[peer] == {uuid} for peer in peers)
+
+
+def is_the_other_ends(ends: Ends, mismatch: Mismatch) -> bool:
+    """Return whether the device at the other end of a link is at fault, which errs with a third."""
+    return errs_with_a_third(ends, mismatch.comparison.peer)
+
+
+def is_link(place: Place) -> bool:
+    """Return whether a place is one link, with both its ends."""
+    return place.unit == "link" and len(place.numbers) == 2
+
+
+def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Sequence[Mismatch]) -> Links:
+    """Return what is known of wrong links between a device and others."""
+    peers = names(known[p].name if p in known else p for p in {m.comparison.peer for m in mismatches})
+    if errs_with_a_third(ends, uuid):
+        return Links(True, f"Data between it and {peers} is wrong; these are right with all others.")
+    return Links(False, f"Cause unknown: data between it and {peers} is wrong; either end or the link may be at fault.")
+
+
+def lone_link(mismatches: Sequence[Mismatch]) -> Links | None:
+    """Return which link between cores is wrong alone, or at which core all links are wrong; None where none is."""
+    accused = {m.comparison.place for m in mismatches}
+    if not accused or not all(map(is_link, accused)) or any(m.comparison.peer for m in mismatches):
+        return None
+    runs = {id(m.run): m.run for m in mismatches}.values()
+    right = _right(c for run in runs for c in run.comparisons) - accused
+    if len(accused) == 1 and right:
+        return _alone(next(iter(accused)), len(right))
+    shared = set.intersection(*(set(place.numbers) for place in accused))
+    far = {place for place in right if not shared & set(place.numbers)}
+    if len(shared) == 1 and far and len({n for place in accused for n in place.numbers}) > 2:
+        return _alone(f"core {shared.pop()}", len(far))
+    return None
+
+
+def _alone(what: Place | str, others: int) -> Links:
+    right = "the other link" if others == 1 else f"{others} other links"
+    return Links(True, f"Only {what} is wrong: {right} carried the same data correctly.")
+
+
+def _right(comparisons: Iterable[Comparison]) -> set[Place]:
+    """Return the links over which something went right and nothing wrong."""
+    listed = [c for c in comparisons if is_link(c.place)]
+    return {c.place for c in listed} - {c.place for c in listed if c.wrong}

@@ -1,0 +1,1 @@
+"""Send data from host to device and between devices, and tell a wrong way from wrong memory."""

@@ -1,0 +1,146 @@
+"""Probes that test a group: who is in it, which locks it holds, and what each end of a link is told."""
+
+import threading
+
+import pytest
+
+from canaryd.engine import check, schedule
+from canaryd.engine.catalogue import Entry, ProbeFile
+from canaryd.facts import Comparison, Exactness, Place, Reading
+from canaryd.model import Device, Outcome, Run
+from canaryd.probe import ProbeSpec
+from tests.command import canaryd
+
+SPEC = ProbeSpec(name="collectives", summary="links", backends=("cpu", "cuda", "rocm"), group=True)
+
+
+def gpu(index, backend="cuda", **more):
+    return Device(uuid=f"{backend}-{index}", backend=backend, index=index, model="H100", torch_index=index, **more)
+
+
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a CPU")
+GPUS = (gpu(0), gpu(3), gpu(5))
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """The probe of links as the catalogue has it."""
+    return Entry(file=ProbeFile(name="collectives", path=tmp_path / "collectives.py", source="builtin"), spec=SPEC)
+
+
+def step(entry):
+    return schedule.Step(entry=entry, level="standard", seed=1)
+
+
+def test_a_group_is_the_devices_of_one_backend(entry):
+    """In the order of their indices; a lone device has no links, an instance none of its own, a processor its cores."""
+    amd = (gpu(0, "rocm"), gpu(1, "rocm"))
+    plans = schedule.plan_group([GPUS[2], *amd, CPU, GPUS[0], GPUS[1], gpu(7, parent="GPU-x")], entry, step(entry))
+    assert [(p.device, p.peers) for p in plans] == [(GPUS[0], GPUS[1:]), (amd[0], amd[1:])]
+    assert schedule.plan_group([GPUS[0], CPU, gpu(1, "rocm")], entry, step(entry)) == []
+
+
+def test_only_a_processor_has_its_group_in_its_own_round(entry):
+    """That of accelerators is planned apart, because it needs all of them."""
+    of = {"levels": {"collectives": "standard"}, "seed": 1, "sets": ("",)}
+    assert schedule.plan_round(GPUS[0], [entry], **of) == []
+    (plan,) = schedule.plan_round(CPU, [entry], **of)
+    assert (plan.device, plan.peers) == (CPU, ())
+
+
+def test_a_group_is_never_retested_beside_a_server(entry):
+    """Nor confirmed on siblings, which were part of it."""
+    assert not schedule.can_be_retested(entry, GPUS[0])
+    wrong = run([sent((0, 1), wrong=1)])
+    plans = schedule.confirmations(wrong, entry, GPUS[0], GPUS[1:], 3)
+    assert [p.device for p in plans] == [GPUS[0]] * 3
+
+
+def sent(ends, *, wrong=0):
+    return Comparison(
+        case="int64/walking/send@64", shape="words=64", seed=1, exactness=Exactness.UNIVERSAL,
+        place=Place(unit="link", numbers=ends), wrong_trials=wrong,
+    )  # fmt: skip
+
+
+def run(comparisons):
+    return Run(
+        id="first", device=GPUS[0].uuid, probe="collectives", probe_version=1, started=1.0, seconds=1.0,
+        outcome=Outcome.COMPLETED, level="standard", seed=1, instruction_set="", comparisons=tuple(comparisons),
+        readings=(Reading(name="trials", value=9, unit="1"), Reading(name="links", value=6, unit="1")),
+    )  # fmt: skip
+
+
+def test_each_end_is_told_of_its_own_links(entry):
+    """With the device at the other end, and the numbers of the devices; of operations of all, of its own result."""
+    plan = schedule.Plan(device=GPUS[0], instruction_set="", steps=(step(entry),), peers=GPUS[1:])
+    found = schedule.shares(run([sent((0, 1)), sent((2, 1), wrong=1), sent((2,))]), plan, lambda: "other")
+    assert [(r.id, r.device) for r in found] == [("first", "cuda-0"), ("other", "cuda-3"), ("other", "cuda-5")]
+    told = [[(c.place, c.peer, c.wrong_trials) for c in r.comparisons] for r in found]
+    first, second = Place(unit="link", numbers=(0, 3)), Place(unit="link", numbers=(5, 3))
+    assert told == [
+        [(first, "cuda-3", 0)],
+        [(first, "cuda-0", 0), (second, "cuda-5", 1)],
+        [(second, "cuda-3", 1), (Place(unit="device"), "", 0)],
+    ]
+    assert [r.trials for r in found] == [1, 2, 2]
+
+
+def test_a_run_that_did_not_complete_stays_one(entry):
+    """It is that of the device which led the group; the others have no result."""
+    plan = schedule.Plan(device=GPUS[0], instruction_set="", steps=(step(entry),), peers=GPUS[1:])
+    assert len(schedule.shares(run([]), plan, lambda: "other")) == 1
+
+
+def test_a_quick_check_does_without_groups(entry):
+    """Unless the probe is named: it takes longer to start its processes than a quick check may last."""
+    assert not check._is_asked(check.Options(level="quick"), entry)
+    assert check._is_asked(check.Options(level="standard"), entry)
+    assert check._is_asked(check.Options(level="quick", probes=("collectives",)), entry)
+    assert not check._is_asked(check.Options(level="deep", probes=("exact_matmul",)), entry)
+
+
+def test_all_devices_of_a_group_are_locked(entry, tmp_path):
+    """No other series uses one of them meanwhile, in this process or another."""
+    from canaryd.config.settings import Config
+    from canaryd.engine.engine import Engine
+    from canaryd.store.locks import Busy
+    from canaryd.store.store import Store
+
+    engine = Engine(Config(state_dir=tmp_path / "state"), Store.open(tmp_path / "state"))
+    plan = schedule.Plan(device=GPUS[0], instruction_set="", steps=(step(entry),), peers=GPUS[1:])
+    entered, leave = threading.Event(), threading.Event()
+    engine._run_series = lambda *_: [entered.set(), leave.wait(20)][:0]
+    holder = threading.Thread(target=lambda: engine.carry_out(plan))
+    holder.start()
+    try:
+        assert entered.wait(20)
+        for device in GPUS:
+            with pytest.raises(Busy), engine._locked(device, 0.0, lambda _: None):
+                pass
+    finally:
+        leave.set()
+        holder.join()
+    with engine._locked(GPUS[2], 0.0, lambda _: None):
+        pass
+    engine.store.close()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("drill", [False, True])
+def test_a_check_of_links_between_cores(tmp_path, drill):
+    """Real processes, joined by gloo: healthy, and links are no longer what was not tested; a drill names the link."""
+    (tmp_path / "canaryd.yaml").touch()
+    common = ("--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state", "--device", "cpu:0")
+    if drill:
+        answer = canaryd("drill", "--fault", "wrong-link", *common)
+        assert answer.code == 2, answer.out
+        assert "Wrong results in collectives" in " ".join(answer.out.split())
+        assert "always link" in " ".join(answer.out.split())
+        return
+    answer = canaryd("check", "--probe", "collectives", "--level", "quick", "--json", *common)
+    assert answer.code == 0, answer.out
+    (device,) = answer.document["devices"]
+    (done,) = device["runs"]
+    assert (done["probe"], done["outcome"], done["wrong_trials"]) == ("collectives", "completed", 0)
+    assert not [gap for gap in answer.document["not_checked"] if gap.startswith("links")]
