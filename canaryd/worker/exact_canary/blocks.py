@@ -37,7 +37,7 @@ class Attention(Block):
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
         """Return the block's weights by their names below the layer."""
         s = self.shape
-        queries, keys = Matrix(self.port, s.heads * s.head), Matrix(self.port, s.kv_heads * s.head)
+        queries, keys = Matrix(self.port, s.heads * s.head), Matrix(self._moving_port(), s.kv_heads * s.head)
         values = Matrix(self.port, s.kv_heads * s.head)
         live_q, live_k = (torch.zeros(m.rows, dtype=torch.bool) for m in (queries, keys))
         size = query_scale(s, self.program)
@@ -47,6 +47,8 @@ class Attention(Block):
                 w = sizes[h * s.still + i]
                 bit, row = i % self.program.place_bits, h * s.head + s.first_still + i
                 partner = row + s.head // 2
+                if i % 2:  # terms of either sign follow each other: large partial sums would hide low bits of q and k
+                    row, partner = partner, row
                 live[[row, partner]] = True
                 if name == "query":
                     self._read_static(matrix, row, (1 + h % 2) * self.program.place_bits + bit, w, layer)
@@ -75,6 +77,11 @@ class Attention(Block):
             for name, live in (("q", live_q), ("k", live_k), ("v", torch.ones(values.rows, dtype=torch.bool))):
                 found |= self._bias(seed, name, found[f"self_attn.{name}_proj.weight"], live)
         return found
+
+    def _moving_port(self) -> Port:
+        """Return what keys read: no pairs of constants, for a fault there moves all keys alike, and the tie stays."""
+        port = self.port
+        return Port(port.classes, port.gains, pairs=[p for p in port.pairs if port.classes[p[0]] != ONE])
 
     def _read_static(self, matrix: Matrix, row: int, static: int, weight: float, layer: int) -> None:
         members = self.port.members["s", static]
