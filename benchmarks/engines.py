@@ -1,7 +1,8 @@
 """The exact canary among engines: every answer must be the proved one, bit for bit.
 
 In process: plain torch under each instruction set, in four formats, eager and by each SDPA kernel, decoded and in one
-pass, one row and two, and the single pass compiled; every logit is compared with the proof. Served: real servers, as
+pass, one row and two, and the single pass compiled; every logit is compared with the proof. The first `--seeds` run
+native, and as many as `--others` says under each other instruction set. Served: real servers, as
 scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache where the
 server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are compared.
 What is not installed is listed as not run.
@@ -19,13 +20,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 from canaryd.facts import Comparison
 from canaryd.probe import Skip
-from canaryd.supervisor.environment import INSTRUCTION_SETS
+from canaryd.worker.canary.fixed import compiler
 from canaryd.worker.canary.model import DTYPES
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.exact_canary.construct import Model, construct
@@ -42,6 +45,8 @@ LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, v
 """A Llama of 1.1 billion weights (22 layers), cut to two."""
 ENGINES = {"llama": "bfloat16", "mlx": "", "transformers": "", "vllm": ""}
 """Servers, and the format of their GGUF file; "" for those that read a Hugging Face directory."""
+KERNELS = ("", "FLASH_ATTENTION")
+"""Attention by torch on processors: operator by operator, and its one fused kernel."""
 CLIENTS = 8
 ASKED = 60
 """Answers of one standard run."""
@@ -50,37 +55,49 @@ ASKED = 60
 # --- In process ------------------------------------------------------------------------------------------------------
 
 
-def in_process(shape: Shape, seeds: range, compiled: int) -> dict[str, list[int]]:
-    """Return by format, path and kernel: answers, logits compared, logits that differ; compiled for the first seeds."""
+def in_process(shape: Shape, seeds: range, compiled: int, minutes: float) -> dict[str, list[int]]:
+    """Return by format, path and kernel: models, answers, logits compared, logits that differ.
+
+    Compiled for the first seeds. Begins no model after so many minutes.
+
+    Every fourth model has no anchor, for torch's math kernel. Each is run in all formats by all kernels in one pass,
+    and decoded in two formats by one kernel, in rotation.
+    """
     found: dict[str, list[int]] = {}
-    rows = 1 if shape == LIKE else cases.MOST_ROWS
-    fused = torch.compile(_forward, dynamic=False) if compiled else None
-    for number, seed in enumerate(seeds):
-        for anchored in (True, False):
-            model = construct(shape, seed, anchored=anchored)
-            count = model.program.steps
-            texts = torch.tensor([cases.text(model, seed, row, count) for row in range(rows)])
+    end = time.monotonic() + 60 * minutes
+    with contextlib.ExitStack() as exits:
+        if compiled:
+            exits.enter_context(compiler())  # torch's own cache does not tell instruction sets apart
+        fused = torch.compile(_forward, dynamic=False)
+        for number, seed in enumerate(seeds):
+            if time.monotonic() > end:
+                break
+            model = construct(shape, seed, anchored=number % 4 != 3)
+            rows = 1 if shape == LIKE else 1 + number // 2 % cases.MOST_ROWS
+            texts = torch.tensor([cases.text(model, seed, row, model.program.steps) for row in range(rows)])
             walk = Walk(shape, model.weights)
             golden = torch.stack([walk.prove(words).logits for words in texts.tolist()])
-            for form in DTYPES:
+            for at, form in enumerate(DTYPES):
                 wanted = golden.to(getattr(torch, form))
                 weights = {name: w.to(wanted.dtype) for name, w in model.weights.items()}
-                for name, got, right in _inferences(model, weights, texts, wanted, count, anchored=anchored):
+                for name, got, right in _inferences(model, weights, texts, wanted, number, at):
                     _add(found, f"{form}/{name}", got, right)
-                if fused and number < compiled and anchored:
+                if number < compiled and model.program.anchored:
                     _add(found, f"{form}/forced/compiled", fused(shape, weights, texts), wanted)
     return found
 
 
 def _inferences(
-    model: Model, weights: dict[str, Any], texts: Any, wanted: Any, count: int, *, anchored: bool
+    model: Model, weights: dict[str, Any], texts: Any, wanted: Any, number: int, form: int
 ) -> Iterator[tuple[str, Any, Any]]:
+    count, kernels = model.program.steps, KERNELS if model.program.anchored else ("MATH",)
     prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
-    for kernel in ("", "FLASH_ATTENTION", "EFFICIENT_ATTENTION") if anchored else ("MATH",):
+    for at, kernel in enumerate(kernels):
         runner = Runner(model.shape, weights, kernel)
-        with contextlib.suppress(RuntimeError):  # this torch has no such kernel for this format
+        with contextlib.suppress(NotImplementedError):  # this torch has no such kernel for this format
             yield f"forced/{kernel.lower() or 'eager'}", runner.forward(texts), wanted
-            yield f"decode/{kernel.lower() or 'eager'}", runner.decode(prompts, count)[1], tail
+            if form % 2 == number // 8 % 2 and at == number % len(kernels):
+                yield f"decode/{kernel.lower() or 'eager'}", runner.decode(prompts, count)[1], tail
 
 
 def _forward(shape: Shape, weights: dict[str, Any], tokens: Any) -> Any:
@@ -88,43 +105,67 @@ def _forward(shape: Shape, weights: dict[str, Any], tokens: Any) -> Any:
 
 
 def _add(found: dict[str, list[int]], name: str, got: Any, wanted: Any) -> None:
-    line = found.setdefault(name, [0, 0, 0])
-    line[0] += got.shape[0]
-    line[1] += got.numel()
-    line[2] += int((bits(got.contiguous()) != bits(wanted)).sum())
+    differ = int((bits(got.contiguous()) != bits(wanted)).sum())
+    _sum(found, name, [1, got.shape[0], got.numel(), differ])
+
+
+def _sum(found: dict[str, list[int]], name: str, numbers: list[int]) -> None:
+    found[name] = [a + b for a, b in zip(found.get(name, [0] * len(numbers)), numbers, strict=True)]
 
 
 def child(words: argparse.Namespace) -> None:
     """Print what was found in process, as JSON: an instruction set is chosen when libraries start."""
     shape = LIKE if words.child == "like" else TINY
+    seeds = range(words.first, words.first + words.seeds)
     with strict_switches(), torch.inference_mode():
-        print(json.dumps(in_process(shape, range(1, words.seeds + 1), words.compiled)))
+        print(json.dumps(in_process(shape, seeds, words.compiled, words.minutes)))
 
 
 def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
-    """Return rows of the table, and what could not be run."""
-    rows, absent = [], []
-    jobs = [("tiny", name, words.seeds, words.compiled) for name in INSTRUCTION_SETS if name]
-    jobs += [("like", "native", words.likes, 0)]
-    for size, instructions, seeds, compiled in jobs:
-        if not seeds:
-            continue
-        given = ["--child", size, "--seeds", str(seeds), "--compiled", str(compiled)]
-        print(f"torch, {size}, {instructions}", file=sys.stderr, flush=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.engines", *given],
-            cwd=common.ROOT,
-            env=common.worker_environment(instructions),
-            stdout=subprocess.PIPE,
-            check=False,
+    """Return rows of the table, and what could not be run. One process for each core, in one thread each."""
+    cores = len(os.sched_getaffinity(0))
+    jobs = [
+        (size, instructions, 1 + part * seeds // cores, (part + 1) * seeds // cores - part * seeds // cores)
+        for size, instructions, seeds in (
+            ("tiny", "native", words.seeds),
+            ("tiny", "avx2", words.others),
+            ("tiny", "baseline", words.others),
+            ("like", "native", words.likes),
         )
-        if done.returncode:
-            absent.append(f"torch, {size}, {instructions}: exit status {done.returncode}")
-            continue
-        for name, (answers, logits, wrong) in json.loads(done.stdout).items():
+        for part in range(cores)
+    ]
+    found: dict[tuple[str, str], dict[str, list[int]]] = {}
+    absent = []
+    with ThreadPoolExecutor(cores) as pool:
+        for job, (status, text) in zip(jobs, pool.map(partial(_run_child, words), jobs), strict=True):
+            if status:
+                absent.append(f"torch, {job[0]}, {job[1]}, seeds from {job[2]}: exit status {status}")
+                continue
+            for name, numbers in json.loads(text).items():
+                _sum(found.setdefault(job[:2], {}), name, numbers)
+    rows = []
+    for (size, instructions), counts in found.items():
+        for name, numbers in counts.items():
             form, path, kernel = name.split("/")
-            rows.append([f"torch, {instructions}", size, form, f"{path}, {kernel}", seeds, answers, logits, wrong])
+            rows.append([f"torch, {instructions}", size, form, f"{path}, {kernel}", *numbers])
     return rows, absent
+
+
+def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tuple[int, str]:
+    size, instructions, first, seeds = job
+    if not seeds:
+        return 0, "{}"
+    compiled = words.compiled if size == "tiny" and first == 1 else 0
+    given = {"child": size, "first": first, "seeds": seeds, "compiled": compiled, "minutes": words.minutes}
+    print(f"torch, {size}, {instructions}, {seeds} seeds from {first}", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engines", *(f"--{name}={value}" for name, value in given.items())],
+        cwd=common.ROOT,
+        env=common.worker_environment(instructions) | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode()
 
 
 # --- Served ----------------------------------------------------------------------------------------------------------
@@ -183,34 +224,42 @@ def main() -> None:
     """Ask every engine, write; end with 1 where a value differs or a server is wrong."""
     parser = common.options(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="models in process (default: %(default)s)")
+    parser.add_argument("--others", type=int, default=5, help="of avx2 and baseline (default: %(default)s)")
     parser.add_argument("--compiled", type=int, default=1, help="of these compiled (default: %(default)s)")
     parser.add_argument("--likes", type=int, default=0, help="models of a real one's sizes (default: %(default)s)")
     parser.add_argument("--served", type=int, default=2, help="models for each server (default: %(default)s)")
     parser.add_argument("--answers", type=int, default=480, help="answers of each server (default: %(default)s)")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no model in process after so many")
+    parser.add_argument(
+        "--only", choices=("in-process", "served"), default="", help="one half; its result's name says so"
+    )
     parser.add_argument("--child", choices=("tiny", "like"), help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
         child(words)
         return
     started, facts = time.monotonic(), common.machine()
-    inside, missing = in_process_rows(words)
-    outside, absent = served_rows(words)
+    inside, missing = ([], []) if words.only == "served" else in_process_rows(words)
+    outside, absent = ([], []) if words.only == "in-process" else served_rows(words)
     heads = (
         ["engine", "size", "format", "how", "models", "answers", "logits", "differ"],
         ["server", "size", "how", "models", "cold", "warm", "at once", "answers", "wrong"],
     )
     differ, wrong = sum(row[-1] for row in inside), sum(row[-1] for row in outside)
-    body = (
-        f"In process: {differ} of {sum(row[-2] for row in inside):,} logits differ, in "
-        f"{sum(row[-3] for row in inside):,} answers. Served: {wrong} of {sum(row[-2] for row in outside):,} answers "
-        "are wrong.\n\n"
-    )
-    body += common.table(heads[1], outside) + "\n" + common.table(heads[0], inside)
+    body = ""
+    if inside:
+        body += f"In process: {differ} of {sum(row[-2] for row in inside):,} logits differ, "
+        body += f"in {sum(row[-3] for row in inside):,} answers.\n\n{common.table(heads[0], inside)}\n"
+    if outside:
+        body += f"Served: {wrong} of {sum(row[-2] for row in outside):,} answers are wrong.\n\n"
+        body += common.table(heads[1], outside)
     body += "".join(f"\n- not run: {line}" for line in missing + absent) + "\n"
     data = {"in process": inside, "served": outside, "not run": missing + absent}
     facts |= {"seconds": f"{time.monotonic() - started:.0f}"}
-    common.write(words.out, "engines", "The exact canary among engines", facts, body, data)
+    name = f"engines-{words.only}" if words.only else "engines"
+    common.write(words.out, name, "The exact canary among engines", facts, body, data)
     sys.exit(1 if differ or wrong else 0)
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from canaryd.probe import Context, Fact, NoCase, ProbeSpec, Reading, Skip, Skipped
-from canaryd.worker.canary.golden import FIXED, PATHS, Bench, Golden, Task, load_golden
+from canaryd.worker.canary.fixed import FIXED
+from canaryd.worker.canary.golden import PATHS, Bench, Golden, Task, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile
 from canaryd.worker.numeric.cases import QUOTED
 from canaryd.worker.numeric.errors import is_refusal

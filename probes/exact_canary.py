@@ -1,7 +1,8 @@
 """A language model with one right answer, bit for bit: constructed, proved in integers, run in every format.
 
 Stresses: a whole inference (embedding, norms, rotations, grouped-query attention over a KV cache, SwiGLU, head) with
-dense activations, by prefill and decode, one row and several, eager and through every attention kernel of torch.
+dense activations, by prefill and decode, one row and several, eager and through every attention kernel of torch,
+compiled, and replayed from a CUDA graph.
 
 Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
 parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch.
@@ -9,12 +10,15 @@ parts of q and k (docs/exact-canary.md has the measured shares), kernels outside
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
 
+from canaryd.facts import beginning
 from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
+from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler
 from canaryd.worker.exact_canary.cases import KERNELS, MOST_ROWS, PATHS, Inference, case, steps
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.numeric.attention import Attention, attend, blank
@@ -25,6 +29,7 @@ SPEC = ProbeSpec(
     name="exact_canary",
     summary="a constructed language model with one right answer, bit for bit",
     budget={"quick": 1.5, "standard": 15.0, "deep": 60.0},
+    timeout=150.0,  # torch.compile may take 90 of them
     every_instruction_set=True,
     order=20,
 )
@@ -44,14 +49,33 @@ def run(ctx: Context) -> Iterator[Fact]:
             cannot[kernel, form] = why
             yield Skipped(case=f"{form}/{kernel}", reason=why)
     taken = [i for i in asked if (i.kernel, i.form) not in cannot]
-    yield from verify_all(ctx, [case(ctx.device, i, ctx.seed) for i in taken], [], None)
+    with contextlib.ExitStack() as exits:
+        if any(i.path == "compiled" for i in taken):
+            try:
+                exits.enter_context(compiler())
+            except Exception as error:
+                if not cannot_be_fixed(error):
+                    raise
+                taken = [i for i in taken if i.path != "compiled"]
+                reason = f"this torch cannot compile: {type(error).__name__}: {error}"
+                yield Skipped(case="compiled", reason=beginning(reason, 200))
+        yield from verify_all(ctx, [case(ctx.device, i, ctx.seed) for i in taken], [], None)
 
 
 def every_inference(ctx: Context) -> list[Inference]:
-    """Return every inference of a run: all at deep; else rows in rotation, and at quick the path as well."""
+    """Return every inference of a run: all at deep; else rows in rotation, and at quick the path as well.
+
+    Compiling takes long: deep compiles one format and number of rows, in rotation. Graphs are CUDA's and ROCm's.
+    """
     count = steps(TINY, ctx.level)
     if ctx.level == "deep" or ctx.cases:
-        return [Inference(*choice, count) for choice in product(FORMATS, PATHS, ROWS, KERNELS)]
+        modes = list(product(FORMATS, ROWS))
+        compiled = modes if ctx.cases else [modes[ctx.seed % len(modes)]]
+        graph = modes if ctx.device.backend in ("cuda", "rocm") else []
+        fixed = [(path, mode) for path, some in zip(FIXED, (compiled, graph), strict=True) for mode in some]
+        return [Inference(*choice, count) for choice in product(FORMATS, PATHS, ROWS, KERNELS)] + [
+            Inference(form, path, rows, "eager", count) for path, (form, rows) in fixed
+        ]
     found = []
     # The math kernel needs a model of its own, which takes time.
     kernels = KERNELS if ctx.level == "standard" else tuple(k for k in KERNELS if k != "math")

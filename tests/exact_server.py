@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from canaryd.worker.canary.model import read_safetensors
+from canaryd.worker.canary.model import KeyValues, read_safetensors
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
-from canaryd.worker.exact_canary.run import Cache, Runner
+from canaryd.worker.exact_canary.run import Runner
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → an integer of that size."""
@@ -113,7 +113,7 @@ class Model:
 
     def generate(self, prompt: list[int], count: int) -> list[tuple[int, Any]]:
         """Return the words that follow a prompt, each with the logits (vocabulary,) that it was chosen by."""
-        cache = Cache(self.expected.shape, self.weights["lm_head.weight"], 1, len(prompt) + count)
+        cache = KeyValues(*self.runner.cached(1, len(prompt) + count))
         found: list[tuple[int, Any]] = []
         given = prompt
         with torch.inference_mode():

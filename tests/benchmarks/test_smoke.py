@@ -166,7 +166,7 @@ def test_scrape_is_measured_in_every_format(tmp_path):
 @pytest.mark.slow
 def test_engines(bench):
     """Every format is compared under every instruction set, and servers that are not installed are listed."""
-    data = bench("engines", "--seeds", 1, "--compiled", 0, "--engines", "vllm", result="engines")
+    data = bench("engines", "--seeds", 2, "--others", 2, "--compiled", 0, "--engines", "vllm", result="engines")
     assert {row[2] for row in data["in process"]} == {"float64", "float32", "bfloat16", "float16"}
     assert {row[0] for row in data["in process"]} == {"torch, native", "torch, avx2", "torch, baseline"}
     assert all(row[-2] > 0 == row[-1] for row in data["in process"])

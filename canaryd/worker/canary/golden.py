@@ -13,32 +13,18 @@ from typing import Any
 
 from canaryd.facts import Comparison, Evidence, Exactness, Place, Reading, Recording, printable, reading_key
 from canaryd.probe import Absent, Fact
-from canaryd.worker.canary.model import (
-    BadFile,
-    Canary,
-    Decoder,
-    compiler,
-    decode,
-    load,
-    read_safetensors,
-    score,
-    time_limit,
-)
+from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, compiler, time_limit
+from canaryd.worker.canary.model import BadFile, Canary, decode, load, read_safetensors, score
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric import verify as numeric_verify
 from canaryd.worker.numeric.characterised import is_characterised
-from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import bits, host_same_bits, on_core, torch, torch_device
 
 PATHS = ("decode", "forced")
 """How a continuation comes about: token by token from the KV cache, or given and scored in one pass."""
-FIXED = ("compiled", "graph")
-"""Decoding by calls of fixed shapes: both made by torch.compile, or the step replayed from a CUDA graph."""
-COMPILING = 90.0
-"""Seconds that torch.compile may take in a run; a format and batch is 46 to 60 of work for one core of a Zen 4."""
 ENOUGH = 3
 """Recordings of a case in one run while a baseline is learnt."""
 
@@ -282,7 +268,7 @@ class Bench:
             else:
                 self._decoders[key] = self._decoder(task, self.models[task.dtype])
         except Exception as error:
-            if not _cannot(error):
+            if not cannot_be_fixed(error):
                 raise
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = (lines or ["no reason given"])[0][: numeric_cases.QUOTED]
@@ -460,10 +446,3 @@ class Bench:
             evidence=found,
             characterised=is_characterised(ctx.device, "float32"),
         )
-
-
-def _cannot(error: Exception) -> bool:
-    """Tell a compiler or a capture that this machine does not have from a device that fails."""
-    if isinstance(error, (ImportError, OSError)) or is_refusal(error):  # TimeoutError is an OSError
-        return True
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or "captur" in str(error)

@@ -7,25 +7,15 @@ All of the model's arithmetic is here; docs/canaries.md explains its purpose.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
-import importlib.metadata
 import json
 import math
-import os
-import shutil
-import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from canaryd.facts import printable
 from canaryd.worker.numeric.tensors import torch
-from canaryd.worker.telemetry.command import output
-from canaryd.worker.telemetry.sysfs import Unreadable
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Formats that the model runs in, widest first."""
@@ -91,14 +81,6 @@ class KeyValues:
         self.values[layer][:, :, self.used : end] = value
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
-
-class Cache(KeyValues):
-    """The keys and values of a canary."""
-
-    def __init__(self, model: Canary, rows: int, length: int) -> None:
-        shape = model.shape
-        super().__init__(model.weights["embedding"], shape.layers, (rows, shape.kv_heads, length, shape.head))
-
     def positions(self, count: int) -> Any:
         """Return the positions (count,) of the next tokens."""
         return torch.arange(self.used, self.used + count, device=self.keys[0].device)
@@ -108,37 +90,11 @@ class Cache(KeyValues):
         self.used += count
 
 
-class Slots(Cache):
-    """A cache whose shape never changes and whose length is a tensor, for compilers and captured graphs."""
+class Cache(KeyValues):
+    """The keys and values of a canary."""
 
     def __init__(self, model: Canary, rows: int, length: int) -> None:
-        super().__init__(model, rows, length)
-        device = model.weights["embedding"].device
-        self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        """How many positions are in use; `used` stays 0."""
-        self.slots = torch.arange(length, device=device)[:, None]
-
-    def clear(self) -> None:
-        """Empty the cache: a non-finite value of an earlier inference would reach a masked sum."""
-        for tensor in (self.at, *self.keys, *self.values):
-            tensor.zero_()
-
-    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
-        """Store the prompt, which comes first, and return it; or store one token, and return all slots."""
-        if key.shape[2] > 1:
-            return super().extend(layer, key, value)
-        keys, values, here = self.keys[layer], self.values[layer], self.slots == self.at
-        keys.copy_(torch.where(here, key, keys))
-        values.copy_(torch.where(here, value, values))
-        return keys, values
-
-    def positions(self, count: int) -> Any:
-        """Return the positions (count,) of the next tokens."""
-        return self.at + torch.arange(count, device=self.at.device)
-
-    def advance(self, count: int) -> None:
-        """Put `count` more positions in use."""
-        self.at.add_(count)
+        super().__init__(*model.cached(rows, length))
 
 
 class Canary:
@@ -156,7 +112,11 @@ class Canary:
         copies = {name: tensor.clone().to(kind).to(target) for name, tensor in self.weights.items()}
         return Canary(self.shape, copies, self.watch)
 
-    def forward(self, tokens: Any, cache: Cache | None = None) -> Any:
+    def cached(self, rows: int, length: int) -> tuple[Any, int, tuple[int, int, int, int]]:
+        """Return what `KeyValues` takes to hold `rows` of `length` positions."""
+        return self.weights["embedding"], self.shape.layers, (rows, self.shape.kv_heads, length, self.shape.head)
+
+    def forward(self, tokens: Any, cache: KeyValues | None = None) -> Any:
         """Return the logits (rows, T, vocabulary) of tokens (rows, T) that follow those in `cache`."""
         weights, count = self.weights, tokens.shape[1]
         at = cache.positions(count) if cache else torch.arange(count, device=tokens.device)
@@ -185,7 +145,7 @@ class Canary:
         cos, sin = (table[at] for table in self.rotations)
         return self._see(name, torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
 
-    def _attention(self, i: int, x: Any, at: Any, cache: Cache | None) -> Any:
+    def _attention(self, i: int, x: Any, at: Any, cache: KeyValues | None) -> Any:
         rows, count, _ = x.shape
         groups, size = self.shape.kv_heads, self.shape.head
         seen = self._norm(f"{i}.attention_norm", x)
@@ -223,75 +183,6 @@ def _rotations(shape: Shape, like: Any) -> tuple[Any, Any]:
     return cosines, sines
 
 
-@contextlib.contextmanager
-def compiler() -> Iterator[str]:
-    """Make torch.compile work only in this process and write only below a temporary directory, removed at the end.
-
-    Gives the names and versions of the compilers that torch itself calls, which the stack does not have. Raises what
-    torch raises where it cannot compile for this Python.
-    """
-    name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="canaryd-compile-") as directory:
-        os.environ[name] = directory  # before the imports, one of which creates this directory
-        try:
-            dynamo, inductor, utils = (
-                importlib.import_module(f"torch.{part}") for part in ("_dynamo", "_inductor", "_inductor.utils")
-            )
-            with (
-                utils.fresh_inductor_cache(dir=directory),
-                inductor.config.patch(compile_threads=1),  # more threads would be processes that stay
-                dynamo.config.patch(cache_size_limit=64),  # every format and batch goes through the same two functions
-            ):
-                _headers_below(directory, inductor.config)
-                yield _backends([name for name in inductor.config.cpp.cxx if name])
-            torch.compiler.reset()
-        finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
-
-
-def _headers_below(directory: str, config: Any) -> None:
-    """Keep precompiled headers, which halve the time, in `directory`; use none where that fails."""
-    cache = vars(importlib.import_module("torch._inductor.codecache"))
-    places = {"_HEADER_DIR": "headers", "_HEADER_LOCK_DIR": "locks"}
-    made: Any = cache.get("_precompile_header")
-    # torch has no setting for their place, and runs openssl for their checksum.
-    if places.keys() <= cache.keys() and hasattr(made, "cache_clear") and shutil.which("openssl"):
-        cache.update({name: f"{directory}/{place}" for name, place in places.items()})
-        made.cache_clear()
-    elif hasattr(config, "cpp_cache_precompile_headers"):
-        config.cpp_cache_precompile_headers = False
-
-
-def _backends(cxx: list[str]) -> str:
-    found = []
-    for name in cxx:
-        with contextlib.suppress(Unreadable):
-            found.append(output([name, "--version"], 10.0).partition("\n")[0].strip())
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found.append(f"triton {importlib.metadata.version('triton')}")
-    return ", ".join(found)
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in the main thread when `what` takes too long: compilers may wait for a disk."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"{what} took longer than {seconds:.3g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("time_limit works only in the main thread, where a worker runs its probes")
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # repeatedly: an exception in a callback may be lost
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _wide(x: Any) -> Any:
     """Return float32 for 16-bit tensors, the tensor itself otherwise."""
     return x.to(torch.float32) if x.element_size() == 2 else x
@@ -315,65 +206,6 @@ def score(model: Canary, prompts: Any, continuation: Any) -> tuple[Any, Any]:
     """Score a given `continuation` (rows, count) of `prompts` in one pass; returns the same as `decode`."""
     logits = model.forward(torch.cat((prompts, continuation[:, :-1]), 1))[:, prompts.shape[1] - 1 :].contiguous()
     return logits.argmax(-1), logits
-
-
-class Decoder:
-    """Decode as `decode` does, by two calls whose shapes never change: a prefill, and one step for every token.
-
-    `compile` and `capture` put a compiled or a captured call in their place.
-    """
-
-    def __init__(self, model: Canary, rows: int, prompt: int, count: int) -> None:
-        self.model = model
-        self.count = count
-        self.slots = Slots(model, rows, prompt + count - 1)
-        self.token = self.slots.at.new_zeros(rows, 1)
-        self.prefill: Callable[[Any], Any] = self._prefill
-        self.step: Callable[[], Any] = self._step
-
-    def __call__(self, prompts: Any) -> tuple[Any, Any]:
-        """Return what `decode` returns."""
-        self.slots.clear()
-        logits = [self.prefill(prompts).clone()]
-        tokens = [self.token.clone()]
-        while len(tokens) < self.count:
-            logits.append(self.step().clone())
-            tokens.append(self.token.clone())
-        return torch.cat(tokens, 1), torch.stack(logits, 1)
-
-    def compile(self) -> None:
-        """Compile both calls with torch.compile, which happens at the first inference, inside `compiler`."""
-        self.prefill, self.step = (torch.compile(f, fullgraph=True, dynamic=False) for f in (self._prefill, self._step))
-
-    def capture(self) -> None:
-        """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
-        self.slots.clear()
-        with torch.cuda.device(self.token.device):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # libraries create workspaces at the first call, which must not be captured
-                self._step()
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self._step()
-
-        def replay() -> Any:
-            graph.replay()
-            return logits
-
-        self.step = replay
-
-    def _prefill(self, prompts: Any) -> Any:
-        return self._choose(self.model.forward(prompts, self.slots))
-
-    def _step(self) -> Any:
-        return self._choose(self.model.forward(self.token, self.slots))
-
-    def _choose(self, logits: Any) -> Any:
-        last = logits[:, -1]
-        self.token.copy_(last.argmax(-1, keepdim=True))
-        return last
 
 
 # ---------------------------------------------------------------------------------------------------------------------

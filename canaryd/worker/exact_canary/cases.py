@@ -9,20 +9,23 @@ from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
+from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, time_limit
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Proof, Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, Shape, plan
-from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.cases import QUOTED, Case
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
+from canaryd.worker.runtime.interface import Unsupported
 
 KERNELS = ("eager", "math", "flash_attention", "efficient_attention", "cudnn_attention")
 """How attention is computed: operator by operator, or by one of torch's SDPA kernels."""
 PATHS = ("decode", "forced")
-"""A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass."""
+"""A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass. `FIXED` are ways
+to continue by calls of fixed shapes."""
 MOST_ROWS = 2
 """Rows of a batch."""
 NORM = "model.norm.weight"
@@ -94,7 +97,7 @@ def build(inference: Inference, seed: int, _: int) -> Problem:
     proved = proofs(inference.shape, seed, inference.anchored, MOST_ROWS, inference.steps, cores)[: inference.rows]
     texts = [text(made, seed, row, inference.steps) for row in range(inference.rows)]
     logits = torch.stack([p.logits for p in proved]).to(kind)
-    if inference.path == "decode":
+    if inference.path != "forced":
         length = len(texts[0]) - inference.steps + 1
         texts, logits = [words[:length] for words in texts], logits[:, -inference.steps :].contiguous()
     needed = max(o.sums for p in proved for o in p.operators.values())
@@ -114,9 +117,25 @@ def infer(inference: Inference, names: tuple[str, ...], operands: tuple[Any, ...
     kernel = "" if inference.kernel == "eager" else inference.kernel.upper()
     runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel)
     with torch.inference_mode():
+        if inference.path in FIXED:
+            return _infer_fixed(inference, runner, tokens)
         if inference.path == "decode":
             return runner.decode(tokens, inference.steps)[1].contiguous()
         return runner.forward(tokens).contiguous()
+
+
+def _infer_fixed(inference: Inference, runner: Runner, tokens: Any) -> Any:
+    """Return what `infer` returns, by compiled or captured calls; raise `Unsupported` where they cannot be made."""
+    try:
+        with time_limit(COMPILING, "torch.compile"):
+            decoder = Decoder(runner, tokens.shape[0], tokens.shape[1], inference.steps)
+            (decoder.compile if inference.path == "compiled" else decoder.capture)()
+            return decoder(tokens)[1]  # compiled at the first call of a process, for any weights
+    except Exception as error:
+        if not cannot_be_fixed(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise Unsupported(f"{type(error).__name__}: {(lines or ['no reason given'])[0][:QUOTED]}") from error
 
 
 def steps(shape: Shape, level: str) -> int:

@@ -15,12 +15,8 @@ from canaryd.worker.exact_canary.shape import EPSILON, THETA, Shape
 from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.tensors import torch
 
-
-class Cache(KeyValues):
-    """The keys and values of an exact canary."""
-
-    def __init__(self, shape: Shape, like: Any, rows: int, length: int) -> None:
-        super().__init__(like, shape.layers, (rows, shape.kv_heads, length, shape.head))
+LONGEST = 1024
+"""Positions of the longest text: a prompt and its continuation have each place once (ours)."""
 
 
 class Runner:
@@ -29,24 +25,29 @@ class Runner:
     def __init__(self, shape: Shape, weights: Mapping[str, Any], kernel: str = "", watch: Watch | None = None) -> None:
         """`kernel` is one of torch's SDPA kernels, or "" for eager attention."""
         self.shape, self.weights, self.kernel, self.watch = shape, weights, kernel, watch
+        self.turns = self._turns()
 
-    def forward(self, tokens: Any, cache: Cache | None = None, last: int = 0) -> Any:
+    def cached(self, rows: int, length: int) -> tuple[Any, int, tuple[int, int, int, int]]:
+        """Return what `KeyValues` takes to hold `rows` of `length` positions."""
+        shape = self.shape
+        return self.weights["lm_head.weight"], shape.layers, (rows, shape.kv_heads, length, shape.head)
+
+    def forward(self, tokens: Any, cache: KeyValues | None = None, last: int = 0) -> Any:
         """Return the logits (rows, T, vocabulary) of tokens (rows, T) that follow those in `cache`; all, or `last`."""
         count = tokens.shape[1]
-        start = cache.used if cache else 0
-        turns = self._turns(start, count)
+        at = cache.positions(count) if cache else torch.arange(count, device=tokens.device)
         x = self._see("embedding", torch.nn.functional.embedding(tokens, self.weights["model.embed_tokens.weight"]))
         for i in range(self.shape.layers):
-            x = self._see(f"{i}.middle", x + self._attention(i, x, turns, cache))
+            x = self._see(f"{i}.middle", x + self._attention(i, x, at, cache))
             x = self._see(f"{i}.out", x + self._inner(i, x))
         if cache:
-            cache.used += count
+            cache.advance(count)
         x = self._norm("norm", x[:, -last:] if last else x, "model.norm")
         return self._see("logits", torch.nn.functional.linear(x, self.weights["lm_head.weight"]))
 
     def decode(self, prompts: Any, count: int) -> tuple[Any, Any]:
         """Prefill prompts (rows, P), then decode greedily from the cache; tokens (rows, count) and their logits."""
-        cache = Cache(self.shape, self.weights["lm_head.weight"], prompts.shape[0], prompts.shape[1] + count - 1)
+        cache = KeyValues(*self.cached(prompts.shape[0], prompts.shape[1] + count - 1))
         logits = [self.forward(prompts, cache, last=1)]
         tokens = [self._see("word", logits[0].argmax(-1))]
         while len(tokens) < count:
@@ -70,19 +71,19 @@ class Runner:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
         return self._see(name, scaled.to(x.dtype) * self.weights[f"{module}.weight"])
 
-    def _turns(self, start: int, count: int) -> tuple[Any, Any]:
-        """Return cosines and sines (count, half a head), made in float64 on the host."""
+    def _turns(self) -> tuple[Any, Any]:
+        """Return cosines and sines (positions, half a head), made in float64 on the host."""
         like, half = self.weights["lm_head.weight"], self.shape.head // 2
         speeds = torch.tensor([THETA ** (-i / half) for i in range(half)], dtype=torch.float64)
-        angles = torch.arange(start, start + count, dtype=torch.float64)[:, None] * speeds
+        angles = torch.arange(LONGEST, dtype=torch.float64)[:, None] * speeds
         return angles.cos().to(like.dtype).to(like.device), angles.sin().to(like.dtype).to(like.device)
 
-    def _rotate(self, name: str, x: Any, turns: tuple[Any, Any]) -> Any:
+    def _rotate(self, name: str, x: Any, at: Any) -> Any:
         a, b = x.chunk(2, -1)
-        cos, sin = turns
+        cos, sin = (table[at] for table in self.turns)
         return self._see(name, torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
-    def _attention(self, i: int, x: Any, turns: tuple[Any, Any], cache: Cache | None) -> Any:
+    def _attention(self, i: int, x: Any, at: Any, cache: KeyValues | None) -> Any:
         s, module = self.shape, f"model.layers.{i}.self_attn"
         rows, count, _ = x.shape
         seen = self._norm(f"{i}.attention_norm", x, f"model.layers.{i}.input_layernorm")
@@ -90,27 +91,26 @@ class Runner:
             self._linear(f"{i}.{name}", f"{module}.{name[0]}_proj", seen).view(rows, count, -1, s.head).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        query = self._rotate(f"{i}.rotated_query", query, turns)
-        key = self._rotate(f"{i}.rotated_key", key, turns)
+        query = self._rotate(f"{i}.rotated_query", query, at)
+        key = self._rotate(f"{i}.rotated_key", key, at)
         if cache:
             key, value = cache.extend(i, key, value)
         key, value = self._see(f"{i}.keys", key), self._see(f"{i}.values", value)
         mixed = (
             attend(self.kernel, query, key, value, causal=count > 1)
             if self.kernel
-            else self._eager(i, query, key, value)
+            else self._eager(i, query, key, value, at)
         )
         mixed = self._see(f"{i}.mixed", mixed.transpose(1, 2).reshape(rows, count, -1))
         return self._linear(f"{i}.output", f"{module}.o_proj", mixed)
 
-    def _eager(self, i: int, query: Any, key: Any, value: Any) -> Any:
+    def _eager(self, i: int, query: Any, key: Any, value: Any, at: Any) -> Any:
         rows, heads, count, size = query.shape
         grouped = query.reshape(rows, self.shape.kv_heads, -1, count, size)
         scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * size**-0.5
         scores = self._see(f"{i}.scores", scores)
-        length = key.shape[2]
-        at = torch.arange(length, device=query.device)
-        scores = scores.masked_fill(at > at[length - count :, None], -math.inf)
+        later = torch.arange(key.shape[2], device=query.device) > at[:, None]
+        scores = scores.masked_fill(later, -math.inf)
         wide = scores.to(torch.float32) if scores.element_size() == 2 else scores
         chances = self._see(f"{i}.softmax", torch.softmax(wide, -1).to(scores.dtype))
         return torch.matmul(chances, value.unsqueeze(2)).reshape(rows, heads, count, size)

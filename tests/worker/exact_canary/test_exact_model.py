@@ -15,9 +15,10 @@ from canaryd.worker.numeric.operands import Inexact
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
 
+from canaryd.worker.canary.model import KeyValues  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.prove import prove  # noqa: E402
-from canaryd.worker.exact_canary.run import Cache, Runner  # noqa: E402
+from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches  # noqa: E402
 
 FORMATS = ("float64", "float32", "bfloat16", "float16")
@@ -204,7 +205,7 @@ def test_a_cache_filled_in_parts_gives_the_same(model):
     _, _, whole = text(model)
     golden = prove(TINY, model.weights, whole).logits
     runner = Runner(TINY, cast(model, "bfloat16"))
-    cache = Cache(TINY, runner.weights["lm_head.weight"], 1, len(whole))
+    cache = KeyValues(*runner.cached(1, len(whole)))
     with torch.inference_mode():
         parts = [
             runner.forward(part, cache) for part in torch.tensor([whole]).split([20, 11, 1, 1, len(whole) - 33], 1)

@@ -1,6 +1,8 @@
 """The probe `exact_canary`, and the faults that it must see."""
 
 import importlib.util
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,8 @@ torch = pytest.importorskip("torch", reason="the numeric worker is tested where 
 pytestmark = pytest.mark.torch
 
 from benchmarks.observability import activations, live_weights  # noqa: E402
+from canaryd.worker.canary.fixed import Decoder  # noqa: E402
+from canaryd.worker.exact_canary import cases  # noqa: E402
 from canaryd.worker.exact_canary.cases import Inference, build, case, infer, text  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
@@ -52,14 +56,46 @@ def test_a_clean_run_compares_every_format_and_is_right(probe):
 
 
 def test_all_cases_are_reached(probe):
-    """Standard has every format, path and kernel; deep every row too; a case that does not exist is refused."""
+    """Standard has every format, path and kernel; deep every row too, and one compiled; an unknown case is refused."""
     names = {level: [i.name for i in probe.every_inference(Context(device=cpu(), level=level, seed=3, budget=1.0))]
              for level in ("quick", "standard", "deep")}  # fmt: skip
-    assert (len(names["standard"]), len(names["deep"])) == (40, 80)
+    assert (len(names["standard"]), len(names["deep"])) == (40, 81)
+    assert [name for name in names["deep"] if "/compiled/" in name] == ["float32/compiled/b2/eager@40"]
+    asked = Context(device=replace(cpu(), backend="cuda"), level="deep", seed=3, budget=1.0)
+    assert sum("/graph/" in i.name for i in probe.every_inference(asked)) == 8
     assert set(names["standard"]) < set(names["deep"])
     assert len(names["quick"]) < 20
     with pytest.raises(Skip, match="no case matches float8"):
         facts(probe, Comparison, cases=("float8",))
+
+
+def test_a_case_without_a_compiler_is_skipped_aloud(probe, monkeypatch):
+    """torch.compile that ends with an error of its own is no evidence about the device; another error is raised."""
+    monkeypatch.setattr(cases, "COMPILING", 1e-3)
+    (skipped,) = facts(probe, Skipped, cases=("float32/compiled/b1/eager", "float32/decode/b1/eager"))
+    assert skipped.case == "float32/compiled/b1/eager@12"
+    assert "torch.compile took longer" in skipped.reason
+
+
+def test_calls_of_fixed_shapes_give_the_proved_logits(monkeypatch):
+    """What is compiled and captured, run as it is: one step for every word, a cache whose shape never changes."""
+    for made in ("compile", "capture"):
+        monkeypatch.setattr(Decoder, made, lambda _: None)
+    for form, path, rows in (("float64", "compiled", 1), ("bfloat16", "graph", 2), ("float16", "compiled", 2)):
+        inference = Inference(form, path, rows, "eager", 6)
+        problem = build(inference, 9, 0)
+        names = tuple(construct(TINY, 9).weights)
+        assert torch.equal(infer(inference, names, problem.operands, None), problem.golden), form
+
+
+@pytest.mark.slow
+def test_compiled_code_gives_the_proved_logits(probe):
+    """One format, made by torch.compile; the second upload is not compiled again."""
+    if not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler: install g++")
+    (compared,) = facts(probe, Comparison, cases=("bfloat16/compiled/b1/eager",), drill="")
+    assert compared.trials
+    assert not compared.wrong
 
 
 @pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])

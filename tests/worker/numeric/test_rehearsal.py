@@ -16,8 +16,9 @@ import pytest
 
 from canaryd.probe import Context, Device
 from canaryd.supervisor.environment import SCRUBBED
-from canaryd.worker.canary.golden import FIXED, PATHS, load_golden
-from canaryd.worker.canary.model import Decoder, decode, score
+from canaryd.worker.canary.fixed import FIXED, Decoder
+from canaryd.worker.canary.golden import PATHS, load_golden
+from canaryd.worker.canary.model import decode, score
 from canaryd.worker.exact_canary import cases
 from canaryd.worker.numeric import attention, characterised, error_bounds, indexing, products, stack
 from canaryd.worker.numeric import cases as numeric_cases
@@ -310,12 +311,15 @@ def test_every_inference_of_the_canary_runs(level):
     assert ran == len(tasks)
 
 
-def test_every_inference_of_the_exact_canary_runs():
-    """Every format and kernel, at sizes and in the order of a quick run; other levels have the same calls."""
-    level = "quick"
+def test_every_inference_of_the_exact_canary_runs(monkeypatch):
+    """Every format and kernel of a quick run, and the calls that deep compiles and captures: no level has others."""
+    for made in ("compile", "capture"):  # fake tensors have no compiler and no graph
+        monkeypatch.setattr(Decoder, made, lambda _: None)
     module = load("exact_canary")
+    deep = [i for i in module.every_inference(context(HOPPER, "deep")) if i.path in FIXED]
+    assert {i.path for i in deep} == set(FIXED)
     ran = 0
-    for inference in module.every_inference(context(HOPPER, level)):
+    for inference in [*module.every_inference(context(HOPPER, "quick")), *deep]:
         short = replace(inference, steps=3)
         case = cases.case(HOPPER, short, 1)
         problem = case.build(0)
@@ -324,7 +328,7 @@ def test_every_inference_of_the_exact_canary_runs():
             assert (result.shape, result.dtype) == (problem.golden.shape, problem.golden.dtype)
             assert result.device.type == "cuda"
         ran += 1
-    assert ran >= 16
+    assert ran >= 16 + len(deep)
 
 
 def load(name):
