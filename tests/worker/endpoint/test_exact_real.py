@@ -24,9 +24,9 @@ from tests.command import ROOT  # noqa: E402
 from tests.servers import beside, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
-ENGINES = ("mlx", "transformers", "llama")
+ENGINES = ("mlx", "transformers", "llama", "vllm")
 """Servers that were tried."""
-PYTHON = ("mlx", "transformers")
+PYTHON = ("mlx", "transformers", "vllm")
 """Servers whose products tests/faulty_server can break."""
 CLIENTS = 8
 BFLOAT16 = "30"
