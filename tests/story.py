@@ -85,6 +85,7 @@ PATTERNS, WORDS = ("int64/address/sweep@8191", "int64/inversions/sweep@8191"), 8
 ASKED, ANSWERS = ("completions/alone", "completions/again", "completions/8-at-once"), 8
 """Cases of a served exact canary, and how many answers each has."""
 NVIDIA, HOST = "nvidia_telemetry", "host_telemetry"
+SELFTEST = "vendor_selftest"
 SPECS: Mapping[str, ProbeSpec] = {
     spec.name: spec
     for spec in (
@@ -94,13 +95,14 @@ SPECS: Mapping[str, ProbeSpec] = {
         ProbeSpec(name=SERVED, summary="exact answers", backends=("exact_endpoint",), numeric=False, order=40),
         ProbeSpec(name=MEMORY, summary="memory", order=60),
         ProbeSpec(name=LINKS, summary="links", backends=("cpu", "cuda"), group=True, order=64),
+        ProbeSpec(name=SELFTEST, summary="the vendor's self-test", backends=("cuda",), numeric=False, order=90),
         ProbeSpec(name=NVIDIA, summary="telemetry", backends=("cuda",), numeric=False, telemetry=True, period=15.0),
         ProbeSpec(name=HOST, summary="telemetry", backends=("cpu",), numeric=False, telemetry=True, period=15.0),
     )
 }
 """The simulated catalogue, shaped like the shipped probes."""
 OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
-KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", *OUTCOMES}
+KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", "selftest", *OUTCOMES}
 Names = tuple[str, ...] | str
 
 
@@ -740,6 +742,10 @@ class Host:
             if chip.lost:
                 return replace(run, outcome=Outcome.ERRORED, detail="GPU is lost: NVML says so")
             return replace(run, readings=tuple(self._telemetry(chip, heat)), stack={})
+        if probe == SELFTEST:
+            word = "fail" if any(self._struck(f) for f in faults if f.kind == "selftest") else "pass"
+            labels = {"tool": "dcgmi", "test": "memory"}
+            return replace(run, readings=(Reading(name=SELFTEST, value=word, labels=labels),), stack={})
         if probe == RECORDED:
             found = tuple(self._recordings(request, chip, faults))
             told = tuple(self._times(chip))

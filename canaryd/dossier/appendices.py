@@ -47,6 +47,7 @@ def appendices(document: Document) -> str:
         ("All places", _places(document)),
         ("Wrong elements", _elements(document)),
         ("Why this verdict", _findings(document)),
+        ("The vendor's own self-test", _selftests(document)),
         ("Identical devices", _peers(document)),
         ("How often, and what is ruled out", _rates(document)),
         ("What happened when", _timeline(document)),
@@ -86,6 +87,17 @@ def _cases(document: Document) -> str:
         "repeating an upload after three wrong results."
     )
     return cases + rest + proven + note
+
+
+def _selftests(document: Document) -> str:
+    each = document["selftests"]
+    if not each:
+        return ""
+    rows = [(s["test"], s["result"], s["message"], format_time(s["at"])) for s in each]
+    note = (
+        "What the tool says stands beside canaryd's own results: a pass acquits nothing, and a failure proves nothing."
+    )
+    return table((f"test of {each[0]['tool']}", "result", "message", "when"), rows) + soft(note)
 
 
 def _places(document: Document) -> str:

@@ -15,7 +15,7 @@ from canaryd import __version__
 from canaryd.codec import to_json
 from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
-from canaryd.dossier.facts import Facts
+from canaryd.dossier.facts import Facts, selftests
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
 from canaryd.dossier.text import plural, ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
@@ -79,6 +79,7 @@ def gather(
         "timeline": entries,
         "timeline_omitted": entries_omitted,
         "series": series(facts),
+        "selftests": selftests(facts.runs),
         "acks": [{"kind": a.kind, "at": a.at, "until": a.until, "reason": a.reason} for a in store.acks(device.uuid)],
         "reproduce": commands(facts, failures),
         "next_step": next_step(facts, kind, failures),

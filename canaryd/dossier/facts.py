@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from canaryd.config.settings import Config
+from canaryd.judge.selftest import MESSAGE, PROBE, STATUS
 from canaryd.model import Device, Event, Run, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
@@ -37,3 +39,23 @@ class Facts:
     def plotted_polls(self) -> list[Run]:
         """Polls with temperature, power or clocks, oldest first."""
         return sorted((p for p in self.polls if any(r.name in PLOTTED for r in p.readings)), key=lambda p: p.started)
+
+
+def selftests(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return what the vendor's self-test said of each of its tests, in the newest run that gave results."""
+    said = [r for r in runs if r.probe == PROBE and any(each.name == STATUS for each in r.readings)]
+    if not said:
+        return []
+    told = {each.labels.get("test"): each.value for each in said[-1].readings if each.name == MESSAGE}
+    return [
+        {
+            "tool": each.labels.get("tool", ""),
+            "suite": each.labels.get("suite", ""),
+            "test": each.labels.get("test", ""),
+            "result": str(each.value),
+            "message": str(told.get(each.labels.get("test"), "")),
+            "at": said[-1].started,
+        }
+        for each in said[-1].readings
+        if each.name == STATUS
+    ]

@@ -37,6 +37,7 @@ from canaryd.judge.exact import (
 )
 from canaryd.judge.findings import CAUSES
 from canaryd.judge.hangs import keeps_failing
+from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.telemetry import rules
 from canaryd.judge.vanishing import keeps_vanishing
@@ -128,6 +129,7 @@ RULES: tuple[Rule, ...] = (
     uncharacterised_mismatch,
     not_completed,
     device_error,
+    vendor_selftest,
     keeps_failing,
     keeps_vanishing,
     no_fresh_evidence,

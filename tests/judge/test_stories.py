@@ -34,6 +34,7 @@ TOLD_BY = {
     "uncharacterised_mismatch": "new-model-alone-wrong",
     "not_completed": "probe-times-out",
     "device_error": "uncorrectable-on-one",
+    "vendor_selftest": "vendors-tool-fails",
     "keeps_failing": "hangs-now-and-then",
     "keeps_vanishing": "vanishes-again-and-again",
     "no_fresh_evidence": "never-completed",
