@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from canaryd.facts import beginning
 from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import torch
@@ -131,6 +132,11 @@ def cannot_be_fixed(error: Exception) -> bool:
     if isinstance(error, (ImportError, OSError)) or is_refusal(error):  # TimeoutError is an OSError
         return True
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or "captur" in str(error)
+
+
+def why_not_compiled(error: Exception) -> str:
+    """Say in one line of at most 200 characters why `compiler` could not be entered."""
+    return beginning(f"this torch cannot compile: {type(error).__name__}: {error}", 200)
 
 
 @contextlib.contextmanager
