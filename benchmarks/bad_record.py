@@ -8,6 +8,7 @@ with that record and no GPU: it judges all of them from what it remembers.
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import sqlite3
 import subprocess
@@ -68,15 +69,30 @@ def checked() -> list[Run]:
             return list({run.probe: run for run in store.runs() if run.comparisons}.values())
 
 
-def broken(run: Run) -> Run:
-    """Return a run with one wrong comparison, as a stuck bit leaves it."""
-    first, *others = run.comparisons
-    wrong = tuple(((row, 7), "3f800000", "3f810000") for row in range(16))
-    lines = {"row": Span(first=0, last=15, distinct=16), "column": Span(first=7, last=7, distinct=1)}
+def broken(run: Run, n: int) -> Run:
+    """Return a run with one wrong comparison, as a stuck bit leaves it; `n` decides which, and in which elements."""
+    chance = random.Random(n)
+    chosen, column = chance.randrange(len(run.comparisons)), chance.randrange(1024)
+    rows_ = sorted(chance.sample(range(3072), 16))
+    right = [chance.getrandbits(32) & ~(1 << 16) for _ in rows_]
+    found_at = zip(rows_, right, strict=True)
+    wrong = tuple(((row, column), f"{bits:08x}", f"{bits | 1 << 16:08x}") for row, bits in found_at)
+    lines = {
+        "row": Span(first=rows_[0], last=rows_[-1], distinct=len(rows_)),
+        "column": Span(first=column, last=column, distinct=1),
+    }
     found = Evidence(
-        wrong=16, total=3072, first=wrong, bits={"16": 16}, zeroed=0, nonfinite=0, lines=lines, pattern="bit 16 flips"
+        wrong=len(wrong),
+        total=3072 * 1024,
+        first=wrong,
+        bits={"16": len(wrong)},
+        zeroed=0,
+        nonfinite=0,
+        lines=lines,
+        pattern="bit 16 flips",
     )
-    return replace(run, comparisons=(replace(first, wrong_trials=1, evidence=found), *others))
+    accused = replace(run.comparisons[chosen], wrong_trials=1, evidence=found, seed=chance.getrandbits(48))
+    return replace(run, comparisons=(*run.comparisons[:chosen], accused, *run.comparisons[chosen + 1 :]))
 
 
 def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
@@ -94,7 +110,7 @@ def fill(state: Path, templates: Sequence[Run], failures: int) -> None:
     failed = (
         (
             now - (failures - n) * FAILURE_DAYS * DAY / (failures + 1),
-            broken(templates[n % len(templates)]),
+            broken(templates[n // GPUS % len(templates)], n),  # every probe fails on every GPU
             gpus[n % GPUS],
         )
         for n in range(failures)

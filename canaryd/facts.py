@@ -58,8 +58,15 @@ class Exactness(str, enum.Enum):
     """Decided by a margin that no healthy device's rounding crosses; no bit pattern is prescribed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class _Keyed:
+    """What a reading knows of itself once it was asked: in a slot, because a dictionary would double it."""
+
+    __slots__ = ("_key",)
+    _key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading(_Keyed):
     """A fact with a unit. What could not be read is not a Reading: it is an entry of `Run.absent`, with its reason."""
 
     name: str
@@ -69,13 +76,17 @@ class Reading:
     labels: Mapping[str, str] = field(default_factory=dict)
     """What tells readings of one name apart, e.g. {"sensor": "core"}."""
 
-    @functools.cached_property
+    @property
     def key(self) -> str:
         """The name with its labels, as Prometheus would write it without quotes: "temperature_celsius{sensor=core}"."""
-        return reading_key(self.name, self.labels)
+        try:
+            return self._key
+        except AttributeError:
+            object.__setattr__(self, "_key", reading_key(self.name, self.labels))
+            return self._key
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where something was computed, in the vendor's own terms. `str(place)` is how people read it."""
 
@@ -115,7 +126,7 @@ class Place:
         return f"{unit}s {', '.join(map(str, self.numbers[:-1]))} and {self.numbers[-1]}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """What the wrong indices along one axis share."""
 
@@ -162,7 +173,7 @@ class Cell(str, enum.Enum):
         return self not in (Cell.FLIPPED, Cell.TRANSFER)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WrongMemory:
     """Where in memory wrong words lie, and what they are."""
 
@@ -206,7 +217,7 @@ class Culprit(str, enum.Enum):
     """The sender no longer held what it had to send."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WrongTransfer:
     """Where wrong data was on its way, and what was wrong."""
 
@@ -214,7 +225,7 @@ class WrongTransfer:
     culprit: Culprit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """What one wrong result looked like: enough to see the pattern, and to recompute the inputs from the seed."""
 
@@ -246,7 +257,7 @@ class Evidence:
     """Which way, where transfers were under test."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """One golden against what was computed, over one upload of the operands. A fact: only the judge concludes."""
 
@@ -462,5 +473,10 @@ def reading_key(name: str, labels: Mapping[str, str]) -> str:
 
 def stack_id(stack: Mapping[str, str]) -> str:
     """Return twelve hex digits that equal stacks share (SHA-256 of the sorted items)."""
-    canonical = json.dumps(sorted(stack.items()), separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return _digest(tuple(sorted(stack.items())))
+
+
+@functools.lru_cache(maxsize=512)
+def _digest(items: tuple[tuple[str, str], ...]) -> str:
+    """Return `stack_id` of sorted items. Kept: thousands of runs have the same few stacks."""
+    return hashlib.sha256(json.dumps(items, separators=(",", ":")).encode()).hexdigest()[:12]

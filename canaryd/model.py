@@ -7,6 +7,7 @@ workers report is in canaryd.facts; canaryd.codec is the only way to JSON and ba
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -194,6 +195,10 @@ MPS_CLIENT = "mps_client"
 """In `Run.environment` where the worker shared its GPU with other processes through NVIDIA's MPS."""
 
 
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
+"""The mapping of every run that has none of its own: thousands of empty ones take more than a megabyte."""
+
+
 class _Known:
     """What a run knows of itself once it was asked: in slots, because a dictionary of its own takes more than a run."""
 
@@ -225,11 +230,11 @@ class Run(_Known):
     comparisons: tuple[Comparison, ...] = ()
     recordings: tuple[Recording, ...] = ()
     skipped: tuple[Skipped, ...] = ()
-    absent: Mapping[str, Sentence] = field(default_factory=dict)
+    absent: Mapping[str, Sentence] = field(default_factory=lambda: NOTHING)
     """Reading name → why it could not be read."""
-    stack: Mapping[str, str] = field(default_factory=dict)
+    stack: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """The software the result may depend on: torch, driver, BLAS, flags, visible cores, instruction set."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """Conditions: host, load, temperature, clocks where known."""
     detail: Sentence = ""
     """Traceback, signal, the last lines of what the worker printed; "" when there is nothing to say."""

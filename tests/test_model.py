@@ -1,12 +1,25 @@
 """The words and their one codec."""
 
+import dataclasses
 import json
 
 import pytest
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Comparison, Evidence, Exactness, Reading, beginning, stack_id
-from canaryd.model import Outcome, Run, State
+from canaryd.facts import (
+    Comparison,
+    Doubt,
+    Evidence,
+    Exactness,
+    Place,
+    Reading,
+    Recording,
+    Span,
+    Subject,
+    beginning,
+    stack_id,
+)
+from canaryd.model import Outcome, Reason, Run, State
 from tests.places import line
 
 
@@ -42,6 +55,46 @@ def test_a_run_survives_the_codec() -> None:
     """What goes through JSON comes back equal, enumerations, tuples and optional parts included."""
     run = a_run()
     assert from_json(Run, json.loads(json.dumps(to_json(run)))) == run
+
+
+def test_a_stored_run_leaves_out_what_has_its_default() -> None:
+    """A start reads thousands of runs, most fields of which say nothing; they come back all the same."""
+    run = a_run(confirms="0-b", stack={"torch": "2.13"})
+    sparse = json.loads(json.dumps(to_json(run, sparse=True)))
+    assert from_json(Run, sparse) == run
+    assert {"level", "drill", "absent", "reason"} & sparse.keys() == set()
+    assert "uploads" not in sparse["comparisons"][0]
+    assert "repeats" not in sparse["comparisons"][0]["evidence"]
+
+
+def test_no_default_of_what_is_stored_changes() -> None:
+    """A run on disk without a field has the default of the release that stored it: these are promises."""
+    given = {
+        kind: {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        for kind in (Run, Comparison, Evidence, Place, Span, Reading, Recording)
+    }
+    nothing = dict.fromkeys(("instruction_set", "detail", "repro", "drill", "confirms", "trigger", "intensity"), "")
+    lists = dict.fromkeys(("readings", "comparisons", "recordings", "skipped", "cases", "unknown", "learnt"), ())
+    single = {"level": "standard", "seed": 0, "reason": Reason.NONE, "clock": None, "baselining": False}
+    assert given == {
+        Run: nothing | lists | single,
+        Comparison: {
+            "subject": Subject.DEVICE,
+            "place": Place(),
+            "doubt": Doubt.NONE,
+            "trials": 1,
+            "wrong_trials": 0,
+            "evidence": None,
+            "digest": "",
+            "uploads": 1,
+            "characterised": True,
+        },
+        Evidence: {"repeats": 0, "repeats_wrong": 0, "repeats_alike": None, "memory": None},
+        Place: {"unit": "", "numbers": ()},
+        Span: {"period": 0},
+        Reading: {"unit": ""},
+        Recording: {"condition": "", "tokens": (), "values": (), "margins": (), "text": "", "finish": ""},
+    }
 
 
 def test_runs_share_their_texts() -> None:

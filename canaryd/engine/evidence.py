@@ -26,6 +26,13 @@ FAILURES = 100
 apart, because a sibling's many confirmations must never push out a mismatch."""
 
 
+DEVICE_FAILURES = 400
+"""Mismatches of one device that stay in memory: where more than four kinds of runs fail, fewer of each (ours). A device
+that fails in everything is no surer faulty by 100 runs of each kind than by 50, and takes the memory of eight."""
+FEWEST = 16
+"""Mismatches of one kind that stay in memory however many kinds there are: more than any rule asks for."""
+
+
 class Acknowledgements:
     """What operators acknowledged, by device."""
 
@@ -134,7 +141,7 @@ class Evidence:
         store = self._host.store
         # What passed long ago by a probe that is switched off is not shown beside what is tested now.
         clean = [r for r in store.newest_clean(uuid, NEWEST) if self._host.settings(r.probe).enabled is not False]
-        found = store.failures(uuid, FAILURES) + clean
+        found = store.failures(uuid, _most(store.kinds_of_failures(uuid))) + clean
         if self._limit(uuid) > NEWEST:
             older, counted = store.older_clean(uuid, NEWEST, RECORD)
             found += [*older, *of_counts(counted, self._onsets, store.run)]
@@ -147,6 +154,7 @@ class Evidence:
     def _kept(self, uuid: str, runs: Sequence[Run]) -> list[Run]:
         """Return which of a device's runs (oldest first) stay in memory: the newest of each kind."""
         limit, now = self._limit(uuid), self._host.clock()
+        most = _most(len({_kind(run) for run in runs if _failed(run)}))
         seen: Counter[object] = Counter()
         of_kind: Counter[object] = Counter()
         kept: list[Run] = []
@@ -157,7 +165,7 @@ class Evidence:
             seen[lane] += 1
             if limit > NEWEST and seen[lane] > NEWEST and can_sum(run):
                 summed.append(run)
-            elif seen[lane] <= (FAILURES if failed or run.confirms else limit) and not expired(run, now):
+            elif seen[lane] <= (most if failed or run.confirms else limit) and not expired(run, now):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # A run that did not complete, or tested only a part, never takes the place of a complete one.
                 kind = lane, run.whole, run.outcome is Outcome.COMPLETED
@@ -166,6 +174,22 @@ class Evidence:
         # In the order given, not by id: where the clock was set back, the ids of newer runs are smaller.
         place = {run.id: n for n, run in enumerate(runs)}
         return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: place[run.id])
+
+
+def _most(kinds: int) -> int:
+    """Return how many failures of each kind stay in memory, where a device's are of so many kinds."""
+    return max(FEWEST, min(FAILURES, DEVICE_FAILURES // max(1, kinds)))
+
+
+def _kind(run: Run) -> object:
+    """Return what failures of one kind share, as in `RunTables.failures`."""
+    return run.probe, run.instruction_set, run.intensity, bool(run.confirms), bool(run.wrong or run.unknown)
+
+
+def _failed(run: Run) -> bool:
+    """Return whether a run is a failure, as in `RunTables.failures`."""
+    lost = run.outcome not in (Outcome.COMPLETED, Outcome.SKIPPED)
+    return not run.drill and (lost or bool(run.wrong or run.unknown))
 
 
 def last_pass(runs: Iterable[Run]) -> float | None:

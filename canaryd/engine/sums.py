@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from canaryd.judge.brief import summary
+from canaryd.judge.brief import sign, summary
 from canaryd.model import Outcome, Run
 from canaryd.store.runs import Counted
 
@@ -62,4 +62,4 @@ def _total(runs: Sequence[Run]) -> Run:
 
 
 def _bare(run: Run) -> Run:
-    return replace(run, recordings=(), learnt=(), skipped=(), readings=run.readings[:1])
+    return replace(run, recordings=(), learnt=(), skipped=(), readings=sign(run))

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from canaryd.facts import Comparison, Exactness, Place, Reading, Recording, Subject
+from canaryd.facts import SHARED, Comparison, Exactness, Place, Reading, Recording, Subject
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
-from canaryd.model import ENDPOINT, Outcome, Run
+from canaryd.model import ENDPOINT, MPS_CLIENT, NOTHING, Outcome, Run
 
 FEW = 16
 """Recordings of an endpoint, or of a part of a probe, that are kept with their run."""
@@ -43,9 +43,7 @@ def brief(run: Run) -> Run:
     Its clean comparisons are summed up place by place, but for those of a case that was wrong too: a confirmation may
     have the same operands. Recordings are left out where there are many and all were known.
     """
-    run = fold(run)
-    if run.detail and run.outcome is Outcome.COMPLETED:
-        run = replace(run, detail="")
+    run = _without_words(fold(run))
     if run.wrong and run.whole:
         cases = {c.case for c in run.wrong}
         left = [c for c in run.comparisons if _can_sum(c) and c.case not in cases]
@@ -54,6 +52,18 @@ def brief(run: Run) -> Run:
             kept = (c for c in run.comparisons if id(c) not in dropped)
             run = replace(run, comparisons=(*kept, *_by_place(run.seed, left)))
     return without_recordings(run) if len(run.recordings) > kept_recordings(run) else run
+
+
+def _without_words(run: Run) -> Run:
+    """Return a run without what the store alone has to remember: who repeats it asks the store."""
+    return replace(
+        run,
+        readings=tuple(map(_short, run.readings)),
+        skipped=() if run.comparisons else run.skipped,
+        environment={MPS_CLIENT: run.environment[MPS_CLIENT]} if MPS_CLIENT in run.environment else NOTHING,
+        detail="" if run.outcome is Outcome.COMPLETED else run.detail,
+        repro=run.repro if run.drill else "",  # a drill cannot be repeated from the record
+    )
 
 
 def kept_recordings(run: Run) -> int:
@@ -90,7 +100,7 @@ def without_recordings(run: Run) -> Run:
     if any(r.name in LATENCIES for r in compared):
         kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]
     learnt = tuple(case for case in run.learnt if case in {r.case for r in kept})
-    return replace(run, recordings=kept, learnt=learnt, readings=compared or run.readings[:1])
+    return replace(run, recordings=kept, learnt=learnt, readings=compared or sign(run))
 
 
 def _shortened(comparison: Comparison) -> Comparison:
@@ -102,8 +112,18 @@ def _shortened(comparison: Comparison) -> Comparison:
 
 
 def _kept(run: Run) -> tuple[Reading, ...]:
-    """Return the readings that are shown or judged; without any, the first one, as a sign that there were some."""
-    return tuple(r for r in run.readings if r.name in KEPT) or run.readings[:1]
+    """Return the readings that are shown or judged; without any, a sign that there were some."""
+    return tuple(r for r in run.readings if r.name in KEPT) or sign(run)
+
+
+def sign(run: Run) -> tuple[Reading, ...]:
+    """Return the first reading of a run, which shows that there was one."""
+    return tuple(map(_short, run.readings[:1]))
+
+
+def _short(reading: Reading) -> Reading:
+    """Return a reading without a long text, such as all switches: nothing compares it."""
+    return replace(reading, value="") if isinstance(reading.value, str) and len(reading.value) > SHARED else reading
 
 
 def _can_sum(comparison: Comparison) -> bool:

@@ -288,15 +288,11 @@ def scene(case: Case, mismatches: Sequence[Mismatch]) -> judge_cause.Scene:
         links = links_of(case.node.ends, case.device.uuid, case.node.devices, mismatches)
         return judge_cause.Scene(links=links, host_clean=case.host_clean(run), command=run.repeat)
     shared = any(id(m.comparison) in case.node.shared for m in mismatches)
-
-    def counts(comparison: Comparison) -> bool:
-        return shared or not comparison.wrong or id(comparison) in case.node.own
-
-    own = judge_cause.results(case.runs, run, counts)
+    own = case.node.record(case.device.uuid, run, shared=shared)
     siblings = {
         device.name: theirs
         for uuid, device in sorted(case.devices.items())
-        if device.kind == case.device.kind and (theirs := judge_cause.results(case.peers[uuid], run, counts))
+        if device.kind == case.device.kind and (theirs := case.node.record(uuid, run, shared=shared))
     }
     company = frozenset() if shared else _company(case, run)
     sound = siblings.keys() - company

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from canaryd.facts import Comparison, Subject
 from canaryd.judge import cause as judge_cause
-from canaryd.judge.cause import Mismatch, operands_of
+from canaryd.judge.cause import Mismatch, Record, operands_of
 from canaryd.judge.characterised import By, Claims, Proof, class_of, learns
 from canaryd.judge.clock import EPOCH
 from canaryd.judge.links import Ends, is_the_other_ends, wrong_ends
@@ -32,6 +32,8 @@ class Node:
     """Device → probe → days of the past on which it was tested, from summaries: those outlive the runs."""
     claims: Claims = field(default_factory=Claims)
     """Which classes of exact cases were met, here and on other hosts."""
+    _records: dict[object, Record | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `record` has returned."""
 
     @cached_property
     def all(self) -> list[Run]:
@@ -138,8 +140,24 @@ class Node:
 
     def data(self, mismatch: Mismatch) -> object:
         """Return what a mismatch was computed from: operands, software, and the kind of device."""
-        run = mismatch.run
-        return self.devices[run.device].kind, run.probe, run.probe_version, run.stack_id, mismatch.operands
+        return self._data(mismatch.run, mismatch.comparison)
+
+    def _data(self, run: Run, comparison: Comparison) -> object:
+        kind = self.devices[run.device].kind
+        return kind, run.probe, run.probe_version, run.stack_id, operands_of(comparison)
+
+    def record(self, uuid: str, like: Run, *, shared: bool) -> Record | None:
+        """Return what a device computed with the probe and stack of a run; None where it did not.
+
+        With `shared` every wrong result counts, without it those of the device's own (`own`). Made once for all
+        verdicts on the node's devices: each asks for the records of all its siblings.
+        """
+        asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
+        if asked not in self._records:
+            self._records[asked] = judge_cause.results(
+                self.runs[uuid], like, lambda c: shared or not c.wrong or id(c) in self.own
+            )
+        return self._records[asked]
 
     @cached_property
     def _givers(self) -> Mapping[object, set[str]]:
@@ -186,20 +204,23 @@ class Node:
 
         Beside shared ones of its probe and software, one counts as its own where a sibling computed the same data.
         """
+        bugs = {
+            uuid: {(m.run.probe, m.run.stack_id) for m in mismatches if id(m.comparison) in self.shared}
+            for uuid, mismatches in self.accusing.items()
+        }
+        shared = set().union(*bugs.values())
         computed: dict[object, set[str]] = defaultdict(set)
-        for run in self.all if self.shared else ():
-            for comparison in run.comparisons:
-                computed[self.data(Mismatch(run=run, comparison=comparison))].add(run.device)
-        found = set()
-        for mismatches in self.accusing.values():
-            bugs = {(m.run.probe, m.run.stack_id) for m in mismatches if id(m.comparison) in self.shared}
-            found |= {
-                id(m.comparison)
-                for m in mismatches
-                if (m.run.probe, m.run.stack_id) not in bugs
-                or (id(m.comparison) not in self.shared and len(computed[self.data(m)]) > 1)
-            }
-        return frozenset(found)
+        for run in self.all if shared else ():
+            if (run.probe, run.stack_id) in shared:
+                for comparison in run.comparisons:
+                    computed[self._data(run, comparison)].add(run.device)
+        return frozenset(
+            id(m.comparison)
+            for uuid, mismatches in self.accusing.items()
+            for m in mismatches
+            if (m.run.probe, m.run.stack_id) not in bugs[uuid]
+            or (id(m.comparison) not in self.shared and len(computed[self.data(m)]) > 1)
+        )
 
     @cached_property
     def onsets(self) -> Mapping[tuple[str, str], float]:

@@ -28,8 +28,9 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
     if len(accused) != 1 or not (unit := accused.pop()).is_unit:
         return None
     like = mismatches[-1].run
+    kin = [run for run in runs if run.probe == like.probe and run.stack_id == like.stack_id]
     on_it, elsewhere = (
-        results((_part(run, unit, on_it=on_it) for run in runs), like, lambda _: True) for on_it in (True, False)
+        results((_part(run, unit, on_it=on_it) for run in kin), like, lambda _: True) for on_it in (True, False)
     )
     if on_it is None or elsewhere is None:
         return None

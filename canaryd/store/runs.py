@@ -116,7 +116,9 @@ class RunTables(BufferedDatabase):
         times = {"stored >= ?": since, "stored < ?": until}
         terms = {"device = ?": device, "probe = ?": probe, **times, "failed = ?": failed}
         where = {term: value for term, value in {**terms, "(drill != '') = ?": drill}.items() if value is not None}
-        query = f"SELECT id, body FROM runs WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
+        # SQLite would rather read the whole table in order than the newest part of it and sort that.
+        table = "runs" if since is None else "runs INDEXED BY runs_by_age"
+        query = f"SELECT id, body FROM {table} WHERE {' AND '.join(where) or '1'} ORDER BY number DESC LIMIT ?"
         stored, waiting = self._read(query, *where.values(), -1 if limit is None else limit)
         return self._decode(Run, [*waiting, *stored][:limit])[::-1]
 
@@ -131,6 +133,12 @@ class RunTables(BufferedDatabase):
         A kind: one probe, instruction set and intensity; mismatches, runs that did not complete, and confirmations.
         """
         return self._brief(KIND, "failed = 1", 1, limit, device)
+
+    def kinds_of_failures(self, device: str) -> int:
+        """Return of how many kinds a device's failures are, drills left out."""
+        query = f"SELECT DISTINCT {KIND} FROM runs WHERE device = ? AND drill = '' AND failed = 1"
+        stored, waiting = self._read(query, device)
+        return len({*stored, *waiting})
 
     def newest_clean(self, device: str, limit: int) -> list[Run]:
         """Return a device's newest clean runs, briefly, at most `limit` of each probe; drills are left out.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -434,6 +435,25 @@ def test_a_broken_device_does_not_fill_the_memory(idle):
     for number in range(1000):
         idle.take(made(number, wrong=True))
     assert len(idle.evidence(CPU.uuid)) <= 100
+
+
+@pytest.mark.parametrize(("kinds", "each"), [(1, 8), (4, 8), (8, 4), (20, 2)])
+def test_a_device_that_fails_in_everything_takes_no_more_memory(idle, monkeypatch, kinds, each):
+    """Eight such devices fit in the memory of a daemon; each kind keeps its newest failures, also after a restart."""
+    for name, value in {"FAILURES": 8, "DEVICE_FAILURES": 32, "FEWEST": 2}.items():
+        monkeypatch.setattr(f"canaryd.engine.evidence.{name}", value)
+    for number in range(10):
+        for kind in range(kinds):
+            run = made(number, f"p{kind}", wrong=True)
+            idle.take(dataclasses.replace(run, id=f"{run.id}-{kind:02}"))
+            idle.store.add_run(dataclasses.replace(run, id=f"{run.id}-{kind:02}"))
+    probes = Counter(run.probe for run in idle.evidence(CPU.uuid))
+    assert probes == {f"p{kind}": each for kind in range(kinds)}
+    assert idle.store.kinds_of_failures(CPU.uuid) == kinds
+    again = Engine(idle.config, idle.store, clock=lambda: NOW)
+    again.devices = {CPU.uuid: CPU}
+    again._evidence.recall()
+    assert {r.id for r in again.evidence(CPU.uuid)} == {r.id for r in idle.evidence(CPU.uuid)}
 
 
 # --- Restricted checks, and which device -----------------------------------------------------------------------------

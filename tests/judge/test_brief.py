@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Comparison, Exactness, Place, Recording, Subject
+from canaryd.facts import Comparison, Exactness, Place, Reading, Recording, Skipped, Subject
 from canaryd.judge.brief import ELEMENTS, FEW, brief, fold
 from canaryd.judge.characterised import FOLDED
-from canaryd.model import Outcome, Run
+from canaryd.model import MPS_CLIENT, Outcome, Run
 from tests.engine.test_engine import EVIDENCE, made
 
 CORES = (Place(unit="core", numbers=(0,)), Place(unit="core", numbers=(1,)), Place(unit="threads", numbers=(2,)))
@@ -67,6 +67,18 @@ def test_wrong_elements_are_few_and_a_traceback_is_of_what_did_not_complete():
     assert len(wrong.evidence.first) == ELEMENTS
     assert brief(made(1, detail="said")).detail == ""
     assert brief(made(1, outcome=Outcome.CRASHED, detail="said")).detail == "said"
+
+
+def test_what_only_the_store_has_to_remember_is_left_out():
+    """A device under MPS, and a drill's command, are judged or shown; commands and surroundings are read when asked."""
+    run = brief(made(1, repro="canaryd check", environment={"hostname": "node17", MPS_CLIENT: "yes"}))
+    assert (run.repro, run.environment) == ("", {MPS_CLIENT: "yes"})
+    assert brief(made(1, drill="flip", repro="canaryd drill")).repro == "canaryd drill"
+    skips = (Skipped(case="fp8", reason="no kernel"),)
+    assert brief(made(1, skipped=skips)).skipped == ()
+    assert brief(made(1, skipped=skips, comparisons=())).skipped == skips
+    long = (Reading(name="switches", value="x" * 500), Reading(name="version", value="2.13"))
+    assert [r.value for r in brief(made(1, readings=long)).readings] == ["", "2.13"]
 
 
 @pytest.mark.parametrize(
