@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait, seed
-from canaryd.cli.common import ask, complain, make_engine, open_store, say
+from canaryd.cli.common import ask, complain, make_engine, open_store, processor, say
 from canaryd.config.settings import Config
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
@@ -83,9 +83,8 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     begun = time.monotonic()
     engine = make_engine(settings, open_store(settings))
-    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    cpu = processor("canary", engine, "makes the model")
     if cpu is None:
-        complain("canary: cannot start worker.python, which makes the model", *engine.problems)
         return exit_code(State.UNKNOWN)
     arguments = {
         "directory": str(directory),

@@ -20,6 +20,7 @@ from canaryd.cli.check import FAULTS
 from canaryd.cli.common import (
     ProgressPrinter,
     complain,
+    is_released,
     make_engine,
     one_device,
     open_store,
@@ -27,13 +28,10 @@ from canaryd.cli.common import (
     say,
 )
 from canaryd.config.settings import Config
-from canaryd.formatting import format_duration
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.terminal import typed
-from canaryd.store import notes
 from canaryd.store.locks import Busy
-from canaryd.store.notes import released_until
 from canaryd.store.store import Store
 
 CHARACTERISE_EXIT_STATUS = (
@@ -133,10 +131,7 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
         complain("--accept: a drill shows nothing of the device; leave --drill out")
         return USAGE
     begun, store = time.monotonic(), open_store(settings)
-    now = time.time()
-    if notes.daemon_runs(store) and (until := released_until(store, now)):
-        pause = format_duration(until - now)
-        complain(f"characterise: devices are released for another {pause}: wait, or type canaryd release --end")
+    if is_released("characterise", store):
         return exit_code(State.UNKNOWN)
     engine = make_engine(settings, store)
     there = {u: d for u, d in engine.devices.items() if not d.is_endpoint and engine.reached(d)}

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from canaryd.cli.common import (
     ProgressPrinter,
     complain,
     device_names,
+    is_released,
     may_write,
     nearest_device,
     open_store,
@@ -29,13 +29,11 @@ from canaryd.engine import check
 from canaryd.engine.catalogue import builtin_directory
 from canaryd.engine.check import Result
 from canaryd.engine.engine import Engine, choose
-from canaryd.formatting import did_you_mean, format_duration
+from canaryd.formatting import did_you_mean
 from canaryd.judge.verdict import exit_code
 from canaryd.model import ENDPOINT, EXACT_ENDPOINT, INTENSITIES, Device, Run, State
 from canaryd.probe import LEVELS, NEAREST
 from canaryd.report.check import as_json, as_text
-from canaryd.store import notes
-from canaryd.store.notes import released_until
 from canaryd.supervisor.environment import INSTRUCTION_SETS
 
 FAULTS = ("flip", "zero", "swap", "nan", "stuck", "consistent")
@@ -154,12 +152,7 @@ def check_command(options: argparse.Namespace, settings: Config) -> int:
         return USAGE
     store = open_store(settings)
     complain(*store.problems)
-    now = time.time()
-    if notes.daemon_runs(store) and (until := released_until(store, now)):
-        complain(
-            f"check: devices are released for another {format_duration(until - now)} and must not be touched:"
-            " wait, or type canaryd release --end"
-        )
+    if is_released(options.command, store):
         return exit_code(State.UNKNOWN)
     asked = getattr(options, "repeat", "")
     again = repeat.recorded(options, store, options.parser.parse_args([])) if asked else None

@@ -9,18 +9,19 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine, Progress, choose
-from canaryd.formatting import columns, did_you_mean_device, folded
+from canaryd.formatting import columns, did_you_mean_device, folded, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.model import Device, Outcome, Run
 from canaryd.report.terminal import typed
 from canaryd.store.locks import Busy, Unreadable, user_name
-from canaryd.store.notes import daemon_runs
+from canaryd.store.notes import daemon_runs, released_until
 from canaryd.store.retention import Retention
 from canaryd.store.store import Store
 
@@ -104,6 +105,18 @@ def refuse_beside_daemon(store: Store, devices: Sequence[Device]) -> None:
         raise Unreadable(f"cannot lock {', '.join(names)} beside the daemon as user {user_name()}: use sudo")
 
 
+def is_released(command: str, store: Store) -> bool:
+    """Whether the devices are released, so that nothing may touch them; complain where they are."""
+    now = time.time()
+    if not (daemon_runs(store) and (until := released_until(store, now))):
+        return False
+    complain(
+        f"{command}: devices are released for another {format_duration(until - now)} and must not be touched:"
+        " wait, or type canaryd release --end"
+    )
+    return True
+
+
 class ProgressPrinter:
     """Progress on standard error: one moving line on a terminal, a plain line per finished run elsewhere."""
 
@@ -176,6 +189,14 @@ def one_device(command: str, name: str, known: Mapping[str, Device]) -> Device |
         here = here if known else "nothing is recorded yet: start the daemon (canaryd run), or run canaryd check"
         complain(f'{command}: no device "{name}"; {here}')
     return None
+
+
+def processor(command: str, engine: Engine, what_for: str) -> Device | None:
+    """Return this host's processor, whose worker has torch; None, with a complaint, where it cannot be started."""
+    found = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    if found is None:
+        complain(f"{command}: cannot start worker.python, which {what_for}", *engine.problems)
+    return found
 
 
 def stop_on_signals(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from canaryd.cli.common import (
     may_write,
     nearest_device,
     open_store,
+    processor,
     refuse_beside_daemon,
     say,
     write_file,
@@ -184,9 +185,8 @@ def compare_command(options: argparse.Namespace, settings: Config) -> int:
     if not captures[0]:
         return _compare_scores(options)
     engine = make_engine(settings, open_store(settings, for_reading=True))
-    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    cpu = processor("compare", engine, "does the arithmetic")
     if cpu is None:
-        complain("compare: cannot start worker.python, which does the arithmetic", *engine.problems)
         return exit_code(State.UNKNOWN)
     arguments = {"a": str(options.a.absolute()), "b": str(options.b.absolute())}
     answer = ask(engine, cpu, "compare", arguments, wait=600.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from canaryd.cli.arguments import USAGE, Commands, add_wait
 from canaryd.cli.canary import unusable
-from canaryd.cli.common import ask, complain, make_engine, open_store, say
+from canaryd.cli.common import ask, complain, make_engine, open_store, processor, say
 from canaryd.compare import pack
 from canaryd.config.settings import Config
 from canaryd.engine.catalogue import builtin_directory
@@ -60,9 +60,8 @@ def _export(options: argparse.Namespace, settings: Config) -> int:
         complain(mistake)
         return USAGE
     engine = make_engine(settings, open_store(settings))
-    cpu = next((d for d in engine.devices.values() if d.backend == "cpu"), None)
+    cpu = processor("pack", engine, "makes the operands")
     if cpu is None:
-        complain("pack: cannot start worker.python, which makes the operands", *engine.problems)
         return exit_code(State.UNKNOWN)
     goldens = json.loads((builtin_directory() / "golden/exact_matmul.json").read_text(encoding="utf-8"))
     arguments = {"directory": str(directory), "goldens": goldens}

@@ -279,35 +279,3 @@ def _fields_sent(body: Mapping[str, Any]) -> str:
 def new_salt() -> str:
     """Return a cache salt never used before; one made from the seed would repeat with the run and not be cold."""
     return secrets.token_hex(8)
-
-
-def describe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a server and the fields it accepts, by a few small requests; raise `Skip` where it does not answer."""
-    endpoint = Endpoint(Settings.read(given))
-    prompt = Prompt(name="describe", text=TIMED_TEXT, tokens=TIMED_TOKENS)
-    apis: dict[str, Any] = {}
-    for api in endpoint.settings.apis:
-        try:
-            answer = endpoint.ask(api, prompt, fresh=True, salt=new_salt())
-        except Refused as refused:
-            apis[api] = {"refused": str(refused)}
-            continue
-        apis[api] = {
-            "logprobs": answer.scored,
-            "alternatives": max((len(position.top) for position in answer.positions), default=0),
-            "fields": {k: v for k, v in endpoint.dialect.fields(api).items() if k not in endpoint.dropped[api]},
-            "dropped": sorted(endpoint.dropped[api]),
-            "prefix_cache_off_by": endpoint.cold(api),
-            "fingerprint": answer.fingerprint,
-        }
-    return {
-        "url": endpoint.settings.url,
-        "dialect": endpoint.dialect.name,
-        "version": endpoint.version,
-        "model": endpoint.model,
-        "models": endpoint.models,
-        "apis": apis,
-        "scores_prompts": endpoint.scores_prompts,
-        "running": endpoint.running(),
-        "links": endpoint.links,
-    }

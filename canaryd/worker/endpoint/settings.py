@@ -1,4 +1,4 @@
-"""The settings of an endpoint canary, checked as a whole."""
+"""The settings of an endpoint canary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.probe import Skip
-from canaryd.worker.endpoint.dialects import DIALECTS
 
 APIS = ("completions", "chat")
 
@@ -37,43 +36,23 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Return settings from plain data, where None and "" mean not set; raise `Skip` with all mistakes at once."""
-        problems = []
-        texts = {name: given.get(name) or "" for name in ("url", "model", "dialect", "command", *_FILES)}
-        for name, value in texts.items():
-            if not isinstance(value, str):
-                problems.append(f"{name}: got {type(value).__name__}, wanted a text")
-            elif name in _FILES and value and not value.startswith("/"):
-                problems.append(f"{name}: got {value!r:.200}, wanted an absolute path")
-        if not texts["url"]:
-            problems.append('url: not set, wanted e.g. "http://127.0.0.1:8000/v1"')
-        if isinstance(texts["dialect"], str) and texts["dialect"] and texts["dialect"] not in DIALECTS:
-            problems.append(f"dialect: got {texts['dialect']!r:.200}, wanted one of {', '.join(DIALECTS)}")
-        apis = given.get("apis") or APIS
-        if not isinstance(apis, (list, tuple)) or not set(map(str, apis)) <= set(APIS):
-            problems.append(f"apis: got {apis!r:.200}, wanted a list of {', '.join(APIS)}")
-        timeout = given.get("timeout") or 60.0
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 86400:
-            problems.append(f"timeout: got {timeout!r:.200}, wanted seconds from above 0 to 86400")
-        if problems:
-            raise Skip("; ".join(problems))
+        """Return settings from those of the configuration, which has checked them; None and "" mean not set.
+
+        Raises `Skip` where the file of the key cannot be used.
+        """
+        paths = {name: Path(given[name]) if given.get(name) else None for name in ("directory", "prompts", "exact")}
         return cls(
-            url=texts["url"].rstrip("/"),
-            model=texts["model"],
-            dialect=texts["dialect"],
-            apis=tuple(apis),
-            directory=Path(texts["directory"]) if texts["directory"] else None,
-            prompts=Path(texts["prompts"]) if texts["prompts"] else None,
-            exact=Path(texts["exact"]) if texts["exact"] else None,
-            command=texts["command"],
-            memory=int(given.get("memory") or 0),
-            key=_key(Path(texts["key_file"])) if texts["key_file"] else "",
-            ca_file=texts["ca_file"],
-            timeout=float(timeout),
+            url=given["url"].rstrip("/"),
+            model=given.get("model") or "",
+            dialect=given.get("dialect") or "",
+            apis=tuple(given.get("apis") or APIS),
+            command=given.get("command") or "",
+            memory=given.get("memory") or 0,
+            key=_key(Path(given["key_file"])) if given.get("key_file") else "",
+            ca_file=given.get("ca_file") or "",
+            timeout=given.get("timeout") or 60.0,
+            **paths,
         )
-
-
-_FILES = ("directory", "prompts", "exact", "key_file", "ca_file")
 
 
 def _key(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What a serving endpoint says in JSON: every dialect's answers, lists, metrics and settings, and what is made of them.
 
 Only `Skip`, one printable line. An answer's values are finite or None, margins not negative, its recording plain data
-that a store and the protocol take; what was not scored has no values. Prompts and settings are refused with all
-mistakes at once, or are within their bounds. Symptoms are found in any text, in bounded time.
+that a store and the protocol take; what was not scored has no values. Prompts are refused with all mistakes at once, or
+are within their bounds. Symptoms are found in any text, in bounded time.
 """
 # ruff: noqa: PT017  a refusal is examined where it is caught: most inputs are none
 
@@ -26,7 +26,7 @@ from canaryd.worker.endpoint.dialects import DIALECTS, listed, recognise
 from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
 from canaryd.worker.endpoint.settings import APIS, Settings
-from tests.fuzz.material import Choices, dumps, loaded, modes, seed, stretched, warped
+from tests.fuzz.material import Choices, dumps, modes, seed, stretched, warped
 from tests.fuzz.properties import finite, in_time, lines, one_line, plain, scratch
 from tests.worker.endpoint.served import Served, recorded
 
@@ -142,23 +142,12 @@ def _questions(given: Mapping[str, Any], metrics: str, choices: Choices) -> None
     assert all(isinstance(model["id"], str) for model in listed(given.get("/v1/models")))
 
 
-SETTINGS = {"url": "http://127.0.0.1:8000/v1", "model": "m", "dialect": "vllm", "apis": ["chat"], "timeout": 5,
-            "directory": "/srv/m", "prompts": "/etc/p", "ca_file": "", "key_file": ""}  # fmt: skip
 PROMPTS = {"prompts": [{"name": "reef", "text": "x" * 80, "tokens": 64}, {"name": "sand", "text": "y" * 80}]}
 
 
-def _settings(data: bytes) -> None:
+def _prompt_file(data: bytes) -> None:
+    """A file of prompts, spoilt or not."""
     choices = Choices(data)
-    given = loaded(warped(SETTINGS, choices))
-    if isinstance(given, dict):
-        try:
-            found = Settings.read(given)
-        except Skip as error:
-            one_line(str(error))
-        else:
-            finite(found.timeout, 0.0, 86400.0)
-            assert set(found.apis) <= set(APIS)
-            assert found.dialect in (*DIALECTS, "")
     with scratch.fresh() as place:
         file = place / "prompts.json"
         file.write_bytes(choices.rest() if choices.flag() else dumps(warped(PROMPTS, choices)).encode())
@@ -245,7 +234,7 @@ def _document(data: bytes) -> None:
         assert isinstance(_message(document), str)
 
 
-target = modes(_parsed, _told, _metrics, _settings, _whole, _said, _document)
+target = modes(_parsed, _told, _metrics, _prompt_file, _whole, _said, _document)
 
 
 def seeds() -> list[bytes]:

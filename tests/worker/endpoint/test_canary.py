@@ -22,7 +22,7 @@ from canaryd.supervisor.series import Series
 from canaryd.worker.endpoint import client as endpoint_client
 from canaryd.worker.endpoint import recorder as endpoint_recorder
 from canaryd.worker.endpoint import wire
-from canaryd.worker.endpoint.canary import Endpoint, describe
+from canaryd.worker.endpoint.canary import Endpoint
 from canaryd.worker.endpoint.client import Client, Refused
 from canaryd.worker.endpoint.drills import injected
 from canaryd.worker.endpoint.prompts import Prompt
@@ -344,23 +344,6 @@ def test_certificates_that_cannot_be_read_are_one_line(tmp_path, content):
 
 
 # --- Settings and models ---------------------------------------------------------------------------------------------
-
-
-def test_wrong_settings_are_told_at_once():
-    """Their types are checked although the configuration has checked them."""
-    text = reason(
-        Settings.read,
-        {"dialect": "gpt", "apis": ["embeddings"], "timeout": -1, "model": 5, "directory": "models/x"},
-    )
-    for part in (
-        "url: not set",
-        "dialect: got 'gpt'",
-        "apis: got",
-        "timeout: got -1",
-        "model: got int",
-        "directory: got",
-    ):
-        assert part in text
 
 
 def test_the_key_file_holds_a_key_that_not_everybody_may_read(tmp_path):
@@ -945,17 +928,6 @@ def test_a_drill_reaches_text_alone():
         answer = endpoint.ask("chat", PROMPT, fresh=True)
     assert injected(answer, "flip").text == "syo[drill: flip]ols"
     assert injected(answer, "flip").digest != answer.digest
-
-
-def test_the_server_is_described_for_the_command_line():
-    """Dialect, version, model and what each API honours."""
-    with served(routes_of("vllm")) as server:
-        said = describe({"url": server.url})
-    assert (said["dialect"], said["version"], said["model"], said["scores_prompts"]) == ("vllm", "0.32.0", "tiny", True)
-    assert said["apis"]["completions"]["logprobs"] is True
-    assert said["apis"]["completions"]["alternatives"] == 5
-    assert said["apis"]["chat"]["prefix_cache_off_by"] == "cache_salt"
-    json.dumps(said)
 
 
 def test_its_facts_travel_through_a_worker():
