@@ -10,6 +10,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -247,3 +248,41 @@ def test_it_installs_from_the_index_that_is_named(tmp_path):
     code = "import importlib.metadata as m; print(m.version('torch'))"
     told = subprocess.run([venv / "bin/python", "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "2.13.0+cpu\n"
+
+
+# --- scripts/accelerator ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
+    """It has the tests for GPUs and one part more each time, in a directory of few files, on the processor as well."""
+    venv, out = tmp_path / "venv", tmp_path / "results"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    variables = environment(PYTHON=str(python), CANARYD_VENV=str(venv))
+    for part in ("controls", "memory"):
+        argv = [ROOT / "scripts/accelerator", "cpu:0", out, "--minutes", "1", "--part", part]
+        done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        with tarfile.open(out / "parts.tar") as parts:
+            names = {Path(name).stem for name in parts.getnames() if "/parts/" in name}
+        assert names == {"environment", "controls", "memory"} - ({"memory"} if part == "controls" else set())
+    kinds = sorted(file.suffix for file in out.iterdir())
+    assert kinds == [".html", ".json", ".tar", ".txt"]
+    assert "tests/worker/units/test_kernel.py" in (out / "gpu-tests.txt").read_text()
+
+
+def test_without_torch_the_accelerator_script_says_which_interpreter_lacks_it(tmp_path):
+    """And how to name another one; nothing is installed."""
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    argv = [ROOT / "scripts/accelerator", "cuda:0", tmp_path / "results"]
+    variables = environment(PYTHON=str(python), CANARYD_VENV=str(tmp_path / "venv"))
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        64, f"{python} has no torch: name the interpreter that has it in PYTHON\n",
+    )  # fmt: skip
+    assert not (tmp_path / "venv").exists()

@@ -162,6 +162,8 @@ recording._time(device, Kernel, ())
         ("exact_matmul", ("float32/permute/square/nn",)),
         ("recorded_kernels", ("gemm/float32/decode1",)),
         ("canary_prompts", ("float32/decode",)),
+        ("exact_attention", ("float32/onehot/prefill/math",)),
+        ("exact_canary", ("float32/decode/b1/eager",)),
         ("exact_integer", ()),
     ],
 )
