@@ -18,9 +18,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 
 from benchmarks import common, detection_report, injections, other_faults, rivals, time_to_detect
+from benchmarks.detection_report import Row
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import host_same_bits, same_bits, strict_switches, torch
 
@@ -29,29 +29,6 @@ OTHERS = 30
 """One of so many injections goes to other faults than those of a product (ours)."""
 CLEAN = 5
 """One of so many clean results is judged by every rule: none may be called wrong (ours)."""
-
-
-@dataclass
-class Row:
-    """What became of the injections of one fault class in one format."""
-
-    injected: int = 0
-    changed: int = 0
-    found: Counter[str] = field(default_factory=Counter)
-    judged: Counter[str] = field(default_factory=Counter)
-    """Rule → changed results that it could judge: some tools do not take some formats."""
-    unobserved: Counter[str] = field(default_factory=Counter)
-    clean: Counter[str] = field(default_factory=Counter)
-    """Rule → clean results that it judged."""
-    alarms: Counter[str] = field(default_factory=Counter)
-    """Rule → clean results that it called wrong."""
-
-    def add(self, other: Row) -> None:
-        """Add another row."""
-        self.injected += other.injected
-        self.changed += other.changed
-        for name in ("found", "judged", "unobserved", "clean", "alarms"):
-            getattr(self, name).update(getattr(other, name))
 
 
 def judge(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from benchmarks import common, other_faults, rivals
 from benchmarks.time_to_detect import PATIENCE, STANDS_FOR, Campaigns
-
-if TYPE_CHECKING:
-    from benchmarks.detection import Row
 
 COLOURS = {
     "canaryd": "#2563c9", "gpu-burn": "#c26a00", "DCGM": "#4d7c0f", "RVS": "#b91c1c", "SuperBench": "#7c3aed",
@@ -19,6 +16,29 @@ COLOURS = {
 }  # fmt: skip
 WIDE, LEFT, RIGHT = 760, 290, 24
 TEXT = 'font-family="sans-serif" font-size="12" fill="#444"'
+
+
+@dataclass
+class Row:
+    """What became of the injections of one fault class in one format."""
+
+    injected: int = 0
+    changed: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    judged: Counter[str] = field(default_factory=Counter)
+    """Rule → changed results that it could judge: some tools do not take some formats."""
+    unobserved: Counter[str] = field(default_factory=Counter)
+    clean: Counter[str] = field(default_factory=Counter)
+    """Rule → clean results that it judged."""
+    alarms: Counter[str] = field(default_factory=Counter)
+    """Rule → clean results that it called wrong."""
+
+    def add(self, other: Row) -> None:
+        """Add another row."""
+        self.injected += other.injected
+        self.changed += other.changed
+        for name in ("found", "judged", "unobserved", "clean", "alarms"):
+            getattr(self, name).update(getattr(other, name))
 
 
 def share(found: int, of: int) -> str:
