@@ -59,7 +59,7 @@ class Exactness(str, enum.Enum):
 
 
 class _Keyed:
-    """What a reading knows of itself once it was asked: in a slot, because a dictionary would double it."""
+    """The key of a reading, computed once; in a slot, because a dictionary would double its memory."""
 
     __slots__ = ("_key",)
     _key: str
@@ -67,7 +67,7 @@ class _Keyed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading(_Keyed):
-    """A fact with a unit. What could not be read is not a Reading: it is an entry of `Run.absent`, with its reason."""
+    """A fact with a unit. What could not be read is listed in `Run.absent` instead, with its reason."""
 
     name: str
     value: float | int | str | bool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes of memory that this process and its children could still take; None where nobody can tell.
+    """Return the bytes of memory that this process and its children could still take; None if it is not known.
 
     The least of what the kernel estimates for the host (proc_meminfo(5), MemAvailable) and of what is left to each
     control group above this process (cgroup v2: memory.max less memory.current, whose inactive files can be dropped).

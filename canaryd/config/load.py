@@ -168,7 +168,7 @@ ANSWERS = "expected.json"
 
 
 def missing_files(config: Config) -> list[str]:
-    """Return a line for each setting that names a file or a program which does not exist; `load` does not look."""
+    """Return a line for each setting that names a missing file or program; `load` does not check that."""
     missing = [
         f"{where}: {value} does not exist; create it, or correct the setting"
         for where, value in _named_files(config, "")

@@ -24,9 +24,9 @@ def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
 
 
 def ahead(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...]:
-    """Return the acknowledgements that a clock dated which ran ahead; `certain` is a time that has come.
+    """Return the acknowledgements dated in the future by a clock that ran ahead; `certain` is a time that has come.
 
-    They must not come into force when their date does. A clock that was never set tells of none.
+    They must never come into force. Where the present clock was never set, there are none.
     """
     limit = max(now, certain) + AHEAD
     return tuple(a for a in acks if now >= EPOCH and a.at > limit and not a.void)

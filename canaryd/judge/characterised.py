@@ -102,9 +102,9 @@ class Met:
 
 
 def met_in(run: Run) -> frozenset[str]:
-    """Return the classes whose golden a run met, none of its comparisons disagreeing.
+    """Return the classes in which a run was right in every comparison.
 
-    Never of a drill, and never of a run without a stack: nobody could say for which software it holds.
+    Drills do not count, nor do runs without a stack: their software is not known.
     """
     if run.drill or not run.stack:
         return frozenset()

@@ -74,7 +74,7 @@ def _began(case: Case, mismatches: Sequence[Mismatch]) -> float:
 
 
 def confirmed(case: Case) -> Iterator[Finding]:
-    """The mismatches repeat: faulty, whatever the cause; the cause decides only what to do about it."""
+    """Repeated mismatches make the device faulty; the cause decides only what to do about it."""
     for mismatches, grounds in case.confirmed:
         lead = strongest(mismatches)
         probes = names({m.run.probe for m in mismatches})
@@ -169,9 +169,9 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
 
 
 def uncharacterised_mismatch(case: Case) -> Iterator[Finding]:
-    """A mismatch in a class that nobody has met on this software: unknown, and what would settle it.
+    """A mismatch in a class that no device has passed on this software makes the device unknown.
 
-    Where identical devices give the same wrong bits, it is software or design and no single unit.
+    The finding says what would settle it. If identical devices give the same wrong bits, software or design is wrong.
     """
     mismatches = [m for m in case.node.missed[case.device.uuid] if m.proof is None]
     if case.device.is_endpoint:  # a server that was wrong everywhere and then right was served in another way

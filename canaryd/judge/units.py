@@ -18,10 +18,10 @@ def units_of(place: Place) -> Iterator[Place]:
 
 
 def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:
-    """Return the core or SM that alone is wrong, and those that computed the same right; None where nobody can tell.
+    """Return the only wrong core or SM, and those that computed the same data correctly; None if it is not known.
 
-    It is always wrong on bytes on which others are right, or it fails more often than chance explains: over the runs
-    that failed, or over uploads of bytes that others computed too. `mismatches` are of one probe and software, `runs`
+    It is always wrong on data that others compute correctly, or it fails more often than chance explains: over the runs
+    that failed, or over uploads of data that others computed too. `mismatches` are of one probe and software, `runs`
     those of the device; `enough` is how often a unit that was right before must fail in a row.
     """
     accused = {m.comparison.place for m in mismatches if m.comparison.place.unit in UNITS}

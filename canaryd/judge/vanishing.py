@@ -39,7 +39,7 @@ class Outage(NamedTuple):
 
 
 def keeps_vanishing(case: Case) -> Iterator[Finding]:
-    """A device vanished again and again while nobody took it away: suspect where others of this host stayed.
+    """A device that vanished repeatedly, without being removed, is suspect if other devices of this host stayed.
 
     An instance of a divided GPU is left out: it goes whenever the GPU is divided anew.
     """

@@ -321,7 +321,7 @@ def _importance(one: Trend) -> tuple[Any, ...]:
 
 
 def is_telling(one: Trend) -> bool:
-    """Whether a reading is worth a line: not a counter that stays zero, nor heat by power that did not change."""
+    """Whether a reading is worth a line. Counters that stayed zero and unchanged heat by power are not."""
     if one.changes:
         return True
     return trends_days.followed(one.key.reading) is not trends_days.HEAT and (any(one.values) or not counter(one))

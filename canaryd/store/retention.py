@@ -18,7 +18,7 @@ SUCCESS, FAILURE = "(drill != '' OR NOT failed)", "(drill = '' AND failed)"
 class Retention:
     """How long runs are kept, in seconds since they were stored.
 
-    A failure is a run with a wrong comparison or unknown bits, or one that neither completed nor was skipped.
+    A failure is a run with wrong results or unknown bits, or one that did not complete and was not skipped.
     """
 
     successes: float = 14 * DAY

@@ -1,4 +1,4 @@
-"""Which workers canaryd itself has killed: what a driver says of their contexts then accuses nobody."""
+"""Workers that canaryd itself has killed: errors that a driver then reports about them are not faults."""
 
 from __future__ import annotations
 

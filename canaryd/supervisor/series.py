@@ -44,8 +44,8 @@ PATIENCE = 10.0
 class Series:
     """Runs on one device that share a worker, so that it starts only once.
 
-    After any run that neither completed nor was skipped, the next run gets a new worker: a failed run may have damaged
-    the device's context or the process.
+    After a run that failed (skipped is not failed) the next one gets a new worker: the failure may have damaged the
+    device's context or the process.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ _MAX_HEAD = 32 * 1024
 class Server:
     """A small HTTP/1.1 server that answers GET and HEAD from prepared bytes.
 
-    Each connection has a thread and deadlines of its own, so that a slow or silent client holds up nobody else. When
+    Each connection has a thread and deadlines of its own, so that a slow or silent client delays no other. When
     all places are taken, a new client gets the place of the one that has waited longest.
     """
 

@@ -19,7 +19,7 @@ from canaryd.model import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A run that was no re-run, and what it and its re-runs gave in cases that repeat exactly and are comparable."""
+    """A scheduled run with its re-runs: what they gave in the cases that repeat exactly and can be compared."""
 
     run: Run
     compared: Sequence[Observation]

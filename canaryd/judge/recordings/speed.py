@@ -53,10 +53,10 @@ class _Speed(NamedTuple):
 
 
 def slow(record: Record) -> Iterator[Finding]:
-    """The same chain answers several times slower than before: the results are right, but late.
+    """The same model and server answer several times slower than before: the results are right, but late.
 
-    Slowness while others are served is no fault of the endpoint. So a server that tells its queue is judged while it is
-    idle, and one that does not only beside another endpoint with the same chain that is not slow.
+    A server may be slow because it has other requests. So a server that reports its queue is judged while it is idle.
+    One that does not is judged only if another endpoint with the same model and server is not slow.
     """
     for series, runs in sorted(_measured(record.runs).items()):
         newest = [run for run, _ in runs[-NEWEST:]]

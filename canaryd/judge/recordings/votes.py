@@ -122,14 +122,14 @@ def _groups(voters: Sequence[Baseline]) -> list[list[Baseline]]:
 
 
 def witnesses(own: Baseline, voters: Iterable[tuple[str, Baseline]]) -> str:
-    """Return who has confirmed a baseline, "" for nobody: siblings with all its vectors, a reference, an operator."""
+    """Return who has confirmed a baseline (siblings with all its vectors, a reference, an operator); "" for none."""
     names = sorted(name for name, b in voters if own.digests <= b.digests)
     found = [", ".join(names)] * bool(names) + ["reference"] * own.referenced + ["operator"] * bool(own.pinned)
     return " and ".join(found)
 
 
 def unwitnessed(record: Record) -> Iterator[Finding]:
-    """Note baselines that nobody has confirmed: those of a faulty device look the same."""
+    """Note unconfirmed baselines: a device that was faulty from the start has such baselines too."""
     alone: dict[str, list[Baseline]] = defaultdict(list)
     for own, _ in record.current if not record.is_endpoint else ():
         if not witnesses(own, record.voters(own)):

@@ -1,7 +1,7 @@
 """A serving endpoint: which server it is, which fields it accepts, requests cold and warm, the chain of its answers.
 
 A field that the server refuses is not sent again, so that the rest can still be recorded. The link "settings" contains
-what was sent, so that a server that begins to refuse fields shows as a change of software.
+the accepted fields: if a server begins to refuse one, that shows as a change of software.
 """
 
 from __future__ import annotations

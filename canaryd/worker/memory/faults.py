@@ -36,7 +36,7 @@ class Model:
         """Words were read; their differences may be changed in place."""
 
     def rested(self) -> None:
-        """Nobody wrote for a while."""
+        """Time passed without a write."""
 
 
 class StuckAtOne(Model):
@@ -102,7 +102,7 @@ class Flipping(Model):
 
 
 class Leaking(Model):
-    """A word loses its ones while nobody writes."""
+    """A word loses its ones while it is not written."""
 
     cell = Cell.LEAKING
 

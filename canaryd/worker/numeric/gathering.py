@@ -1,8 +1,8 @@
 """Fresh operands at the speed of the device: rows and columns of uploaded pools, gathered there turn by turn.
 
-The host makes the pools and their answers once, twice over; a turn then costs it some index numbers. What the gather
-itself does wrong is seen as well: operands and golden are gathered by two uploads of the same indices, so an index that
-changed on one way shows as a wrong result; what would change both alike is what `differs` looks for now and then.
+The host makes the pools once and computes their answers twice; after that, a turn costs it only some index numbers.
+Errors of the gather are found as well. Operands and golden are gathered by two uploads of the same indices, so an index
+that changed in one upload gives a wrong result. `differs` looks now and then for errors that would change both alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a failing case for people without canaryd: operands, golden, and a script that needs only torch.
 
-The tensors are made anew from case and seed on the host, and held against what was expected when the case failed; a
-case that does not come out the same is not laid out. docs/dossier.md describes the files.
+The host makes the tensors again from case and seed and compares them with those of the failure; a case that differs is
+left out. docs/dossier.md describes the files.
 """
 
 from __future__ import annotations
