@@ -1,7 +1,11 @@
-"""Which single-bit faults change a logit of the exact canary, by operator, format and bit.
+"""Which single-bit faults change a logit of the exact canary, by operator, format and bit; beside it what others see.
 
 One bit of one element is flipped in an activation, a weight that is not 0, or an entry of the KV cache; the inference
 is one pass over a prompt and its continuation, and all its logits are compared bit for bit. Elements are drawn evenly.
+
+Beside it: the same faults as an endpoint's log probabilities would show them (float32, eight candidates), and as the
+trained canary of `canary_prompts` shows them, by its tolerance, and by any bit of its logits, which is what a baseline
+of recordings compares once it is learnt. Last: how many low bits of every result a unit must lose until each sees it.
 """
 
 from __future__ import annotations
@@ -13,9 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import become_worker, machine, options, table, write
+from benchmarks.common import ROOT, become_worker, machine, options, table, write
+from canaryd.worker.canary.golden import Golden, load_golden, look
+from canaryd.worker.canary.model import Canary, Watch, score
+from canaryd.worker.endpoint.answers import Answer, Position
+from canaryd.worker.endpoint.marking import mark
 from canaryd.worker.exact_canary.cases import text
 from canaryd.worker.exact_canary.construct import Model, construct
+from canaryd.worker.exact_canary.expected import Expected, Question
+from canaryd.worker.exact_canary.golden import answer, codes
+from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY, Shape
 from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches, torch
@@ -25,17 +36,31 @@ ROWS = 32
 """Faults in activations tried at once, one in each row of a batch."""
 GOALS = {
     "all weights": 0.95,
-    **dict.fromkeys(("attention_norm", "inner_norm", "norm", "output", "down", "middle", "out", "values"), 0.90),
+    **dict.fromkeys(
+        (
+            "attention_norm",
+            "inner_norm",
+            "norm",
+            "output",
+            "down",
+            "middle",
+            "out",
+            "keys, read later",
+            "values, read later",
+        ),
+        0.90,
+    ),
 }
 """Share that the construction is to reach, by place."""
 
 
 @dataclass
 class Count:
-    """Faults tried and seen, by bit."""
+    """Faults tried and seen, by bit; `other` is what another measure saw of them, in all."""
 
     tried: dict[int, int] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
+    other: int = 0
 
     def add(self, bit: int, seen: bool) -> None:
         """Count one fault."""
@@ -61,48 +86,165 @@ def activations(model: Model, form: str, whole: list[int], count: int, seed: int
 
     Elements that are 0 count as well, except in "keys, not 0".
     """
-    draw = random.Random(seed)
     weights = {name: w.to(getattr(torch, form)) for name, w in model.weights.items()}
-    tokens, names, good = torch.tensor([whole]), [], None
+    tokens, read, shows = torch.tensor([whole]), read_later(model, whole), printed(model, whole)
+
+    def inference(watch: Watch) -> Any:
+        return Runner(model.shape, weights, watch=watch).forward(tokens.expand(ROWS, -1))
+
+    def others(name: str) -> list[tuple[str, Any]]:
+        found = [(", not 0", True)] if name in ("query", "scores", "mixed", "active") else []
+        return found + ([(", read later", read[None, None, :, None])] if name in ("keys", "values") else [])
+
+    yield from strikes(inference, count, others, shows, seed)
+
+
+def strikes(
+    inference: Callable[[Watch], Any],
+    count: int,
+    others: Callable[[str], list[tuple[str, Any]]],
+    shows: Callable[[Any], list[bool]],
+    seed: int,
+) -> Iterator[tuple[str, Count]]:
+    """Yield what was seen of about `count` faults at each place of an inference of ROWS equal rows.
+
+    Of all elements, and of those that `others` (suffix, mask) name and that are not 0. `shows` tells of each row's
+    logits whether another measure sees the fault.
+    """
+    draw, names = random.Random(seed), []
 
     def note(name: str, tensor: Any) -> Any:
         names.append(name)
         return tensor
 
-    good = Runner(model.shape, weights, watch=note).forward(tokens)
+    good = inference(note)
     counts: dict[str, Count] = {}
     for name in names:
         if name == "logits":
             continue
         place = name.rpartition(".")[2]
-        for label, live in ((place, False), (f"{place}, not 0", True)):
-            if live and place not in ("keys", "query", "scores", "mixed", "active"):
-                continue
-            for _ in range(max(1, count // ROWS // (1 if name == place else model.shape.layers))):
+        alike = sum(each.rpartition(".")[2] == place for each in names)
+        for suffix, among in (("", None), *others(place)):
+            for _ in range(max(1, count // ROWS // alike)):
                 where: list[int] = []
-                runner = Runner(model.shape, weights, watch=_striking(name, where, draw, live=live))
-                logits = runner.forward(tokens.expand(ROWS, -1))
+                logits = inference(_striking(name, where, draw, among))
                 wrong = (bits(logits) != bits(good)).flatten(1).any(1).tolist()
+                found = counts.setdefault(place + suffix, Count())
+                found.other += sum(shows(logits))
                 for bit, seen in zip(where, wrong, strict=True):
-                    counts.setdefault(label, Count()).add(bit, seen)
+                    found.add(bit, seen)
     yield from counts.items()
 
 
-def _striking(name: str, where: list[int], draw: random.Random, *, live: bool) -> Callable[[str, Any], Any]:
-    """Return a watch that flips one random bit in each row of the tensor called `name`, and notes which bits."""
+def _striking(name: str, where: list[int], draw: random.Random, among: Any) -> Watch:
+    """Return a watch that flips one random bit in each row of the tensor called `name`, and notes which bits.
+
+    `among` is None for all elements, else a mask for those that are not 0.
+    """
 
     def strike(seen: str, tensor: Any) -> Any:
         if seen != name:
             return tensor
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         raw = bits(tensor).view(len(tensor), -1)
-        some = (tensor.view(len(tensor), -1)[0] != 0).nonzero().view(-1).tolist() if live else range(raw.shape[1])
+        live = torch.ones_like(tensor[:1], dtype=torch.bool) if among is None else (tensor[:1] != 0) & among
+        some = live.view(-1).nonzero().view(-1).tolist()
         for row in raw:
             where.append(draw.randrange(raw.element_size() * 8))
             flip(row, some[draw.randrange(len(some))], where[-1])
         return tensor
 
     return strike
+
+
+def read_later(model: Model, whole: list[int]) -> Any:
+    """Return which positions of a text a generated word of it looks at: the last few are read by nobody."""
+    program = model.program
+    places = [word // program.values for word in whole]
+    looked = {place - lag for place in range(program.prompt, max(places[1:]) + 1) for lag in program.lags}
+    return torch.tensor([place in looked or word == program.anchor for word, place in zip(whole, places, strict=True)])
+
+
+# --- What others see -------------------------------------------------------------------------------------------------
+
+
+def printed(model: Model, whole: list[int]) -> Callable[[Any], list[bool]]:
+    """Return whether an engine's words and log probabilities (float32, eight candidates) show a fault, by row."""
+    program, count = model.program, model.program.steps
+    words = whole[: len(whole) - count + 1]
+    golden = Walk(model.shape, model.weights).prove(whole).logits[-count:]
+    right = answer(program, model.shape, words, count, golden.tolist())
+    question = Question(number=1, text="", prompt=words, tokens=right.tokens, chances=right.log_probabilities)
+    expected = Expected(
+        directory=Path(),
+        shape=model.shape,
+        program=program,
+        seed=model.seed,
+        weights="",
+        questions=(question,),
+        codes=codes(program, model.seed),
+    )
+
+    def shows(logits: Any) -> list[bool]:
+        chances = torch.log_softmax(logits[:, -count:].to(torch.float32), -1)
+        return [not mark(expected, question, _as_printed(row)).right for row in chances]
+
+    return shows
+
+
+def _as_printed(chances: Any) -> Answer:
+    values, tokens = chances.topk(8, -1)
+    chosen = chances.argmax(-1).tolist()
+    positions = tuple(
+        Position(token=str(token), value=float(row[token]), top=tuple(zip(map(str, best), some, strict=True)))
+        for token, row, best, some in zip(chosen, chances, tokens.tolist(), values.tolist(), strict=True)
+    )
+    return Answer(text="", positions=positions, scored=True)
+
+
+def trained(golden: Golden, form: str, count: int) -> Iterator[tuple[str, Count]]:
+    """Yield the same of the trained canary: any bit of its logits, and beside it what leaves its tolerance."""
+    model = golden.model.to("cpu", form)
+    prompt, tokens = (t[:1].expand(ROWS, -1) for t in (golden.prompts, golden.tokens))
+
+    def inference(watch: Watch) -> Any:
+        return score(Canary(model.shape, model.weights, watch), prompt, tokens)[1]
+
+    def shows(logits: Any) -> list[bool]:
+        return [look(golden, [0], form, "forced", row[None].argmax(-1), row[None]).wrong for row in logits]
+
+    yield from strikes(inference, count, lambda _: [], shows, seed=0)
+
+
+def losing(low: int) -> Watch:
+    """Return a watch that loses the lowest bits of every result: it rounds towards 0."""
+
+    def lose(_: str, tensor: Any) -> Any:
+        out = tensor.clone()
+        bits(out).bitwise_and_(-1 << low)
+        return out
+
+    return lose
+
+
+def lost(model: Model, golden: Golden, form: str, whole: list[int]) -> list[object]:
+    """Return the fewest low bits that every result must lose until exact, trained and recorded canary see it."""
+    kind, small = getattr(torch, form), golden.model.to("cpu", form)
+    weights = {name: w.to(kind) for name, w in model.weights.items()}
+    tokens, prompt, following = torch.tensor([whole]), golden.prompts[:1], golden.tokens[:1]
+    found: dict[str, int] = {}
+    good = Runner(model.shape, weights).forward(tokens), score(small, prompt, following)[1]
+    for low in range(1, MANTISSA[form] + 1):
+        mine = Runner(model.shape, weights, watch=losing(low)).forward(tokens)
+        theirs = score(Canary(small.shape, small.weights, losing(low)), prompt, following)[1]
+        for name, seen in (
+            ("exact", not torch.equal(mine, good[0])),
+            ("trained", look(golden, [0], form, "forced", theirs.argmax(-1), theirs).wrong),
+            ("recorded", not torch.equal(theirs, good[1])),
+        ):
+            if seen:
+                found.setdefault(name, low)
+    return [form, MANTISSA[form], *(found.get(name, "never") for name in ("exact", "trained", "recorded"))]
 
 
 def live_weights(model: Model, form: str, whole: list[int], count: int, seed: int = 0) -> Iterator[tuple[str, Count]]:
@@ -156,6 +298,17 @@ def row(place: str, form: str, found: Count) -> list[object]:
     return [place, form, *("-" if s is None else f"{100 * s:.1f} %" for s in shares), reached]
 
 
+def compared(place: str, form: str, mine: Count, theirs: Count) -> list[object]:
+    """Return a line of the report that has other measures beside."""
+    shares = (
+        mine.share(),
+        mine.other / sum(mine.tried.values()),
+        theirs.share(),
+        theirs.other / sum(theirs.tried.values()),
+    )
+    return [place, form, *(f"{100 * (s or 0):.1f} %" for s in shares)]
+
+
 def main() -> int:
     """Measure, print and write the report."""
     parser = options(__doc__)
@@ -166,7 +319,8 @@ def main() -> int:
     shape: Shape = TINY
     model = construct(shape, words.seed)
     whole = text(model, words.seed, 0, model.program.steps)
-    rows, data = [], []
+    golden = load_golden(ROOT / "probes" / "canary")
+    rows, data, beside, lossy = [], [], [], []
     with strict_switches(), torch.inference_mode():
         for form in words.formats:
             found = [
@@ -177,10 +331,25 @@ def main() -> int:
                 rows.append(row(place, form, count))
                 data.append({"place": place, "format": form, "tried": count.tried, "seen": count.seen})
                 print(*rows[-1], file=sys.stderr)
+            theirs = dict(trained(golden, form, words.faults // 2))
+            beside += [compared(place, form, count, theirs[place]) for place, count in found if place in theirs]
+            lossy.append(lost(model, golden, form, whole))
+            print(*beside, *lossy, sep="\n", file=sys.stderr)
     head = ("place", "format", "all bits", "low mantissa", "high mantissa", "exponent", "sign", "goal")
-    body = f"{model.shape}\n\n{table(head, rows)}"
+    body = f"{model.shape}\n\n{table(head, rows)}\n## Beside what others see (all bits, all elements)\n\n"
+    heads = ("place", "format", "exact", "exact, printed", "trained, any bit (recorded)", "trained, tolerance")
+    body += table(heads, beside)
+    body += "\n## Low bits of every result that must be lost until it is seen\n\n"
+    body += table(("format", "mantissa", "exact", "trained, tolerance", "trained, any bit (recorded)"), lossy)
     title = "Which single-bit faults change a logit of the exact canary"
-    write(Path(words.out), "observability", title, machine(), body, {"rows": data, "seed": words.seed})
+    write(
+        Path(words.out),
+        "observability",
+        title,
+        machine(),
+        body,
+        {"rows": data, "beside": beside, "lost": lossy, "seed": words.seed},
+    )
     return 0
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 
@@ -26,7 +27,7 @@ from tests.worker.endpoint.served import context, probe  # noqa: E402
 
 ENGINES = ("mlx", "transformers", "llama", "vllm")
 """Servers that were tried."""
-PYTHON = ("mlx", "transformers", "vllm")
+PYTHON = ("mlx", "transformers")
 """Servers whose products tests/faulty_server can break."""
 CLIENTS = 8
 BFLOAT16 = "30"
@@ -65,11 +66,15 @@ def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_pat
         assert [c for c in compared if c.wrong] == []
 
 
+@pytest.mark.parametrize("rate", ["0.02", "0.0005"])
 @pytest.mark.parametrize("name", PYTHON)
-def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, name):
-    """One product in fifty has one wrong bit, inside the server's own process: the first run accuses."""
+def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, name, rate):
+    """One product in 50 or 2,000 has one wrong bit, inside the server's own process: the first run accuses.
+
+    An answer takes some 880 products, and a run has 60 answers: 26 wrong products at 1 in 2,000.
+    """
     directory = exported(name)
-    broken = {"PYTHONPATH": str(ROOT / "tests/faulty_server"), "CANARYD_TEST_FAULT_RATE": "0.02"}
+    broken = {"PYTHONPATH": str(ROOT / "tests/faulty_server"), "CANARYD_TEST_FAULT_RATE": rate}
     with serving(name, directory, tmp_path, **broken) as server:
         compared = ask(server, directory, seed=0)
     wrong = [c for c in compared if c.wrong]
@@ -115,6 +120,38 @@ def test_another_template_of_llama_cpp_is_told_from_a_fault(exported, tmp_path):
         pytest.raises(Skip, match="a chat template"),
     ):
         ask(server, exported("llama"), seed=0)
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_tokenizer_that_adds_a_word_is_told_from_a_fault(exported, tmp_path, name):
+    """The number of tokens in a prompt, as the server counts them, names it."""
+    shutil.copytree(exported(name), tmp_path / "canary")
+    path = tmp_path / "canary/tokenizer.json"
+    document = json.loads(path.read_text())
+    first = {"SpecialToken": {"id": "p0v0", "type_id": 0}}
+    document["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"p0v0": {"id": "p0v0", "ids": [0], "tokens": ["p0v0"]}},
+    }
+    path.write_text(json.dumps(document))
+    with (
+        serving(name, tmp_path / "canary", tmp_path) as server,
+        pytest.raises(Skip, match=r"its tokenizer is another, or adds words|a chat template or a tokenizer adds"),
+    ):
+        ask(server, exported(name), seed=0)
+
+
+def test_a_penalty_of_vllm_is_told_from_a_fault(exported, tmp_path):
+    """The server takes what a request does not say from the checkpoint's `generation_config.json`."""
+    shutil.copytree(exported("vllm"), tmp_path / "canary")
+    (tmp_path / "canary/generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.5}')
+    with (
+        serving("vllm", tmp_path / "canary", tmp_path) as server,
+        pytest.raises(Skip, match="a repetition, presence or frequency penalty"),
+    ):
+        ask(server, exported("vllm"), seed=0)
 
 
 @pytest.mark.parametrize("option", ["-ctk", "-ctv"])

@@ -153,8 +153,8 @@ def test_single_bit_faults_are_seen():
         weights = {place: count.share() for place, count in live_weights(model, "bfloat16", whole, 12)}
     for place in ("embedding", "attention_norm", "output", "middle", "inner_norm", "down", "out", "norm"):
         assert seen[place] >= 0.9, (place, seen)
-    assert seen["values"] >= 0.8
-    assert seen["keys, not 0"] >= 0.7
+    assert seen["values, read later"] >= 0.8
+    assert seen["keys, read later"] >= 0.8
     assert weights["all weights"] >= 0.95
 
 
