@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from canaryd.worker.exact_canary.expected import Expected, Question
 from canaryd.worker.exact_canary.golden import answer, codes
 from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner
-from canaryd.worker.exact_canary.shape import TINY, Shape
+from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.numeric.tensors import FORMATS, bits, strict_switches, torch
 
 MANTISSA = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
@@ -81,10 +81,12 @@ def flip(flat: Any, index: int, bit: int) -> None:
     flat[index] ^= mask
 
 
-def activations(model: Model, form: str, whole: list[int], count: int, seed: int = 0) -> Iterator[tuple[str, Count]]:
+def activations(
+    model: Model, form: str, whole: list[int], count: int, places: Sequence[str] = ()
+) -> Iterator[tuple[str, Count]]:
     """Yield what was seen of about `count` faults at each place where a result is rounded, over layers and positions.
 
-    Elements that are 0 count as well, except in "keys, not 0".
+    Elements that are 0 count as well, except under "…, not 0" and "…, read later".
     """
     weights = {name: w.to(getattr(torch, form)) for name, w in model.weights.items()}
     tokens, read, shows = torch.tensor([whole]), read_later(model, whole), printed(model, whole)
@@ -96,7 +98,7 @@ def activations(model: Model, form: str, whole: list[int], count: int, seed: int
         found = [(", not 0", True)] if name in ("query", "scores", "mixed", "active") else []
         return found + ([(", read later", read[None, None, :, None])] if name in ("keys", "values") else [])
 
-    yield from strikes(inference, count, others, shows, seed)
+    yield from strikes(inference, count, others, shows, places)
 
 
 def strikes(
@@ -104,14 +106,14 @@ def strikes(
     count: int,
     others: Callable[[str], list[tuple[str, Any]]],
     shows: Callable[[Any], list[bool]],
-    seed: int,
+    places: Sequence[str],
 ) -> Iterator[tuple[str, Count]]:
     """Yield what was seen of about `count` faults at each place of an inference of ROWS equal rows.
 
     Of all elements, and of those that `others` (suffix, mask) name and that are not 0. `shows` tells of each row's
-    logits whether another measure sees the fault.
+    logits whether another measure sees the fault. Of all places where `places` is empty.
     """
-    draw, names = random.Random(seed), []
+    draw, names = random.Random(0), []
 
     def note(name: str, tensor: Any) -> Any:
         names.append(name)
@@ -120,9 +122,9 @@ def strikes(
     good = inference(note)
     counts: dict[str, Count] = {}
     for name in names:
-        if name == "logits":
-            continue
         place = name.rpartition(".")[2]
+        if name == "logits" or (places and place not in places):
+            continue
         alike = sum(each.rpartition(".")[2] == place for each in names)
         for suffix, among in (("", None), *others(place)):
             for _ in range(max(1, count // ROWS // alike)):
@@ -202,7 +204,7 @@ def _as_printed(chances: Any) -> Answer:
     return Answer(text="", positions=positions, scored=True)
 
 
-def trained(golden: Golden, form: str, count: int) -> Iterator[tuple[str, Count]]:
+def trained(golden: Golden, form: str, count: int, places: Sequence[str]) -> Iterator[tuple[str, Count]]:
     """Yield the same of the trained canary: any bit of its logits, and beside it what leaves its tolerance."""
     model = golden.model.to("cpu", form)
     prompt, tokens = (t[:1].expand(ROWS, -1) for t in (golden.prompts, golden.tokens))
@@ -213,7 +215,7 @@ def trained(golden: Golden, form: str, count: int) -> Iterator[tuple[str, Count]
     def shows(logits: Any) -> list[bool]:
         return [look(golden, [0], form, "forced", row[None].argmax(-1), row[None]).wrong for row in logits]
 
-    yield from strikes(inference, count, lambda _: [], shows, seed=0)
+    yield from strikes(inference, count, lambda _: [], shows, places)
 
 
 def losing(low: int) -> Watch:
@@ -314,42 +316,51 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--faults", type=int, default=960, help="faults per place and format (default: %(default)s)")
     parser.add_argument("--formats", nargs="+", default=list(MANTISSA), choices=list(MANTISSA))
+    parser.add_argument("--places", nargs="+", default=[], help="these activations alone, into a result of their own")
+    parser.add_argument("--lost", action="store_true", help="lost low bits alone, into a result of their own")
     parser.add_argument("--seed", type=int, default=7)
     words = parser.parse_args()
-    shape: Shape = TINY
-    model = construct(shape, words.seed)
+    model = construct(TINY, words.seed)
     whole = text(model, words.seed, 0, model.program.steps)
     golden = load_golden(ROOT / "probes" / "canary")
-    rows, data, beside, lossy = [], [], [], []
+    faults, beside, lossy = [], [], []
     with strict_switches(), torch.inference_mode():
         for form in words.formats:
-            found = [
-                *activations(model, form, whole, words.faults),
-                *live_weights(model, form, whole, words.faults // 4),
-            ]
-            for place, count in found:
-                rows.append(row(place, form, count))
-                data.append({"place": place, "format": form, "tried": count.tried, "seen": count.seen})
-                print(*rows[-1], file=sys.stderr)
-            theirs = dict(trained(golden, form, words.faults // 2))
-            beside += [compared(place, form, count, theirs[place]) for place, count in found if place in theirs]
-            lossy.append(lost(model, golden, form, whole))
-            print(*beside, *lossy, sep="\n", file=sys.stderr)
-    head = ("place", "format", "all bits", "low mantissa", "high mantissa", "exponent", "sign", "goal")
-    body = f"{model.shape}\n\n{table(head, rows)}\n## Beside what others see (all bits, all elements)\n\n"
-    heads = ("place", "format", "exact", "exact, printed", "trained, any bit (recorded)", "trained, tolerance")
-    body += table(heads, beside)
-    body += "\n## Low bits of every result that must be lost until it is seen\n\n"
-    body += table(("format", "mantissa", "exact", "trained, tolerance", "trained, any bit (recorded)"), lossy)
-    title = "Which single-bit faults change a logit of the exact canary"
-    write(
-        Path(words.out),
-        "observability",
-        title,
-        machine(),
-        body,
-        {"rows": data, "beside": beside, "lost": lossy, "seed": words.seed},
+            found = [] if words.lost else list(activations(model, form, whole, words.faults, words.places))
+            if not words.places and not words.lost:
+                found += live_weights(model, form, whole, words.faults // 4)
+            if not words.lost:
+                theirs = dict(trained(golden, form, words.faults // 2, words.places))
+                beside += [compared(place, form, count, theirs[place]) for place, count in found if place in theirs]
+            if not words.places:
+                lossy.append(lost(model, golden, form, whole))
+            faults += [row(place, form, count) for place, count in found]
+            print(form, *faults[-len(found) :], *lossy[-1:], sep="\n", file=sys.stderr)
+    body = "".join(
+        f"\n## {title}\n\n{table(heads, lines)}"
+        for title, heads, lines in (
+            (
+                "Share of faults that change a logit",
+                ("place", "format", "all bits", "low mantissa", "high mantissa", "exponent", "sign", "goal"),
+                faults,
+            ),
+            (
+                "Beside what others see (all bits, all elements)",
+                ("place", "format", "exact", "exact, printed", "trained, any bit (recorded)", "trained, tolerance"),
+                beside,
+            ),
+            (
+                "Low bits of every result that must be lost until it is seen",
+                ("format", "mantissa", "exact", "trained, tolerance", "trained, any bit (recorded)"),
+                lossy,
+            ),
+        )
+        if lines
     )
+    title = "Which single-bit faults change a logit of the exact canary"
+    name = "-".join(("observability", *(["lost"] if words.lost else words.places)))
+    data = {"faults": faults, "beside": beside, "lost": lossy, "seed": words.seed}
+    write(Path(words.out), name, title, machine(), f"{model.shape}\n{body}", data)
     return 0
 
 
