@@ -121,11 +121,27 @@ def same_bits(a: Any, b: Any) -> bool:
 def host_same_bits(a: Any, b: Any) -> bool:
     """Compare two host tensors with the C library's memcmp: a path that shares nothing with torch's comparison."""
     a, b = a.contiguous(), b.contiguous()
-    if a.nbytes != b.nbytes:
-        return False
+    return bool(a.nbytes == b.nbytes and _memcmp()(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
+
+
+@functools.lru_cache(maxsize=1)
+def _memcmp() -> Any:
     memcmp = ctypes.CDLL(None).memcmp
     memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return bool(memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
+    return memcmp
+
+
+FEW_THREADS = 3
+"""Threads up to which memcmp, which uses one, is faster than torch's comparison, which uses all: of 8 MiB it took 0.39
+ms of a core, and torch's 1.06 ms (AMD EPYC, Zen 4)."""
+
+
+def has_few_threads() -> bool:
+    """Return whether a processor's results are compared by memcmp, and by torch for the host's own look, or vice versa.
+
+    The two always go different ways.
+    """
+    return bool(torch.get_num_threads() <= FEW_THREADS)
 
 
 def torch_device(device: Device) -> Any:

@@ -26,9 +26,11 @@ from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
     as_text,
     can_pin,
+    has_few_threads,
     host_same_bits,
     need_torch,
     on_core,
+    same_bits,
 )
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.faulty import GATHERS
@@ -412,9 +414,11 @@ def _compute(
 
 
 def _host_agrees(session: Session, case: Case, core: int | None, result: Any, golden: Any) -> bool:
-    """Compare a result on the host, on another core than the one that computed it."""
+    """Compare a result on the host: on another core than the one that computed it, and in another way."""
+    by_bytes = session.pins and (core is not None or has_few_threads())
+    compare = same_bits if by_bytes else host_same_bits
     with on_core(None if core is None else session.makers(case.name, core)[0]):
-        return host_same_bits(session.runtime.download(result), golden)
+        return compare(session.runtime.download(result), golden)
 
 
 def _comparator_error(comparison: Comparison, golden: Any, text: str) -> Comparison:

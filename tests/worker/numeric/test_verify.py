@@ -28,6 +28,7 @@ from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, flat_bits, host_same_bits, same_bits, upload, words
 from canaryd.worker.numeric.verify import verify_all
 from canaryd.worker.runtime import interface
+from canaryd.worker.runtime import torch as runtime_torch
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -743,19 +744,46 @@ def test_the_host_compares_away_from_the_accused_core(monkeypatch):
     if len(tensors.visible_cores()) < 2 or not tensors.can_pin():
         pytest.skip("needs two cores to choose from")
     seen = []
-    real = host_same_bits
 
     def watched(a, b):
         seen.append(tensors.visible_cores())
-        return real(a, b)
+        return same_bits(a, b)
 
-    monkeypatch.setattr(verify, "host_same_bits", watched)
+    monkeypatch.setattr(verify, "same_bits", watched)
     session = Session(context())
     core = session.cores[0]
     problem = small().build(1)
     verify._measure_whole(session, small(), problem, 1, core, 0.0)
     assert seen
     assert all(core not in cores for cores in seen)
+
+
+@pytest.mark.parametrize("core", [0, None])
+@pytest.mark.parametrize("threads", [1, tensors.FEW_THREADS, tensors.FEW_THREADS + 1])
+def test_host_and_processor_compare_in_different_ways(monkeypatch, core, threads):
+    """One by memcmp and the other by torch, whichever is faster for the processor: a broken way cannot hide itself."""
+    used = []
+    for module, who in ((verify, "host"), (runtime_torch, "processor")):
+        for name in ("same_bits", "host_same_bits"):
+            monkeypatch.setattr(module, name, lambda a, b, way=(who, name): bool(used.append(way)) or same_bits(a, b))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if core is not None else threads)
+    session = Session(context())
+    result, golden = torch.zeros(8), torch.zeros(8)
+    assert session.runtime.agree([result], golden) == [True]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert verify._host_agrees(session, small(), None if core is None else session.cores[0], result, golden)
+    assert [who for who, _ in used] == ["processor", "host"]
+    few = core is not None or threads <= tensors.FEW_THREADS
+    assert [way for _, way in used] == (["host_same_bits", "same_bits"] if few else ["same_bits", "host_same_bits"])
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_spoilt_result_has_no_right_element(name, size):
+    """Whatever its format and whether its bytes fill whole words: every byte is 255."""
+    result = torch.zeros(size, dtype=getattr(torch, name))
+    interface.named("torch").spoil([result])
+    assert set(result.view(torch.uint8).tolist()) == {255}
 
 
 @pytest.mark.parametrize("size", [1, 7, 24])
