@@ -52,10 +52,15 @@ def test_verified_gemm(bench):
 @pytest.mark.torch
 def test_coverage(bench):
     """A flipped bit of a result is always seen, and the bits of a float32 product below the accumulator's never are."""
-    seen = bench("coverage", "--levels", "quick", result="coverage-cpu")["quick"]["seen"]["float32"]
-    shares = {(stage, bit): zero + one for found in seen.values() for stage, bit, zero, one in found}
-    assert all(shares["results", bit] == 1 for bit in range(32))
-    assert all(shares["products", bit] == 0 for bit in range(16))
+    quick = bench("coverage", "--levels", "quick", result="coverage-cpu")["quick"]
+    for form, contents in quick["seen"].items():  # on a loaded machine those of few formats
+        for seen in contents.values():
+            shares = {(stage, bit): zero + one for stage, bit, zero, one in seen}
+            assert all(share == 1 for (stage, _), share in shares.items() if stage == "results")
+            assert form != "float32" or all(shares["products", bit] == 0 for bit in range(16))
+    recall = quick["recall_per_second"]
+    assert len(recall) > 1
+    assert all(found["products"] > found["results"] > 0 for found in recall.values())
 
 
 @needs_torch
