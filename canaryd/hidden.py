@@ -1,8 +1,9 @@
 """Configured secrets, hidden in everything that repeats them: a server may echo a key in any spelling.
 
 `keep` names a secret where it is sent for the first time. `hide` replaces it in texts, in mappings, and in lists whose
-texts spell it only together, as tokens do: in any case, with JSON, URL, HTML or hexadecimal escapes, with white space
-or punctuation in between, and in base64 at each of its three alignments.
+texts spell it only together, as tokens do: in any case, in look-alike letters (NFKD), with anything but letters and
+digits in between (invisible characters too), with the escapes of JSON, URLs, HTML, C and mail, as lists of bytes, and
+in base64 at each of its three alignments.
 
 A secret that is a plain word ("EMPTY", "ollama") or shorter than `SHORTEST` would stand in innocent texts too: it is
 replaced only after "Bearer", and after a word that calls it a key.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +28,18 @@ CUT = 8
 """Characters of a secret that are replaced where a text ends within it; of a shorter one its first half (ours)."""
 _WORD = re.compile(r"(?:[A-Z]?[a-z]*|[A-Z]*)(?:[-_.](?:[A-Z]?[a-z]*|[A-Z]*))*")
 _BETWEEN = r"""[\s,:;'"|-]{0,4}"""
-_ESCAPE = r"""(?:&[a-z]{0,5}|[\s,:;'"|%\\&#xu0-9a-f-]{0,8})"""
+_ESCAPE = r"""(?:&[a-z]{0,5}|[\s,:;'"|%=\\&#xu{0-9a-f-]{0,8})"""
 """What may be left of a character where a text is cut off."""
 _CALLED = r"(?<![A-Za-z])(?:key|token|authorization|secret|password)\b\W{1,8}(?:\w+\W{1,8}){0,2}?"
 _ENTITIES = {"&": "amp", "<": "lt", ">": "gt", '"': "quot", "'": "apos"}
+_CONTROL = re.compile(r"[\x1b?]\[[0-9;]*[A-Za-z]")
+"""A terminal's control sequence, also as `facts.printable` leaves it."""
+_NO_LETTER = re.compile(rf"{_CONTROL.pattern}|[\W_]+?")
+"""What may stand between the letters and digits of a secret."""
 _patterns: dict[str, re.Pattern[str]] = {}
 """Secret → what finds it; in a group named "before" stands what is kept."""
+_letters: dict[str, None] = {}
+"""The letters and digits of each secret that is no plain word."""
 
 
 def keep(secret: str) -> None:
@@ -41,8 +49,11 @@ def keep(secret: str) -> None:
     if len(secret) < SHORTEST or (len(secret) < LONGEST_WORD and _WORD.fullmatch(secret)):
         called = rf"(?P<before>{_CALLED}){re.escape(secret)}(?!\w)"
         _patterns[secret] = re.compile("|".join([called, *_spellings(f"Bearer {secret}")]), re.IGNORECASE)
-    else:
-        _patterns[secret] = re.compile("|".join(_spellings(secret)), re.IGNORECASE)
+        return
+    _patterns[secret] = re.compile("|".join(_spellings(secret)), re.IGNORECASE)
+    letters = _NO_LETTER.sub("", secret)
+    if len(letters) >= SHORTEST and (len(letters) >= LONGEST_WORD or not _WORD.fullmatch(letters)):
+        _letters[letters.casefold()] = None
 
 
 def hide(value: Any) -> Any:
@@ -65,6 +76,8 @@ def _text(text: str) -> str:
     if len(text) >= SHORTEST:
         for pattern in _patterns.values():
             text = pattern.sub(_kept, text)
+        for first, last in reversed(_lettered(text)):
+            text = text[:first] + HIDDEN + text[last:]
     return text
 
 
@@ -75,7 +88,7 @@ def _kept(match: re.Match[str]) -> str:
 def _apart(items: list[str]) -> list[str]:
     """Return texts without those that spell a secret together."""
     joined = "".join(items)
-    spans = [match.span() for pattern in _patterns.values() for match in pattern.finditer(joined)]
+    spans = [match.span() for pattern in _patterns.values() for match in pattern.finditer(joined)] + _lettered(joined)
     if not spans:
         return items
     kept, begin = [], 0
@@ -86,18 +99,55 @@ def _apart(items: list[str]) -> list[str]:
     return kept
 
 
+def _letters_of(text: str) -> str:
+    """Return the letters and digits of a text, look-alikes as the plain ones, in one case."""
+    plain = text if text.isascii() else unicodedata.normalize("NFKD", text)
+    return _NO_LETTER.sub("", plain).casefold()
+
+
+def _lettered(text: str) -> list[tuple[int, int]]:
+    """Return where letters and digits spell a secret, or its beginning at the text's end, whatever stands between."""
+    flat = _letters_of(text)
+    found: list[tuple[int, int]] = []
+    for letters in _letters:
+        begin = min(CUT, (len(letters) + 1) // 2)
+        at = flat.find(letters[:begin])
+        while at >= 0:
+            # Of a long secret its first part is enough, as everywhere.
+            same = next((n for n, c in enumerate(letters) if flat[at + n : at + n + 1] != c), len(letters))
+            if same >= min(SPELLED, len(letters)) or at + same == len(flat):
+                found.append((at, at + same))
+            at = flat.find(letters[:begin], at + 1)
+    return _places(text, found) if found else []
+
+
+def _places(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans of a text's letters and digits as spans of the text, in order and without overlaps."""
+    dropped = {n for match in _CONTROL.finditer(text) for n in range(*match.span())}
+    where = [n for n, c in enumerate(text) if n not in dropped for _ in _letters_of(c)]
+    found: list[tuple[int, int]] = []
+    for first, last in sorted((where[first], where[last - 1] + 1) for first, last in spans):
+        if found and first < found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
 def _spellings(secret: str) -> Iterator[str]:
     """Yield patterns for a secret as text and in base64, for matching without regard to case."""
     secret, more = secret[:SPELLED], secret[SPELLED:]
     rest = f"(?:{_BETWEEN}(?:{'|'.join(map(_character, sorted(set(more))))})){{0,{len(more)}}}" if more else ""
     yield _pattern([*map(_character, secret)], _BETWEEN, rest)
-    for given in dict.fromkeys((secret, secret.lower(), secret.upper())):
+    cases = [given.encode() for given in (secret, secret.lower(), secret.upper())]
+    for given in dict.fromkeys([*cases, secret.encode("utf-16-le")]):
         for before in range(3):
             # Of the first and the last group only the characters that depend on the secret alone.
-            encoded = base64.b64encode(b" " * before + given.encode()).decode().rstrip("=")
+            encoded = base64.b64encode(b" " * before + given).decode().rstrip("=")
             last = len(encoded) - ((before + len(given)) % 3 > 0)
             digits = [_digit(c) for c in encoded[(0, 2, 3)[before] : last]]
             yield _pattern(digits, r"\s{0,2}", rf"(?:\s{{0,2}}[0-9a-z+/_=%-]){{0,{4 + 2 * len(more)}}}")
+    yield _pattern([rf"\b0*{ord(c)}\b" for c in secret], r"[\s,;]{1,4}", r"(?:[\s,;]{1,4}\d{1,3}\b)*")
 
 
 def _pattern(characters: list[str], between: str, rest: str) -> str:
@@ -111,10 +161,14 @@ def _pattern(characters: list[str], between: str, rest: str) -> str:
 
 
 def _character(character: str) -> str:
-    r"""Return a pattern for a character as it is, as %73, \x73, \u0073, 0x73 or 73, and as &#115; or &amp;."""
+    r"""Return a pattern for a character as it is, as %73, \x73, \u0073, =73, 0x73, 73 or \163, as &#115; or &amp;."""
     codes = {f"{ord(c):02x}" for c in (character.lower(), character.upper())}
     numbers = {str(ord(c)) for c in (character.lower(), character.upper())}
-    ways = [rf"\\*{re.escape(character)}", rf"(?:%(?:25)*|\\+x|\\+u00|&\#x0*|0x)?(?:{'|'.join(sorted(codes))});?"]
+    octal = {f"{ord(c):o}" for c in (character.lower(), character.upper())}
+    ways = [rf"\\*{re.escape(character)}"]
+    # In UTF-16 a zero byte follows.
+    ways.append(rf"(?:%(?:25)*|\\+x|\\+u\{{?0*|&\#x0*|0x|=)?(?:{'|'.join(sorted(codes))})[;}}]?(?:00)?")
+    ways.append(rf"\\+0?(?:{'|'.join(sorted(octal))})")
     ways.append(rf"&\#0*(?:{'|'.join(sorted(numbers))});?")
     if character in _ENTITIES:
         ways.append(f"&{_ENTITIES[character]};")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import json
 import os
 import socket
@@ -48,6 +49,7 @@ class Request:
 
 Case = Callable[[Request], "bytes | dict[str, Any] | None"]
 """What to answer: bytes as they are, JSON, or None to be honest."""
+BOMB = gzip.compress(bytes(64 << 20), 1)
 TLS: dict[str, str] = {}
 """Case that speaks TLS → whose certificate it shows."""
 CASES: dict[str, tuple[Case, str]] = {}
@@ -72,7 +74,8 @@ def echo(case: Case) -> Case:
 
 
 def http(body: bytes, *lines: str, status: str = "200 OK") -> bytes:
-    length = [] if any("ransfer" in line or "Length" in line for line in lines) else [f"Content-Length: {len(body)}"]
+    unknown = ("Transfer-Encoding", "Content-Length", "text/event-stream")
+    length = [] if any(word in line for line in lines for word in unknown) else [f"Content-Length: {len(body)}"]
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, *length, "Connection: close", "", ""]).encode() + body
 
 
@@ -230,6 +233,47 @@ def tls_alien(_: Request) -> None:
     return None
 
 
+@hostile("does not speak HTTP")
+def speaks_http_2(_: Request) -> bytes:
+    return b"\0\0\x12\x04\0\0\0\0\0" + b"\0\x03\0\0\0\x64" * 3  # a frame of settings (RFC 9113, section 3.4)
+
+
+@hostile("of 0 characters is not JSON, or incomplete")
+def upgrades(request: Request) -> None:
+    switched = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    drip(request, switched, b"\x81\x02{}", 0.2)
+
+
+@hostile("of 0 characters is not JSON, or incomplete")
+def hints_for_ever(request: Request) -> None:
+    drip(request, b"", b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\n\r\n", 0.2)
+
+
+@hostile("does not speak HTTP|cut off after")
+def long_chunk_head(_: Request) -> bytes:
+    return http(b"2;" + b"x" * (1 << 20) + b"\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked")
+
+
+@hostile("cut off after")
+def negative_chunk(_: Request) -> bytes:
+    return http(b"-5\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked")
+
+
+@hostile("is not JSON, or incomplete")
+def shorter_than_it_is(request: Request) -> bytes:
+    return http(json.dumps(honest(request)).encode(), "Content-Length: 9")
+
+
+@hostile("the answer was cut off after")
+def longer_than_it_is(request: Request) -> bytes:
+    return http(json.dumps(honest(request)).encode(), f"Content-Length: {'9' * 5000}")
+
+
+@hostile("refused with 503: it asks to wait for")
+def busy_for_ages(_: Request) -> bytes:
+    return http(b"{}", f"Retry-After: {'9' * 400}", status="503 Busy")
+
+
 # --- The document ----------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +320,16 @@ def half_a_document(_: Request) -> bytes:
 @hostile("is not JSON, or incomplete")
 def binary(_: Request) -> bytes:
     return http(bytes(range(256)) * 4, "Content-Encoding: gzip")
+
+
+@hostile("is not JSON, or incomplete")
+def gzip_bomb(_: Request) -> bytes:
+    return http(BOMB, "Content-Encoding: gzip")
+
+
+@hostile("is not JSON, or incomplete")
+def long_number(_: Request) -> bytes:
+    return http(b'{"data": [{"id": "tiny", "created": ' + b"9" * 5000 + b"}]}")
 
 
 @hostile("model: not set, and the server lists none")
@@ -359,6 +413,35 @@ def long_token(request: Request) -> dict[str, Any] | None:
     return answer(text=token, logprobs={"tokens": [token], "token_logprobs": [-1.0]}) if asked(request) else None
 
 
+@hostile("has alternatives whose probabilities add up to 5")
+def each_of_them_certain(request: Request) -> dict[str, Any] | None:
+    tops = [{f"w{n}": 0.0 for n in range(5)}] * 5
+    scores = {"tokens": WORDS, "token_logprobs": [0.0] * 5, "top_logprobs": tops}
+    return answer(logprobs=scores) if asked(request) else None
+
+
+# --- A server that says which it is, and means harm beside its answers ------------------------------------------------
+
+
+def claims(request: Request, said: dict[str, bytes]) -> bytes | dict[str, Any] | None:
+    """Answer as a vLLM server, with `said` for other routes."""
+    if request.route == "GET /v1/models":
+        return models("tiny", owner="vllm")
+    return said.get(request.route)
+
+
+@hostile("connected, but no complete answer within")
+def metrics_without_end(request: Request) -> Any:
+    if request.route == "GET /metrics":
+        drip(request, http(b"", "Transfer-Encoding: chunked"), b"1\r\nx\r\n", 0.2)
+    return claims(request, {})
+
+
+@hostile("longer than the limit of 16 MiB|no complete answer within")
+def long_version(request: Request) -> Any:
+    return claims(request, {"GET /version": http(b'{"version": "' + b"9" * (17 << 20) + b'"}')})
+
+
 # --- Echoes of the key -----------------------------------------------------------------------------------------------
 
 
@@ -388,6 +471,46 @@ def in_a_stream(request: Request) -> bytes | dict[str, Any] | None:
         return http(f'data: {{"error": "no {request.key}"}}\n\n'.encode(), "Content-Type: text/event-stream")
     if "seed" in request.body:
         return http(json.dumps({"error": f"seed {encoded(request.key)}"}).encode(), status="400 no")
+    return answer()
+
+
+@echo
+def in_disguise(request: Request) -> dict[str, Any] | None:
+    key = request.key
+    wide = "".join(chr(ord(c) + 0xFEE0) for c in key)  # FULLWIDTH forms (Unicode, Halfwidth and Fullwidth Forms)
+    apart = ("\u200b", "\u00ad", "\0", "\x1b[0m", ".", "*", "][", "\u0301")
+    text = " ".join([wide, *(between.join(key) for between in apart), str(list(key.encode()))])
+    codes = "".join(f"\\{ord(c):03o}" for c in key) + "".join(f"={ord(c):02X}" for c in key)
+    end = base64.b64encode(key.encode("utf-16-le")).decode()
+    return answer(text=text, logprobs=None, finish_reason=end, system_fingerprint=codes)
+
+
+@echo
+def beside_many_prompt_tokens(request: Request) -> dict[str, Any] | None:
+    return answer(system_fingerprint=request.key, prompt_token_ids=list(range(400_000)))
+
+
+@echo
+def stream_without_end(request: Request) -> dict[str, Any] | None:
+    if request.body["stream"]:
+        event = {"choices": [{"text": request.key}]}
+        drip(request, http(b"", "Content-Type: text/event-stream"), f"data: {json.dumps(event)}\n\n".encode(), 0.1)
+    return answer()
+
+
+@echo
+def stream_of_one_line(request: Request) -> dict[str, Any] | None:
+    if request.body["stream"]:
+        drip(
+            request, http(b"", "Content-Type: text/event-stream", "Transfer-Encoding: chunked"), b"1\r\nx\r\n" * 9999, 0
+        )
+    return answer()
+
+
+@echo
+def stream_that_hurries(request: Request) -> dict[str, Any] | None:
+    if request.body["stream"]:
+        drip(request, http(b"", "Content-Type: text/event-stream"), b"data: {}\n" * 9999, 0)
     return answer()
 
 

@@ -135,7 +135,12 @@ def leaks(data: str) -> list[str]:
     part = KEY[3:13]
     spelled = {part, part.upper(), part.encode().hex(), "%".join(f"{ord(c):02x}" for c in part)}
     spelled |= {base64.b64encode(b" " * n + KEY.encode()).decode()[4:16] for n in range(3)}
-    spelled.add('", "'.join(part))
+    spelled |= {
+        between.join(part) for between in ('", "', "", "\u200b", "\u00ad", "?", ".", "*", "][", "?[0m", "\u0301")
+    }
+    spelled |= {"".join(chr(ord(c) + 0xFEE0) for c in part), ", ".join(str(ord(c)) for c in part)}
+    spelled |= {"".join(f"\\{ord(c):03o}" for c in part), "=".join(f"{ord(c):02x}" for c in part)}
+    spelled.add(base64.b64encode(KEY.encode("utf-16-le")).decode()[:16])
     return sorted(one for one in spelled if one.lower() in data.lower())
 
 
@@ -163,7 +168,7 @@ def told(fleet: Fleet, runs: list[Run]) -> str:
 
 def test_there_are_enough_of_them():
     """Fewer would be easier."""
-    assert len(CASES) >= 44
+    assert len(CASES) >= 60
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -141,6 +141,8 @@ def _mistake(answer: Answer, spelled: tuple[str, ...], tokens: int) -> str:
     above = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
     if above > ABOVE_ZERO:
         return f"has the log probability {above:g}; the logarithm of a probability is at most 0"
+    if (most := max((_together(p.top) for p in answer.positions), default=0.0)) > math.exp(ABOVE_ZERO):
+        return f"has alternatives whose probabilities add up to {most:.3g}; together they are at most 1"
     if not _spells(spelled, answer.text):
         return "has a text that its tokens do not spell"
     return ""
@@ -261,6 +263,11 @@ def _few(top: Iterable[tuple[str, float | None]]) -> tuple[tuple[str, float | No
     if len(found) > MOST_ALTERNATIVES:
         raise ValueError("too many alternatives")
     return found
+
+
+def _together(top: tuple[tuple[str, float | None], ...]) -> float:
+    """Return the sum of the probabilities of different tokens, each at most what `ABOVE_ZERO` admits."""
+    return sum(math.exp(value) for value in {t: _finite(raw) for t, raw in top}.values() if value is not None)
 
 
 def _finite(value: float | None) -> float | None:

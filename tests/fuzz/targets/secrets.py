@@ -1,8 +1,8 @@
 """What a server may echo of a configured key, and what of it leaves a worker: its protocol and its standard error.
 
-However the key is spelled (any case, escapes, base64 after anything, apart, token by token) and wherever it stands or
-is cut off, neither the messages of `Runner` nor its lines hold half of it. A message stays JSON of the same shape, and
-a text without the key stays as it is.
+However the key is spelled (any case, escapes, base64 after anything, look-alikes, apart, token by token) and wherever
+it stands or is cut off, neither the messages of `Runner` nor its lines hold half of it. A message stays JSON of the
+same shape, and a text without the key stays as it is.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ def _spelled(key: str, choices: Choices) -> str:
         lambda: html.escape(key),
         lambda: json.dumps(key)[1:-1].replace("/", "\\/"),
         lambda: " ".join(key),
+        lambda: choices.of(("\u200b", "\0", "\x1b[1m", ".", "][", "\u0301")).join(key),
+        lambda: "".join(chr(ord(c) + 0xFEE0) for c in key),
+        lambda: "".join(f"\\{ord(c):03o}" for c in key),
+        lambda: "".join(f"={ord(c):02X}" for c in key),
+        lambda: str(list(key.encode())),
+        lambda: base64.b64encode(key.encode("utf-16-le")).decode(),
     )
     return choices.of(ways)()
 
@@ -132,7 +138,7 @@ target = modes(_placed, _apart, _any)
 
 def seeds() -> list[bytes]:
     return [
-        *(seed(0, bytes([key, way, *range(n, n + 12)])) for key in range(5) for way in range(13) for n in (0, 7)),
+        *(seed(0, bytes([key, way, *range(n, n + 12)])) for key in range(5) for way in range(19) for n in (0, 7)),
         *(seed(1, bytes([key, *range(n, n + 40)])) for key in range(5) for n in (0, 9)),
         *(seed(2, key.encode() * 3) for key in KEYS),
         seed(2, "c2stWnE5" * 20),

@@ -212,7 +212,7 @@ BARE_LEGACY = {"tokens": ["q"], "token_logprobs": [-4.5], "top_logprobs": [dict.
 ECHOED = {
     "tokens": ["The", " diver", "!"],
     "token_logprobs": [None, -7.5, -1.25],
-    "top_logprobs": [None, dict.fromkeys("abcde", -2.0), dict.fromkeys("!?abc", -1.25)],
+    "top_logprobs": [None, dict.fromkeys("abcde", -2.0), {"!": -1.25, **dict.fromkeys("?abc", -2.0)}],
 }
 LENGTH = {"finish_reason": "length"}
 USAGE = {"prompt_tokens": 14, "completion_tokens": 2, "total_tokens": 16}
