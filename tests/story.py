@@ -64,7 +64,7 @@ from tests.places import line, place
 STORIES = Path(__file__).parent / "stories"
 START = 1_609_459_200.0
 """2021-01-01 UTC: in the past, since the watch doubts lines of the kernel log that lie in the future."""
-DAY = 86_400.0
+HOUR, DAY = 3_600.0, 86_400.0
 FOREVER = 10**9
 SHAPE, ROWS, COLUMNS = "M=64 N=64 K=256", 64, 64
 CASES = ("bfloat16/cancel/prefill/nt", "float16/full/decode/nn", "float32/wide/square/tn")
@@ -505,7 +505,9 @@ class Watcher(Engine):
         """Nothing is touched yet."""
         self.host = host
         self.carrying = ""
-        super().__init__(host.config, Store.open(host.config.state_dir, now=host.clock), clock=host.clock)
+        super().__init__(
+            host.config, Store.open(host.config.state_dir, now=host.clock, monotonic=host.monotonic), clock=host.clock
+        )
         self.workers.start = lambda instruction_set="", *_, **__: Simulated(host, instruction_set)
 
     def decide(self) -> dict[str, Verdict]:
@@ -523,6 +525,7 @@ class Host:
         """The other machines of the story."""
         self.rng = random.Random(f"{seed}/{number}")
         self.now, self.round, self.count = START, 0, 0
+        self.lived = 0.0
         self.log: list[LogRecord] = []
         self.fired: dict[int, int] = {}
         self.served: dict[str, Server] = {}
@@ -586,6 +589,10 @@ class Host:
         """Return the simulated time, in seconds since the epoch."""
         return self.now
 
+    def monotonic(self) -> float:
+        """Return the seconds since the story began, however its clock was set."""
+        return self.lived
+
     def close(self) -> None:
         """Let go of the store."""
         self.engine.stop()
@@ -621,8 +628,17 @@ class Host:
         for uuid in list(self.engine.devices):
             self._tick(uuid)
         verdicts = self.engine.decide()
-        self.now = begun + jumped + self.story.seconds
+        self._live(begun + jumped)
         return {self.names[uuid]: verdict for uuid, verdict in verdicts.items()}
+
+    def _live(self, since: float) -> None:
+        """Let the time until the next round pass, and prune every hour, as the daemon does: so clocks are confirmed."""
+        born, end = since - self.lived, self.lived + self.story.seconds
+        for hour in range(int(self.lived // HOUR) + 1, int(end // HOUR) + 1):
+            self.lived = hour * HOUR
+            self.now = born + self.lived
+            self.engine.store.prune(self.now)
+        self.lived, self.now = end, born + end
 
     def _tick(self, uuid: str) -> None:
         engine = self.engine

@@ -63,8 +63,15 @@ class BufferedDatabase:
     """
 
     def __init__(
-        self, state_dir: Path, now: Callable[[], float], migrations: Sequence[Migration], *, for_reading: bool
+        self,
+        state_dir: Path,
+        clocks: tuple[Callable[[], float], Callable[[], float]],
+        migrations: Sequence[Migration],
+        *,
+        for_reading: bool,
     ) -> None:
+        """`clocks` are the system's, in seconds since the epoch, and a monotonic one."""
+        now, monotonic = clocks
         self.state_dir = state_dir
         self.problem = ""
         """One sentence while something cannot be stored; "" when all is well."""
@@ -73,6 +80,7 @@ class BufferedDatabase:
         reading this stays: some of its answers lack what is on record."""
         self._clock = Clock(
             now,
+            monotonic,
             load=lambda note: float(self.note(note) or 0.0),
             save=lambda note, at: self.set_note(note, repr(at)),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from canaryd.judge.clock import EPOCH
@@ -30,10 +29,15 @@ class Clock:
     """
 
     def __init__(
-        self, now: Callable[[], float], load: Callable[[str], float], save: Callable[[str, float], object]
+        self,
+        now: Callable[[], float],
+        monotonic: Callable[[], float],
+        load: Callable[[str], float],
+        save: Callable[[str, float], object],
     ) -> None:
-        """`now` is the system clock; `load` and `save` keep the times of the notes above, 0.0 at first."""
+        """`now` and `monotonic` are the system's clocks; `load` and `save` keep the times of the notes above."""
         self.now = now
+        self._monotonic = monotonic
         self._load = load
         self._save = save
         self._newest = 0.0
@@ -66,15 +70,16 @@ class Clock:
         That time follows by at most `STEP` at each prune, however long the clock has run: one that stands years ahead
         for days must delete nothing that the years would. The price is that all is kept longer after an outage.
         """
-        confirmed, tick = self.confirmed, time.monotonic()
+        confirmed, tick = self.confirmed, self._monotonic()
         if now < EPOCH:
             return min(filter(None, (confirmed or self._newest, self._load(AGED_NOTE))), default=0.0)
         if self._set is None or abs((now - self._set[0]) - (tick - self._set[1])) > JUMP:
             self._set = now, tick
         before = confirmed or self._newest or now
         # A clock that has run for a day without a jump is right, however far it is from what was believed.
-        after = now if tick - self._set[1] >= DAY else min(now, before + STEP)
-        if after > confirmed or (after < confirmed - MAX_LAG and after == now):
+        right = tick - self._set[1] >= DAY
+        after = now if right else min(now, before + STEP)
+        if after > confirmed or (right and after < confirmed - MAX_LAG):
             self._save(REACHED_NOTE, after)
             self._newest = min(self._newest, after)
         aged = min(after, (self._load(AGED_NOTE) or before) + STEP)

@@ -33,9 +33,14 @@ class DeviceTables(BufferedDatabase):
     """The tables of devices, verdicts and acknowledgements."""
 
     def __init__(
-        self, state_dir: Path, now: Callable[[], float], migrations: Sequence[Migration], *, for_reading: bool
+        self,
+        state_dir: Path,
+        clocks: tuple[Callable[[], float], Callable[[], float]],
+        migrations: Sequence[Migration],
+        *,
+        for_reading: bool,
     ) -> None:
-        super().__init__(state_dir, now, migrations, for_reading=for_reading)
+        super().__init__(state_dir, clocks, migrations, for_reading=for_reading)
         self._decoded: dict[tuple[str, bool], tuple[bytes, Verdict]] = {}
         """(device, of drills) → its newest verdict, packed and decoded."""
 

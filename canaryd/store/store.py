@@ -31,13 +31,13 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     def __init__(
         self,
         state_dir: Path,
-        now: Callable[[], float],
+        clocks: tuple[Callable[[], float], Callable[[], float]],
         max_bytes: int,
         keep: Retention,
         migrations: Sequence[Migration],
         for_reading: bool = False,
     ) -> None:
-        super().__init__(state_dir, now, migrations, for_reading=for_reading)
+        super().__init__(state_dir, clocks, migrations, for_reading=for_reading)
         self.max_bytes = max_bytes
         self.keep = keep
         self._version: object = None
@@ -48,6 +48,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         state_dir: Path,
         *,
         now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         max_bytes: int = 256 * 1024 * 1024,
         keep: Retention = DEFAULT,
         migrations: Sequence[Migration] = MIGRATIONS,
@@ -55,13 +56,15 @@ class Store(RunTables, TelemetryTables, DeviceTables):
     ) -> Store:
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.
 
+        `monotonic`: the clock that nobody sets.
+
         `for_reading`: open read-only; never create, repair, migrate or rename a file. What is written stays in memory,
         and a missing record is an empty one: neither is a problem.
 
         Raises `StoreTooNew` and nothing else: a damaged database is set aside (see `problems`), and where nothing can
         be stored, the store works from memory and `problem` says why.
         """
-        store = cls(state_dir, now, max_bytes, keep, migrations, for_reading)
+        store = cls(state_dir, (now, monotonic), max_bytes, keep, migrations, for_reading)
         try:
             store._open()
         except StoreTooNew:

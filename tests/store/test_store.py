@@ -93,6 +93,7 @@ class Clock:
 
     def __init__(self, now=NOW):
         self.now = now
+        self.lived = 0.0
 
     def __call__(self):
         return self.now
@@ -819,7 +820,7 @@ def test_a_migration_that_fails_leaves_the_old_version(tmp_path):
     """Half a migration is no migration: version and tables are as before, and the older code goes on."""
     with Store.open(tmp_path) as store:
         store.add_run(run("a"))
-    with contextlib.closing(Store(tmp_path, time.time, 10**9, Retention(), MIGRATIONS)) as store:
+    with contextlib.closing(Store(tmp_path, (time.time, time.monotonic), 10**9, Retention(), MIGRATIONS)) as store:
         store._database.migrations = (*MIGRATIONS, half_way)
         assert not store.add_run(run("b"))
         assert store.problem
@@ -887,6 +888,25 @@ def test_pruning_with_a_clock_set_back_forgets_nothing(store):
     store.add_run(run("a"))
     store.prune(0.0)
     assert ids(store.runs()) == ["a"]
+
+
+def test_a_clock_set_back_takes_the_confirmed_time_back_after_a_day_without_a_jump(tmp_path, clock):
+    """Until then a wrong result is dated by the confirmed time, and not beside one of a month ago."""
+    with Store.open(tmp_path, now=clock, monotonic=lambda: clock.lived) as store:
+
+        def live(hours: int) -> None:
+            for _ in range(hours):
+                clock.now, clock.lived = clock.now + 3600, clock.lived + 3600
+                store.prune(clock.now)
+
+        live(48)
+        before, back = store.reached, 40 * DAY
+        assert before == clock.now
+        clock.now -= back
+        live(23)
+        assert store.reached == before
+        live(3)
+        assert store.reached == pytest.approx(clock.now, abs=3600)
 
 
 # Devices, verdicts, counters
@@ -974,19 +994,19 @@ def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
     assert store.runs() == []
 
 
-def test_a_clock_years_ahead_deletes_no_failure_however_long_it_stands(store, clock, monkeypatch):
+def test_a_clock_years_ahead_deletes_no_failure_however_long_it_stands(tmp_path, clock):
     """After a day the clock is believed, and what it says is far older than failures are kept: they stay."""
-    store.add_run(failure("wrong"))
-    store.set_verdict(verdict(State.FAULTY))
-    store.set_verdict(verdict(decided=NOW + 1))
-    store.prune(NOW)
-    began, clock.now = time.monotonic(), NOW + 800 * DAY
-    for hour in range(10 * 24):
-        monkeypatch.setattr(time, "monotonic", lambda at=began + hour * 3600: at)
-        store.prune(clock.now + hour * 3600)
-    assert store.reached > NOW + 800 * DAY
-    assert ids(store.runs()) == ["wrong"]
-    assert len(store.verdict_history("GPU-1")) == 2
+    with Store.open(tmp_path, now=clock, monotonic=lambda: clock.lived) as store:
+        store.add_run(failure("wrong"))
+        store.set_verdict(verdict(State.FAULTY))
+        store.set_verdict(verdict(decided=NOW + 1))
+        store.prune(NOW)
+        for hour in range(10 * 24):
+            clock.now, clock.lived = NOW + 800 * DAY + hour * 3600, hour * 3600
+            store.prune(clock.now)
+        assert store.reached > NOW + 800 * DAY
+        assert ids(store.runs()) == ["wrong"]
+        assert len(store.verdict_history("GPU-1")) == 2
 
 
 def test_old_verdicts_go_but_never_the_newest(store):
