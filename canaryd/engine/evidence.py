@@ -12,6 +12,7 @@ from canaryd.engine.met import MetClasses
 from canaryd.engine.sums import add_up, can_sum, of_counts
 from canaryd.judge import acks
 from canaryd.judge.brief import SHOWN, brief, fold
+from canaryd.judge.hangs import HANGS
 from canaryd.judge.node import DRILL_EXPIRY
 from canaryd.model import Ack, Outcome, Run
 from canaryd.store.clock import MAX_LAG
@@ -22,8 +23,10 @@ RECORD = 3000
 """The same for a device with a mismatch and for its siblings. Their failure rates and their behaviour since the
 mismatch decide; this many runs cover more than the time for which the judge watches a suspect."""
 FAILURES = 100
-"""Mismatches of one probe and instruction set that stay in memory, and as many clean confirmations. The two are counted
-apart, because a sibling's many confirmations must never push out a mismatch."""
+"""Mismatches of one probe and instruction set that stay in memory, as many runs that hung or ended with an error of the
+device, and as many clean confirmations. They are counted apart: none of them must ever push out a mismatch."""
+STOPPED = HANGS | {Outcome.DEVICE_ERROR}
+"""Outcomes that count for as long as a device is watched, because they may come back days later."""
 
 
 DEVICE_FAILURES = 400
@@ -161,11 +164,12 @@ class Evidence:
         summed: list[Run] = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
-            lane = (run.probe, run.instruction_set, run.drill, failed, bool(run.confirms), run.intensity)
+            stopped = run.outcome in STOPPED
+            lane = (run.probe, run.instruction_set, run.drill, failed, stopped, bool(run.confirms), run.intensity)
             seen[lane] += 1
             if limit > NEWEST and seen[lane] > NEWEST and can_sum(run):
                 summed.append(run)
-            elif seen[lane] <= (most if failed or run.confirms else limit) and not expired(run, now):
+            elif seen[lane] <= (most if failed or stopped or run.confirms else limit) and not expired(run, now):
                 # Known recordings are counted in the baselines already; the newest few runs are enough to show them.
                 # A run that did not complete, or tested only a part, never takes the place of a complete one.
                 kind = lane, run.whole, run.outcome is Outcome.COMPLETED

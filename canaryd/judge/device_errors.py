@@ -8,6 +8,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
+from canaryd.judge.hangs import repeated
 from canaryd.judge.wording import KERNEL_LOG, count, reason_of
 from canaryd.model import MPS_CLIENT, Cause, Finding, Outcome, Run, State
 
@@ -24,6 +25,7 @@ def device_error(case: Case) -> Iterator[Finding]:
     errors = _errors(case, case.runs)
     errors += [r for r in case.current if r.outcome is Outcome.DEVICE_ERROR and r not in errors]
     if not errors:
+        yield from _seldom(case)
         return
     works = {_work(r) for r in errors}
     met = [
@@ -61,6 +63,25 @@ def device_error(case: Case) -> Iterator[Finding]:
     message = f"The device failed while {newest.probe} computed on it{times}: {reason_of(newest)}"
     clears = f"Clears {format_duration(case.policy.repeat_window)} after the last one, when every probe has completed."
     yield make_finding("device-error", state, cause, message, action, newest, (who, clears))
+
+
+def _seldom(case: Case) -> Iterator[Finding]:
+    """It failed again and again, with days in between, and its siblings never did: suspect."""
+    watch = format_duration(case.policy.watch)
+    for probe in sorted(case.wanted):
+        errors, sound = repeated(case, probe, {Outcome.DEVICE_ERROR})
+        if errors and not any(MPS_CLIENT in r.environment for r in errors):
+            newest = errors[-1]
+            yield make_finding(
+                "device-error",
+                State.SUSPECT,
+                Cause.UNDETERMINED,
+                f"The device failed {len(errors)} separate times within {watch} while {probe} computed on it: "
+                f"{reason_of(newest)}",
+                f"Take it out of service and read the kernel log: {KERNEL_LOG}",
+                newest,
+                (f"{count(sound, 'identical device')} never failed so.", f"Clears {watch} after it stops."),
+            )
 
 
 def _work(run: Run) -> tuple[str, str]:

@@ -1,11 +1,13 @@
-"""The rule for a device that fails to answer now and then, and computes right in between."""
+"""The rule for a device that fails to answer now and then, and computes right in between, also with days in between."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
+from canaryd.judge.cause import ALONE
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.wording import KERNEL_LOG, count
@@ -17,6 +19,9 @@ TIMES = 3
 """Times that a device stopped answering and answered again (ours): one outage has one beginning, however long it is."""
 RUNS = 20
 """Newest runs of a probe among which they count, where `repeat_window` has fewer (ours)."""
+SELDOM = 5
+"""Times within `watch`, each more than `repeat_window` after the last, that count where no sibling ever failed so
+(ours). More are needed where they would all be of one device by chance more often than `ALONE`."""
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
@@ -25,6 +30,7 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
         recent = _recent(case, case.scheduled(probe))
         times = _times(recent)
         if times < TIMES:
+            yield from _seldom(case, probe)
             continue
         siblings = [
             _recent(case, [r for r in runs if r.probe == probe and r.whole])
@@ -44,6 +50,49 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
             failed[-1],
             (who, "Its results were right when it answered.") if not any(r.wrong for r in recent) else (who,),
         )
+
+
+def _seldom(case: Case, probe: str) -> Iterator[Finding]:
+    """It hangs or crashes for days apart, and its siblings never do: suspect."""
+    failed, answering = repeated(case, probe, HANGS)
+    if failed:
+        watch = format_duration(case.policy.watch)
+        yield make_finding(
+            "keeps-failing",
+            State.SUSPECT,
+            Cause.UNDETERMINED,
+            f"{probe} hung or crashed {len(failed)} separate times within {watch}",
+            f"Take it out of service and read the kernel log: {KERNEL_LOG}",
+            failed[-1],
+            (f"{count(answering, 'identical device')} always answered.", f"Clears {watch} after it stops."),
+        )
+
+
+def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Sequence[Run], int]:
+    """Return the first run of each time that a probe ended so, and how many siblings never did.
+
+    Nothing where the times are too few, a sibling ended so too, or chance would put so many on one device.
+    """
+
+    def ended(runs: Sequence[Run]) -> list[Run]:
+        within = [r for r in runs if r.probe == probe and r.whole and r.outcome in outcomes]
+        return sorted((r for r in within if age(r, case.now) <= case.policy.watch), key=lambda r: -age(r, case.now))
+
+    failed = ended(case.runs)
+    apart = [r for b, r in zip([None, *failed], failed, strict=False) if b is None or _apart(case, b, r)]
+    siblings = [
+        runs
+        for uuid, runs in case.peers.items()
+        if case.devices[uuid].kind == case.device.kind and case.devices[uuid].part != case.device.part
+    ]
+    sound = [runs for runs in siblings if any(r.probe == probe and r.outcome is Outcome.COMPLETED for r in runs)]
+    chance = (1 + len(sound)) ** (1 - len(apart))
+    alone = bool(sound) and not any(map(ended, siblings)) and chance <= ALONE
+    return (apart, len(sound)) if alone and len(apart) >= SELDOM else ((), 0)
+
+
+def _apart(case: Case, before: Run, after: Run) -> bool:
+    return age(before, case.now) - age(after, case.now) > case.policy.repeat_window
 
 
 def _recent(case: Case, runs: Sequence[Run]) -> Sequence[Run]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
-from canaryd.judge.hangs import TIMES
+from canaryd.judge.hangs import SELDOM, TIMES
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.wording import KERNEL_LOG, count
 from canaryd.model import Cause, Event, Finding, State
@@ -45,29 +45,19 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
     """
     if case.signs is None or case.device.parent:
         return
-    events = case.signs.seen("change", case.policy.week)
-    siblings = {
-        device.name: case.sightings.get(uuid, ())
-        for uuid, device in sorted(case.devices.items())
-        if device.backend == case.device.backend and not device.parent and not device.detail.get("undriven")
-    }
-    counted, stayed, left = 0, set(siblings), set[str]()
-    newest = 0.0
-    for outage in outages(events):
-        here, went = _others(siblings, outage)
-        if _explained(case.signs, outage) or (went and not here):
-            continue
-        counted, stayed, left, newest = counted + outage.times, stayed & here, left | went, outage.last
-    if counted < TIMES:
+    limits = ((case.policy.week, TIMES), (case.policy.watch, SELDOM))
+    found = ((_counted(case, case.signs, within), within, least) for within, least in limits)
+    seen, within = next(((seen, within) for seen, within, least in found if seen.times >= least), (None, 0.0))
+    if seen is None:
         return
-    suspect = bool(stayed)
-    who = f"{count(len(stayed), 'other device')} of this host stayed each time." if suspect else ""
+    suspect = bool(seen.stayed)
+    who = f"{count(len(seen.stayed), 'other device')} of this host stayed each time." if suspect else ""
     yield Finding(
         rule="keeps-vanishing",
         state=State.SUSPECT if suspect else State.UNKNOWN,
-        cause=Cause.HARDWARE if suspect and not left else Cause.UNDETERMINED,
-        message=f"It vanished {counted} separate times within {format_duration(case.policy.week)}, "
-        f"last before {case.signs.moment(newest)}",
+        cause=Cause.HARDWARE if suspect and not seen.left else Cause.UNDETERMINED,
+        message=f"It vanished {seen.times} separate times within {format_duration(within)}, "
+        f"last before {case.signs.moment(seen.newest)}",
         action=f"Take it out of service; check slot, power, cables and the kernel log: {KERNEL_LOG}",
         evidence=tuple(
             filter(
@@ -75,11 +65,39 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
                 (
                     who,
                     "No reboot, change of the driver or canaryd release explains it.",
-                    f"Clears {format_duration(case.policy.week)} after it stops.",
+                    f"Clears {format_duration(within)} after it stops.",
                 ),
             )
         ),
     )
+
+
+class Counted(NamedTuple):
+    """Disappearances that nothing explains."""
+
+    times: int
+    newest: float
+    """When the device was newly missed, the last time."""
+    stayed: frozenset[str]
+    """Siblings that were there each time."""
+    left: frozenset[str]
+    """Siblings that went with it at least once."""
+
+
+def _counted(case: Case, signs: Signs, within: float) -> Counted:
+    """Count the disappearances of the last `within` seconds."""
+    siblings = {
+        device.name: case.sightings.get(uuid, ())
+        for uuid, device in sorted(case.devices.items())
+        if device.backend == case.device.backend and not device.parent and not device.detail.get("undriven")
+    }
+    counted, stayed, left, newest = 0, set(siblings), set[str](), 0.0
+    for outage in outages(signs.seen("change", within)):
+        here, went = _others(siblings, outage)
+        if _explained(signs, outage) or (went and not here):
+            continue
+        counted, stayed, left, newest = counted + outage.times, stayed & here, left | went, outage.last
+    return Counted(counted, newest, frozenset(stayed), frozenset(left))
 
 
 def outages(events: Sequence[Event]) -> Iterator[Outage]:

@@ -199,6 +199,12 @@ def hanging(answers, sibling="1111111111", apart=HOUR):
     return ask(*runs(GPU, answers), peers=[(TWIN, runs(TWIN, sibling))])
 
 
+def erring(*days, **changes):
+    """Judge a device that ended runs with an error of its own so many days ago, beside a sibling."""
+    errors = [run(d * DAY, outcome=ERR, **changes) for d in days]
+    return ask(*reversed(errors), fresh(), peers=[(TWIN, [fresh(of=TWIN)])])
+
+
 ERR = Outcome.DEVICE_ERROR
 SUSPECT, FAULTY, UNKNOWN, HEALTHY = State.SUSPECT, State.FAULTY, State.UNKNOWN, State.HEALTHY
 
@@ -777,6 +783,42 @@ SCENARIOS = {
     ),
     "hung three separate times, 20 runs ago": lambda: (
         hanging("101010" + "1" * 15, apart=2 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "hung seven times in a month, a sibling answers": lambda: (
+        hanging("01" * 7 + "1" * 20, "1" * 34, apart=20 * HOUR), SUSPECT, U, {"keeps-failing"},
+    ),
+    "hung six times in a month, a sibling answers": lambda: (  # one of two by chance: 1 in 32
+        hanging("01" * 6 + "1" * 20, "1" * 32, apart=20 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "hung seven times in a month, as a sibling did once": lambda: (
+        hanging("01" * 7 + "1" * 20, "0" + "1" * 33, apart=20 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "hung seven times in a month, alone": lambda: (
+        hanging("01" * 7 + "1" * 20, "", apart=20 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "hung seven times within a day of each other": lambda: (
+        hanging("01" * 7 + "1" * 20, "1" * 34, apart=10 * HOUR), HEALTHY, Cause.NONE, set(),
+    ),
+    "seven errors of the device in a month, a sibling has none": lambda: (
+        erring(2, 6, 10, 14, 18, 22, 26), SUSPECT, U, {"device-error"},
+    ),
+    "six errors of the device in a month, a sibling has none": lambda: (
+        erring(2, 6, 10, 14, 18, 22), HEALTHY, Cause.NONE, set(),
+    ),
+    "seven errors of the device in a month, one of another MPS client": lambda: (
+        erring(2, 6, 10, 14, 18, 22, 26, environment={MPS_CLIENT: "yes"}), HEALTHY, Cause.NONE, set(),
+    ),
+    "seven errors of the device, the first over a month ago": lambda: (
+        erring(2, 6, 10, 14, 18, 22, 31), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished five times in a month, a sibling stayed": lambda: (
+        vanishing(600, 500, 400, 300, 200), SUSPECT, H, {"keeps-vanishing"},
+    ),
+    "vanished four times in a month, a sibling stayed": lambda: (
+        vanishing(600, 500, 400, 300), HEALTHY, Cause.NONE, set(),
+    ),
+    "vanished five times, the first over a month ago": lambda: (
+        vanishing(721, 500, 400, 300, 200), HEALTHY, Cause.NONE, set(),
     ),
     "vanished twice, a sibling stayed": lambda: (vanishing(60, 26), HEALTHY, Cause.NONE, set()),
     "vanished three times, a sibling stayed": lambda: (vanishing(60, 40, 26), SUSPECT, H, {"keeps-vanishing"}),
