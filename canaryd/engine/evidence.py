@@ -27,8 +27,6 @@ FAILURES = 100
 device, and as many clean confirmations. They are counted apart: none of them must ever push out a mismatch."""
 STOPPED = HANGS | {Outcome.DEVICE_ERROR}
 """Outcomes that count for as long as a device is watched, because they may come back days later."""
-
-
 DEVICE_FAILURES = 400
 """Mismatches of one device that stay in memory: where more than four kinds of runs fail, fewer of each (ours). A device
 that fails in everything is no surer faulty by 100 runs of each kind than by 50, and takes the memory of eight."""
