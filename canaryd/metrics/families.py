@@ -93,7 +93,7 @@ FAMILIES: Mapping[str, Family] = {
         "gauge",
         (*OF_PROBE, "stack"),
         "An integer below 2^53 that healthy devices of one model share where probe and stack are equal; the stack "
-        "label covers the probe's version too, and for recorded results the chain.",
+        "label covers the probe's version too, and for recorded results the model and its settings.",
     ),
     "canaryd_recordings": Family(
         "gauge",

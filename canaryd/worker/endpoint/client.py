@@ -158,7 +158,7 @@ class Client:
                     finished = finished or bool(first_choice(event).get("finish_reason"))
                     yield time.monotonic() - begun, event
         if not finished:
-            raise Skip(f"{where}: the stream broke off after {count} events, before the server words that it ends")
+            raise Skip(f"{where}: the stream broke off after {count} events, before the server marked its end")
 
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None, end: float) -> Exchange:
         address = (self.host, self.port)

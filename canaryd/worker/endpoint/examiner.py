@@ -20,7 +20,7 @@ REPEATS = 3
 """How often a question with a wrong answer is asked again, alone (ours)."""
 SHOWN = 64
 """Wrong places that evidence keeps, as everywhere."""
-ROUNDED = "all first words are right and a little off, as on a server whose weights or cache are quantised"
+ROUNDED = "all first words are right, but their values are slightly off, as from quantised weights or a quantised cache"
 BLIND = "the server gives no log probabilities: only the words are compared"
 
 

@@ -78,8 +78,8 @@ def _ended_early(marked: Sequence[Marked]) -> str:
         return ""
     tokens = short[0].tokens or []
     return (
-        f"it ends an answer after {len(tokens)} of {len(short[0].question.tokens)} words: a limit of tokens or a stop "
-        "word of the server; take it away"
+        f"it ends an answer after {len(tokens)} of {len(short[0].question.tokens)} words: the server has a limit of "
+        "tokens or a stop word; remove it"
     )
 
 
@@ -175,6 +175,6 @@ def may_be_sampling(expected: Expected, marked: Sequence[Marked], repeated: Mapp
     m = next(m for m in marked if m.faults)
     wanted, got = (spell(expected.program, [int(token)]) for token in (m.faults[-1].wanted, m.faults[-1].got))
     return (
-        f"it gave {got} for {wanted}, and not when asked again: either it samples though temperature 0 was asked for, "
-        "or it errs now and then; it gives no log probabilities, which would tell"
+        f"it gave {got} for {wanted}, but not when asked again: it samples though temperature 0 was asked for, or it "
+        "errs now and then; log probabilities would tell which, but it gives none"
     )

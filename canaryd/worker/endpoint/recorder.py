@@ -20,7 +20,7 @@ from canaryd.worker.endpoint.prompts import Prompt
 
 MOST_POSITIONS = 100_000
 """Tokens that a run may record, about 5 MB of protocol (ours); a baselining of the shipped prompts records 20,000."""
-BLIND = "the server gives no logprobs: only the text is compared; other faults stay unseen"
+BLIND = "the server gives no logprobs: only the text is compared, so other faults are not seen"
 UNKNOWN = "canaryd does not know this server: it compares the answers, and cannot see version, configuration or load"
 Item = tuple[str, Prompt]
 """An API, or "forced" for the prompt's own tokens, and a prompt."""

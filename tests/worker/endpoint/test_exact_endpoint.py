@@ -226,7 +226,7 @@ SETTINGS = {
     "a weak penalty": ({"penalty": 0.2}, "presence or frequency penalty"),
     "a temperature": ({"temperature": 1.0}, "it samples, or its choice is wrong"),
     "a high temperature": ({"temperature": 2.0}, "it samples, or its choice is wrong"),
-    "a temperature, in text alone": ({"temperature": 1.0, "scored": False}, "either it samples"),
+    "a temperature, in text alone": ({"temperature": 1.0, "scored": False}, "it samples though temperature 0 was asked for"),
     "scaled logits": ({"scale": 0.7}, "multiplies all logits by 0.7"),
     "a limit of tokens": ({"most": 10}, "ends an answer after 10 of 40 words"),
     "another model": ({"spoken": "The reef is alive.", "scored": False}, "words that the exact canary does not have"),
@@ -271,7 +271,7 @@ def test_small_errors_everywhere_look_like_rounding(directory, noise):
     assert reason == ""
     assert [c.wrong_trials for c in compared] == [2, 2, 2]
     assert not any(c.characterised for c in compared)
-    assert all("as on a server whose weights or cache are quantised" in c.evidence.pattern for c in compared)
+    assert all("as from quantised weights or a quantised cache" in c.evidence.pattern for c in compared)
 
 
 def test_another_exact_canary_is_named(directory, tmp_path):
