@@ -143,17 +143,6 @@ def test_a_tokenizer_that_adds_a_word_is_told_from_a_fault(exported, tmp_path, n
         ask(server, exported(name), seed=0)
 
 
-def test_a_penalty_of_vllm_is_told_from_a_fault(exported, tmp_path):
-    """The server takes what a request does not say from the checkpoint's `generation_config.json`."""
-    shutil.copytree(exported("vllm"), tmp_path / "canary")
-    (tmp_path / "canary/generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.5}')
-    with (
-        serving("vllm", tmp_path / "canary", tmp_path) as server,
-        pytest.raises(Skip, match="a repetition, presence or frequency penalty"),
-    ):
-        ask(server, exported("vllm"), seed=0)
-
-
 @pytest.mark.parametrize("option", ["-ctk", "-ctv"])
 def test_a_quantised_cache_of_llama_cpp_accuses_nobody(exported, tmp_path, option):
     """The server does not tell its cache's format: all is wrong, always in the same way, and not characterised."""
