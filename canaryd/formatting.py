@@ -75,6 +75,12 @@ def format_time(at: float, *, seconds: bool = True) -> str:
     return f"{local:%Y-%m-%d %H:%M:%S}" if seconds else f"{local:%Y-%m-%d %H:%M}"
 
 
+def time_zone() -> str:
+    """Return the zone of the times that `format_time` writes: "UTC", "UTC+02:00"."""
+    offset = f"{datetime.now(tz=timezone.utc).astimezone():%z}"
+    return "UTC" if offset == "+0000" else f"UTC{offset[:3]}:{offset[3:5]}"
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration in the largest unit of which there are two: "90 seconds", "36 hours", "12 days"."""
     for size, unit in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):

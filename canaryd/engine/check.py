@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -31,17 +31,18 @@ class Gap(NamedTuple):
         return f"{self.what}: {self.detail}"
 
 
+MOST_MEMORY = "most memory"
 NOT_CHECKED: Mapping[str, tuple[Gap, ...]] = {
     "quick": (
         Gap("other instruction sets", "only the first of the CPU's was tested; use --level standard"),
         Gap("most shapes and layouts", "one of each was tested, in rotation; use --level standard"),
         Gap("large products", "larger than 512; use --level standard"),
-        Gap("most memory", "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
+        Gap(MOST_MEMORY, "beyond 16 MiB of each device and of the host; use --level deep on a drained node"),
     ),
     "standard": (
         Gap("some layouts", "not every layout was tested with every shape; use --level deep"),
         Gap("large products", "larger than 2048; use --level deep"),
-        Gap("most memory", "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
+        Gap(MOST_MEMORY, "beyond 1 GiB of each device and of the host; use --level deep on a drained node"),
     ),
     "deep": (Gap("very large products", "larger than 4096"),),
 }
@@ -53,11 +54,22 @@ ONLY = {"memory_sweep": "memory", "exact_units": "each core or SM", "collectives
 
 def untested(runs: Mapping[str, Sequence[Run]]) -> list[Gap]:
     """Return what of `ONLY` was not tested on some devices; `runs`: name of a device → its runs."""
+    return lacking({name: {r.probe for r in done if r.trials} for name, done in runs.items()})
+
+
+def lacking(done: Mapping[str, Collection[str]]) -> list[Gap]:
+    """Return what of `ONLY` was not tested on some devices; `done`: name of a device → probes that gave a result."""
     gaps = []
     for probe, what in ONLY.items():
-        without = [name for name, done in runs.items() if not any(r.probe == probe and r.trials for r in done)]
+        without = [name for name, probes in done.items() if probe not in probes]
         gaps += [Gap(what, f"no {probe} ran on {', '.join(without)}")] if without else []
     return gaps
+
+
+def all_gaps(level: str, found: Sequence[Gap]) -> tuple[Gap, ...]:
+    """Return the gaps that were found, and what tests of a level never look at; nothing is named twice."""
+    named = {MOST_MEMORY} if any(g.what == ONLY["memory_sweep"] for g in found) else set()
+    return (*found, *(g for g in NOT_CHECKED[level] if g.what not in named), *NEVER_CHECKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +305,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
     if not any(d.is_endpoint for d in result.devices):
         gaps.append(NO_ENDPOINT)
     gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})
-    result.not_checked = (*gaps, *NOT_CHECKED[options.level], *NEVER_CHECKED)
+    result.not_checked = all_gaps(options.level, gaps)
 
 
 def _why(run: Run) -> tuple[str, str]:

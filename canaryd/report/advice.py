@@ -142,9 +142,14 @@ def steps(status: Status) -> Iterator[Step]:
         yield Step("Make the stored record readable, then ask again.")
     else:
         yield _start()
-    if others := [text for text in status.problems if text != status.unreadable]:
-        many = "a problem" if len(others) == 1 else "problems"
+    if many := _problems(status):
         yield Step(f"canaryd itself has {many} (see below).")
+
+
+def _problems(status: Status) -> str:
+    """Return how many problems canaryd itself has, beside a record that cannot be read; "" for none."""
+    others = [text for text in status.problems if text != status.unreadable]
+    return "" if not others else "a problem" if len(others) == 1 else "problems"
 
 
 def _start() -> Step:
@@ -156,9 +161,10 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
     it, is_, its = ("it", "is", "its") if len(worst) == 1 else ("them", "are", "their")
     names, todo = _names(worst), _step(worst)
     if state is State.HEALTHY:
-        yield Step(
-            "Nothing." if status.daemon else "Nothing urgent. The daemon is not running: start it (canaryd run)."
-        )
+        idle = "Nothing." if status.daemon else "Nothing urgent."
+        yield Step("Nothing is wrong with the devices." if _problems(status) else idle)
+        if not status.daemon:
+            yield Step("The daemon is not running: start it (canaryd run).")
     elif all(d.acknowledged for d in worst):
         until = format_time(min(d.acknowledged_until for d in worst), seconds=False)
         yield Step(f"Nothing new: {names} {is_} acknowledged until {until}.")
@@ -166,6 +172,8 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         return
     elif state is State.FAULTY:
         yield todo if todo.text else Step(precaution(worst[0].verdict.cause, [d.device for d in worst]))
+        if all(d.verdict.state in (State.FAULTY, State.HEALTHY) for d in status.devices):  # else there is more to read
+            yield _for_vendor(worst)
         if not status.daemon:
             yield Step("The daemon is not running, so nothing else is tested: start it (canaryd run).")
     elif state is State.SUSPECT:
@@ -178,6 +186,21 @@ def _steps_for_devices(status: Status) -> Iterator[Step]:
         yield from _steps_for_unknown(status, worst)
     if others := [d for d in worst if d.device.uuid not in advised(status)]:
         yield Step(f"For {_names(others)}, see below.")
+
+
+def _for_vendor(worst: Sequence[DeviceStatus]) -> Step:
+    """Return what to send to the vendor about faulty devices: once it is known that the part is at fault."""
+    first, found = worst[0].device, _worst_incident(worst[0])
+    if found is None or found.wrong is None or first.is_endpoint:
+        return Step("")
+    whom = "the operator" if first.weak_identity else "the vendor"
+    if found.cause is Cause.HARDWARE:
+        return Step(f"Send {whom} the file that it names.")
+    if found.cause is Cause.UNDETERMINED:
+        return Step(
+            f"If it is right there, {first.name} is at fault. For {whom}:", f"canaryd report {first.name} -o ./case"
+        )
+    return Step("")
 
 
 def _step_for_suspect(status: Status, worst: Sequence[DeviceStatus], todo: Step) -> Step:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
+from canaryd.engine.check import NO_ENDPOINT, Gap, all_gaps, lacking
 from canaryd.engine.inventory import remembered
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge import acks as judge_acks
@@ -39,6 +40,8 @@ RECENT = 86_400.0
 """Seconds for which an event is shown."""
 STALLED = 300.0
 """Age in seconds from which a cached status is reported as old: a daemon gathers it every 15 s (ours)."""
+LEVELLED = "exact_matmul"
+"""The probe whose newest run shows at which level a node is tested."""
 LOOKED = 20
 """Newest runs of a probe that are searched for one that completed, or that was wrong."""
 Newest = Mapping[str, float | None]
@@ -118,6 +121,8 @@ class Status:
     """Why what is recorded could not be read, one sentence; "" where it could."""
     absent: str = ""
     """The state directory, where it does not exist."""
+    not_tested: tuple[Gap, ...] = ()
+    """What the tests on record did not look at."""
 
     @property
     def first_tests(self) -> tuple[DeviceStatus, ...]:
@@ -203,7 +208,19 @@ def gather(
         problems=tuple(_problems(store, config, acks, now, daemon=daemon)),
         unreadable=store.unreadable,
         absent="" if os.path.exists(store.state_dir) else str(store.state_dir),  # noqa: PTH110  never raises
+        not_tested=_not_tested(store, config, found),
     )
+
+
+def _not_tested(store: Store, config: Config, devices: Sequence[DeviceStatus]) -> tuple[Gap, ...]:
+    """Return what the tests on record did not look at, as a check of their level says it; nothing without tests."""
+    tested = [d for d in devices if d.present and not d.device.is_endpoint and any(d.evidence.values())]
+    if not tested:
+        return ()
+    gaps = [] if any(d.device.is_endpoint for d in devices) else [NO_ENDPOINT]
+    gaps += lacking({d.device.name: {probe for probe, at in d.evidence.items() if at} for d in tested})
+    newest = store.runs(tested[0].device.uuid, LEVELLED, limit=1)
+    return all_gaps(newest[-1].level if newest else config.schedule.level, gaps)
 
 
 def _problems(store: Store, config: Config, acks: Iterable[Ack], now: float, *, daemon: bool) -> Iterator[str]:
@@ -274,6 +291,7 @@ def as_of(status: Status, now: float) -> Status:
             for d in status.devices
         ),
         problems=(*([stalled] if old > STALLED else []), *status.problems),
+        not_tested=status.not_tested,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from urllib.parse import quote
 
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
@@ -109,12 +109,22 @@ def render(status: Status, now: float) -> bytes:
         *_section("Not healthy", bad, current, now, wide=True),
         *_section("Healthy", healthy, current, now),
         "</main>",
-        f"<footer><p>The daemon is {'' if current.daemon else 'not '}running.",
+        f"<footer>{_untested(current)}",
+        f"<p>The daemon is {'' if current.daemon else 'not '}running. Times are {time_zone()}.",
         f"Rendered at {_time(now)} from the state at {_time(status.now)}; this page reloads itself every",
         f"{RELOAD} seconds. The same facts: <code>canaryd status -v</code>, <code>canaryd status --json</code>;",
         'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
     ]
     return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
+
+
+def _untested(status: Status) -> str:
+    """Return what was not tested, with how to test it behind a click; "" where nothing was tested yet."""
+    if not status.not_tested:
+        return ""
+    listed = "".join(f"<li>{_text(str(gap))}</li>" for gap in status.not_tested)
+    what = ", ".join(gap.what for gap in status.not_tested)
+    return f"<details><summary>Not tested: {_text(what)}</summary><ul>{listed}</ul></details>"
 
 
 def _problems(status: Status) -> list[str]:

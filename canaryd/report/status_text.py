@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
-from canaryd.formatting import columns, format_duration, format_time
+from canaryd.formatting import columns, format_duration, format_time, time_zone
 from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
@@ -63,6 +63,7 @@ def as_json(status: Status) -> dict[str, Any]:
             }
             for d in status.devices
         ],
+        "not_tested": [str(gap) for gap in status.not_tested],
         "problems": list(status.problems),
     }
 
@@ -76,8 +77,12 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
             alike.setdefault(d.device.uuid if d.events else _what_is_shown(d, verbose=verbose), []).append(d)
     for same in alike.values():
         lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in told_of)
-    if quiet := [d for d in status.devices if _is_quiet(d, verbose=verbose)]:
-        lines += _healthy_lines(quiet, status, verbose=verbose)
+    quiet = [d for d in status.devices if _is_quiet(d, verbose=verbose)]
+    # Where several paragraphs have to fit on a screen, what was not tested is only counted, beside what is healthy.
+    counted = bool(quiet) and len(alike) > 1 and not verbose and bool(status.not_tested)
+    if quiet:
+        more = f"; {len(status.not_tested)} things were not tested (-v)" if counted else ""
+        lines += _healthy_lines(quiet, status, more, verbose=verbose)
     for problem in status.problems:
         lines += paragraph("problem: ", problem, role="calm")
     if status.released_until:
@@ -85,6 +90,8 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
         lines += paragraph("", f"devices are released until {until} (canaryd release): nothing is tested", role="calm")
     for drill in drills(status):
         lines += paragraph("", drill)
+    if not counted:
+        lines += _untested_lines(status, verbose=verbose)
     lines += _last_lines(status)
     return paint(lines, color=color)
 
@@ -124,8 +131,8 @@ def _what_is_shown(d: DeviceStatus, *, verbose: bool) -> object:
     )
 
 
-def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, *, verbose: bool) -> Iterator[Line]:
-    """Yield the devices about which there is nothing else to report, on one line if they fit."""
+def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, more: str, *, verbose: bool) -> Iterator[Line]:
+    """Yield the devices about which there is nothing else to report, on one line if they fit; `more` ends it."""
     models: dict[str, list[str]] = {}
     for d in devices:
         models.setdefault(d.device.model, []).append(d.device.name)
@@ -133,7 +140,7 @@ def _healthy_lines(devices: Sequence[DeviceStatus], status: Status, *, verbose: 
         names = ", ".join(f"{' '.join(names)} ({model})" for model, names in models.items())
     else:
         names = " ".join(d.device.name for d in devices)
-    yield from paragraph(f"{'HEALTHY':<{STATE}}", names, role="good")
+    yield from paragraph(f"{'HEALTHY':<{STATE}}", names + more, role="good")
     if verbose:
         yield from _evidence_lines(devices, status.now)
 
@@ -173,12 +180,20 @@ def _evidence_lines(devices: Sequence[DeviceStatus], now: float) -> list[Line]:
     return paragraph(INDENT, f"newest results: {ages}") if ages else []
 
 
+def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
+    """Yield what the tests on record did not look at; with `verbose`, why."""
+    if verbose:
+        yield from (line for gap in status.not_tested for line in paragraph("not tested: ", str(gap)))
+    elif status.not_tested:
+        yield from paragraph("not tested: ", f"{', '.join(gap.what for gap in status.not_tested)} (-v says more)")
+
+
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield whether a daemon runs, the oldest result of all devices, and the state."""
+    """Yield whether a daemon runs, the oldest result of all devices, the time zone, and the state."""
     stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
     oldest = f"; oldest result: {stalest[0]} ({_ago(stalest[1], status.now)})" if stalest else ""
     daemon = "running" if status.daemon else "not running on this state directory"
-    yield from paragraph("", f"daemon: {daemon}{oldest}")
+    yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"
 
 

@@ -841,3 +841,82 @@ def test_a_daemon_releases_and_takes_back(tmp_path):
         assert canaryd("release", "--end", *common).code == 0
         eventually(lambda: pids.read_text() != before)
         assert "canaryd_released 0.0" in daemon.get("/metrics")[1]
+
+
+def on_record(store, *, level="quick", probes=("exact_matmul", "memory_sweep", "exact_units"), state=State.HEALTHY):
+    """Return the status of a node whose GPU ran these probes at a level."""
+    store.see_device(GPU, NOW)
+    cause = Cause.NONE if state is State.HEALTHY else Cause.HARDWARE
+    store.set_verdict(verdict(state, cause, *([] if state is State.HEALTHY else ["a fault"])))
+    for number, probe in enumerate(probes):
+        run = Run(
+            id=f"r{number}",
+            device=GPU.uuid,
+            probe=probe,
+            probe_version=1,
+            started=NOW - 60,
+            seconds=1.0,
+            outcome=Outcome.COMPLETED,
+            level=level,
+        )
+        store.add_run(run)
+    return ask(store)
+
+
+def test_status_says_what_was_not_tested(store):
+    """As a check of the level that ran says it: a healthy node is healthy as far as it was tested."""
+    found = on_record(store)
+    assert "not tested: serving engine, other instruction sets, most shapes" in status_text(found)
+    assert "most memory: beyond 16 MiB of each device" in unwrapped(status_text(found, verbose=True))
+    assert "links: links between devices" in status_json(found)["not_tested"]
+    assert b"Not tested: serving engine" in status_page.render(found, NOW)
+
+
+def test_what_was_not_tested_at_all_is_not_also_tested_in_part(store):
+    """Most memory beside memory would say that some of it was tested."""
+    told = [gap.what for gap in on_record(store, level="standard", probes=("exact_matmul",)).not_tested]
+    assert told.count("memory") == 1
+    assert "most memory" not in told
+    assert "each core or SM" in told
+
+
+def test_nothing_is_listed_as_untested_before_a_test(store):
+    """A node that nobody has tested yet says that, and no list."""
+    store.see_device(GPU, NOW)
+    assert ask(store).not_tested == ()
+
+
+def test_status_names_the_zone_of_its_times(store, monkeypatch):
+    """Somebody else reads it in another country."""
+    for zone, told in {"UTC": "UTC", "IST-5:30": "UTC+05:30", "XYZ+3": "UTC-03:00"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", zone)
+            time.tzset()
+            assert f"; times: {told}\n" in status_text(on_record(store))
+    time.tzset()
+
+
+def test_a_problem_of_canaryd_is_no_nothing(store):
+    """To say that there is nothing to do would contradict it."""
+    found = replace(on_record(store), daemon=True, problems=("the disk is full",))
+    assert advice(found) == "Nothing is wrong with the devices. canaryd itself has a problem (see below)."
+    assert advice(replace(found, problems=())) == "Nothing."
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        (Cause.HARDWARE, "Send the vendor the file that it names."),
+        (
+            Cause.UNDETERMINED,
+            "If it is right there, cuda:3 is at fault. For the vendor: canaryd report cuda:3 -o ./case",
+        ),
+        (Cause.SOFTWARE, ""),
+    ],
+)
+def test_status_says_what_to_send_to_the_vendor(store, cause, told):
+    """Once the part is known to be at fault; a bug of the software is no case for its vendor."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(replace(told_of(fault(cause=cause)), device=GPU.uuid, cause=cause))
+    assert told in advice(ask(store))
+    assert ("vendor the file" in advice(ask(store))) is (cause is Cause.HARDWARE)
