@@ -14,7 +14,7 @@ from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
-from canaryd.report.advice import advice, advised, answer, drills
+from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, sentence, shown_notes, step, told
@@ -69,7 +69,7 @@ th, td { text-align: left; font-weight: 400; padding: 0 1rem 0 0; vertical-align
   padding: .5rem .8rem; margin-bottom: 1rem; }
 .problems h2 { font-size: 1.05rem; } main > h2:not(:first-child) { margin-top: .8rem; }
 footer { margin-top: 1.5rem; border-top: 1px solid var(--line); padding-top: .6rem; } a { color: inherit; }
-@media print { article { break-inside: avoid; } }
+@media print { article { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
 SHAPES = {
@@ -103,7 +103,7 @@ def render(status: Status, now: float) -> bytes:
         f'<header class="{state.value}"><p class="host">canaryd on {host}</p>',
         f"<h1>{_state(state)}</h1>",
         f'<p class="answer">{_text(answer(current))}</p>',
-        f'<p class="advice"><strong>Do now:</strong> {_text(advice(current))}</p></header>',
+        f'<p class="advice"><strong>Do now:</strong> {_advice(current)}</p></header>',
         *_problems(current),
         "<main>",
         *_section("Not healthy", bad, current, now, wide=True),
@@ -116,6 +116,12 @@ def render(status: Status, now: float) -> bytes:
         'for Prometheus: <a href="/metrics">/metrics</a>.</p></footer>',
     ]
     return html.document(f"{state.value.upper()} · {socket.gethostname()} · canaryd", STYLE, body, head=head).encode()
+
+
+def _advice(status: Status) -> str:
+    """Return what to do now, each command on a line of its own, to be copied."""
+    told = ((_text(todo.text), _text(todo.command)) for todo in steps(status))
+    return " ".join(f"{text}<br><code>{command}</code><br>" if command else text for text, command in told)
 
 
 def _untested(status: Status) -> str:
