@@ -37,6 +37,7 @@ from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
 from canaryd.worker.numeric.seeds import derive
+from canaryd.worker.numeric.served import ATTENDED
 from canaryd.worker.numeric.tensors import host_same_bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
@@ -105,7 +106,7 @@ def _int8(device: Device, left: str, name: str, layout: str, rng: random.Random)
 
 def attentions(context: Context) -> Iterator[Maker]:
     """Yield a maker of cases for every kernel, format, content, mask and kind of shape that this machine takes."""
-    for kernel, form in itertools.product(interface.of(context.device).attention_kernels, exact_attention.FORMAT_NAMES):
+    for kernel, form in itertools.product(interface.of(context.device).attention_kernels, ATTENDED):
         for mask, (kind, sizes) in itertools.product(MASKS, exact_attention.SIZES["quick"].items()):
             if not exact_attention.refuses(context.device, kernel, form, mask, sizes):
                 for name in CONTENTS:

@@ -9,7 +9,7 @@ Cannot see: errors of the exponential between 0 and the gap (recorded_kernels do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Skipped
 from canaryd.worker.numeric.attention import CONTENTS, MASKS, Attention, blank, build, value_bits
 from canaryd.worker.numeric.characterised import is_characterised
+from canaryd.worker.numeric.served import ATTENDED, served_attention
 from canaryd.worker.numeric.tensors import FORMATS
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operation
@@ -32,7 +33,6 @@ SPEC = ProbeSpec(
     order=20,
 )
 
-FORMAT_NAMES = ("float64", "float32", "bfloat16", "float16")
 # (B, H, G, L, S, D): G < H is grouped-query, L ≪ S decodes, a long S forces rescaling over many blocks.
 SIZES = {
     "quick": {"prefill": (1, 2, 2, 48, 48, 64), "grouped": (1, 4, 2, 32, 65, 64), "decode": (2, 2, 2, 3, 320, 64)},
@@ -56,7 +56,9 @@ Question = tuple[str, str, str, tuple[int, ...]]
 def run(ctx: Context) -> Iterator[Fact]:
     """Verify fixed cases, then fresh ones: every kernel, format and content; masks and shapes in rotation."""
     need_torch()
-    cases = every_case(ctx)
+    served = list(served_attention(ctx))
+    yield from (left_out for left_out in served if isinstance(left_out, Skipped))
+    cases = every_case(ctx) + served_cases(ctx, [sizes for sizes in served if not isinstance(sizes, Skipped)])
     asked = dict.fromkeys(question for question, case in cases if chosen(ctx, case.name))
     refused = {question: why for question in asked if (why := refuses(ctx.device, *question))}
     for kernel, form in dict.fromkeys(question[:2] for question in refused):
@@ -76,7 +78,7 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
     """Return every case of a run with what its kernel is asked first, also where the device has no such kernel."""
     cases: list[tuple[Question, Case]] = []
     turn = ctx.seed
-    for kernel, form, content in product(_kernels(ctx.device), FORMAT_NAMES, CONTENTS):
+    for kernel, form, content in product(_kernels(ctx.device), ATTENDED, CONTENTS):
         turn += 1
         variants = [(kind, mask, SIZES[ctx.level][kind]) for kind, mask in _variants(ctx, turn)]
         for kind, mask, sizes in [("fixed", "none", FIXED), *variants]:
@@ -85,9 +87,20 @@ def every_case(ctx: Context) -> list[tuple[Question, Case]]:
     return cases
 
 
+def served_cases(ctx: Context, served: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[tuple[Question, Case]]:
+    """Return the attention of served models through every kernel: one content in turn, or all that are asked for."""
+    cases = []
+    for turn, (kernel, (form, kind, sizes)) in enumerate(product(_kernels(ctx.device), served)):
+        mask = "causal" if kind.endswith("prefill") else "none"
+        for content in CONTENTS if ctx.cases else [CONTENTS[(ctx.seed // 2 + turn) % len(CONTENTS)]]:
+            case = attention_case(ctx.device, kernel, form, content, mask, kind, sizes)
+            cases.append(((kernel, form, mask, sizes), case))
+    return cases
+
+
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case, with kernels that `device` lacks; their digests ship with canaryd."""
-    choices = product(_kernels(device), FORMAT_NAMES, CONTENTS)
+    choices = product(_kernels(device), ATTENDED, CONTENTS)
     return [attention_case(device, *choice, "none", "fixed", FIXED) for choice in choices]
 
 

@@ -34,6 +34,8 @@ from canaryd.supervisor.protocol import RunRequest, new_run_id
 
 LEARNING = 2
 """Runs of an endpoint that may follow one at once: to learn a chain, and to compare with what was learnt."""
+SHAPED = ("exact_matmul", "exact_attention")
+"""Probes that also test the sizes of served models."""
 CONFIRM_WAIT = 60.0
 """Shortest time in seconds that a confirmation waits for a device that another process holds."""
 
@@ -308,11 +310,11 @@ class Engine(Host):
         return request, self.timeout(spec, level) + pauses
 
     def _settings_for(self, probe: str, device: Device) -> Mapping[str, object]:
-        """Return a probe's own settings, for an endpoint also its settings, for products the models that are served."""
+        """Return a probe's own settings, for an endpoint also its settings, for `SHAPED` probes the served models."""
         own = self.settings(probe).settings
         if device.is_endpoint:
             return {**own, **endpoints.settings(self.endpoint(device))}
-        if probe == "exact_matmul" and (served := endpoints.models(self.config, device, self.devices.values())):
+        if probe in SHAPED and (served := endpoints.models(self.config, device, self.devices.values())):
             return {"shapes_of": served, **own}
         return own
 

@@ -1,4 +1,4 @@
-"""The products that a served model makes: the sizes in its `config.json`, and the rows that a server multiplies.
+"""The products and the attention of a served model: the sizes in its `config.json`, and the rows that a server takes.
 
 A kernel is chosen by its sizes, and some kernels are wrong only from some size up: products of other sizes miss them.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from canaryd.facts import Skipped
 from canaryd.probe import Context
@@ -19,6 +19,7 @@ from canaryd.worker.numeric.operands import CONTENTS
 from canaryd.worker.numeric.tensors import FORMATS, Format
 from canaryd.worker.runtime import interface
 
+T = TypeVar("T")
 ROWS = {"quick": (1, 16), "standard": (1, 8, 64, 512), "deep": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)}
 """Rows of A per level: of decoding, one per request in a batch; of prefill, one per token of a chunk (our choice)."""
 MOST = {"quick": 64 << 20, "standard": 512 << 20, "deep": 2 << 30}
@@ -27,6 +28,14 @@ OF_ROOM = 4
 """A weight takes at most one part of so many of the memory beside a server: operands, result and a host's copy."""
 SHARE = 0.05
 """A product takes at most this share of a run's time, so that all others have their turn (our choice)."""
+LENGTHS = {
+    "quick": {"decode": (1, 256), "prefill": (64, 64)},
+    "standard": {"decode": (1, 1024), "prefill": (256, 256)},
+    "deep": {"decode": (1, 4096), "prefill": (1024, 1024)},
+}
+"""Queries and keys of one sequence's attention per level (our choice): a prefill is causal."""
+ATTENDED = ("float64", "float32", "bfloat16", "float16")
+"""Formats of attention."""
 LARGEST_CONFIG = 1 << 20
 
 
@@ -71,21 +80,65 @@ def served_cases(ctx: Context, speeds: Mapping[str, float]) -> Iterator[Case | S
                 yield Skipped(case=case.name, reason=why) if why else case
 
 
-def shapes_of(settings: Mapping[str, Any]) -> list[Path]:
-    """Return the setting `shapes_of` of `exact_matmul`; raise `ValueError` where it is no list of absolute paths."""
+def served_attention(ctx: Context) -> Iterator[tuple[str, str, tuple[int, ...]] | Skipped]:
+    """Yield the attention of the models in the setting `shapes_of`: format, kind, sizes; and what is left out.
+
+    The sizes are B, H, G, L, S and D. Raises `ValueError` for a setting of another kind.
+    """
+    free, _ = interface.of(ctx.device).memory(ctx.device)
+    limits = [limit // OF_ROOM for limit in (ctx.room, free) if limit]
+    for path in shapes_of(ctx.settings, "exact_attention"):
+        try:
+            form, (queries, keys, size) = _read(path, heads)
+        except Unreadable as error:
+            yield Skipped(case="served", reason=str(error))
+            continue
+        if form not in ATTENDED:
+            yield Skipped(case=f"{form}/served", reason=f"{path} computes in {form}, which is not tested here")
+            continue
+        for kind, (L, S) in LENGTHS[ctx.level].items():
+            elements = (
+                queries * L * size + 2 * keys * S * size + queries * L * S
+            )  # the scores, where a kernel keeps them
+            if limits and elements * FORMATS[form].dtype.itemsize > min(limits):
+                yield Skipped(case=f"{form}/served-{kind}", reason=f"the run may take {min(limits) >> 20} MiB at once")
+            else:
+                yield form, f"served-{kind}", (1, queries, keys, L, S, size)
+
+
+def heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the heads of queries, those of keys and values, and the size of one; raise `KeyError` without them."""
+    own = config.get("text_config") or config
+    queries = int(own["num_attention_heads"])
+    keys, size = (
+        int(own.get("num_key_value_heads") or queries),
+        int(own.get("head_dim") or own["hidden_size"] // queries),
+    )
+    if min(queries, keys, size) < 1 or queries % keys:
+        raise ValueError("a number of heads is not positive, or the heads of queries do not share those of keys")
+    return queries, keys, size
+
+
+def shapes_of(settings: Mapping[str, Any], probe: str = "exact_matmul") -> list[Path]:
+    """Return a probe's setting `shapes_of`; raise `ValueError` where it is no list of absolute paths."""
     named = settings.get("shapes_of", [])
     if not isinstance(named, list) or not all(isinstance(name, str) and name.startswith("/") for name in named):
-        raise ValueError(f"probes.exact_matmul.settings.shapes_of: {named!r} is no list of absolute paths")
+        raise ValueError(f"probes.{probe}.settings.shapes_of: {named!r} is no list of absolute paths")
     return [Path(name) for name in named]
 
 
 def read(path: Path) -> tuple[str, list[Weight]]:
     """Return the format and the weights of the model in a directory, or of a `config.json`; raise `Unreadable`."""
+    return _read(path, weights)
+
+
+def _read(path: Path, sizes: Callable[[Mapping[str, Any]], T]) -> tuple[str, T]:
+    """Return the format of a model, and the `sizes` in its `config.json`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
             config = json.loads(stream.read(LARGEST_CONFIG))
-        return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), weights(config)
+        return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), sizes(config)
     except OSError as error:
         raise Unreadable(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:

@@ -23,6 +23,7 @@ from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.operands import Product
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.seeds import mix64
+from canaryd.worker.numeric.served import ATTENDED
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
 from canaryd.worker.numeric.tensors import FORMATS, bits, flat_bits, host_same_bits, same_bits, upload, words
@@ -182,7 +183,7 @@ def attentions(probes):
     """Yield the same for attention: kernels, formats, masks, shapes and contents."""
     sizes = {"prefill": (1, 2, 2, 24, 24, 64), "grouped": (1, 4, 2, 8, 33, 64), "decode": (2, 2, 2, 1, 70, 64)}
     module = probes["exact_attention"]
-    choices = itertools.product(("MATH", "FLASH_ATTENTION"), module.FORMAT_NAMES, module.MASKS, sizes)
+    choices = itertools.product(("MATH", "FLASH_ATTENTION"), ATTENDED, module.MASKS, sizes)
     for kernel, form, mask, kind in choices:
         if module.refuses(cpu(), kernel, form, mask, sizes[kind]):
             continue
