@@ -226,7 +226,10 @@ SETTINGS = {
     "a weak penalty": ({"penalty": 0.2}, "presence or frequency penalty"),
     "a temperature": ({"temperature": 1.0}, "it samples, or its choice is wrong"),
     "a high temperature": ({"temperature": 2.0}, "it samples, or its choice is wrong"),
-    "a temperature, in text alone": ({"temperature": 1.0, "scored": False}, "it samples though temperature 0 was asked for"),
+    "a temperature, in text alone": (
+        {"temperature": 1.0, "scored": False},
+        "it samples though temperature 0 was asked for",
+    ),
     "scaled logits": ({"scale": 0.7}, "multiplies all logits by 0.7"),
     "a limit of tokens": ({"most": 10}, "ends an answer after 10 of 40 words"),
     "another model": ({"spoken": "The reef is alive.", "scored": False}, "words that the exact canary does not have"),
