@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,8 @@ for name in list(os.environ):  # what the user has set for canaryd is not for th
         del os.environ[name]
 sys.dont_write_bytecode = False  # a canaryd that is compiled at each start takes twice as long to start
 os.umask(0o022)  # a configuration that a group may write is refused
+hypothesis.settings.register_profile("canaryd", deadline=None)  # a machine under load is slow
+hypothesis.settings.load_profile("canaryd")
 sys.path.insert(0, str(ROOT))  # `python -m canaryd` of a checkout that is not installed, and `benchmarks`
 
 

@@ -1218,7 +1218,7 @@ def histories(of, **fixed):
 
 
 nodes = st.tuples(histories(TWIN), histories(CPU)).map(lambda r: [(TWIN, r[0]), (CPU, r[1])])
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 @few

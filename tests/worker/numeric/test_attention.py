@@ -57,7 +57,7 @@ def test_golden_is_what_the_definition_gives(maker, form, name, mask):
     D=st.integers(8, 130),
     seed=st.integers(0, (1 << 63) - 1),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_size_is_right_or_refused(maker, form, name, mask, L, S, D, seed):
     """Any lengths and head dimension: the definition's answer, or `Inexact` where codes or groups have no room."""
     spec = Attention(name, FORMATS[form], mask, 1, 2, 1, L, S, D)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
     n=st.integers(2, 40).map(lambda k: 16 * k),
     seed=st.integers(0, (1 << 63) - 1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_golden_and_result_are_what_plain_python_gives(maker, name, n, seed):
     """For any seed and size the golden, its plain recomputation and torch's own result have the same bits."""
     problem = build(name, n, seed)

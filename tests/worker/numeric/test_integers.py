@@ -26,7 +26,7 @@ def splitmix(seed: int, count: int) -> list[int]:
 
 
 @given(seed=st.integers(0, (1 << 63) - 1), name=st.text(max_size=12), count=st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_stream_is_splitmix(seed, name, count):
     """A stream is SplitMix64 started at the seed derived for its name."""
     assert integers.stream(seed, name, (count,)).tolist() == splitmix(seeds.derive(seed, name), count)
@@ -51,7 +51,7 @@ def test_streams_do_not_depend_on_their_shape_and_differ_by_name_and_seed():
 
 
 @given(low=st.integers(1, 1 << 40), span=st.integers(0, 1 << 40), seed=st.integers(0, 1 << 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_signed_stays_in_its_range_without_zero(low, span, seed):
     """Magnitudes lie on low … high, so zero never occurs."""
     values = integers.signed(seed, "x", (64,), low, low + span).tolist()
@@ -71,7 +71,7 @@ def test_permutation_holds_every_index_once(n):
 
 
 @given(values=st.lists(wide, min_size=1, max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_bit_length_and_significant_bits_match_python(values):
     """bit_length is Python's; significant bits run from the highest to the lowest set bit."""
     tensor = torch.tensor(values, dtype=torch.int64)
@@ -81,7 +81,7 @@ def test_bit_length_and_significant_bits_match_python(values):
 
 
 @given(values=st.lists(wide, min_size=1, max_size=30), precision=st.integers(1, 53))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_matches_python(maker, values, precision):
     """Rounding to a significand is to nearest with ties to even, for every precision and sign."""
     tensor = torch.tensor(values, dtype=torch.int64)
@@ -89,7 +89,7 @@ def test_rounding_matches_python(maker, values, precision):
 
 
 @given(quotient=st.integers(1, 1 << 12), shift=st.integers(1, 40), sign=st.sampled_from([-1, 1]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_ties_go_to_even(quotient, shift, sign):
     """An exact half rounds to the even neighbour; one unit more or less rounds to the nearer."""
     p = quotient.bit_length()
@@ -100,7 +100,7 @@ def test_ties_go_to_even(quotient, shift, sign):
 
 
 @given(values=st.lists(st.integers(-(1 << 40), 1 << 40), min_size=1, max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rounding_agrees_with_the_hardware_conversion(values):
     """float32's conversion of an int64 rounds to 24 bits as round_significand does."""
     tensor = torch.tensor(values, dtype=torch.int64)

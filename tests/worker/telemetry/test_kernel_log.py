@@ -414,7 +414,7 @@ def test_garbage_does_not_stop_it(boot_id, log):
     assert (position.sequence, position.garbled, position.lost) == (3, 2, 0)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.binary(max_size=2000))
 def test_no_file_makes_it_raise(boot_id, log, data):
     """Whatever stands in it, the end is a position."""
@@ -422,7 +422,7 @@ def test_no_file_makes_it_raise(boot_id, log, data):
     assert read(log, boot_id)[1].boot == BOOT
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(st.integers(1, 200), max_size=12), st.integers(1, 12))
 def test_restarts_neither_repeat_nor_lose_a_record(boot_id, log, sizes, count):
     """Wherever the feeder has come to, and wherever the reader is stopped."""
