@@ -1,4 +1,4 @@
-"""Rules for NVIDIA Xid and SXid errors."""
+"""Rules for NVIDIA Xid and SXid errors; `canaryd.judge.telemetry.rules` lists them, `xids.json` grades the codes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Each fault changes the bits of a result (or an operand) in place, as a broken unit would. A drill run carries the
 fault's name everywhere and never counts against the device. Faults of memory are in `canaryd.worker.memory.faults`,
-those of the gather and of the comparison in `canaryd.worker.runtime.faulty`.
+those of the gather and of the comparison in `canaryd.worker.runtime.faulty`. `canaryd.cli.check` names those that a
+person can choose.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A probe names an `Operation` and never a library. Problems and goldens are tensors of torch on the host, whatever
 computes the result: the same bytes go in, and the same bits must come out.
+
+A new runtime is a module here with a constant `RUNTIME`, a name in `canaryd.model.RUNTIMES`, and a setting of
+`worker.runtimes`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The interface of the vendors' modules, and the inventory that uses them.
 
 A module is `canaryd.worker.telemetry.<name>` with `devices`, `read` and `close`. Only it imports its vendor's library,
-and only when one of these is called.
+and only when one of these is called. A new vendor also needs a probe, `probes/<name>_telemetry.py`, and its backend in
+`canaryd.engine.inventory.BACKENDS`.
 """
 
 from __future__ import annotations
