@@ -96,7 +96,7 @@ def test_a_paused_server_is_told_from_a_dead_one(clean):
     clean.engine.config = load.load(clean.file)
     found = clean.found()["not-completed"]
     assert found.state is State.UNKNOWN
-    assert "connected, but no whole answer" in found.message
+    assert "connected, but no complete answer" in found.message
 
 
 def short_of_patience(file: Path) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import queue
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -146,7 +148,9 @@ class Exchange:
                 f"{self._where}: connection refused: nothing listens there; start the server, or correct url"
             ) from None
         except TimeoutError:
-            raise Skip(f"{self._where}: no connection within {wait:g} s: wrong address, or a firewall") from None
+            raise Skip(
+                f"{self._where}: no connection within {wait:g} s: wrong address, a firewall, or a silent name server"
+            ) from None
         except OSError as error:
             raise Skip(f"{self._where}: {_unreachable(error)}") from None
         if site.tls is None:
@@ -181,7 +185,7 @@ class Exchange:
 def _connect(address: tuple[str, int], end: float) -> socket.socket:
     """Return a connection to the first address of a name that accepts one until `end`; raise `OSError` for none."""
     failed: OSError = TimeoutError()
-    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, place in _resolved(address, end):
         raw = socket.socket(family, kind, protocol)
         try:
             if (left := end - time.monotonic()) <= 0:
@@ -195,6 +199,26 @@ def _connect(address: tuple[str, int], end: float) -> socket.socket:
         else:
             return raw
     raise failed
+
+
+def _resolved(address: tuple[str, int], end: float) -> list[Any]:
+    """Return the addresses of a name as `socket.getaddrinfo` does, which itself knows no deadline."""
+    found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
+
+    def resolve() -> None:
+        try:
+            found.put(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.put(error)
+
+    threading.Thread(target=resolve, daemon=True).start()
+    try:
+        answer = found.get(timeout=max(0.0, end - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
 
 
 def _unreachable(error: OSError) -> str:

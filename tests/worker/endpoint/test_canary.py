@@ -109,6 +109,18 @@ def test_an_unknown_host_is_one_line():
     assert "unknown host name" in reason(Client(url="http://nowhere.invalid/v1").api, "/models")
 
 
+def test_a_silent_name_server_does_not_outlast_the_deadline(monkeypatch):
+    """The resolver has no deadline of its own, and waits half a minute for three silent servers (resolv.conf(5))."""
+    over = threading.Event()
+    monkeypatch.setattr(wire.socket, "getaddrinfo", lambda *_, **__: over.wait(30))
+    begun = time.monotonic()
+    try:
+        assert "silent name server" in reason(Client(url="http://model.example/v1", timeout=0.5).api, "/models")
+        assert time.monotonic() - begun < 5
+    finally:
+        over.set()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
