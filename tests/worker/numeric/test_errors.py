@@ -11,6 +11,11 @@ ASYNCHRONOUS = (
     " device-side assertions.\n"
 )
 """What torch adds to every error of the CUDA runtime (c10/cuda/CUDAMiscFunctions.cpp)."""
+SEARCH = (
+    "\nSearch for `cudaErrorLaunchFailure' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    " for more information."
+)
+"""What it adds before that from 2.9 on, with the name of the code."""
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.pattern)
@@ -61,10 +66,11 @@ RUNTIME = {
 
 
 @pytest.mark.parametrize("prefix", ["CUDA", "HIP"])
+@pytest.mark.parametrize("search", ["", SEARCH])
 @pytest.mark.parametrize("text", RUNTIME)
-def test_errors_of_the_runtime_are_told_apart(prefix, text):
+def test_errors_of_the_runtime_are_told_apart(prefix, search, text):
     """Also with the advice that torch adds, which speaks of assertions on the device."""
-    assert kind_of(RuntimeError(f"{prefix} error: {text}{ASYNCHRONOUS}")) is RUNTIME[text]
+    assert kind_of(RuntimeError(f"{prefix} error: {text}{search}{ASYNCHRONOUS}")) is RUNTIME[text]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,21 @@ def test_errors_of_the_runtime_are_told_apart(prefix, text):
         ("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity)", ErrorKind.MEMORY),
         ("[Error]: The vector core execution is abnormal.", ErrorKind.DEVICE),
         ("UCE ERROR", ErrorKind.DEVICE),
+        # kernels that are not there, or not under the switches
+        ("No available kernel. Aborting execution.", ErrorKind.REFUSED),
+        ("No viable backend for scaled_dot_product_attention was found.", ErrorKind.REFUSED),
+        ("cumsum_cuda_kernel does not have a deterministic implementation, but you set", ErrorKind.REFUSED),
+        ("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.", ErrorKind.REFUSED),
+        ("_int_mm_out_cuda not compiled for this platform.", ErrorKind.REFUSED),
+        ("mm() got an unexpected keyword argument 'out_dtype'", ErrorKind.REFUSED),
+        ("out of resource: shared memory, Required: 99, Hardware limit: 64. Reducing block sizes", ErrorKind.REFUSED),
+        ("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support", ErrorKind.REFUSED),
+        ("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", ErrorKind.DEVICE),
+        ("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)", ErrorKind.DEVICE),
+        ("NPU function error: call aclnnMatmul failed, error code is 507015", ErrorKind.DEVICE),
+        ("Memory access fault by GPU node-1 (Agent handle: 0x5581) on address 0x7f00.", ErrorKind.DEVICE),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle)`", ErrorKind.DEVICE),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", ErrorKind.MEMORY),
         # nothing that the table knows: a failure, never a skip
         ("something that nobody foresaw", ErrorKind.OTHER),
         ("Unsupported hardware state: the device must be reset", ErrorKind.OTHER),
