@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from canaryd.config.settings import Config
-from canaryd.engine.check import NO_ENDPOINT, Result, all_gaps
+from canaryd.engine.check import NO_ENDPOINT, Result, all_gaps, lacking
 from canaryd.facts import Place
 from canaryd.model import (
     Cause,
@@ -30,6 +30,9 @@ from tests.command import ROOT
 SINCE = datetime(2026, 11, 23, 17, 49).astimezone().timestamp()
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="Intel(R) Xeon(R) Processor")
 """A virtual machine's processor that was given one wrong bit; the figures are those of a real check of it."""
+
+TESTED = ("exact_matmul", "memory_sweep", "exact_units")
+"""Probes that it ran; no release had one for links then."""
 
 
 def faulty() -> Verdict:
@@ -67,7 +70,7 @@ def example(page: str, first: str) -> str:
 def test_the_check_of_the_readme_is_what_check_prints():
     """Word for word, line for line: nobody edits it by hand."""
     result = Result(level="quick", started=SINCE, seconds=103.1, devices=[CPU], verdicts={CPU.uuid: faulty()})
-    result.not_checked = all_gaps("quick", [NO_ENDPOINT])
+    result.not_checked = all_gaps("quick", [NO_ENDPOINT, *lacking({CPU.name: TESTED})])
     assert example("README.md", "FAULTY") == check.as_text(result)
 
 
@@ -82,7 +85,7 @@ def test_the_status_of_the_documentation_is_what_status_prints(tmp_path, monkeyp
         with Store.open(tmp_path, now=lambda: since + 200) as store:
             store.see_device(CPU, since)
             store.set_verdict(replace(verdict, findings=(finding,), since=since, decided=since + 103.1))
-            tested = dict.fromkeys(("exact_matmul", "memory_sweep", "exact_units"), since + 150)
+            tested = dict.fromkeys(TESTED, since + 150)
             evidence = {CPU.uuid: {"host_telemetry": since + 96} | tested}
             found = status.gather(
                 store, replace(Config(), state_dir=tmp_path), since + 200, daemon=False, evidence=evidence

@@ -10,6 +10,7 @@ import pytest
 
 from canaryd.cli.main import parser
 from canaryd.config.settings import Config, ProbeSettings
+from canaryd.engine.check import ONLY
 from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.formatting import format_duration, format_time
 from canaryd.judge.trends.days import Day
@@ -843,7 +844,7 @@ def test_a_daemon_releases_and_takes_back(tmp_path):
         assert "canaryd_released 0.0" in daemon.get("/metrics")[1]
 
 
-def on_record(store, *, level="quick", probes=("exact_matmul", "memory_sweep", "exact_units"), state=State.HEALTHY):
+def on_record(store, *, level="quick", probes=("exact_matmul", *ONLY), state=State.HEALTHY):
     """Return the status of a node whose GPU ran these probes at a level."""
     store.see_device(GPU, NOW)
     cause = Cause.NONE if state is State.HEALTHY else Cause.HARDWARE
@@ -868,7 +869,7 @@ def test_status_says_what_was_not_tested(store):
     found = on_record(store)
     assert "not tested: serving engine, other instruction sets, most shapes" in status_text(found)
     assert "most memory: beyond 16 MiB of each device" in unwrapped(status_text(found, verbose=True))
-    assert "links: links between devices" in status_json(found)["not_tested"]
+    assert "higher load: load, power and temperature above those of this check" in status_json(found)["not_tested"]
     assert b"Not tested: serving engine" in status_page.render(found, NOW)
 
 
