@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config.settings import Config, EndpointConfig, EndpointsConfig
+from canaryd.config.settings import Config, EndpointConfig, EndpointsConfig, ProbesConfig, ProbeSettings
 from canaryd.engine import endpoints, schedule
 from canaryd.engine.engine import Engine
 from canaryd.model import Cause, Device, Finding, State, Verdict
@@ -104,6 +104,22 @@ def test_products_take_the_sizes_of_the_models_that_a_device_serves(tmp_path):
         [str(directory)],
         *[[]] * (len(GPUS) - 2),
     ]
+
+
+def test_products_and_attention_are_given_the_served_model(tmp_path):
+    """Of the device that serves it, and no other probe; the probe's own setting wins."""
+    ends = {"a": EndpointConfig(url=URL, directory=tmp_path / "qwen", devices=("cuda:1",))}
+    own = ProbesConfig(each={"exact_matmul": ProbeSettings(settings={"shapes_of": ["/srv/own"]})})
+    served = {"shapes_of": [str(tmp_path / "qwen")]}
+    for probes, wanted in ((ProbesConfig(), served), (own, {"shapes_of": ["/srv/own"]})):
+        config = Config(state_dir=tmp_path / "state", endpoints=EndpointsConfig(each=ends), probes=probes)
+        engine = Engine(config, Store.open(tmp_path / "state"))
+        engine.devices = {d.uuid: d for d in (CPU, *GPUS)}
+        assert engine._settings_for("exact_matmul", GPUS[1]) == wanted
+        assert engine._settings_for("exact_attention", GPUS[1]) == served
+        assert engine._settings_for("exact_attention", GPUS[0]) == {}
+        assert engine._settings_for("memory_sweep", GPUS[1]) == {}
+        engine.store.close()
 
 
 def test_a_heading_is_no_endpoint():
