@@ -255,7 +255,7 @@ def _changed_since(before: Mapping[str, str], run: Run) -> str:
     """Return that the test was passed on other software, and what differs."""
     changed = [f"{link} {before[link]}" for link in sorted(before) if before[link] != run.stack.get(link)]
     former = ", ".join(changed) or "software"
-    return f"This test passed on other software; going back to {former} settles it too."
+    return f"This test passed on other software; going back to the former {former} settles it too."
 
 
 def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) -> Finding:
