@@ -172,8 +172,9 @@ def read_later(model: Model, whole: list[int]) -> Any:
 
 def printed(model: Model, whole: list[int]) -> Callable[[Any], list[bool]]:
     """Return whether an engine's words and log probabilities (float32, eight candidates) show a fault, by row."""
-    program, count = model.program, model.program.steps
-    words = whole[: len(whole) - count + 1]
+    program = model.program
+    words = whole[: program.prompt + program.anchored]
+    count = len(whole) - len(words) + 1
     golden = Walk(model.shape, model.weights).prove(whole).logits[-count:]
     right = answer(program, model.shape, words, count, golden.tolist())
     question = Question(number=1, text="", prompt=words, tokens=right.tokens, chances=right.log_probabilities)
