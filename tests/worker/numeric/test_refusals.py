@@ -324,7 +324,7 @@ def test_every_page_and_script_names_the_oldest_torch():
     """README, package and scripts say what the worker enforces."""
     number = ".".join(map(str, min(numeric_tensors.OLDEST.values())))
     for name, text in (
-        ("README.md", f"A torch ({number} or newer)"),
+        ("README.md", f"torch {number} or newer"),
         ("pyproject.toml", f'torch = ["torch>={number}"]'),
         ("scripts/environment", f"< {min(numeric_tensors.OLDEST.values())})"),
         ("docs/install.md", f"need torch {number} or newer on every device"),
