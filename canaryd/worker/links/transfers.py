@@ -180,6 +180,7 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
     asked = [n for n in PATTERNS if not wanted or any(selects(w, case_of(v, n)) for w in wanted for v in NAMES)]
     if not asked:
         raise NoCase(ctx.cases, (case_of(way, name) for name in PATTERNS for way in NAMES))
+    began = ctx.clock()
     run = Round(ctx, FAULTS.get(ctx.drill, Copies)(torch_device(ctx.device), words))
     sums: dict[str, Comparison] = {}
     wrong: list[Comparison] = []
@@ -198,6 +199,7 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
                 sums[found.case] = found
     yield from (*wrong, *sums.values())
     yield Reading(name="trials", value=run.trials, unit="1")
+    yield Reading(name="device_seconds", value=ctx.clock() - began, unit="seconds")  # the link is in use nearly always
     for way, seconds in run.seconds.items():
         yield Reading(name=f"speed_{way.value}", value=words * WORD / seconds, unit="bytes per second")
 
