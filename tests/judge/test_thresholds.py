@@ -60,6 +60,7 @@ NOT_THRESHOLDS = {
     "judge.incidents.BESIDE": "it only says which findings are told together: no state, cause or end rests on it",
     "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
+    "judge.selftest.SHOWN": "length of a list in a message",
     "judge.recordings.rules.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
@@ -743,6 +744,8 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.cells.broken_cells": {2},  # half of the words: most of them
     "judge.characterised.class_of": {4096},  # a cache
     "judge.coverage.vanished": {60},  # whole minutes, in words
+    "judge.links.is_link": {2},  # a link has two ends
+    "judge.links.lone_link": {2},  # two ends belong to one link; more cores than that share one core
     "judge.node.Node.shared": {2},  # of one device nothing is shared
     "judge.vanishing.outages": {2},  # found and gone take turns
     "judge.verdict.exit_code": {2, 3},  # what exit codes mean is an interface

@@ -116,6 +116,13 @@ def signs(*, remap_failed=0, age=5.0, events=()):
     )
 
 
+def vendors(ago, *results):
+    """Return a run of the vendor's self-test so long ago, with what each of its tests said."""
+    given = {"name": "vendor_selftest", "unit": "1"}
+    found = (Reading(value=r, labels={"tool": "dcgmi diag", "test": str(n)}, **given) for n, r in enumerate(results))
+    return run(ago, probe="vendor_selftest", readings=tuple(found))
+
+
 def sighted(*hours, gone=1.0, seen=0.25, of=GPU, **changes):
     """Return the inventory's events of a device that vanished so many hours ago, each time for `gone` hours.
 
@@ -488,6 +495,12 @@ SCENARIOS = {
         UNKNOWN, N, {"golden-in-doubt"},
     ),
     # comparator
+    "the vendor's self-test failed": lambda: (
+        ask(vendors(HOUR, "pass", "fail"), fresh()), SUSPECT, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test failed once, and passed since": lambda: (
+        ask(vendors(DAY, "fail"), vendors(HOUR, "pass"), fresh()), HEALTHY, Cause.NONE, set(),
+    ),
     "comparator once": lambda: (ask(run(HOUR, comparator()), fresh()), SUSPECT, U, {"comparator-disagreement"}),
     "comparator twice": lambda: (
         ask(run(9 * DAY, comparator()), run(HOUR, comparator()), fresh()), SUSPECT, H, {"comparator-disagreement"},

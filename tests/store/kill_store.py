@@ -136,7 +136,8 @@ def upgrade(state_dir: str, statement: str) -> None:
     """Open a store and die in the middle of its migrations; print "upgraded" where they have fewer statements."""
     before = deadly(int(statement))
     migrations = [lambda db, m=m: (db.set_trace_callback(before), m(db)) for m in MIGRATIONS]
-    with Store(Path(state_dir), time.time, 10**9, Store.open.__kwdefaults__["keep"], MIGRATIONS) as store:
+    clocks = time.time, time.monotonic
+    with Store(Path(state_dir), clocks, 10**9, Store.open.__kwdefaults__["keep"], MIGRATIONS) as store:
         store._database.migrations = migrations
         store._open()
         print("upgraded", flush=True)
