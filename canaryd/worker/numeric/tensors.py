@@ -38,9 +38,8 @@ def need_torch() -> None:
     """Raise `Skip` with the reason and the remedy where torch is missing."""
     if torch is None:
         oldest = ".".join(map(str, min(OLDEST.values())))
-        raise Skip(
-            f"{why_no_torch}. Name an interpreter that has torch {oldest} or newer in worker.python (or worker.runtimes)"
-        )
+        remedy = f"Name an interpreter that has torch {oldest} or newer in worker.python (or worker.runtimes)"
+        raise Skip(f"{why_no_torch}. {remedy}")
 
 
 @functools.lru_cache(maxsize=8)
