@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
-from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler, why_not_compiled
+from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler, why_not
 from canaryd.worker.exact_canary.cases import KERNELS, MOST_ROWS, PATHS, Inference, case, steps
 from canaryd.worker.exact_canary.shape import TINY
 from canaryd.worker.numeric.attention import Attention, attend, blank
@@ -56,7 +56,7 @@ def run(ctx: Context) -> Iterator[Fact]:
                 if not cannot_be_fixed(error):
                     raise
                 taken = [i for i in taken if i.path != "compiled"]
-                yield Skipped(case="compiled", reason=why_not_compiled(error))
+                yield Skipped(case="compiled", reason=f"this torch cannot compile: {why_not(error)}")
         yield from verify_all(ctx, [case(ctx.device, i, ctx.seed) for i in taken], [], None)
 
 

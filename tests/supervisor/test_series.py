@@ -37,8 +37,8 @@ def request(name: str, **fields) -> RunRequest:
     return RunRequest(spec=ProbeSpec(name=name, summary="under test", version=3), **fields)
 
 
-def run_once(name: str, timeout: float = PATIENCE, spec: WorkerSpec | None = None, **fields) -> Run:
-    with Series(spec or WorkerSpec(), grace=0.5) as series:
+def run_once(name: str, timeout: float = PATIENCE, spec: WorkerSpec | None = None, grace: float = 0.5, **fields) -> Run:
+    with Series(spec or WorkerSpec(), grace=grace) as series:
         return series.run(request(name, **fields), timeout)
 
 
@@ -737,7 +737,8 @@ def test_probes_of_several_directories_travel(elsewhere, tmp_path):
 def test_outcomes_are_the_same_behind_a_command(elsewhere, tmp_path, name, outcome, detail):
     """A crash elsewhere is told from an answer, by signal name, and its files are removed."""
     timeout = 2.0 if name == "hangs" else PATIENCE
-    run = run_once(name, timeout=timeout, spec=elsewhere, settings={"how": "json"})
+    # Half a second is too short for six workers on two cores to remove their files.
+    run = run_once(name, timeout=timeout, spec=elsewhere, grace=PATIENCE, settings={"how": "json"})
     assert (run.outcome, detail in run.detail) == (outcome, True), run
     if outcome is not Outcome.GARBLED:  # that one is killed at once
         assert list(tmp_path.iterdir()) == []

@@ -210,7 +210,7 @@ def test_kept_connections_do_not_keep_a_scraper_out():
         for client in (older, newer):
             client.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
             assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
-        time.sleep(0.5)  # an answer can be read here before its thread has noted that the connection is idle again
+        time.sleep(2.0)  # an answer can be read here before its thread has noted that the connection is idle again
         assert get(server)[0].status == 200
         assert closed(older)
         newer.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")

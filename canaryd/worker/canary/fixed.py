@@ -134,9 +134,14 @@ def cannot_be_fixed(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or "captur" in str(error)
 
 
-def why_not_compiled(error: Exception) -> str:
-    """Say in one line of at most 200 characters why `compiler` could not be entered."""
-    return beginning(f"this torch cannot compile: {type(error).__name__}: {error}", 200)
+def why_not(error: Exception, length: int = 200) -> str:
+    """Return the kind of an error and its first line that says something, in at most `length` characters.
+
+    torch wraps what a compiler raised: "backend='inductor' raised:" comes first, and the error behind it.
+    """
+    lines = (line.strip() for line in str(error).splitlines())
+    told = next((line for line in lines if line and not line.endswith(":")), "no reason given")
+    return beginning(f"{type(error).__name__}: {told}", length)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from canaryd.facts import Comparison, Evidence, Exactness, Place, Reading, Recording, printable, reading_key
 from canaryd.probe import Absent, Fact
-from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, compiler, time_limit
+from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, compiler, time_limit, why_not
 from canaryd.worker.canary.model import BadFile, Canary, decode, load, read_safetensors, score
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import evidence
@@ -270,9 +270,8 @@ class Bench:
         except Exception as error:
             if not cannot_be_fixed(error):
                 raise
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            text = (lines or ["no reason given"])[0][: numeric_cases.QUOTED]
-            return f"this torch on {self.session.ctx.device.backend} cannot: {type(error).__name__}: {text}"
+            backend = self.session.ctx.device.backend
+            return f"this torch on {backend} cannot: {why_not(error, numeric_cases.QUOTED)}"
         return ""
 
     def _compiled(self, task: Task) -> Decoder:

@@ -9,7 +9,7 @@ from typing import Any
 
 from canaryd.facts import Exactness
 from canaryd.model import Device
-from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, time_limit
+from canaryd.worker.canary.fixed import COMPILING, FIXED, Decoder, cannot_be_fixed, time_limit, why_not
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Proof, Walk
@@ -134,8 +134,7 @@ def _infer_fixed(inference: Inference, runner: Runner, tokens: Any) -> Any:
     except Exception as error:
         if not cannot_be_fixed(error):
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise Unsupported(f"{type(error).__name__}: {(lines or ['no reason given'])[0][:QUOTED]}") from error
+        raise Unsupported(why_not(error, QUOTED)) from error
 
 
 def steps(shape: Shape, level: str) -> int:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the numeric worker is tested where 
 pytestmark = pytest.mark.torch
 
 from benchmarks.observability import activations, live_weights  # noqa: E402
-from canaryd.worker.canary.fixed import Decoder  # noqa: E402
+from canaryd.worker.canary.fixed import Decoder, why_not  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
 from canaryd.worker.exact_canary.cases import Inference, build, case, infer, text  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
@@ -75,6 +75,13 @@ def test_a_case_without_a_compiler_is_skipped_aloud(probe, monkeypatch):
     (skipped,) = facts(probe, Skipped, cases=("float32/compiled/b1/eager", "float32/decode/b1/eager"))
     assert skipped.case == "float32/compiled/b1/eager@12"
     assert "torch.compile took longer" in skipped.reason
+
+
+def test_a_wrapped_error_is_told_by_what_it_wraps():
+    """The line that torch puts in front of every error of a compiler says nothing."""
+    wrapped = RuntimeError("backend='inductor' raised:\nTimeoutError: torch.compile took longer than 90 s\n\nSet TORCH")
+    assert why_not(wrapped) == "RuntimeError: TimeoutError: torch.compile took longer than 90 s"
+    assert why_not(RuntimeError("")) == "RuntimeError: no reason given"
 
 
 def test_calls_of_fixed_shapes_give_the_proved_logits(monkeypatch):
