@@ -69,7 +69,7 @@ def test_every_drill_of_the_other_probes_is_found(device, name):
 
 
 def test_a_fault_below_the_sweep_is_found(device, monkeypatch):
-    """A bit that every dispatch leaves at 1, whoever wrote: the sweep knows nothing of it, and names word and bit."""
+    """Every dispatch leaves one bit at 1. The sweep is not told, and names the word and the bit."""
     runtime, held = interface.of(device), []
     allocate, compute = sweep.allocate, runtime.compute
     monkeypatch.setattr(sweep, "allocate", lambda *given: held.extend(allocate(*given)) or held)

@@ -175,11 +175,8 @@ def test_without_triton_the_reason_names_the_remedy(monkeypatch):
     assert (told["units_seen"], told["units"], told["trials"]) == (0, 6, 0)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("Failed to find C compiler. Please specify via CC"), subprocess.CalledProcessError(1, "gcc")]
-)
-def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
-    """Triton builds a launcher with gcc and Python's headers; a failing device would raise something else."""
+def unbuilt(interpreted, error):
+    """Return a processor whose kernel cannot be built, and that kernel."""
 
     class Unbuilt:
         WARPS = 4
@@ -190,9 +187,18 @@ def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
 
     processor = interpreted()
     processor.kernel = Unbuilt
+    return processor, Unbuilt
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler. Please specify via CC"), subprocess.CalledProcessError(1, "gcc")]
+)
+def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
+    """Triton builds a launcher with gcc and Python's headers; a failing device would raise something else."""
+    processor, kernel = unbuilt(interpreted, error)
     skipped = {f.case: f.reason for f in swept(processor) if isinstance(f, Skipped)}
     assert all("gcc, python3-dev" in skipped[tiles.name] for tiles in TILES)
-    Unbuilt.exact_tiles.__class_getitem__ = classmethod(lambda _cls, _grid: 1 // 0)
+    kernel.exact_tiles.__class_getitem__ = classmethod(lambda _cls, _grid: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         swept(processor)
 
@@ -210,16 +216,7 @@ def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
 )
 def test_what_triton_lacks_on_a_machine_is_no_fault_of_the_device(interpreted, error, reason):
     """Each of them ended the probe with an error, cause harness, in every round."""
-
-    class Unbuilt:
-        WARPS = 4
-
-        class exact_tiles:  # noqa: N801  named as the kernel is
-            def __class_getitem__(cls, grid):
-                raise error
-
-    processor = interpreted()
-    processor.kernel = Unbuilt
+    processor, _ = unbuilt(interpreted, error)
     skipped = {f.case: f.reason for f in swept(processor) if isinstance(f, Skipped)}
     assert all(reason in skipped[tiles.name] for tiles in TILES)
 
