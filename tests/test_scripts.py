@@ -253,6 +253,7 @@ def test_it_installs_from_the_index_that_is_named(tmp_path):
 # --- scripts/accelerator ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
     """It has the tests for GPUs and one part more each time, in a directory of few files, on the processor as well."""

@@ -80,7 +80,7 @@ def test_the_vocabulary_is_whole(original):
     assert sum(tensor.numel() for tensor in found.values()) == 3_412_224
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_another_format_holds_the_same_weights(dtype, original, copy, tmp_path):
     """Stored in another format, no weight that float16 holds as a normal number changes; `make` gives the same file."""
     checkpoints.other_dtype(copy, dtype)

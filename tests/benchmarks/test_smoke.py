@@ -48,6 +48,7 @@ def test_verified_gemm(bench):
     assert data["machine"]["cpu"]
 
 
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.torch
 def test_coverage(bench):

@@ -284,12 +284,22 @@ def test_no_worker_knows_the_manager(tmp_path, ear):
 
 
 def test_a_watchdogs_abort_says_where_each_thread_was(tmp_path):
-    """SIGABRT leaves the stacks in the log."""
-    with running(Daemon(configure(tmp_path, "records"), tmp_path / "state")) as daemon:
-        eventually(lambda: daemon.get("/readyz")[0] == 200)
-        code, _ = daemon.end(signal.SIGABRT)
-        assert code == -signal.SIGABRT
-        assert "in _watch" in daemon.line("in _watch")
+    """SIGABRT leaves the stacks in the log.
+
+    Python walks the stacks of threads that go on running, so the walk itself may crash the daemon that it describes.
+    That is rare, ends it all the same, and says nothing of the next.
+    """
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        with running(Daemon(configure(tmp_path / name, "records"), tmp_path / name / "state")) as daemon:
+            eventually(lambda daemon=daemon: daemon.get("/readyz")[0] == 200)
+            code, _ = daemon.end(signal.SIGABRT)
+            if code == -signal.SIGSEGV:
+                continue
+            assert code == -signal.SIGABRT
+            assert "in _watch" in daemon.line("in _watch")
+            return
+    pytest.fail("the dump of the stacks crashed three daemons of three")
 
 
 # --- The server seen from inside -------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def test_kept_connections_do_not_keep_a_scraper_out():
         for client in (older, newer):
             client.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
             assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
-        time.sleep(2.0)  # an answer can be read here before its thread has noted that the connection is idle again
+            time.sleep(1.0)  # an answer can be read here before its thread has noted that the connection is idle again
         assert get(server)[0].status == 200
         assert closed(older)
         newer.sendall(b"HEAD /metrics HTTP/1.1\r\n\r\n")
@@ -247,10 +247,10 @@ def test_idle_connections_end():
 
 def test_a_client_that_does_not_read_is_cut_off():
     """An answer that is not taken in time ends its connection; others are served meanwhile."""
-    with serving(write=0.5, patience=0.2) as server, connect(server) as stuck:
+    with serving(write=1.5, patience=0.2) as server, connect(server) as stuck:
         stuck.sendall(b"GET /big HTTP/1.1\r\n\r\n")
-        assert get(server)[2] < 0.4
-        time.sleep(0.8)
+        assert get(server)[2] < 1.4
+        time.sleep(2.0)
         received = 0
         with contextlib.suppress(ConnectionResetError):
             while chunk := stuck.recv(1 << 20):

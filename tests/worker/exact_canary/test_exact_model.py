@@ -183,7 +183,14 @@ def test_rotations_must_stand_still(model):
         prove(TINY, weights, text(model)[2])
 
 
-@pytest.mark.parametrize("shape", [TINY, QWEN, WIDE], ids=["tiny", "qwen2", "wide"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(TINY, id="tiny"),
+        pytest.param(QWEN, id="qwen2", marks=pytest.mark.slow),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.slow),
+    ],
+)
 def test_every_path_gives_the_proved_logits(shape):
     """Formats x kernels x rows x decode and prefill: 0 differing values."""
     for anchored, kernels in ((True, ("", "FLASH_ATTENTION")), (False, ("", "MATH", "FLASH_ATTENTION"))):

@@ -205,7 +205,7 @@ RESULT_FAULTS["any bit"] = faults.flip
 OPERAND_FAULTS = ("stuck bit", "zeroed row")
 
 
-@pytest.mark.parametrize("combinations", [products, attentions, integers], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combinations", [products, pytest.param(attentions, marks=pytest.mark.slow), integers])
 def test_every_fault_that_changes_an_observed_bit_is_detected_and_named(probes, combinations):
     """Seven kinds of fault in every format, content, layout and shape: all observed ones found, the rest explained."""
     detected, unobserved = Counter(), Counter()

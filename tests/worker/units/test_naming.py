@@ -32,7 +32,7 @@ NOW, MINUTE = 1_790_000_000.0, 60.0
 TINY = [Tiles("float32", "cancel", "fma", 24, 2, 16, 16, 16), Tiles("int8", "narrow", "gemm", 31, 2, 16, 16, 16)]
 GPU = replace(HOPPER, detail={**HOPPER.detail, "multiprocessors": str(SMS)})
 CPU = cpu()
-CAMPAIGNS = [pytest.param(12, id="some"), pytest.param(400, id="all", marks=pytest.mark.slow)]
+CAMPAIGNS = [pytest.param(6, id="some"), pytest.param(400, id="all", marks=pytest.mark.slow)]
 """How many campaigns a test runs: the bar is 99 % of 400."""
 RUNS = 4
 """Runs of a campaign at least."""
@@ -79,7 +79,7 @@ def named(verdict):
 
 
 @pytest.mark.parametrize("campaigns", CAMPAIGNS)
-@pytest.mark.parametrize("often", [1.0, 0.3, 0.05])
+@pytest.mark.parametrize("often", [1.0, pytest.param(0.3, marks=pytest.mark.slow), 0.05])
 def test_one_broken_sm_of_132_is_named(often, campaigns):
     """Always wrong, or now and then: in at least 99 % of campaigns that one and, in all of them, no other."""
     right = 0
@@ -109,7 +109,7 @@ def test_one_broken_core_is_named(cores, often, enough, campaigns):
 
 
 @pytest.mark.parametrize("campaigns", CAMPAIGNS)
-@pytest.mark.parametrize("often", [0.0005, 0.002, 0.02])
+@pytest.mark.parametrize("often", [0.0005, pytest.param(0.002, marks=pytest.mark.slow), 0.02])
 def test_faults_all_over_the_chip_name_no_sm(often, campaigns):
     """Whatever is wrong then, it is no single SM; two wrong tiles may meet on one by chance, 1 time in 132."""
     nobody = sum(named(campaign(10_000 + seed, lambda _: often, enough=2)[0]) is None for seed in range(campaigns))
@@ -118,7 +118,7 @@ def test_faults_all_over_the_chip_name_no_sm(often, campaigns):
 
 def test_where_every_sm_is_wrong_none_is_named():
     """That is software, or something that all share: the verdict leaves the cause open and says that all are wrong."""
-    for seed in range(8):
+    for seed in range(3):
         verdict, _, _ = campaign(seed, lambda _: 1.0)
         assert (named(verdict), verdict.state, verdict.cause) == (None, State.FAULTY, Cause.UNDETERMINED)
         (incident, *_) = incidents(verdict)
