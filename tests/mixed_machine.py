@@ -11,6 +11,7 @@ from canaryd.model import (
     Cause,
     Confirmation,
     Device,
+    Elsewhere,
     Event,
     Finding,
     Ground,
@@ -54,6 +55,8 @@ def fault(state=State.FAULTY, cause=H, *, probes=("exact_attention", "exact_matm
     confirmed = (Confirmation(ground=Ground.RETESTS, why="its retests failed too"),) if state is State.FAULTY else ()
     tallies = {name: tally(9 * n, 1_431 * n) for n, name in enumerate(probes, 1)}
     facts = {"why": "Cause unknown: no identical device here to compare with.", "confirmed": confirmed}
+    if cause is U:
+        facts["elsewhere"] = Elsewhere(device=GPU.backend, probe=probes[0], case="bfloat16/wide", seed=7, level="quick")
     return Finding(
         rule="exact-mismatch-confirmed" if state is State.FAULTY else "exact-mismatch",
         state=state,

@@ -8,6 +8,7 @@ from typing import Any
 
 from canaryd.dossier.facts import Facts
 from canaryd.engine.check import NEVER_CHECKED, untested
+from canaryd.judge.phrases import PROVIDER
 from canaryd.judge.telemetry import xids
 from canaryd.model import Cause, Outcome, State
 
@@ -79,7 +80,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
         if verdict.state is not State.FAULTY:
             steps.append("Do not return the part yet: the fault is not confirmed. Let canaryd finish its retests.")
         if device.weak_identity:
-            steps.append("Give this to the operator of the physical machine: only there can the part be identified.")
+            steps.append(f"Give this archive to {PROVIDER}: canaryd cannot tell which physical part it is.")
         steps += VENDOR_STEPS.get(device.backend, OTHER_VENDOR)
         if failures:
             steps.append(SHORTEST_WAY)

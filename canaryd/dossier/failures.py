@@ -14,9 +14,9 @@ from canaryd.facts import Comparison, Evidence, Place, Subject
 from canaryd.judge import findings
 from canaryd.judge.characterised import Claims, Proof
 from canaryd.judge.node import Node
+from canaryd.judge.phrases import describe_repeats
 from canaryd.judge.statistics import interval
 from canaryd.judge.verdict import fault_rate_bound
-from canaryd.judge.wording import describe_repeats
 from canaryd.model import Device, Outcome, Run
 from canaryd.store.store import Store
 

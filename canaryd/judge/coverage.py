@@ -10,7 +10,7 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import KERNEL_LOG, reason_of
+from canaryd.judge.phrases import KERNEL_LOG, reason_of
 from canaryd.model import TORCH, Cause, Finding, Outcome, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {

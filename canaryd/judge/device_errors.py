@@ -9,7 +9,7 @@ from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
 from canaryd.judge.hangs import repeated
-from canaryd.judge.wording import KERNEL_LOG, count, reason_of
+from canaryd.judge.phrases import KERNEL_LOG, count, reason_of
 from canaryd.model import MPS_CLIENT, Cause, Finding, Outcome, Run, State
 
 REPEATS = 2

@@ -16,8 +16,8 @@ from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
 from canaryd.judge.findings import make_finding, proofs, strongest
 from canaryd.judge.node import find_mismatches, is_inconstant
+from canaryd.judge.phrases import count, describe, find_cause, identical, whom_to_tell
 from canaryd.judge.statistics import RULE_OF_THREE
-from canaryd.judge.wording import count, describe, whom_to_tell
 from canaryd.judge.wrong import retests, wrong_results
 from canaryd.model import Cause, Elsewhere, Finding, Outcome, Run, State, Tally, WrongResults
 
@@ -41,6 +41,7 @@ SETTLED = (
     "(there canaryd baseline export, here canaryd baseline import)."
 )
 INCONSTANT = "Its wrong results differ for the same bytes: the device is broken, or a kernel is not deterministic."
+CPU_FIRST = "Run canaryd check --device cpu first: it tests the CPU"
 NAMED = 3
 """Devices named in one sentence."""
 
@@ -85,7 +86,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
             State.FAULTY,
             lead.cause,
             f"Wrong {what} in {probes}, confirmed: {grounds[0].why}",
-            _remedy(case, lead),
+            _remedy(case, lead, facts.elsewhere),
             mismatches,
             (
                 *(f"Confirmed: {ground.why}." for ground in grounds),
@@ -97,7 +98,7 @@ def confirmed(case: Case) -> Iterator[Finding]:
         )
 
 
-def _remedy(case: Case, lead: Mismatch) -> str:
+def _remedy(case: Case, lead: Mismatch, elsewhere: Elsewhere | None) -> str:
     """Return what to do about a confirmed fault."""
     if case.device.is_endpoint:
         return f"Do not use its answers. {_about_server(lead.cause)}"
@@ -105,7 +106,7 @@ def _remedy(case: Case, lead: Mismatch) -> str:
         return f"Take it out of service, then {whom_to_tell(case.device)}: canaryd report {case.device.name} -o DIR"
     if lead.cause is Cause.SOFTWARE:
         return "Do not send it back: change the driver or the libraries. It clears when the new ones pass"
-    return "Do not use its results. To find the cause, repeat the test on an identical device"
+    return f"Do not use its results. {find_cause(case.device, elsewhere)}"
 
 
 def host_in_doubt(case: Case) -> Iterator[Finding]:
@@ -119,7 +120,7 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
             State.UNKNOWN,
             Cause.HARDWARE,
             f"The host's CPU was wrong too, within {window} of this device's mismatch",
-            "Test the CPU first; until then this device is at most suspect",
+            f"Until then this device is at most suspect. {CPU_FIRST}",
             doubted,
             (f"CPU: {cpus or 'not in the list of devices'}.", f"Newest: {describe(doubted[-1])}."),
         )
@@ -134,7 +135,7 @@ def golden_in_doubt(case: Case) -> Iterator[Finding]:
             action = "Install canaryd again; if that does not help, report a bug"
         elif not case.is_cpu and (mismatches := [m for m in accusing if m.run is run]):
             text = f"{run.probe} proves nothing here: the host's CPU, which computes the reference, is suspect"
-            action = "Test the CPU first"
+            action = CPU_FIRST
         else:
             continue
         newest = f"Newest: {describe(mismatches[-1])}."
@@ -152,7 +153,7 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
         why = "It happened once, so either side may be wrong."
         action = "Wait for the next run"
         if doubted:
-            why, action = "The host's CPU was wrong at about the same time.", "Test the CPU first"
+            why, action = "The host's CPU was wrong at about the same time.", CPU_FIRST
         elif repeated:
             why = "It happened repeatedly, so the device or its connection to the host is wrong."
             action = "Take it out of service"
@@ -199,7 +200,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
     told = f"Newest: {describe(newest)}."
     if not learns(case.device.kind):
         text = f"{newest.run.probe} gave an unexpected result, but this test is not proven on {backend} devices"
-        action = "Repeat the test on a known good device of this model"
+        action = f"Repeat the test on {identical(case.device, facts.elsewhere)}"
         return make_finding(
             "uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts
         )
@@ -211,7 +212,7 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
         State.UNKNOWN,
         Cause.UNDETERMINED,
         f"{newest.run.probe} gave wrong results, and no {case.device.model} has passed this test on this software yet",
-        f"Do not rely on its results; repeat the test on another {case.device.model}",
+        f"Do not rely on its results; repeat the test on {identical(case.device, facts.elsewhere)}",
         mismatches,
         (
             "Either this device is wrong, or the software is, or the test does not hold for its kernels.",
@@ -248,7 +249,7 @@ def _about_server(cause: Cause) -> str:
     """Return what to do about a server with wrong answers."""
     if cause is Cause.SOFTWARE:
         return "Restart the server; if it stays wrong, change the engine or its settings"
-    return "Test the devices that serve it: canaryd check --level deep"
+    return "Run canaryd check --level deep: it tests the devices that serve it"
 
 
 def _changed_since(before: Mapping[str, str], run: Run) -> str:
@@ -307,7 +308,7 @@ def _suspicion(case: Case, rule: str, seen: str, mismatches: Sequence[Mismatch],
         again = retests(case, [m for m in mismatches if _root(m) == _root(mismatches[-1])])
         to_come = max(0, case.policy.confirm_runs - again.of)
         facts = replace(facts, to_come=to_come, elsewhere=_elsewhere(case, mismatches))
-        message, action = f"{seen}; {runs} failed", _next_step(case, lead, facts.to_come)
+        message, action = f"{seen}; {runs} failed", _next_step(case, lead, facts)
         evidence = (lead.why, *_progress(case, mismatches, facts.retests), *_proven(case, mismatches), newest)
     return make_finding(rule, State.SUSPECT, lead.cause, message, action, mismatches, evidence, facts)
 
@@ -338,14 +339,14 @@ def _root(mismatch: Mismatch) -> str:
     return mismatch.run.confirms or mismatch.run.id
 
 
-def _next_step(case: Case, lead: Mismatch, to_come: int) -> str:
+def _next_step(case: Case, lead: Mismatch, facts: WrongResults) -> str:
     """Return what to do about a suspect: wait for its retests, then act by cause."""
-    if to_come > 0:
-        return f"Wait for {count(to_come, 'automatic retest')}"
+    if facts.to_come > 0:
+        return f"Wait for {count(facts.to_come, 'automatic retest')}"
     if case.device.is_endpoint:
         return _about_server(lead.cause)
     if lead.cause is Cause.UNDETERMINED:
-        return "To find the cause, repeat the test on an identical device"
+        return find_cause(case.device, facts.elsewhere)
     if lead.cause is Cause.SOFTWARE:
         return "Do not send it back: change the driver or the libraries"
     return "Do not rely on its results; canaryd keeps retesting it"

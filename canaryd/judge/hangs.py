@@ -10,7 +10,7 @@ from canaryd.judge.case import Case
 from canaryd.judge.cause import ALONE
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import KERNEL_LOG, count
+from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 HANGS = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.UNKILLABLE})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
 from canaryd.judge.findings import make_finding
-from canaryd.judge.wording import count
+from canaryd.judge.phrases import count
 from canaryd.model import Cause, Finding, Outcome, State
 
 PROBE, STATUS, MESSAGE = "vendor_selftest", "vendor_selftest", "vendor_selftest_message"

@@ -9,8 +9,8 @@ from canaryd.facts import Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case, OtherSoftware, least_right_runs, newest_stack, on_other_software, supports
 from canaryd.judge.cause import Mismatch
+from canaryd.judge.phrases import count
 from canaryd.judge.statistics import RULE_OF_THREE
-from canaryd.judge.wording import count
 from canaryd.model import Cause
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
 from canaryd.judge.hangs import SELDOM, TIMES
+from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.judge.wording import KERNEL_LOG, count
 from canaryd.model import Cause, Event, Finding, State
 
 DEVICE, FOUND, GONE = "device", "found", "gone"

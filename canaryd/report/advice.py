@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import Incident, incidents
+from canaryd.judge.phrases import recipient
 from canaryd.model import Cause, State
 from canaryd.report.incidents import Step, brief, names_of, precaution, step
 from canaryd.report.status import UNTENDED_RULE, DeviceStatus, Status
@@ -193,12 +194,13 @@ def _for_vendor(worst: Sequence[DeviceStatus]) -> Step:
     first, found = worst[0].device, _worst_incident(worst[0])
     if found is None or found.wrong is None or first.is_endpoint:
         return Step("")
-    whom = "the operator" if first.weak_identity else "the vendor"
     if found.cause is Cause.HARDWARE:
-        return Step(f"Send {whom} the file that it names.")
+        return Step(f"Send the file that it names to {recipient(first)}.")
     if found.cause is Cause.UNDETERMINED:
         return Step(
-            f"If it is right there, {first.name} is at fault. For {whom}:", f"canaryd report {first.name} -o ./case"
+            "Wrong there too: look for a software fault first. "
+            f"Right there: {first.name} is at fault; write the report for {recipient(first)}:",
+            f"canaryd report {first.name} -o ./case",
         )
     return Step("")
 

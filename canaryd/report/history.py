@@ -18,11 +18,11 @@ from canaryd.config.settings import Config
 from canaryd.formatting import DAY, HOUR, format_duration
 from canaryd.judge.coverage import OUTCOMES
 from canaryd.judge.incidents import incidents
+from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
 from canaryd.judge.trends.days import Key, Point
-from canaryd.judge.wording import count, reason_of
 from canaryd.model import Device, Event, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event

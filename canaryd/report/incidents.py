@@ -11,8 +11,8 @@ from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
-from canaryd.judge.wording import listed, whom_to_tell
-from canaryd.model import Cause, Device, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
+from canaryd.judge.phrases import identical, listed, whom_to_tell
+from canaryd.model import Cause, Device, Elsewhere, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
 from canaryd.report.terminal import Line, cause_words, finding_lines, paragraph, role_of, typed
 
 STATE, INDENT = 9, " " * 9
@@ -97,10 +97,6 @@ def told(incident: Incident) -> str:
     return " ".join(filter(None, (f"{headline(incident)}.", _confirmed(wrong), _cause(incident, wrong))))
 
 
-ON_ANOTHER = "Repeat it on an identical device:"
-"""What to do about a fault whose cause is unknown; the command follows, which any node understands."""
-
-
 def step(incident: Incident, *devices: Device) -> Step:
     """Return what to do now about an incident of a device, or of several alike; no text where there is nothing to do.
 
@@ -108,28 +104,27 @@ def step(incident: Incident, *devices: Device) -> Step:
     """
     lead, wrong = incident.lead, incident.wrong
     first, each = devices[0], " for each" if len(devices) > 1 and not devices[0].weak_identity else ""
+    there = lead.wrong.elsewhere if lead.wrong else None
     if first.is_endpoint and wrong:
         return Step(sentence(lead.action))
     if lead.state is State.FAULTY and wrong and incident.cause is Cause.HARDWARE:
         case = f"{out_of_service(devices)}, then {whom_to_tell(first)}{each}:"
         return Step(case, f"canaryd report {first.name} -o ./case")
-    if lead.state is State.FAULTY and wrong and incident.cause is Cause.UNDETERMINED:
-        return Step(f"{out_of_service(devices)}. {ON_ANOTHER}", _repeated_elsewhere(incident))
+    if lead.state is State.FAULTY and there and incident.cause is Cause.UNDETERMINED:
+        return Step(f"{out_of_service(devices)}. Repeat the test on {identical(first, there)}:", _repeated(there))
     if lead.state is State.FAULTY:
         return Step(f"{precaution(incident.cause, devices)} {sentence(lead.action)}".rstrip())
-    asks = wrong and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come
-    return Step(sentence(lead.action), _repeated_elsewhere(incident) if asks else "")
+    if wrong and there and incident.cause in (Cause.UNDETERMINED, Cause.HARNESS) and not wrong.to_come:
+        return Step(f"{lead.action}:", _repeated(there))
+    return Step(sentence(lead.action))
 
 
-def _repeated_elsewhere(incident: Incident) -> str:
-    """Return the command that shows on another device whether it computes the same; else what repeats it here."""
-    found = incident.wrong.elsewhere if incident.wrong else None
-    if found is None:
-        return incident.repeat
-    words = ["canaryd", "check", "--device", found.device, "--probe", found.probe, "--case", found.case]
-    words += ["--seed", str(found.seed), "--level", found.level]
-    words += ["--instruction-set", found.instruction_set] if found.instruction_set else []
-    words += ["--intensity", found.intensity] if found.intensity else []
+def _repeated(there: Elsewhere) -> str:
+    """Return the command that shows whether another device computes the same."""
+    words = ["canaryd", "check", "--device", there.device, "--probe", there.probe, "--case", there.case]
+    words += ["--seed", str(there.seed), "--level", there.level]
+    words += ["--instruction-set", there.instruction_set] if there.instruction_set else []
+    words += ["--intensity", there.intensity] if there.intensity else []
     return shlex.join(words)
 
 

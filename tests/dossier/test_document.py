@@ -30,6 +30,7 @@ from canaryd.dossier.text import ranges
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Evidence, Exactness, Place, Reading, Span
 from canaryd.judge import statistics
+from canaryd.judge.phrases import PROVIDER
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.store.store import Store
 from tests.command import ROOT, canaryd, configure
@@ -246,7 +247,7 @@ def test_a_weak_identity_yields_no_rma_dossier(store, tmp_path):
     assert document["kind"] == "evidence"
     assert document["title"] == "cuda:3: evidence, not an RMA dossier"
     assert "Not an RMA dossier: its identity is weak" in page
-    assert "the operator of the physical machine" in document["next_step"][0]
+    assert PROVIDER in document["next_step"][0]
 
 
 @pytest.mark.parametrize(

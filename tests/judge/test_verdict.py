@@ -15,9 +15,9 @@ from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.case import Case
 from canaryd.judge.device_errors import REPEATS
 from canaryd.judge.node import node
+from canaryd.judge.phrases import PROVIDER
 from canaryd.judge.telemetry.signals import Poll, Signs
 from canaryd.judge.verdict import decide, exit_code, fault_rate_bound, worst
-from canaryd.judge.wording import OPERATOR
 from canaryd.model import MPS_CLIENT, Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from tests.places import line, place
 
@@ -1060,7 +1060,9 @@ def test_clean_confirmations_do_not_acquit():
     assert verdict.state is SUSPECT
     found = finding(verdict, "exact-mismatch")
     assert "3 of 3 retests passed, which does not clear the device." in found.evidence
-    assert found.action == "To find the cause, repeat the test on an identical device"
+    assert found.action == (
+        "To find the cause, repeat the test on another node (not here) with the same model and software"
+    )
     assert found.repro == f"canaryd check --repeat {found.runs[-1]}"
 
 
@@ -1080,7 +1082,7 @@ def test_confirmed_hardware_says_what_to_do():
     assert strong.action == "Take it out of service, then open a vendor case: canaryd report cuda:0 -o DIR"
     weak = dataclasses.replace(GPU, weak_identity=True)
     text = finding(ask(*runs, of=weak, peers=twin), "exact-mismatch-confirmed").action
-    assert text.startswith(f"Take it out of service, then {OPERATOR}: canaryd report cuda:0")
+    assert text.startswith(f"Take it out of service, then tell {PROVIDER}: canaryd report cuda:0")
 
 
 def test_confirmed_software_says_no_rma():

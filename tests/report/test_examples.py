@@ -28,7 +28,7 @@ from canaryd.store.store import Store
 from tests.command import ROOT
 
 SINCE = datetime(2026, 11, 23, 17, 49).astimezone().timestamp()
-CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="Intel(R) Xeon(R) Processor")
+CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="Intel(R) Xeon(R) Processor", weak_identity=True)
 """A virtual machine's processor that was given one wrong bit; the figures are those of a real check of it."""
 
 TESTED = ("exact_matmul", "memory_sweep", "exact_units")

@@ -16,6 +16,7 @@ import pytest
 from canaryd.config.settings import Config
 from canaryd.facts import Place
 from canaryd.judge.incidents import incidents
+from canaryd.judge.phrases import find_cause
 from canaryd.model import (
     Confirmation,
     Ground,
@@ -27,7 +28,7 @@ from canaryd.model import (
     Tally,
 )
 from canaryd.report import status, status_page
-from canaryd.report.incidents import state_lines, told
+from canaryd.report.incidents import state_lines, step, told
 from canaryd.report.status_text import as_json as status_json
 from canaryd.report.status_text import as_text as status_text
 from canaryd.store.store import Store
@@ -75,9 +76,9 @@ def test_a_confirmed_fault_is_one_paragraph():
     ids=["hardware", "undetermined", "software", "suspect", "five probes"],
 )
 def test_a_paragraph_has_at_most_six_lines(finding, width):
-    """Whatever the cause, at 80 and at 120 columns; only a command is longer than a line."""
+    """At 80 and at 120 columns, one more to say where to find the cause; only a command is longer than a line."""
     body = lines(verdict(finding), width=width)
-    assert len(body) <= 6, body
+    assert len(body) <= 6 + (finding.cause is U), body
     assert all(len(line) <= width or line.lstrip().startswith("canaryd ") for line in body)
 
 
@@ -171,6 +172,25 @@ def test_bits_are_those_of_the_probe_that_narrows_them_down(bits, words):
     facts = replace(base.wrong, probes={name: tally(1, 1, bits=b) for name, b in zip("ab", bits, strict=True)})
     (incident,) = incidents(verdict(replace(base, wrong=facts)))
     assert words in told(incident)
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.FAULTY])
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ("cuda", "epeat the test on another node (not here) with the same model and software:"),
+        ("cuda:1", "epeat the test on cuda:1, which is identical:"),
+    ],
+)
+def test_a_command_that_names_a_backend_is_for_another_node(state, there, words):
+    """Here it would test the accused device again."""
+    found = fault(state, U)
+    elsewhere = replace(found.wrong.elsewhere, device=there)
+    found = replace(found, wrong=replace(found.wrong, elsewhere=elsewhere), action=find_cause(GPU, elsewhere))
+    (incident,) = incidents(verdict(found))
+    todo = step(incident, GPU)
+    assert words in todo.text
+    assert todo.command.startswith(f"canaryd check --device {there} ")
 
 
 def test_a_drill_asks_for_nothing():

@@ -13,8 +13,8 @@ from canaryd.config.settings import Config, ProbeSettings
 from canaryd.engine.check import ONLY
 from canaryd.facts import Comparison, Evidence, Exactness
 from canaryd.formatting import format_duration, format_time
+from canaryd.judge.phrases import PROVIDER, VENDOR_CASE
 from canaryd.judge.trends.days import Day
-from canaryd.judge.wording import OPERATOR, VENDOR
 from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Rival, Run, State, Verdict
 from canaryd.report import status, status_page
 from canaryd.report.advice import advice, answer
@@ -227,9 +227,9 @@ def test_the_first_line_answers_and_the_second_says_what_to_do(store, told, daem
     assert (document["answer"], document["advice"]) == (answer(found), advice(found))
 
 
-@pytest.mark.parametrize(("weak", "then"), [(False, VENDOR), (True, OPERATOR)])
+@pytest.mark.parametrize(("weak", "then"), [(False, VENDOR_CASE), (True, f"tell {PROVIDER}")])
 def test_a_faulty_processor_takes_the_whole_node_out_of_service(store, weak, then):
-    """It computes for every device; and a virtual machine's user has no vendor to send it to."""
+    """It computes for every device; and who provides it, a cloud or a vendor, canaryd does not know."""
     cpu = Device(uuid="CPU-1", backend="cpu", index=0, model="EPYC", weak_identity=weak)
     store.see_device(cpu, NOW)
     store.set_verdict(told_of(fault(), device=cpu))
@@ -907,10 +907,13 @@ def test_a_problem_of_canaryd_is_no_nothing(store):
 @pytest.mark.parametrize(
     ("cause", "told"),
     [
-        (Cause.HARDWARE, "Send the vendor the file that it names."),
+        (Cause.HARDWARE, "Send the file that it names to the vendor."),
         (
             Cause.UNDETERMINED,
-            "If it is right there, cuda:3 is at fault. For the vendor: canaryd report cuda:3 -o ./case",
+            (
+                "Wrong there too: look for a software fault first. Right there: cuda:3 is at fault; write the report "
+                "for the vendor: canaryd report cuda:3 -o ./case"
+            ),
         ),
         (Cause.SOFTWARE, ""),
     ],
@@ -920,4 +923,4 @@ def test_status_says_what_to_send_to_the_vendor(store, cause, told):
     store.see_device(GPU, NOW)
     store.set_verdict(replace(told_of(fault(cause=cause)), device=GPU.uuid, cause=cause))
     assert told in advice(ask(store))
-    assert ("vendor the file" in advice(ask(store))) is (cause is Cause.HARDWARE)
+    assert ("Send the file that it names" in advice(ask(store))) is (cause is Cause.HARDWARE)

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from canaryd.facts import Recording
+from canaryd.judge.phrases import count
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, key_of
 from canaryd.judge.recordings.intake import is_comparable
 from canaryd.judge.recordings.record import Record, known_digests
-from canaryd.judge.wording import count
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from canaryd.facts import LINKS, Recording
 from canaryd.judge.case import freshness
+from canaryd.judge.phrases import and_more, count, listed
 from canaryd.judge.recordings.baseline import (
     EVERY,
     IDLE,
@@ -39,7 +40,6 @@ from canaryd.judge.recordings.symptoms import symptom, triaged
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
 from canaryd.judge.watch import is_over
-from canaryd.judge.wording import and_more, count, listed
 from canaryd.model import Cause, Finding, Rival, Run, State
 
 ALPHA = 1e-3

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from canaryd.judge import brief
+from canaryd.judge.phrases import listed
 from canaryd.judge.recordings.baseline import IDLE, LOADED
 from canaryd.judge.recordings.record import Record
 from canaryd.judge.telemetry.readings import in_words
-from canaryd.judge.wording import listed
 from canaryd.model import Cause, Finding, Outcome, Run, State
 
 NEWEST = 3

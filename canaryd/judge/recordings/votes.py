@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from canaryd.judge.phrases import and_more, count, listed
 from canaryd.judge.recordings.baseline import EVERY, Baseline
 from canaryd.judge.recordings.record import Record
-from canaryd.judge.wording import and_more, count, listed
 from canaryd.model import Cause, Finding, Rival, State
 
 PROCESSES = 3

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.clock import POLL_AHEAD
+from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.telemetry.events import HARMFUL
 from canaryd.judge.telemetry.host_rules import (
     clock_source,
@@ -56,7 +57,6 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_repeated,
     xid_unknown,
 )
-from canaryd.judge.wording import count, reason_of
 from canaryd.model import Cause, Device, Event, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE

@@ -14,9 +14,9 @@ from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Reading
 from canaryd.formatting import format_duration
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
+from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import numbers, within
-from canaryd.judge.wording import reason_of
 from canaryd.model import Cause, Device, Event, Finding, Reason, Run, State
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0

@@ -1,4 +1,7 @@
-"""Sentences about mismatches and runs, for findings and the dossier: written last, read by people alone."""
+"""Phrases that several rules share.
+
+The sentences of a finding are in the file of its rule, those of an incident in canaryd/report/incidents.py.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Sequence
 
 from canaryd.facts import Evidence
 from canaryd.judge.cause import Mismatch
-from canaryd.model import Device, Run
+from canaryd.model import Device, Elsewhere, Run
 
-OPERATOR = "tell the operator of the physical machine"
-VENDOR = "open a vendor case"
-"""What to do with a faulty part: that of a virtual machine has no vendor whom its user could ask."""
+PROVIDER = "whoever provides the hardware (cloud or vendor)"
+"""Who answers for a part without an identity of its own: canaryd does not know whether the machine is virtual."""
+VENDOR_CASE = "open a vendor case"
 KERNEL_LOG = "journalctl -k -n 100"
 """Command that shows what the kernel said last."""
 DETAIL = 300
@@ -39,9 +42,29 @@ def describe_repeats(found: Evidence) -> str:
     return text
 
 
+def recipient(device: Device) -> str:
+    """Return who gets the report on a faulty part."""
+    return PROVIDER if device.weak_identity else "the vendor"
+
+
 def whom_to_tell(device: Device) -> str:
     """Return what comes after a faulty part was taken out of service."""
-    return OPERATOR if device.weak_identity else VENDOR
+    return f"tell {PROVIDER}" if device.weak_identity else VENDOR_CASE
+
+
+def identical(device: Device, elsewhere: Elsewhere | None) -> str:
+    """Return on what a test must be repeated to find the cause: `elsewhere` names an identical device, or a backend.
+
+    A command that names a backend would test the same device again on its own node.
+    """
+    if elsewhere is None or elsewhere.device == device.backend:
+        return "another node (not here) with the same model and software"
+    return f"{elsewhere.device}, which is identical"
+
+
+def find_cause(device: Device, elsewhere: Elsewhere | None) -> str:
+    """Return how to find the cause of wrong results."""
+    return f"To find the cause, repeat the test on {identical(device, elsewhere)}"
 
 
 def reason_of(run: Run) -> str:
