@@ -21,7 +21,8 @@ from canaryd.store.store import Store
 HISTORY = 30 * 86_400.0
 """Seconds back that `canaryd history` looks unless another time is given."""
 GATE_EXIT_STATUS = (
-    "exit status with enforcement: act: 0 pass, 2 fail, 3 unknown; with enforcement: log: always 0; 64 usage error"
+    'exit status: always 0 unless the configuration has "enforcement: act" (the default is log) and nothing silences '
+    "it: then 0 pass, 2 fail, 3 unknown. In any case 64 for a usage or configuration error"
 )
 
 

@@ -145,7 +145,7 @@ def silenced(settings: Config, environ: Mapping[str, str]) -> str:
             return f"{path} cannot be checked: {error.strerror}"
         return f"{path} exists"
     if settings.enforcement != "act":
-        return f"enforcement is {settings.enforcement} in {settings.file or 'the defaults'}"
+        return f"enforcement is {settings.enforcement} ({settings.file or 'default'})"
     return ""
 
 
@@ -181,10 +181,12 @@ def as_text(answer: Answer, question: Question, silence: str, width: int = 0) ->
         more = f" (and {', '.join(i.name for i in decisive[1:])})" if len(decisive) > 1 else ""
         parts.append(f"{str(decisive[0]).rstrip('.')}{more}")
     decision = {PASS: "pass", FAIL: "would fail" if silence else "fail", UNKNOWN: "unknown"}[answer.decision]
-    aside = f" [log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if answer.decision == UNKNOWN else ""
+    aside = (
+        f" [exit 0, log only: {silence}]" if silence else f" [{NOT_A_FAILURE}]" if answer.decision == UNKNOWN else ""
+    )
     line = printable(typed(" ".join(f"{decision}: {'; '.join(parts)}".split())))
     if width and len(line) + len(aside) > width:
-        aside = " [log only]" if silence else aside
+        aside = " [exit 0, log only]" if silence else aside
         line = beginning(line, width - len(aside))
     return f"{line}{printable(aside)}"
 

@@ -63,13 +63,13 @@ def call(directory: Path, answer: str, code: int, **extra: str) -> tuple[int, st
     ("answer", "code"),
     [
         ("pass: 9 devices, none to fail on (faulty)", 0),
-        ("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in the defaults]", 0),
+        ("would fail: cuda:3 faulty (hardware): a row [exit 0, log only: enforcement is log (default)]", 0),
         ("unknown: cuda:3 unknown (canaryd itself): It has no verdict yet. [unknown: exit 3, not fail]", 3),
         ("canaryd: /etc/canaryd/canaryd.yaml:1: no such setting", 64),
         ("Killed", 137),
         ("Traceback", 1),
         ("/usr/bin/python3: can't open file '/opt/canaryd/bin/canaryd': [Errno 24] Too many open files", 2),
-        ("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in the defaults]", 2),
+        ("would fail: cuda:3 faulty (hardware): a row [exit 0, log only: enforcement is log (default)]", 2),
         ("", 2),
     ],
 )

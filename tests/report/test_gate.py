@@ -140,7 +140,7 @@ def test_by_default_it_only_says_what_it_would_do(state, tmp_path):
         (tmp_path / "quiet.yaml").write_text(text)
         decision, code, line = ask(state, tmp_path / "quiet.yaml")
         assert (decision, code) == ("fail", 0)
-        assert line.startswith("would fail: cuda:3 faulty (hardware): a row [log only: enforcement is log in ")
+        assert line.startswith("would fail: cuda:3 faulty (hardware): a row [exit 0, log only: enforcement is log (")
 
 
 def test_one_file_silences(state, acting):
@@ -150,7 +150,7 @@ def test_one_file_silences(state, acting):
     switch.touch()
     decision, code, line = ask(state, acting)
     assert (decision, code) == ("fail", 0)
-    assert f"[log only: {switch} exists]" in line
+    assert f"[exit 0, log only: {switch} exists]" in line
     switch.unlink()
     switch.symlink_to("nowhere")  # as a ConfigMap that is being replaced
     assert ask(state, acting)[1] == 0
@@ -171,7 +171,7 @@ def test_one_variable_silences(state, acting, word):
     told(state, FAULTY)
     decision, code, line = ask(state, acting, CANARYD_ENFORCEMENT=word)
     assert (decision, code) == ("fail", 0)
-    assert f"[log only: CANARYD_ENFORCEMENT={word} in the environment]" in line
+    assert f"[exit 0, log only: CANARYD_ENFORCEMENT={word} in the environment]" in line
 
 
 def test_the_variable_cannot_turn_it_on(state, tmp_path):
@@ -456,7 +456,7 @@ def test_on_a_terminal_the_line_fits(width, silence):
     assert width - len("results ") <= len(line) <= width
     assert line.partition("…")[0].endswith((" wrong", " results")), "it ends after a word"
     assert line.startswith("would fail: cuda:3 faulty (hardware): " if silence else "fail: cuda:3 faulty (hardware): ")
-    assert line.endswith("… [log only]" if silence else "…")
+    assert line.endswith("… [exit 0, log only]" if silence else "…")
     assert len(gate.as_text(told, gate.Question(), silence)) > 280
     assert len(gate.as_text(replace(told, devices=(replace(item, finding=""),)), gate.Question(), silence, 79)) < 80
 
