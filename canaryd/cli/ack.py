@@ -36,7 +36,9 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         description="Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
-    command.add_argument("--reason", default="", metavar="TEXT", help="why, e.g. the ticket; kept as evidence")
+    command.add_argument(
+        "--reason", required=True, metavar="TEXT", help="required: why, e.g. the ticket; kept as evidence"
+    )
     kind = command.add_mutually_exclusive_group()
     kind.add_argument(
         "--for",
@@ -44,7 +46,7 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         type=duration,
         default=DEFAULT,
         metavar="7d",
-        help="mute a suspicion for this long (default: 7d)",
+        help="mute a fault or suspicion for this long (default: 7d)",
     )
     kind.add_argument("--end", action="store_true", help="end an acknowledgement early")
     kind.add_argument("--software", action="store_true", help="the software was at fault, and it has been changed")
@@ -131,4 +133,5 @@ def _effect(ack: Ack, device: Device) -> str:
         return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
-    return f"acknowledged until {format_time(ack.until)}; until then suspect is shown as unknown; faulty stays faulty"
+    muted = f"acknowledged until {format_time(ack.until)}: pages about what is known now are muted"
+    return f"{muted}. Suspect is shown as unknown until then; faulty is still shown as faulty"

@@ -63,7 +63,10 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--probe", default="", metavar="NAME", help="only this probe")
     command.add_argument("--case", default="", metavar="CASE", help="only this case, or those that begin with it")
     command.add_argument(
-        "--reason", default="", metavar="TEXT", help="accept, pin: why these results are right; kept as evidence"
+        "--reason",
+        default="",
+        metavar="TEXT",
+        help="for accept and pin, required: why the results are right; kept as evidence",
     )
     add_json(command)
     command.set_defaults(function=baseline_command)
