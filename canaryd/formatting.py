@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 WIDTH = 80
@@ -68,11 +68,20 @@ def did_you_mean_device(word: str, known: Iterable[str]) -> str:
 
 def format_time(at: float, *, seconds: bool = True) -> str:
     """Return a time (seconds since the epoch) as local time; as seconds where no calendar has it."""
+    return _calendar(at, seconds, lambda utc: utc.astimezone())
+
+
+def format_utc(at: float, *, seconds: bool = True) -> str:
+    """Return a time that names its zone, for what is stored and may be read in another one."""
+    return f"{_calendar(at, seconds, lambda utc: utc)} UTC"
+
+
+def _calendar(at: float, seconds: bool, zoned: Callable[[datetime], datetime]) -> str:
     try:
-        local = datetime.fromtimestamp(at, tz=timezone.utc).astimezone()
+        there = zoned(datetime.fromtimestamp(at, tz=timezone.utc))
     except (OSError, OverflowError, ValueError):  # a clock or a server is wrong
         return f"{at:g} s after 1970"
-    return f"{local:%Y-%m-%d %H:%M:%S}" if seconds else f"{local:%Y-%m-%d %H:%M}"
+    return f"{there:%Y-%m-%d %H:%M:%S}" if seconds else f"{there:%Y-%m-%d %H:%M}"
 
 
 def time_zone() -> str:

@@ -11,7 +11,7 @@ from canaryd.cli.arguments import USAGE, Commands, duration
 from canaryd.cli.common import complain, one_device, open_record, say
 from canaryd.config.settings import Config
 from canaryd.engine.evidence import RECORD
-from canaryd.formatting import format_time
+from canaryd.formatting import format_time, time_zone
 from canaryd.judge import acks, software
 from canaryd.judge.brief import fold
 from canaryd.judge.case import Case
@@ -133,5 +133,5 @@ def _effect(ack: Ack, device: Device) -> str:
         return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"
-    muted = f"acknowledged until {format_time(ack.until)}: pages about what is known now are muted"
+    muted = f"acknowledged until {format_time(ack.until)} {time_zone()}: pages about what is known now are muted"
     return f"{muted}. Suspect is shown as unknown until then; faulty is still shown as faulty"

@@ -13,7 +13,7 @@ from canaryd.cli.arguments import USAGE, Commands, duration, listen
 from canaryd.cli.common import complain, open_record, open_store, overrides, say
 from canaryd.config.settings import Config
 from canaryd.daemon import systemd
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import format_duration, format_time, time_zone
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.store import notes
@@ -89,5 +89,7 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
     if options.end:
         print("release ended: devices are tested again")
     else:
-        say(f"released for {format_duration(options.seconds)}, until {format_time(until)}: no device is touched")
+        say(
+            f"released for {format_duration(options.seconds)}, until {format_time(until)} {time_zone()}: no device is touched"
+        )
     return 0

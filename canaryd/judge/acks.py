@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.judge.clock import AHEAD, EPOCH
 from canaryd.model import Ack, Cause, Device, Finding, State
 
@@ -60,7 +60,7 @@ def covers(ack: Ack | None, finding: Finding) -> bool:
 
 def covered(ack: Ack, finding: Finding) -> Finding:
     """Return a finding as it stands while it is acknowledged: not news, and not healthy."""
-    until = format_time(ack.until, seconds=False)
+    until = format_utc(ack.until, seconds=False)
     message = f"Acknowledged until {until}: {finding.message}"
     return replace(finding, state=State.UNKNOWN, message=message, acknowledged=True)
 
@@ -68,5 +68,5 @@ def covered(ack: Ack, finding: Finding) -> Finding:
 def note(ack: Ack) -> Finding:
     """Return the note about an acknowledgement that stands; it makes nothing healthy."""
     by = f" by {ack.by}" if ack.by else ""
-    text = f"Acknowledged{by} until {format_time(ack.until, seconds=False)}: {ack.reason}"
+    text = f"Acknowledged{by} until {format_utc(ack.until, seconds=False)}: {ack.reason}"
     return Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from canaryd.facts import Subject
-from canaryd.formatting import format_duration, format_time
+from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import make_finding
@@ -157,7 +157,7 @@ def history_lost(case: Case) -> Iterator[Finding]:
         return
     at, aside = case.history_lost
     if not case.watched(at, case.wanted.keys(), [case.device.uuid]) and not any(a.at >= at for a in case.acks):
-        day = format_time(at, seconds=False)
+        day = format_utc(at, seconds=False)
         yield Finding(
             rule="history-lost",
             state=State.UNKNOWN,

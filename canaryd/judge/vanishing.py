@@ -56,8 +56,8 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
         rule="keeps-vanishing",
         state=State.SUSPECT if suspect else State.UNKNOWN,
         cause=Cause.HARDWARE if suspect and not seen.left else Cause.UNDETERMINED,
-        message=f"It vanished {seen.times} separate times within {format_duration(within)}, "
-        f"last before {case.signs.moment(seen.newest)}",
+        message=f"It vanished {seen.times} times within {format_duration(within)}; "
+        f"last missed at {case.signs.moment(seen.newest)}",
         action=f"Take it out of service; check slot, power, cables and the kernel log: {KERNEL_LOG}",
         evidence=tuple(
             filter(

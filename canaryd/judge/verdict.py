@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from canaryd.formatting import format_time
+from canaryd.formatting import format_utc
 from canaryd.judge import acks
 from canaryd.judge.case import Case
 from canaryd.judge.coverage import (
@@ -87,7 +87,7 @@ def acknowledged(case: Case) -> Iterator[Finding]:
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
         for ack in (a for a in case.acks if a.kind == "replaced"):
-            day = format_time(ack.at, seconds=False)
+            day = format_utc(ack.at, seconds=False)
             yield Finding(
                 rule="replaced-is-here",
                 state=State.HEALTHY,

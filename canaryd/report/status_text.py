@@ -189,13 +189,17 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 
 
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield whether a daemon runs, the oldest result of all devices, the time zone, and the state."""
+    """Yield whether a daemon runs, which probe had no result for longest, the time zone, and the state."""
     stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
-    oldest = f"; oldest result: {stalest[0]} ({_ago(stalest[1], status.now)})" if stalest else ""
+    oldest = f"; longest without a result: {stalest[0]} ({_age(stalest[1], status.now)})" if stalest else ""
     daemon = "running" if status.daemon else "not running on this state directory"
-    yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
+    yield from paragraph("", f"daemon: {daemon}{oldest}; times without a zone: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"
 
 
 def _ago(at: float | None, now: float) -> str:
-    return "none yet" if at is None else f"{format_duration(now - at)} ago"
+    return f"{_age(at, now)}{' ago' * (at is not None)}"
+
+
+def _age(at: float | None, now: float) -> str:
+    return "none yet" if at is None else format_duration(now - at)

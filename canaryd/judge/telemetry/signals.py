@@ -7,12 +7,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Reading
-from canaryd.formatting import format_duration
+from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
@@ -158,7 +157,7 @@ class Signs:
 
     def moment(self, at: float) -> str:
         """Return a time in words: the date, for a finding is read long after "a minute ago" was true."""
-        return f"{datetime.fromtimestamp(min(max(at, EPOCH), self.now), tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+        return format_utc(min(max(at, EPOCH), self.now))
 
     @cached_property
     def boots(self) -> list[float]:
