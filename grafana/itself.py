@@ -260,7 +260,7 @@ def _cost(made: Page) -> None:
     made.add(
         lines(
             "Device time",
-            "Part of a device's time that canaryd's workers take, retests and confirmations included, and the share "
+            "Part of a device's time that canaryd's workers take, retests included, and the share "
             "that rounds may take. The 20 largest.",
             Ask(
                 named(

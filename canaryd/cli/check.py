@@ -91,10 +91,14 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--instruction-set",
         choices=[name for name in INSTRUCTION_SETS if name],
         default="",
-        help="on CPUs, test only this instruction set",
+        help="test only this execution path: native, avx2, baseline (CPU); strict, tf32 (MLX)",
     )
     command.add_argument(
-        "--intensity", choices=INTENSITIES, default="", help="load the device, as retests do (docs/judgement.md)"
+        "--intensity",
+        choices=INTENSITIES,
+        default="",
+        help="repeat under other conditions than usual: same data, new data, steady or pulsed load, pauses "
+        "(docs/judgement.md)",
     )
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)

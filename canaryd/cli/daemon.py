@@ -89,7 +89,6 @@ def release_command(options: argparse.Namespace, settings: Config) -> int:
     if options.end:
         print("release ended: devices are tested again")
     else:
-        say(
-            f"released for {format_duration(options.seconds)}, until {format_time(until)} {time_zone()}: no device is touched"
-        )
+        end = f"{format_time(until)} {time_zone()}"
+        say(f"released for {format_duration(options.seconds)}, until {end}: no device is touched")
     return 0

@@ -34,11 +34,15 @@ from canaryd.store.database import StoreTooNew
 from canaryd.store.locks import Unreadable
 from canaryd.supervisor import capabilities
 
+EPILOG = EXIT_STATUS.replace("exit status", "exit status of check, status and fleet") + (
+    "; of the other commands: see COMMAND --help"
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     common = common_options()
-    top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EXIT_STATUS)
+    top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     last = (canary, pack, characterise, fleet, listing)

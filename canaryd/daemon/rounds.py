@@ -30,7 +30,7 @@ TICK = 5.0
 TRIGGER_PAUSE, LONGEST_PAUSE = 600.0, 21_600.0
 """Seconds after an extra test during which an event starts no other one: a crashing application must not keep a device
 busy. The pause doubles while events keep coming, up to the second value."""
-ASIDE = {budget.DOUBT: "confirmation", budget.RETEST: "retest"}
+ASIDE = {budget.DOUBT: "first retest", budget.RETEST: "retest"}
 """Purposes of runs that are no rounds, in words."""
 
 
@@ -88,7 +88,7 @@ class Rounds:
             self.run_aside(device, engine.owed(uuid), budget.DOUBT)
             self.run_aside(device, engine.retests(uuid), budget.RETEST)
         except Busy as busy:
-            log.info("%s: confirmations and retests wait: %s", device.name, busy)
+            log.info("%s: retests wait: %s", device.name, busy)
             return
         chosen = self._choose(device, periods)
         if chosen.names:
@@ -159,7 +159,7 @@ class Rounds:
         return triggers.pop(uuid)
 
     def run_aside(self, device: Device, plans: Sequence[schedule.Plan], purpose: str) -> None:
-        """Run the confirmations or retests that a device needs, unless it has to wait."""
+        """Run the retests that a device needs, unless it has to wait."""
         if plans and not self._waits(device, purpose):
             for plan in plans:
                 if plan.device.uuid == device.uuid or self.may(plan.device, purpose):
@@ -273,6 +273,6 @@ def log_run(progress: Progress) -> bool:
     wrong = f", {len(run.wrong)} comparisons WRONG" if run.wrong else ""
     first = run.detail.splitlines()[0] if run.detail else ""
     detail = f": {first}" if first and run.outcome is not Outcome.COMPLETED else ""
-    what = f"{progress.device.name} {run.probe}{' (confirmation)' if run.confirms else ''}"
+    what = f"{progress.device.name} {run.probe}{' (retest)' if run.confirms else ''}"
     log.log(level, "%s %s %s: %d results%s%s", run.id, what, run.outcome.value, run.trials, wrong, detail)
     return True

@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
         "counter",
         (*OF_DEVICE, "purpose"),
         "Device time that workers took since the daemon started (of a CPU: over all cores); purpose is round, "
-        "forced (for the age of evidence), retest, or doubt (confirmations, and tests that an event called for).",
+        "forced (for the age of evidence), retest (later ones), or doubt (first retests, and tests after events).",
     ),
     "canaryd_budget_skipped_total": Family(
         "counter",

@@ -184,7 +184,7 @@ def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
 
 
 def _rate(bound: float) -> str:
-    return f"any fault more frequent than 1 in {1 / bound:,.0f} (95 %)"
+    return f"a fault in 1 of {1 / bound:,.0f} results or more (95 % certain)"
 
 
 def _count_lines(runs: list[Run]) -> Iterator[Line]:

@@ -181,12 +181,12 @@ def _places(results: WrongResults) -> str:
     if not wrong:
         return ""
     if len(wrong) == 1 and placed < results.all.wrong:
-        return f"{wrong[0]} in all {placed:,} that ran on one {Place(unit=wrong[0].unit)}" if len(places) > 1 else ""
+        return f"all {placed:,} single-{Place(unit=wrong[0].unit)} ones on {wrong[0]}" if len(places) > 1 else ""
     if len(wrong) == 1:
         return f"{ALWAYS if len(places) > 1 else 'on '}{wrong[0]}"
     unit = f"{Place(unit=wrong[0].unit)}s"
     if len(wrong) == len(places):
-        return f"on all {len(places)} {unit}"
+        return f"on both {unit}" if len(places) == 2 else f"on all {len(places)} {unit}"
     which = f" ({listed([' to '.join(map(str, p.numbers)) for p in wrong])})" if len(wrong) <= PLACES_NAMED else ""
     return f"on {len(wrong)} of {len(places)} {unit}{which}"
 

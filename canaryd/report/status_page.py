@@ -191,12 +191,13 @@ def _incident(incident: Incident, device: Device, *, advised: bool) -> str:
 
 
 def _summary(d: DeviceStatus, now: float) -> str:
-    """Return what stands behind the click, and the age of the oldest result."""
+    """Return what stands behind the click, and which probe had no result for longest."""
     known = newest_of([d])
     if not known:
         return "Details; no probe has run yet"
     probe, at = next(iter(known.items()))
-    return f"Details; {f'no result of {_text(probe)} yet' if at is None else f'oldest result {_ago(at, now)}'}"
+    age = "none yet" if at is None else format_duration(now - at)
+    return f"Details; longest without result: {_text(probe)} ({age})"
 
 
 def _details(d: DeviceStatus) -> str:

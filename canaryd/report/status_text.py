@@ -191,9 +191,9 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 def _last_lines(status: Status) -> Iterator[Line]:
     """Yield whether a daemon runs, which probe had no result for longest, the time zone, and the state."""
     stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
-    oldest = f"; longest without a result: {stalest[0]} ({_age(stalest[1], status.now)})" if stalest else ""
+    oldest = f"; longest without result: {stalest[0]} ({_age(stalest[1], status.now)})" if stalest else ""
     daemon = "running" if status.daemon else "not running on this state directory"
-    yield from paragraph("", f"daemon: {daemon}{oldest}; times without a zone: {time_zone()}")
+    yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"
 
 

@@ -488,7 +488,7 @@ def test_a_check_tells_what_devices_say(tmp_path):
         assert spoken(answer.out).count(line) == len(site.uuids)
         assert devices[uuid]["state"] == ("degraded" if uuid == site.uuids[2] else "healthy")
     assert [f["rule"] for f in devices[site.uuids[2]]["findings"]] == ["row-remap-pending"]
-    assert "A memory row waits for a reset to be replaced" in spoken(answer.out)
+    assert "A bad memory row will be replaced at the next reset" in spoken(answer.out)
     assert site.machine.holders() == {}
 
 

@@ -238,7 +238,7 @@ def test_check_and_status_show_it(host):
     host.say(vector(0.01))
     done = canaryd("check", "--config", host.path, "--level", "quick", "--device", "endpoint:main")
     assert done.code == 2
-    assert "recalls differs from its baseline (case story); it repeats in 3 re-runs." in " ".join(done.out.split())
+    assert "recalls differs from its baseline (case story); it repeats in 3 retests." in " ".join(done.out.split())
     status = canaryd("status", "--config", host.path)
     assert "endpoint:main" in status.out
 

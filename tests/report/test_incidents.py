@@ -106,7 +106,7 @@ def test_what_was_rejected_is_named(finding, words):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({0: 5, 1: 5}, "on all 2 cores"),
+        ({0: 5, 1: 5}, "on both cores"),
         ({0: 5, 1: 0}, "always core 0"),
         ({0: 5}, "on core 0"),
         ({0: 5, 1: 0, 2: 1}, "on 2 of 3 cores (0 and 2)"),
@@ -125,9 +125,9 @@ def test_no_single_core_is_named_where_several_fail(wrong, words):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({0: 0, 1: 15}, ": 68 of 496, core 1 in all 15 that ran on one core, always bit 11."),
+        ({0: 0, 1: 15}, ": 68 of 496, all 15 single-core ones on core 1, always bit 11."),
         ({1: 15}, ": 68 of 496, always bit 11."),
-        ({0: 1, 1: 14}, ": 68 of 496, on all 2 cores, always bit 11."),
+        ({0: 1, 1: 14}, ": 68 of 496, on both cores, always bit 11."),
     ],
 )
 def test_a_core_is_named_for_no_result_that_all_cores_computed(wrong, words):

@@ -154,7 +154,7 @@ def _departure(record: Record, probe: str, together: Sequence[_Weighed], cases: 
         kind = None if newest.recording.of_kernel else triaged(record, newest.run, newest.recording, newest.baseline)
         if kind is not None:
             next_test = f"Test this next: {kind.next_boundary}, with: {kind.command}"
-            evidence += [f"The answer is: {kind.name}.", next_test]
+            evidence += [f"Kind of wrong answer: {kind.name}.", next_test]
         evidence += blame.evidence
     where = f"(case {newest.recording.case}{and_more(len(cases))})"
     return Finding(
@@ -181,7 +181,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     grounds = f"A healthy device gives such results in at most {100 * rate:.2g} % of its runs"
     first_runs = [o.run for o in outliers if not o.run.confirms]
     repeated = max((sum(1 for o in outliers if o.run.confirms == run.id) for run in first_runs), default=0)
-    differs, repeats = "differs from its baseline", f"; it repeats in {count(repeated, 're-run')}"
+    differs, repeats = "differs from its baseline", f"; it repeats in {count(repeated, 'retest')}"
 
     def weighed(state: State, outcome: str, evidence: str, action: str = "", seen: str = differs) -> _Weighed:
         return _Weighed(outliers=outliers, state=state, differs=seen, outcome=outcome, evidence=evidence, action=action)
@@ -191,7 +191,7 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
         why = "It differs only while the server has other requests. Right results can differ under another load."
         return weighed(State.HEALTHY, " only under load", why)
     if repeated >= wanted and rate**wanted <= ALPHA:
-        by_chance = f"the probability that re-runs in new processes repeat it by chance is {rate**wanted:.1g}"
+        by_chance = f"the probability that retests in new processes repeat it by chance is {rate**wanted:.1g}"
         return weighed(State.SUSPECT, repeats, f"{grounds}; {by_chance}.")
     # Of this case alone: that other cases are steadier does not tell how often this one gives new vectors.
     chance = tail(baseline.strange, baseline.trials, baseline.rate(condition, siblings))
@@ -208,9 +208,9 @@ def _weigh(record: Record, outliers: Sequence[Observation]) -> _Weighed:
     recent = [r for r in first_runs if record.now - r.started <= record.policy.repeat_window]
     waiting = [r for r in recent if len(reruns[r.id]) < wanted]
     if waiting:
-        missing = count(wanted - len(reruns[waiting[-1].id]), "re-run")
+        missing = count(wanted - len(reruns[waiting[-1].id]), "retest")
         return weighed(State.UNKNOWN, "; not judged yet", f"{grounds}.", f"Wait for {missing} in new processes.")
-    outcome = "; re-runs match the baseline again" if any(reruns.values()) else "; it was not run again in time"
+    outcome = "; retests match the baseline again" if any(reruns.values()) else "; it was not run again in time"
     why = "It may be a legitimate result that was not seen while learning, or a rare fault. It is counted."
     if record.is_endpoint and _stands(record, outliers):
         return weighed(State.UNKNOWN, f"{outcome}; not judged yet", why, NEXT_RUN)
@@ -235,8 +235,8 @@ def _weigh_runs(record: Record, probe: str, cases: Mapping[Key, Sequence[Observa
     rate = rate_of_any(most.asked, others) if most.asked else 1.0
     if len(most.outliers) > 1 and most.repeats >= wanted and rate**wanted <= ALPHA:
         grounds = f"A healthy device differs in any of the {len(most.asked)} repeated cases in at most"
-        by_chance = f"the probability that every re-run does so by chance is {rate**wanted:.1g}"
-        outcome = f"; {count(most.repeats, 're-run')} differ too"
+        by_chance = f"the probability that every retest does so by chance is {rate**wanted:.1g}"
+        outcome = f"; {count(most.repeats, 'retest')} differ too"
         return weighed(most, State.SUSPECT, outcome, f"{grounds} {100 * rate:.2g} % of its runs; {by_chance}.")
     times, runs, chance = newest.often(others)
     if times > 1 and chance <= ALPHA:

@@ -11,7 +11,7 @@ from canaryd.model import Cause, Event, Finding, State
 
 MACHINE_CHECKS = 10
 """Corrected machine checks in a day: mcelog's default for a memory module, used for all (ours)."""
-REBOOT_CLASS = "Class: reboot (ours)."
+REBOOT = "Recommended: reboot (canaryd's own rule)."
 
 
 def dimm_errors_rising(signs: Signs) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def host_uncorrected(signs: Signs) -> Iterator[Finding]:
             action,
             f"Last at {signs.moment(when)}." if when is not None else "Counted since the driver was loaded.",
             source_of(open_[-1]) if open_ else "",
-            REBOOT_CLASS,
+            REBOOT,
             clears,
         )
 
@@ -74,7 +74,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
             action,
             f"Last at {signs.moment(newest.last)}.",
             source_of(newest),
-            REBOOT_CLASS,
+            REBOOT,
             clears,
         )
     elif corrected >= MACHINE_CHECKS:
@@ -82,7 +82,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
             *("machine-check", State.DEGRADED, Cause.HARDWARE),
             f"{corrected:.3g} corrected machine checks in a day (limit {MACHINE_CHECKS}).",
             "Decode the errors to find the part.",
-            "Limit: mcelog's default for memory modules, used for all machine checks (ours).",
+            "Limit: mcelog's default for memory modules, which canaryd uses for all machine checks.",
             f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
         )
 
@@ -102,7 +102,7 @@ def clock_source(signs: Signs) -> Iterator[Finding]:
             f"The kernel gave up the processor's clock (tsc) and {now}.",
             "Update the BIOS and restart the machine.",
             f"At {signs.moment(last)}.",
-            "Time is slow to read now, and may be wrong (our rule).",
+            "Time is slow to read now, and may be wrong (canaryd's own rule).",
             f"Clears after a reboot, or {format_duration(signs.policy.settle)} after the kernel uses tsc again.",
         )
 

@@ -72,7 +72,7 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
                 action,
                 f"Last at {signs.moment(newest.last)}.",
                 source_of(newest),
-                "Class: reset (ours).",
+                "Recommended: reset (canaryd's own rule).",
                 clears,
             )
 
@@ -95,7 +95,7 @@ def lanes_lost(signs: Signs) -> Iterator[Finding]:
             f"PCIe link uses {now:g} of {before:g} lanes since the last reset or reboot.",
             "Reseat the device; if it stays, check riser, slot and board.",
             f"Found at {signs.moment(falls[-1].last)}.",
-            "The link lost lanes (our rule).",
+            "The link lost lanes (canaryd's own rule).",
             f"Clears when the lanes are back, or after {format_duration(WATCH)}.",
         )
 
@@ -114,7 +114,7 @@ def nvlink_errors(signs: Signs) -> Iterator[Finding]:
             f"NVLink {bad[0]}{more}.",
             "Check both ends of the link.",
             *(f"NVLink {text}." for text in bad),
-            "The limits are DCGM's; the limit of no failed recovery is ours.",
+            "The limits are DCGM's; the limit of no failed recovery is canaryd's own.",
             clears_after(settle),
         )
 
@@ -151,6 +151,6 @@ def nvlink_down(signs: Signs) -> Iterator[Finding]:
                 f"{what} and {'is not back' if down else 'came back'}.",
                 "Check Fabric Manager and the other end of the link.",
                 f"Last change at {signs.moment(event.last)}.",
-                "Our rule.",
+                "Rule: canaryd's own.",
                 f"Clears {format_duration(signs.policy.settle)} after it is back.",
             )

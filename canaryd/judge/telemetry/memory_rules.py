@@ -33,7 +33,7 @@ class Flag(NamedTuple):
 
 
 RETURN = "Take the device out of service and run the field diagnostic."
-RMA_POLICY = "Class: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
+RMA_POLICY = "Recommended: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
 # Some flags never fall on the same part: those hold for `WATCH`, so that a driver that hangs later does not lift the
 # finding.
 FLAGS: Mapping[str, Flag] = {
@@ -49,18 +49,18 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "row-remap-pending": Flag(
         *("row_remap_pending", {}, 0.0, State.DEGRADED),
-        "A memory row waits for a reset to be replaced.",
-        *(DRAIN_AND_RESET, "Class: reset (NVIDIA's memory error management)."),
+        "A bad memory row will be replaced at the next reset.",
+        *(DRAIN_AND_RESET, "Recommended: reset (NVIDIA's memory error management)."),
     ),
     "retired-pages-pending": Flag(
         *("retired_pages_pending", {}, 0.0, State.DEGRADED),
-        "A memory page waits for a reset to be retired.",
-        *(DRAIN_AND_RESET, "Class: reset (NVIDIA's page retirement)."),
+        "A bad memory page will be retired at the next reset.",
+        *(DRAIN_AND_RESET, "Recommended: reset (NVIDIA's page retirement)."),
     ),
     "memory-bad-pages": Flag(
         *("memory_bad_pages", {"status": "pending"}, 0.0, State.DEGRADED),
         "Bad memory pages wait to be taken out of use.",
-        *("Drain the device and reload its driver.", "Class: reset (AMD)."),
+        *("Drain the device and reload its driver.", "Recommended: reset (AMD)."),
     ),
 }
 """Rule → the flag that it reads."""
@@ -83,14 +83,14 @@ def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
             *("row-remap-exhausted", State.FAULTY, Cause.HARDWARE),
             f"{rows:g} memory rows were replaced after uncorrectable errors (limit {MOST_REMAPPED}).",
             "Run the field diagnostic.",
-            "Class: RMA (NVIDIA's RMA policy and DCGM's limit: the field diagnostic decides on the return).",
+            "Recommended: RMA (NVIDIA's RMA policy and DCGM's limit: the field diagnostic decides on the return).",
         )
     elif banks:
         yield finding(
             *("row-remap-exhausted", State.DEGRADED, Cause.HARDWARE),
             f"{banks:g} memory {'bank has' if banks == 1 else 'banks have'} no spare row left.",
             "Plan to return the device.",
-            "A bad row there cannot be replaced (our rule).",
+            "A bad row there cannot be replaced (canaryd's own rule).",
         )
 
 
@@ -102,7 +102,7 @@ def retired_pages(signs: Signs) -> Iterator[Finding]:
             *("retired-pages", State.FAULTY, Cause.HARDWARE),
             f"{sum(pages.values()):g} memory pages are retired (limit {MOST_RETIRED}).",
             "Run the field diagnostic.",
-            "Class: RMA (DCGM's limit).",
+            "Recommended: RMA (DCGM's limit).",
         )
     elif pages.get("double_bit", 0) >= MANY_DOUBLE_BIT:
         yield finding(
@@ -129,7 +129,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
             f" (limit {RECURRENCES} in {format_duration(WATCH)}).",
             RETURN,
             "Clean tests in between do not clear it.",
-            "Class: RMA (gpud's escalation, ours).",
+            "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
             f"Clears after {format_duration(WATCH)} without another.",
         )
         return
@@ -148,7 +148,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
         f"Uncorrected memory error in {', '.join(where)}.",
         action,
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
-        "Class: reset (NVIDIA's memory error management).",
+        "Recommended: reset (NVIDIA's memory error management).",
         clears,
     )
 
@@ -171,7 +171,7 @@ def corrected_errors_rising(signs: Signs) -> Iterator[Finding]:
             f"{day:.0f} corrected memory errors in a day; normal here is {before / days:.3g} a day.",
             f"Run an exact test: canaryd check --device {signs.device.name}",
             f"Limit: {most} a day (telemetry.corrected_per_day), or {LEAST_STEP} and {TIMES_MEAN} times normal.",
-            "These limits are ours.",
+            "These limits are canaryd's own.",
             "NVIDIA's RMA policy does not cover corrected errors; an exact test shows whether results are right.",
             f"Clears after {format_duration(DAY + signs.policy.settle)} below the limit.",
         )

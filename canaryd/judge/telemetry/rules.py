@@ -137,7 +137,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"The device was lost again after {count(back, 'reboot')} within {format_duration(WATCH)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
-            "Class: inspection (NVIDIA's Xid catalogue: contact support; when to return it is canaryd's own rule).",
+            "Recommended: inspection (NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule).",
             f"Clears after {format_duration(WATCH)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
@@ -147,7 +147,7 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"The driver or the kernel lost the device{'; it answers again' if answers else ''}.",
             action,
             *what,
-            "Class: reboot (NVIDIA's Xid catalogue).",
+            "Recommended: reboot (NVIDIA's Xid catalogue).",
             clears,
         )
 
@@ -178,7 +178,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
                 f" (limit {limit})."
             ),
             "Check cooling and power.",
-            f"The driver names the reason {reason}. Limit: telemetry.throttle (ours).",
+            f"The driver names the reason {reason}. Limit: telemetry.throttle (canaryd's own).",
             clears,
         )
     counts = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
@@ -190,21 +190,24 @@ def throttled(signs: Signs) -> Iterator[Finding]:
             *("throttled", State.DEGRADED, Cause.ENVIRONMENT),
             f"Processors slowed down for heat {times:.3g} times in {format_duration(settle)} (limit {CPU_THROTTLES}).",
             "Check cooling.",
-            "The limit is ours.",
+            "The limit is canaryd's own.",
             clears,
         )
 
 
 CONDITIONS: Mapping[str, tuple[str, str]] = {
     "hot": ("Check cooling.", "The limit is the device's own: it slows down there."),
-    "pcie-width": ("Reseat the device; if it stays, check riser, slot and board.", "The link lost lanes (our rule)."),
+    "pcie-width": (
+        "Reseat the device; if it stays, check riser, slot and board.",
+        "The link lost lanes (canaryd's own rule).",
+    ),
     "pcie-generation": (
         "Check seating, riser and BIOS.",
-        "Under load the link is slower than both ends support (our rule).",
+        "Under load the link is slower than both ends support (canaryd's own rule).",
     ),
     "memory-pressure": (
         "Free memory on the host.",
-        "The host runs out of memory (our rule): probes time out, and the kernel will kill processes.",
+        "The host runs out of memory (canaryd's own rule): probes time out, and the kernel will kill processes.",
     ),
 }
 """Passing condition, also the name of its rule → (action, evidence)."""
@@ -249,7 +252,7 @@ def recovery_action(signs: Signs) -> Iterator[Finding]:
             *("recovery-action", State.SUSPECT if advice in RECOVERY else State.DEGRADED, Cause.UNDETERMINED),
             f"The NVIDIA driver asks for recovery: {advice.replace('_', ' ')}.",
             action,
-            f"Class: {grade} (NVIDIA's driver).",
+            f"Recommended: {grade} (NVIDIA's driver).",
             "Clears when the driver no longer asks for it.",
         )
 
@@ -282,7 +285,7 @@ def device_recovered(signs: Signs) -> Iterator[Finding]:
             f"The driver restarted the device {times:g} {'time' if times == 1 else 'times'} in a day to free it.",
             "Check the application, then the device.",
             f"Last at {signs.moment(last)}.",
-            "Work was lost; the application may be the reason (our rule).",
+            "Work was lost; the application may be the reason (canaryd's own rule).",
             "Clears after a day.",
         )
 
@@ -387,7 +390,7 @@ def kernel_lines(signs: Signs) -> Iterator[Finding]:
                 line.action,
                 f"Last at {signs.moment(newest.last)}.",
                 source_of(newest),
-                "Our rule. Clears after a day.",
+                "Rule: canaryd's own. Clears after a day.",
             )
 
 

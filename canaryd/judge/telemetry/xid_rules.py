@@ -59,7 +59,7 @@ def xid_repeated(signs: Signs) -> Iterator[Finding]:
     for incident in signs.incidents:
         if incident.grade == "application" and (how := _repeated(signs, incident)):
             action, since = _tested_since(signs, incident)
-            workflow = "Our rule: an application's Xid that repeats counts against the device."
+            workflow = "By canaryd's own rule an application's Xid that repeats counts against the device."
             if incident.xid.code in (13, 31):
                 workflow = (
                     f"NVIDIA's workflow for Xid {incident.xid.code}: if it repeats on this device and not on others, "
@@ -94,7 +94,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
                 ),
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
-                "Class: RMA (gpud's escalation, ours).",
+                "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
                 _advice(signs, incident),
                 f"Clears after {format_duration(WATCH)} without another.",
             )
@@ -168,7 +168,7 @@ def sxid(signs: Signs) -> Iterator[Finding]:
             "Reset the switches and GPUs." if is_fatal else "",
             f"Last at {signs.moment(event.last)}.",
             source_of(event),
-            "Class: reset (NVIDIA's Fabric Manager guide)." if is_fatal else "Nothing to do.",
+            "Recommended: reset (NVIDIA's Fabric Manager guide)." if is_fatal else "Nothing to do.",
             "Clears after a day.",
         )
 
@@ -198,7 +198,7 @@ def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
     return (
         f"Last at {signs.moment(incident.last)}.",
         source_of(newest),
-        f"Class: {grade} ({source})." if grade else "",
+        f"Recommended: {grade} ({source})." if grade else "",
         _advice(signs, incident),
     )
 

@@ -137,7 +137,7 @@ def slower_at_once(trends: Trends) -> Iterator[Finding]:
         return
     yield _finding(
         *("slower-at-once", Cause.ENVIRONMENT, key),
-        f"{_since(key, unit, seen)}: {number(worst.times)} times as slow as on its slowest day before "
+        f"Suddenly slower {_since(key, unit, seen)}, {number(worst.times)} times as slow as on its slowest day before "
         f"({quantity(seen.worst, unit)}).",
         "Check clocks, heat, power limit and memory bandwidth of the device.",
         [f"Median of {len(seen.early)} days before: {quantity(seen.before, unit)}.", worst.more, RIGHT],

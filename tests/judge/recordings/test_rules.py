@@ -174,14 +174,14 @@ def test_an_unknown_vector_asks_for_confirmation():
     found = history.found()["recording-unconfirmed"]
     assert found.state is State.UNKNOWN
     assert "not judged yet" in found.message
-    assert "3 re-runs" in found.action
+    assert "3 retests" in found.action
 
 
 def test_repeated_by_every_rerun_it_is_a_departure():
     """Suspect, whoever's fault it is, with the chance stated and the way to settle it."""
     found = departed(STRANGE, STRANGE, STRANGE).found()["recording-departed"]
     assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert found.message == "canary differs from its baseline (case story); it repeats in 3 re-runs."
+    assert found.message == "canary differs from its baseline (case story); it repeats in 3 retests."
     assert any("log probabilities differ by up to 0.01 nats" in sentence for sentence in found.evidence)
     assert any("by chance" in sentence for sentence in found.evidence)
     assert found.action.endswith("--device cuda:0 --device cuda:1")
@@ -204,7 +204,7 @@ def test_an_endpoint_is_unknown_until_a_run_gives_known_bits_again():
     found = history.found()
     assert set(found) == {"recording-unconfirmed"}
     assert found["recording-unconfirmed"].state is State.UNKNOWN
-    assert "re-runs match the baseline again" in found["recording-unconfirmed"].message
+    assert "retests match the baseline again" in found["recording-unconfirmed"].message
     history.add(HOUR / 2, GOOD)
     assert {rule: f.state for rule, f in history.found().items()} == {"recording-not-repeated": State.HEALTHY}
 

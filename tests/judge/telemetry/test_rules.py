@@ -726,8 +726,8 @@ def test_a_finding_says_something_and_no_more_than_it_must(name):
         assert len(finding.message) <= 120, finding.message
         assert len(finding.action) <= 90, finding.action
         assert all(0 < len(text) < 400 for text in finding.evidence)
-        for text in (t for t in finding.evidence if t.startswith("Class: ")):
-            advisers = ("NVIDIA", "DCGM", "AMD", "ours", "gpud", "telemetry.xids")
+        for text in (t for t in finding.evidence if t.startswith("Recommended: ")):
+            advisers = ("NVIDIA", "DCGM", "AMD", "canaryd", "gpud", "telemetry.xids")
             assert any(a in text for a in advisers), text
         if finding.state is not HEALTHY:
             assert finding.action
@@ -1106,7 +1106,7 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
     record = kernel_log.classify(action)
     made = log_event(LogRecord(boot="b", sequence=1, at=NOW - 60, **record._asdict()), "GPU-a")
     assert "Restart the machine.\n" in message(sign(made), "xid-recovery")
-    assert "Class: reboot (NVIDIA's Xid catalogue)." in message(sign(made), "xid-recovery")
+    assert "Recommended: reboot (NVIDIA's Xid catalogue)." in message(sign(made), "xid-recovery")
 
 
 @pytest.mark.parametrize(
