@@ -17,8 +17,8 @@ from canaryd.model import Ack, Cause, Device, Finding, State
 def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
     """Return the acknowledgements that count at `now`, oldest first.
 
-    One that lies in the future does not: the clock was set back since, and by it nothing that came after the
-    acknowledgement could be told from what came before. One that canaryd has seen there never does.
+    An entry dated in the future is ignored, for good once canaryd has noticed it: the clock was wrong when it was made,
+    and nothing that came after the entry could be told from what came before.
     """
     return tuple(sorted((a for a in acks if a.at <= now + AHEAD and not a.void), key=lambda a: a.at))
 

@@ -39,7 +39,7 @@ class Count(NamedTuple):
         return Count(self.results + results, self.wrong + wrong, self.uploads + uploads, self.failed + failed)
 
     def outlasts(self, accused: Count) -> bool:
-        """Whether this clean record is three times as long as what the accused needs to fail once.
+        """Whether this clean record is at least three times the accused's mean trials per failure.
 
         In results and in uploads: a fault may strike a result or an upload, and which of the two is not known.
         """

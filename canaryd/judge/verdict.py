@@ -62,9 +62,9 @@ def drift(case: Case) -> Iterator[Finding]:
 
 
 def endpoint_departed(case: Case) -> Iterator[Finding]:
-    """An endpoint that this device serves gives unknown bits on an unchanged chain: a note, exact tests decide.
+    """Unknown answers of an endpoint are a note on each device behind it, because exact tests decide.
 
-    Only where the device is alone behind it, and the answers are sound but for their numbers, is the device suspect.
+    The device is suspect only if it serves alone and the output is not broken.
     """
     for name, (count, findings) in sorted(case.serving.items()):
         alone = count == 1 and not any(f.rule == "broken-output" for f in findings)

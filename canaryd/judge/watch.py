@@ -25,7 +25,7 @@ def is_over(since: float, now: float, watch: float, days: Iterable[int], fresh: 
     """Return whether a watch of `watch` seconds that began at `since` is over at `now`, by the clock and by its days.
 
     `days` are those of `days_of_tests`. A run also stands for the days after it while it is `fresh` (seconds). The day
-    on which the watch began does not count. Clearing late is the price: a day without a test is a day more.
+    on which the watch began does not count. A day without a test does not count either, so the watch may end later.
     """
     if now - since < watch:
         return False

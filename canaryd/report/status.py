@@ -148,7 +148,7 @@ def gather(
 ) -> Status:
     """Read the status from the store; a verdict that was not renewed is shown as unknown, with what it was.
 
-    So is one while the daemon runs and cannot store, unless the daemon `itself` reads: it has newer ones.
+    A verdict is also unknown while the daemon cannot store, unless the daemon `itself` calls this: it has newer ones.
 
     `daemon` (whether one runs) and `evidence` (device → probe → when) are read from the store unless they are given:
     the daemon itself knows both.

@@ -92,7 +92,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         return self._clock.confirmed
 
     def certain(self, now: float) -> float:
-        """Return a time that has come at `now` (by the clock): it is limited by the confirmed time.
+        """Return `now`, or less if the clock is far ahead of the last confirmed time.
 
         A wrong clock must not end a waiting period, nor an acknowledgement.
         """
