@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Place
 from canaryd.judge.case import Case as Evidence
 from canaryd.judge.incidents import incidents

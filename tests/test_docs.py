@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from canaryd.cli.main import parser
-from canaryd.config import load, settings
+from canaryd.config import judge_policy, load, settings
 from canaryd.engine import catalogue
 from canaryd.judge import case
 from canaryd.judge.node import node as node_of
@@ -299,7 +299,7 @@ def run_example(entry: catalogue.Entry, **fields) -> Run:
 def state_after(run: Run) -> State:
     now, drill = time.time(), bool(run.drill)
     among = node_of({DEVICE.uuid: DEVICE}, {DEVICE.uuid: [run]}, now, drill=drill)
-    wanted, policy = {run.probe: 1800.0}, settings.JudgePolicy()
+    wanted, policy = {run.probe: 1800.0}, judge_policy.JudgePolicy()
     return decide(case.Case(device=DEVICE, node=among, wanted=wanted, policy=policy, now=now, drill=drill)).state
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.schema import (
     BOOLEAN,
     Each,
@@ -312,25 +313,6 @@ class BudgetConfig:
         " old. Default: three quarters of the age that judge.stale_after allows.",
         sample='"90m"',
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgePolicy:
-    """The numbers of the judge, durations in seconds. docs/thresholds.md has source and false-alarm rate of each."""
-
-    stale_after: float = setting(
-        DURATION, '"2h"', "A device is unknown when its newest evidence is older than this and than three periods."
-    )
-    confirm_runs: int = setting(
-        whole(1, 100), "3", "A mismatch is confirmed when this many new processes all repeat it."
-    )
-    repeat_window: float = setting(DURATION, '"24h"', "Two mismatches within this time make a device faulty.")
-    repeat_gap: float = setting(
-        DURATION, '"60s"', "Mismatches closer together than this count as one, because they may have one cause."
-    )
-    week_count: int = setting(whole(2, 1000), "3", "This many mismatches within judge.week make a device faulty.")
-    week: float = setting(DURATION, '"7d"', "The time in which judge.week_count mismatches count.")
-    watch: float = setting(DURATION, '"30d"', "A suspect device stays suspect for at least this long.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from canaryd.judge import acks
 from canaryd.model import Device
 from canaryd.supervisor.protocol import Description
 
-VENDORS = ("host", *inventory.BACKENDS)
+VENDORS = ("host", *inventory.BACKEND_OF_MODULE)
 """Modules of the worker that list devices, in the order in which they are asked; each has a probe NAME_telemetry."""
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from canaryd.config.settings import Config, JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
+from canaryd.config.settings import Config
 from canaryd.engine import endpoints
 from canaryd.judge import acks
 from canaryd.judge.watch import is_over
@@ -21,7 +22,7 @@ from canaryd.supervisor.protocol import Description, Listing, Reach
 
 PLACEHOLDER = "undriven"
 """`Device.detail` key of a PCI function that looks like an accelerator but has no working driver."""
-BACKENDS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
+BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
@@ -127,18 +128,18 @@ def merge(
     claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if PLACEHOLDER not in d.detail}
     for device in (d for devices in listing.devices.values() for d in devices if PLACEHOLDER in d.detail):
         if bus_key(device.detail["bus_id"]) not in claimed:
-            vendor = next(name for name, backend in BACKENDS.items() if backend == device.backend)
+            vendor = next(name for name, backend in BACKEND_OF_MODULE.items() if backend == device.backend)
             why = listing.unavailable.get(vendor, "its driver does not list it")
             found.append(replace(device, detail={**device.detail, PLACEHOLDER: why}))
     stack = {key: described.stack[key] for key in STACK if key in described.stack}
     # Torch shows only one instance of a divided GPU, and no device that a variable hides. Where something of the vendor
     # is installed, only the vendor's list is complete.
-    failing = {BACKENDS[name] for name in listing.failing if name in BACKENDS}
-    asked = {BACKENDS[name] for name in listing.devices if name in BACKENDS}
+    failing = {BACKEND_OF_MODULE[name] for name in listing.failing if name in BACKEND_OF_MODULE}
+    asked = {BACKEND_OF_MODULE[name] for name in listing.devices if name in BACKEND_OF_MODULE}
     asked |= {d.backend for d in described.devices} - failing
-    silent = {BACKENDS[name] for name in listing.unavailable if name in BACKENDS}
+    silent = {BACKEND_OF_MODULE[name] for name in listing.unavailable if name in BACKEND_OF_MODULE}
     if described.torch is None:
-        silent |= {*BACKENDS.values()}
+        silent |= {*BACKEND_OF_MODULE.values()}
     seen = [_filled(d, stack, listing, known) for d in found]
     seen += [on_its_card(d, found) for reach in (runtimes or {}).values() for d in reach.devices]
     lost = {name for name, reach in (runtimes or {}).items() if reach.problem}

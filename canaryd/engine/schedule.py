@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine.catalogue import Entry
 from canaryd.facts import Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Place, Span, Subject
 from canaryd.formatting import format_duration
 from canaryd.judge.cause import Mismatch

@@ -2,7 +2,8 @@
 
 `RULES` lists the rules. Each yields findings, and the worst finding gives the verdict its state; `cause.py` decides
 whose fault it is. docs/judgement.md has both as tables with their sources and why no rule raises a false alarm;
-docs/thresholds.md has every number with its false-alarm chance.
+docs/thresholds.md has every number with its false-alarm chance. Those that an operator can set are in
+canaryd/config/judge_policy.py, all others in the files of the rules.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.config.load import ConfigError, example, json_schema, load
 from canaryd.config.schema import Section, quoted
 from canaryd.config.settings import (
     Config,
     EndpointConfig,
     EndpointsConfig,
-    JudgePolicy,
     ProbesConfig,
     ProbeSettings,
     default_state_dir,

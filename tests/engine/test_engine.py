@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config.settings import Config, JudgePolicy, ProbesConfig, ProbeSettings, WorkerConfig
+from canaryd.config.judge_policy import JudgePolicy
+from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, WorkerConfig
 from canaryd.engine import budget, schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine, Progress, choose

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.facts import Comparison, Evidence, Exactness, Subject

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from canaryd.config.settings import Config, JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
+from canaryd.config.settings import Config
 from canaryd.engine.engine import Engine
 from canaryd.facts import Comparison, Evidence, Exactness, Reading
 from canaryd.judge import acks

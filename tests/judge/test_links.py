@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Culprit, Evidence, Exactness, Place, Reading, Way, WrongTransfer
 from canaryd.judge import verdict
 from canaryd.judge.case import Case

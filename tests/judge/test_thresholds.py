@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy, TelemetryConfig
+from canaryd.config.judge_policy import JudgePolicy
+from canaryd.config.settings import TelemetryConfig
 from canaryd.engine import schedule
 from canaryd.facts import Reading
 from canaryd.judge import cause
@@ -419,7 +420,7 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.repeat_window: the host was right": Crossing(
         host_was_right, POLICY.repeat_window, True, POLICY.repeat_window + 1, False
     ),
-    "judge.repeat_window: re-runs are awaited": Crossing(
+    "judge.repeat_window: retests are awaited": Crossing(
         waited, POLICY.repeat_window, True, POLICY.repeat_window + 1, False
     ),
     "judge.week: a new chain is told": Crossing(new_chain, POLICY.week, True, POLICY.week + 1, False),

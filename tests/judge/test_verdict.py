@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canaryd.config.settings import JudgePolicy, TelemetryConfig
+from canaryd.config.judge_policy import JudgePolicy
+from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Span, Subject
 from canaryd.judge import case, findings
 from canaryd.judge import verdict as judge_verdict

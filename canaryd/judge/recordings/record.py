@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Recording
 from canaryd.judge.recordings import cases
 from canaryd.judge.recordings.baseline import (

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from canaryd.formatting import format_duration
-from canaryd.judge.telemetry.signals import DAY, WATCH, Signs, finding, recovery, sentence, source_of
+from canaryd.judge.telemetry.signals import DAY, HELD, Signs, finding, recovery, sentence, source_of
 from canaryd.model import Cause, Event, Finding, State
 
 MACHINE_CHECKS = 10
@@ -89,12 +89,12 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
 
 def clock_source(signs: Signs) -> Iterator[Finding]:
     """The kernel gave up the processor's own clock: time is slow to read, and perhaps wrong."""
-    left = [e for e in signs.seen("flag", WATCH, "clock_source") if e.after != "tsc" and e.before == "tsc"]
+    left = [e for e in signs.seen("flag", HELD, "clock_source") if e.after != "tsc" and e.before == "tsc"]
     last = max((e.last for e in (*left, *signs.seen("clock"))), default=None)
     if last is None or any(b > last for b in signs.boots):
         return
     source = signs.word("clock_source")
-    holds = signs.policy.settle if source == "tsc" else WATCH if source else DAY
+    holds = signs.policy.settle if source == "tsc" else HELD if source else DAY
     if signs.now - last <= holds:
         now = "uses it again" if source == "tsc" else f"uses {source or 'another one'} now"
         yield finding(

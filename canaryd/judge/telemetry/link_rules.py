@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.signals import (
     DAY,
+    HELD,
     MINUTE,
     TRAINING,
-    WATCH,
     Signs,
     clears_after,
     finding,
@@ -35,7 +35,7 @@ def replay_limit(generation: float, lanes: float) -> float:
 
 def pcie_errors(signs: Signs) -> Iterator[Finding]:
     """The link to the host corrects more errors than allowed."""
-    lanes, generation = (signs.value(f"pcie_{k}_max", WATCH) or d for k, d in (("width", 16), ("generation", 5)))
+    lanes, generation = (signs.value(f"pcie_{k}_max", HELD) or d for k, d in (("width", 16), ("generation", 5)))
     limit = replay_limit(generation, lanes)
     # Over ten minutes, where DCGM takes one: a single burst is no rate (ours).
     span = 10 * MINUTE
@@ -82,7 +82,7 @@ def lanes_lost(signs: Signs) -> Iterator[Finding]:
 
     A link that narrows by itself when it is idle is known by having done so: `conditions` judges it under load.
     """
-    changes = [e for e in signs.seen("flag", WATCH, "pcie_width") if e.before and e.after]
+    changes = [e for e in signs.seen("flag", HELD, "pcie_width") if e.before and e.after]
     falls = [e for e in changes if float(e.after) < float(e.before)]
     now = signs.value("pcie_width", signs.policy.settle)
     if not falls or now is None:
@@ -96,7 +96,7 @@ def lanes_lost(signs: Signs) -> Iterator[Finding]:
             "Reseat the device; if it stays, check riser, slot and board.",
             f"Found at {signs.moment(falls[-1].last)}.",
             "The link lost lanes (canaryd's own rule).",
-            f"Clears when the lanes are back, or after {format_duration(WATCH)}.",
+            f"Clears when the lanes are back, or after {format_duration(HELD)}.",
         )
 
 
@@ -138,7 +138,7 @@ def nvlink_down(signs: Signs) -> Iterator[Finding]:
     # A device divided by MIG has its links off, and one that was reset waits for them.
     if signs.value("mig_enabled", signs.policy.settle) or any(signs.now - t <= TRAINING for t in signs.trainings):
         return
-    newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", WATCH, reading)}
+    newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", HELD, reading)}
     for _, event in sorted(newest.items()):
         down = event.after == "0" and not signs.value(event.reading, **event.labels)
         fell = (event.after == "0" or event.before == "1") and signs.trained(event, -math.inf, signs.now) > 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, RECURRENCES, WATCH, Signs, finding, recovery, returns
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, finding, recovery, returns
 from canaryd.model import Cause, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
@@ -34,16 +34,16 @@ class Flag(NamedTuple):
 
 RETURN = "Take the device out of service and run the field diagnostic."
 RMA_POLICY = "Recommended: RMA (NVIDIA's RMA policy: the field diagnostic decides on the return)."
-# Some flags never fall on the same part: those hold for `WATCH`, so that a driver that hangs later does not lift the
+# Some flags never fall on the same part: those hold for `HELD`, so that a driver that hangs later does not lift the
 # finding.
 FLAGS: Mapping[str, Flag] = {
     "row-remap-failed": Flag(
-        *("row_remap_failed", {}, WATCH, State.FAULTY),
+        *("row_remap_failed", {}, HELD, State.FAULTY),
         "A memory row could not be replaced by a spare one.",
         *(RETURN, RMA_POLICY),
     ),
     "sram-threshold": Flag(
-        *("ecc_sram_threshold_exceeded", {}, WATCH, State.FAULTY),
+        *("ecc_sram_threshold_exceeded", {}, HELD, State.FAULTY),
         "The device counts more uncorrectable SRAM errors than its threshold allows.",
         *(RETURN, RMA_POLICY),
     ),
@@ -76,8 +76,8 @@ def flags(signs: Signs) -> Iterator[Finding]:
 
 def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
     """Spare rows run out: in a bank, or in all."""
-    rows = signs.value("row_remap_rows", WATCH, cause="uncorrectable") or 0
-    banks = signs.value("row_remap_banks", WATCH, available="none") or 0
+    rows = signs.value("row_remap_rows", HELD, cause="uncorrectable") or 0
+    banks = signs.value("row_remap_banks", HELD, available="none") or 0
     if rows >= MOST_REMAPPED:
         yield finding(
             *("row-remap-exhausted", State.FAULTY, Cause.HARDWARE),
@@ -96,7 +96,7 @@ def row_remap_exhausted(signs: Signs) -> Iterator[Finding]:
 
 def retired_pages(signs: Signs) -> Iterator[Finding]:
     """Pages of memory were taken out of use, on devices that cannot replace rows."""
-    pages = {r.labels.get("cause", ""): float(r.value) for r in signs.readings("retired_pages", WATCH)}
+    pages = {r.labels.get("cause", ""): float(r.value) for r in signs.readings("retired_pages", HELD)}
     if sum(pages.values()) >= MOST_RETIRED:
         yield finding(
             *("retired-pages", State.FAULTY, Cause.HARDWARE),
@@ -120,17 +120,17 @@ ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
-    wiped = signs.seen("reset", WATCH, ECC[0], kind="uncorrected")
+    wiped = signs.seen("reset", HELD, ECC[0], kind="uncorrected")
     logged = [*signs.contained, *signs.named("amdgpu", "ras-uncorrected")]
     if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
         yield finding(
             *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
             f"Uncorrected memory errors came back after {back} resets or reboots"
-            f" (limit {RECURRENCES} in {format_duration(WATCH)}).",
+            f" (limit {RECURRENCES} in {format_duration(HELD)}).",
             RETURN,
             "Clean tests in between do not clear it.",
             "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
-            f"Clears after {format_duration(WATCH)} without another.",
+            f"Clears after {format_duration(HELD)} without another.",
         )
         return
     events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]

@@ -36,8 +36,8 @@ from canaryd.judge.telemetry.readings import READINGS
 from canaryd.judge.telemetry.signals import (
     DAY,
     DRAIN_AND_RESET,
+    HELD,
     MINUTE,
-    WATCH,
     Signs,
     clears_after,
     finding,
@@ -134,11 +134,11 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
     if (back := returns(times, signs.boots)) >= 1:
         yield finding(
             *("gpu-lost", State.FAULTY, Cause.HARDWARE),
-            f"The device was lost again after {count(back, 'reboot')} within {format_duration(WATCH)}.",
+            f"The device was lost again after {count(back, 'reboot')} within {format_duration(HELD)}.",
             "Check seating, riser, power and slot; return the part if the fault moves with it.",
             *what,
             "Recommended: inspection (NVIDIA's Xid catalogue: contact support; when to return it is canaryd's rule).",
-            f"Clears after {format_duration(WATCH)}.",
+            f"Clears after {format_duration(HELD)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
         action, clears = recovery(signs, max(times), signs.boots, "Restart the machine.")
@@ -182,7 +182,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
             clears,
         )
     counts = [signs.rises("throttle_events_total", 2 * settle, scope=scope) for scope in ("core", "package")]
-    if not signs.readings("throttle_events_total", WATCH):
+    if not signs.readings("throttle_events_total", HELD):
         counts.append(signs.seen("thermal", 2 * settle))  # a line for each processor: only where nothing counts
     times = max(signs.most(events, settle) for events in counts)
     if times >= CPU_THROTTLES:

@@ -19,14 +19,15 @@ from canaryd.judge.telemetry.events import numbers, within
 from canaryd.model import Cause, Device, Event, Finding, Reason, Run, State
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
-WATCH = 30 * DAY
-"""Seconds for which an event is held against a device: the design's 30 days for `suspect`."""
+HELD = 30 * DAY
+"""Seconds for which an event is held against a device, unless a reset clears it: the design's 30 days for `suspect`.
+How long a wrong result is held against it, an operator sets: `judge.watch`."""
 TRAINING = 10 * MINUTE
 """Seconds after a reset in which links train and the fabric forms: errors in that time are not faults (ours)."""
 
 
 RECURRENCES = 2
-"""Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `WATCH`: gpud's
+"""Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `HELD`: gpud's
 escalation to an inspection of the hardware."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
@@ -54,7 +55,7 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """All reports of one Xid of one grade by a device in the last `WATCH` seconds."""
+    """All reports of one Xid of one grade by a device in the last `HELD` seconds."""
 
     xid: xids.Xid
     grade: str
@@ -112,10 +113,10 @@ class Signs:
 
     @cached_property
     def by_kind(self) -> Mapping[str, list[Event]]:
-        """The events of the last `WATCH` seconds by kind, oldest first. Times of a wrong clock count as now."""
+        """The events of the last `HELD` seconds by kind, oldest first. Times of a wrong clock count as now."""
         found: dict[str, list[Event]] = defaultdict(list)
         for event in sorted(map(self._dated, self.events), key=lambda e: e.last):
-            if self.now - event.last <= WATCH:
+            if self.now - event.last <= HELD:
                 found[event.kind].append(event)
         return found
 
@@ -137,7 +138,7 @@ class Signs:
         """Return the word of a reading of `events.WORDS`; "" without one."""
         return next((w for r in self.readings(name, within) for w in r.labels.values()), "")
 
-    def seen(self, kind: str, within: float = WATCH, reading: str = "", /, **labels: str) -> list[Event]:
+    def seen(self, kind: str, within: float = HELD, reading: str = "", /, **labels: str) -> list[Event]:
         """Return the events of a kind, at most `within` seconds old; of a reading with at least these labels."""
         return [
             e
@@ -147,11 +148,11 @@ class Signs:
             and labels.items() <= e.labels.items()
         ]
 
-    def named(self, kind: str, name: str, within: float = WATCH) -> list[Event]:
+    def named(self, kind: str, name: str, within: float = HELD) -> list[Event]:
         """Return the events of a kind and name, at most `within` seconds old."""
         return [e for e in self.seen(kind, within) if e.name == name]
 
-    def rises(self, name: str, within: float = WATCH, /, **labels: str) -> list[Event]:
+    def rises(self, name: str, within: float = HELD, /, **labels: str) -> list[Event]:
         """Return the rises of a counter that has at least these labels."""
         return self.seen("counter", within, name, **labels)
 
@@ -172,7 +173,7 @@ class Signs:
     @cached_property
     def trainings(self) -> list[float]:
         """When links had to train: at a reset, and when MIG was switched on or off; ascending."""
-        return sorted({*self.resets, *(e.last for e in self.seen("flag", WATCH, "mig_enabled"))})
+        return sorted({*self.resets, *(e.last for e in self.seen("flag", HELD, "mig_enabled"))})
 
     def trained(self, event: Event, start: float, end: float) -> float:
         """Return `within`, without what happened before the device's links had trained."""

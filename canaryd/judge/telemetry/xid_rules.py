@@ -1,4 +1,7 @@
-"""Rules for NVIDIA Xid and SXid errors; `canaryd.judge.telemetry.rules` lists them, `xids.json` grades the codes."""
+"""Rules for NVIDIA Xid and SXid errors.
+
+`canaryd.judge.telemetry.rules` lists them, `xid_catalogue.json` grades the codes.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
     DAY,
     DRAIN_AND_RESET,
+    HELD,
     MINUTE,
     RECURRENCES,
-    WATCH,
     Incident,
     Signs,
     decode_xid,
@@ -90,13 +93,13 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
                 *("xid-recurring", State.FAULTY, Cause.HARDWARE),
                 (
                     f"{incident} came back after {back} resets or reboots"
-                    f" (limit {RECURRENCES} in {format_duration(WATCH)})."
+                    f" (limit {RECURRENCES} in {format_duration(HELD)})."
                 ),
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",
                 _advice(signs, incident),
-                f"Clears after {format_duration(WATCH)} without another.",
+                f"Clears after {format_duration(HELD)} without another.",
             )
         elif not signs.cleared(incident.last, cuts):
             action, clears = recovery(signs, incident.last, cuts, ACTIONS[incident.grade])
@@ -125,7 +128,7 @@ def xid_inspect(signs: Signs) -> Iterator[Finding]:
                 f"Xid {incident.code}: {incident.xid.title}.",
                 sentence(bucket) or ACTIONS[incident.grade],
                 *_evidence(signs, incident),
-                f"Clears after {format_duration(WATCH)} without another.",
+                f"Clears after {format_duration(HELD)} without another.",
             )
 
 

@@ -2,7 +2,8 @@
 
 Codes, mnemonics, action buckets and bit patterns come from NVIDIA's Xid catalogue ("Analyzing Xid Errors with the Xid
 Catalog", codes 1 to 172), SXids from NVIDIA's Fabric Manager User Guide, appendix D. Titles and sentences are our
-words. `nature` is our reading, not NVIDIA's. The data is in `xids.json` and is loaded on first use.
+words. `nature` is our reading, not NVIDIA's. The data is in `xid_catalogue.json` and is loaded on first use:
+a new code is a row there. What follows from a code is in `xid_rules.py`.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _grade(code: int, immediate: str, nature: str) -> str:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(Path(__file__).with_name("xids.json").read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("xid_catalogue.json").read_text(encoding="utf-8"))
     return data
 
 

@@ -24,7 +24,7 @@ from canaryd.codec import from_json, to_json
 from canaryd.facts import Comparison, Culprit, Evidence, Exactness, Place, Reading
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, NoCase, Skip
-from canaryd.worker.links.member import BACKENDS
+from canaryd.worker.links.member import LIBRARIES
 from canaryd.worker.links.patterns import PATTERNS, WORD
 from canaryd.worker.links.transfers import AGAIN, told
 from canaryd.worker.numeric.cases import selects
@@ -75,7 +75,7 @@ def ends_of(ctx: Context) -> list[End]:
 
 def need_library(backend: str) -> None:
     """Raise `Skip` where this torch has no library by which the devices of a backend send to each other."""
-    library = BACKENDS[backend]
+    library = LIBRARIES[backend]
     if not (torch.distributed.is_available() and torch.distributed.is_backend_available(library)):
         raise Skip(f"this torch has no {library}, by which devices send to each other")
 

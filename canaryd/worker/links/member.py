@@ -26,7 +26,7 @@ from canaryd.worker.links.transfers import FLIPPED, differences, told
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import same_bits, synchronize, torch, torch_device
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "rocm": "nccl", "xpu": "xccl", "npu": "hccl"}
+LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "rocm": "nccl", "xpu": "xccl", "npu": "hccl"}
 """Backend of a device → that of torch.distributed; RCCL is called nccl there."""
 FORMATS = {"int64": -1, "float32": (1 << 16) - 1, "bfloat16": 7}
 """Format of a sum → which bits of the pattern's words are added: up to 32 members the sum is exact in any order (24
@@ -50,7 +50,7 @@ class Member:
         limit = timedelta(seconds=who["limit"])
         store = torch.distributed.TCPStore("127.0.0.1", who["port"], None, is_master=False, timeout=limit)
         torch.distributed.init_process_group(
-            BACKENDS[self.device.backend], store=store, rank=self.rank, world_size=self.size, timeout=limit
+            LIBRARIES[self.device.backend], store=store, rank=self.rank, world_size=self.size, timeout=limit
         )
         self.buffer = torch.empty(self.words, dtype=torch.int64, device=self.place)
 

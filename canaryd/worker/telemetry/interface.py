@@ -2,7 +2,7 @@
 
 A module is `canaryd.worker.telemetry.<name>` with `devices`, `read` and `close`. Only it imports its vendor's library,
 and only when one of these is called. A new vendor also needs a probe, `probes/<name>_telemetry.py`, and its backend in
-`canaryd.engine.inventory.BACKENDS`.
+`canaryd.engine.inventory.BACKEND_OF_MODULE`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
 
-BACKENDS = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
+BACKEND_OF_VENDOR = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "xpu", "Huawei": "npu"}
 """Vendor as the PCI bus names it → backend."""
 
 
@@ -87,7 +87,7 @@ def on_the_bus(sysfs: Path) -> list[Device]:
     return [
         Device(
             uuid=f"PCI-{function.bus_id}",
-            backend=BACKENDS[function.vendor],
+            backend=BACKEND_OF_VENDOR[function.vendor],
             index=index,
             model=f"{function.vendor} device {function.device_id}",
             weak_identity=True,

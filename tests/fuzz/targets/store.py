@@ -17,7 +17,7 @@ from typing import Any
 from canaryd.cli import baseline
 from canaryd.cli.baseline import Selection
 from canaryd.codec import from_json, to_json
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Exactness, LogRecord, Recording
 from canaryd.judge.acks import heeded, standing
 from canaryd.judge.case import Case

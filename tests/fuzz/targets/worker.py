@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import to_json
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Exactness, LogPosition, LogRecord, Reading, Recording, Skipped, whole
 from canaryd.judge.case import Case
 from canaryd.judge.node import node

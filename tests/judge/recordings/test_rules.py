@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine.schedule import CONFIRMED_UNKNOWN
 from canaryd.facts import Comparison, Exactness, Reading, Recording
 from canaryd.judge.recordings import rules

@@ -16,7 +16,7 @@ from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.xids import BUCKETS, XIDS, decode, explain, explain_sxid
 from tests.command import ROOT, environment
 
-ROWS = json.loads((ROOT / "canaryd/judge/telemetry/xids.json").read_text())["nvlink5"]
+ROWS = json.loads((ROOT / "canaryd/judge/telemetry/xid_catalogue.json").read_text())["nvlink5"]
 
 
 # --- Xids ------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_nothing_is_loaded_before_it_is_asked_for():
 
 def test_the_data_is_read_as_what_it_is():
     """One line per entry, so that a change shows as one; the file names nothing twice."""
-    text = Path(xids.__file__).with_name("xids.json").read_text()
+    text = Path(xids.__file__).with_name("xid_catalogue.json").read_text()
     data = json.loads(text)
     assert len(text.splitlines()) == sum(len(rows) + 2 for rows in data.values())
     codes = [row[0] for row in data["sxids"]]

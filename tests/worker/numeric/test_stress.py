@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine import schedule
 from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.facts import Reading

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Exactness, Reading, Skipped
 from canaryd.judge.case import Case
 from canaryd.judge.node import Node

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.config.settings import JudgePolicy
+from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Comparison, Place, Reading, Skipped
 from canaryd.judge.case import Case
 from canaryd.judge.cause import Mismatch
