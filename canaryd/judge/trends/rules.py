@@ -212,7 +212,7 @@ def error_growing(trends: Trends) -> Iterator[Finding]:
     yield _finding(
         *("error-growing", Cause.HARDWARE, key),
         f"Less exact {_since(key, unit, seen)}, {size if worst.times < NO_END else 'there was none before'}.",
-        "Run an exact test: it shows whether the device computes right.",
+        "Run canaryd check: its exact tests show whether the device computes right.",
         [
             *_before(seen, unit),
             worst.more,
