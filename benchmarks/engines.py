@@ -2,7 +2,8 @@
 
 In process: plain torch under each instruction set, in four formats, eager and by each SDPA kernel, decoded and in one
 pass, one row and two, and the single pass compiled; every logit is compared with the proof. The first `--seeds` run
-native, and as many as `--others` says under each other instruction set. Served: real servers, as
+native, and as many as `--others` says under each other instruction set. Where it is installed, ONNX Runtime runs the
+first ones too, as a graph in its CPU provider, which chooses its instruction set itself. Served: real servers, as
 scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache where the
 server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are compared.
 What is not installed is listed as not run.
@@ -21,11 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, exact_onnx
 from canaryd.facts import Comparison
 from canaryd.probe import Skip
 from canaryd.worker.canary.fixed import compiler
@@ -36,8 +38,9 @@ from canaryd.worker.exact_canary.expected import load
 from canaryd.worker.exact_canary.export import export
 from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner
-from canaryd.worker.exact_canary.shape import TINY, Shape
+from canaryd.worker.exact_canary.shape import FAMILIES, TINY, Shape
 from canaryd.worker.numeric.tensors import bits, strict_switches, torch
+from canaryd.worker.runtime.interface import Unsupported
 from tests.servers import KINDS, Server, beside, serving
 from tests.worker.endpoint.served import context, probe
 
@@ -55,15 +58,20 @@ ASKED = 60
 # --- In process ------------------------------------------------------------------------------------------------------
 
 
-def in_process(shape: Shape, seeds: range, compiled: int, minutes: float) -> dict[str, list[int]]:
-    """Return by format, path and kernel: models, answers, logits compared, logits that differ.
+def in_process(
+    shape: Shape, seeds: range, compiled: int, minutes: float, libraries: list[str]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Return by engine, format, path and kernel: models, answers, logits compared, logits that differ; and what lacks.
 
     Compiled for the first seeds. Begins no model after so many minutes.
 
-    Every fourth model has no anchor, for torch's math kernel. Each is run in all formats by all kernels in one pass,
-    and decoded in two formats by one kernel, in rotation.
+    Every fourth model has no anchor, for torch's math kernel; four of eight have Qwen2's shape, with biases. Each is
+    run in all formats by all kernels in one pass, and decoded: by torch in two formats by one kernel, in rotation.
     """
     found: dict[str, list[int]] = {}
+    absent = []
+    if "onnx" in libraries and (reason := exact_onnx.why_not()):
+        absent, libraries = [f"ONNX Runtime: {reason}"], [name for name in libraries if name != "onnx"]
     end = time.monotonic() + 60 * minutes
     with contextlib.ExitStack() as exits:
         if compiled:
@@ -72,19 +80,23 @@ def in_process(shape: Shape, seeds: range, compiled: int, minutes: float) -> dic
         for number, seed in enumerate(seeds):
             if time.monotonic() > end:
                 break
-            model = construct(shape, seed, anchored=number % 4 != 3)
+            family = FAMILIES[number // 4 % len(FAMILIES)]
+            model = construct(replace(shape, family=family), seed, anchored=number % 4 != 3)
             rows = 1 if shape == LIKE else 1 + number // 2 % cases.MOST_ROWS
             texts = torch.tensor([cases.text(model, seed, row, model.program.steps) for row in range(rows)])
-            walk = Walk(shape, model.weights)
+            walk = Walk(model.shape, model.weights)
             golden = torch.stack([walk.prove(words).logits for words in texts.tolist()])
             for at, form in enumerate(DTYPES):
                 wanted = golden.to(getattr(torch, form))
                 weights = {name: w.to(wanted.dtype) for name, w in model.weights.items()}
-                for name, got, right in _inferences(model, weights, texts, wanted, number, at):
-                    _add(found, f"{form}/{name}", got, right)
-                if number < compiled and model.program.anchored:
-                    _add(found, f"{form}/forced/compiled", fused(shape, weights, texts), wanted)
-    return found
+                if "torch" in libraries:
+                    for name, got, right in _inferences(model, weights, texts, wanted, number, at):
+                        _add(found, f"torch/{form}/{name}", got, right)
+                    if number < compiled and model.program.anchored:
+                        _add(found, f"torch/{form}/forced/compiled", fused(model.shape, weights, texts), wanted)
+                if "onnx" in libraries:
+                    absent += _graphs(found, model, weights, texts, wanted)
+    return found, list(dict.fromkeys(absent))
 
 
 def _inferences(
@@ -98,6 +110,24 @@ def _inferences(
             yield f"forced/{kernel.lower() or 'eager'}", runner.forward(texts), wanted
             if form % 2 == number // 8 % 2 and at == number % len(kernels):
                 yield f"decode/{kernel.lower() or 'eager'}", runner.decode(prompts, count)[1], tail
+
+
+def _graphs(found: dict[str, list[int]], model: Model, weights: dict[str, Any], texts: Any, wanted: Any) -> list[str]:
+    """Add what ONNX Runtime gives, in one pass and decoded; return what it has no kernel for."""
+    count, absent = model.program.steps, []
+    prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
+    form = str(wanted.dtype).removeprefix("torch.")
+    for kernel in exact_onnx.KERNELS:
+        if kernel == "attention" and form == "float64" and model.program.anchored:
+            continue  # it has no such kernel, and its own decomposition multiplies q and k by a root each
+        try:
+            runner = exact_onnx.Runner(model.shape, weights, kernel)
+        except Unsupported as error:
+            absent.append(f"ONNX Runtime, {form}, {kernel}: {error}")
+            continue
+        _add(found, f"onnx/{form}/forced/{kernel}", runner.forward(texts), wanted)
+        _add(found, f"onnx/{form}/decode/{kernel}", runner.decode(prompts, count)[1], tail)
+    return absent
 
 
 def _forward(shape: Shape, weights: dict[str, Any], tokens: Any) -> Any:
@@ -118,7 +148,7 @@ def child(words: argparse.Namespace) -> None:
     shape = LIKE if words.child == "like" else TINY
     seeds = range(words.first, words.first + words.seeds)
     with strict_switches(), torch.inference_mode():
-        print(json.dumps(in_process(shape, seeds, words.compiled, words.minutes)))
+        print(json.dumps(in_process(shape, seeds, words.compiled, words.minutes, words.libraries)))
 
 
 def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
@@ -128,38 +158,43 @@ def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[st
         (size, instructions, 1 + part * seeds // cores, (part + 1) * seeds // cores - part * seeds // cores)
         for size, instructions, seeds in (
             ("tiny", "native", words.seeds),
-            ("tiny", "avx2", words.others),
-            ("tiny", "baseline", words.others),
+            ("tiny", "avx2", 0 if words.only == "onnx" else words.others),
+            ("tiny", "baseline", 0 if words.only == "onnx" else words.others),
             ("like", "native", words.likes),
         )
         for part in range(cores)
     ]
     found: dict[tuple[str, str], dict[str, list[int]]] = {}
-    absent = []
+    absent: list[str] = []
     with ThreadPoolExecutor(cores) as pool:
         for job, (status, text) in zip(jobs, pool.map(partial(_run_child, words), jobs), strict=True):
             if status:
                 absent.append(f"torch, {job[0]}, {job[1]}, seeds from {job[2]}: exit status {status}")
                 continue
-            for name, numbers in json.loads(text).items():
+            counts, lacking = json.loads(text)
+            absent += [line for line in lacking if line not in absent]
+            for name, numbers in counts.items():
                 _sum(found.setdefault(job[:2], {}), name, numbers)
     rows = []
     for (size, instructions), counts in found.items():
         for name, numbers in counts.items():
-            form, path, kernel = name.split("/")
-            rows.append([f"torch, {instructions}", size, form, f"{path}, {kernel}", *numbers])
+            library, form, path, kernel = name.split("/")
+            engine = f"torch, {instructions}" if library == "torch" else f"ONNX Runtime {exact_onnx.version()}"
+            rows.append([engine, size, form, f"{path}, {kernel}", *numbers])
     return rows, absent
 
 
 def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tuple[int, str]:
     size, instructions, first, seeds = job
     if not seeds:
-        return 0, "{}"
+        return 0, "[{}, []]"
     compiled = words.compiled if size == "tiny" and first == 1 else 0
     given = {"child": size, "first": first, "seeds": seeds, "compiled": compiled, "minutes": words.minutes}
+    libraries = ["onnx"] if words.only == "onnx" else ["torch", "onnx"] if instructions == "native" else ["torch"]
     print(f"torch, {size}, {instructions}, {seeds} seeds from {first}", file=sys.stderr, flush=True)
+    options = [*(f"--{name}={value}" for name, value in given.items()), "--libraries", *libraries]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engines", *(f"--{name}={value}" for name, value in given.items())],
+        [sys.executable, "-m", "benchmarks.engines", *options],
         cwd=common.ROOT,
         env=common.worker_environment(instructions) | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -232,17 +267,21 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no model in process after so many")
     parser.add_argument(
-        "--only", choices=("in-process", "served"), default="", help="one half; its result's name says so"
+        "--only",
+        choices=("in-process", "onnx", "served"),
+        default="",
+        help="one half, or ONNX Runtime alone; its result's name says so",
     )
     parser.add_argument("--child", choices=("tiny", "like"), help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--libraries", nargs="*", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
         child(words)
         return
     started, facts = time.monotonic(), common.machine()
     inside, missing = ([], []) if words.only == "served" else in_process_rows(words)
-    outside, absent = ([], []) if words.only == "in-process" else served_rows(words)
+    outside, absent = ([], []) if words.only in ("in-process", "onnx") else served_rows(words)
     heads = (
         ["engine", "size", "format", "how", "models", "answers", "logits", "differ"],
         ["server", "size", "how", "models", "cold", "warm", "at once", "answers", "wrong"],

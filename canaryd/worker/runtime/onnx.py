@@ -145,8 +145,8 @@ class Onnx:
         binding = session.io_binding()
         for name, tensor in named.items():
             if name != constant:
-                binding.bind_input(name, "cpu", 0, _kind(tensor.dtype), list(tensor.shape), tensor.data_ptr())
-        binding.bind_output("out", "cpu", 0, _kind(result.dtype), list(result.shape), result.data_ptr())
+                binding.bind_input(name, "cpu", 0, kind(tensor.dtype), list(tensor.shape), tensor.data_ptr())
+        binding.bind_output("out", "cpu", 0, kind(result.dtype), list(result.shape), result.data_ptr())
         session.run_with_iobinding(binding)
         return result
 
@@ -211,7 +211,7 @@ def _devices(unit: str, provider: str) -> Iterator[Device]:
         )
 
 
-def _kind(dtype: Any) -> int:
+def kind(dtype: Any) -> int:
     """Return ONNX's number of a tensor's format."""
     names = {"float64": "DOUBLE", "float32": "FLOAT"}
     name = str(dtype).removeprefix("torch.")
@@ -245,9 +245,9 @@ def _session(
         helper.make_graph(
             [_node(number, node) for number, node in enumerate(graph.nodes, 1)],
             operation.name,
-            [helper.make_tensor_value_info(n, _kind(t.dtype), list(t.shape)) for n, t in given.items()],
-            [helper.make_tensor_value_info("out", _kind(graph.dtype), list(graph.shape))],
-            [_constant(n, t) for n, t in constants.items()],
+            [helper.make_tensor_value_info(n, kind(t.dtype), list(t.shape)) for n, t in given.items()],
+            [helper.make_tensor_value_info("out", kind(graph.dtype), list(graph.shape))],
+            [initializer(n, t) for n, t in constants.items()],
         ),
         opset_imports=[helper.make_opsetid("", OPSET)],
         ir_version=IR,
@@ -291,10 +291,11 @@ def _node(number: int, node: Node) -> Any:
     return onnx.helper.make_node(op, inputs, outputs.split(), name=f"{number}:{op}", **attributes)
 
 
-def _constant(name: str, tensor: Any) -> Any:
+def initializer(name: str, tensor: Any) -> Any:
+    """Return a tensor as a constant of a graph."""
     tensor = tensor.contiguous()
     raw = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-    return onnx.helper.make_tensor(name, _kind(tensor.dtype), list(tensor.shape), raw, raw=True)
+    return onnx.helper.make_tensor(name, kind(tensor.dtype), list(tensor.shape), raw, raw=True)
 
 
 def _graph(operation: Operation, operands: tuple[Any, ...], unit: str) -> Graph:
