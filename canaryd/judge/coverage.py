@@ -36,6 +36,9 @@ OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
 }
 """Outcome of a run that did not complete → its cause, how its sentence goes on, and what to do; "{}" is the probe."""
 
+ENDPOINT_SKIPPED = "Correct the server or its settings as the reason says, then run: canaryd check --device {device}"
+"""A server that cannot be tested is no reason to stop testing servers."""
+
 
 def not_completed(case: Case) -> Iterator[Finding]:
     """The newest run of a wanted probe did not complete: nothing is known about the numbers."""
@@ -45,7 +48,10 @@ def not_completed(case: Case) -> Iterator[Finding]:
             lane = f" ({run.instruction_set})" if run.instruction_set else ""
             reason = reason_of(run)
             message = f"{run.probe}{lane} {text}" + (f": {reason}" if reason else "")
-            yield make_finding("not-completed", State.UNKNOWN, cause, message, action.format(run.probe), run)
+            if run.outcome is Outcome.SKIPPED and case.device.is_endpoint:
+                action = ENDPOINT_SKIPPED
+            action = action.format(run.probe, device=case.device.name)
+            yield make_finding("not-completed", State.UNKNOWN, cause, message, action, run)
 
 
 def unreached(case: Case) -> Iterator[Finding]:

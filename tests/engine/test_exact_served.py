@@ -143,6 +143,9 @@ def test_a_setting_makes_it_unknown(tmp_path, directory):
     found = host.found()["not-completed"]
     assert (found.state, found.cause) == (State.UNKNOWN, Cause.ENVIRONMENT)
     assert "its tokenizer is another" in found.message
+    assert found.action == (
+        f"Correct the server or its settings as the reason says, then run: canaryd check --device {NAMED}"
+    )
     assert not run.wrong
 
 
