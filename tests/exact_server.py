@@ -57,6 +57,10 @@ class Traits:
     """Words that its chat template puts before every message."""
     penalty: float = 0.0
     """A presence penalty that it applies by default."""
+    repetition: float = 1.0
+    """A repetition penalty that it applies by default."""
+    raw: bool = False
+    """Whether it prints log probabilities before its penalties, as vLLM and llama.cpp do by default."""
     scale: float = 1.0
     """By what it multiplies logits."""
     temperature: float = 0.0
@@ -119,14 +123,16 @@ class Model:
         with torch.inference_mode():
             while len(found) < count:
                 logits = self.runner.forward(torch.tensor([given]), cache, last=1)[0, -1] * self.traits.scale
-                if self.traits.penalty:
-                    logits = logits.clone()
-                    logits[sorted({*prompt, *(t for t, _ in found)})] -= self.traits.penalty
+                before = sorted({*prompt, *(t for t, _ in found)})
+                computed, logits = logits, logits.clone()
+                logits[before] -= self.traits.penalty
+                factor = torch.where(logits[before] > 0, 1 / self.traits.repetition, self.traits.repetition)
+                logits[before] *= factor.to(logits)
                 token = int(logits.argmax())
                 if self.traits.temperature:
                     chances = torch.softmax(logits.double() / self.traits.temperature, -1).tolist()
                     (token,) = self.chance.choices(range(len(chances)), chances)
-                found.append((token, logits))
+                found.append((token, computed if self.traits.raw else logits))
                 given = [token]
         return found
 

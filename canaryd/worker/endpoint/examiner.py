@@ -75,7 +75,7 @@ class Examiner:
         """
         mine = {case: [m for m in marked if not m.right] for case, marked in self._of(api).items()}
         mine = {case: wrong for case, wrong in mine.items() if wrong}
-        if not mine or self._excuse(api):
+        if not mine or self._excuse(api) or excuses.may_be_penalty(self.expected, self._seen[api]):
             return
         first = [wrong[0] for wrong in mine.values()]
         alike = any(again.look == m.look for m in first for again in self._repeats(api, m.question))

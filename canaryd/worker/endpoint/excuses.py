@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from canaryd.facts import printable
-from canaryd.worker.endpoint.marking import Marked, Sort
+from canaryd.worker.endpoint.marking import Fault, Marked, Sort
 from canaryd.worker.exact_canary.expected import COST, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
@@ -36,9 +36,10 @@ def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapp
         lambda: _ended_early(marked),
         lambda: _rounding_format(formats),
         lambda: _other_layers(expected, marked),
+        lambda: _penalised(expected, marked),
+        lambda: _penalty_of_file(expected, marked),
         lambda: _sampled(marked),
         lambda: _scaled(marked),
-        lambda: _penalised(expected, marked),
         lambda: _changed_file(expected),
     )
     return next((text for rule in rules if (text := rule())), "")
@@ -126,18 +127,51 @@ def _scaled(marked: Sequence[Marked]) -> str:
 
 
 def _penalised(expected: Expected, marked: Sequence[Marked]) -> str:
-    """Words that stand in the context already have lost some of their probability, and nothing else is wrong."""
-    faults = [(m, f) for m in marked for f in m.faults]
-    if not faults or any(f.sort is not Sort.CHANCE for _, f in faults):
+    """Words that stand in the context already have gained or lost some of their probability; nothing else is wrong."""
+    moved = _moved(expected, marked)
+    if moved is None or len(moved) == 1:  # one word alone may be a fault of its own weights
         return ""
-    for m, fault in faults:
-        right = m.question.tokens[fault.position]
-        context = {*m.question.prompt, *m.question.tokens[: fault.position]}
-        costs = [cost for word in context if (cost := expected.cost(right, word)) is not None]
-        lost = math.fsum(math.exp(-cost) for cost in costs)
-        if not 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24:
-            return ""
-    return "it lowers the probability of words that came before: a repetition, presence or frequency penalty; set none"
+    what = "changes" if moved else "lowers"
+    return f"it {what} the probability of words that came before: a repetition, presence or frequency penalty; set none"
+
+
+def may_be_penalty(expected: Expected, marked: Sequence[Marked]) -> bool:
+    """Return whether more answers may show a penalty: so far one word that came before is off, and nothing else."""
+    return len(_moved(expected, marked) or ()) == 1
+
+
+def _moved(expected: Expected, marked: Sequence[Marked]) -> set[int] | None:
+    """Return the words that are off and came before; None where anything else is wrong, or no log probability is."""
+    moved: set[int] = set()
+    for m in marked:
+        near = {fault.position for fault in m.faults if fault.sort is not Sort.CHANCE}
+        for fault in m.faults:
+            context = {*m.question.prompt, *m.question.tokens[: fault.position]}
+            if fault.sort is not Sort.CHANCE:
+                if fault.token not in context:
+                    return None
+                moved.add(fault.token)
+            elif fault.position not in near and not _lost(expected, m, fault, context):
+                return None
+    return moved if any(m.scored and m.faults for m in marked) else None
+
+
+def _lost(expected: Expected, m: Marked, fault: Fault, context: set[int]) -> bool:
+    """Return whether the right word gained no more than what the words before it can have lost."""
+    costs = [cost for word in context if (cost := expected.cost(m.question.tokens[fault.position], word)) is not None]
+    lost = math.fsum(math.exp(-cost) for cost in costs)
+    return 0 < fault.got - fault.wanted <= lost + expected.shape.vocabulary * 2.0**-24
+
+
+def _penalty_of_file(expected: Expected, marked: Sequence[Marked]) -> str:
+    """In text alone: the words that came stood in the context, and the served directory sets a penalty."""
+    faults = [(m, fault) for m in marked for fault in m.faults]
+    if not faults or any(m.scored for m in marked):
+        return ""
+    if any(fault.token not in {*m.question.prompt, *m.question.tokens[: fault.position]} for m, fault in faults):
+        return ""
+    told = expected.penalties()
+    return f"{told}: set it to its neutral value and restart the server" if told else ""
 
 
 def looks_rounded(marked: Sequence[Marked]) -> bool:

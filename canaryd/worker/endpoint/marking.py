@@ -41,6 +41,13 @@ class Fault(NamedTuple):
     wanted: float
     """A token, a log probability, or a difference of two."""
     got: float
+    candidate: int | None = None
+    """The token whose difference this is; None where it is not one of this model's."""
+
+    @property
+    def token(self) -> int | None:
+        """The token that came for the right one, or lies too near or too far from it."""
+        return int(self.got) if self.sort in (Sort.WORD, Sort.CHOICE) else self.candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +209,11 @@ class _Scores:
         # Servers add the chosen word where it is not among the best.
         near = rank < self.neighbours and _token(self.expected, self.answer.positions[at].token) != token
         if cost is None:
-            return [] if not near and lead >= RIGHT - MOST_SAID - tolerance else [Fault(Sort.LEAD, at, COST, lead)]
+            far = not near and lead >= RIGHT - MOST_SAID - tolerance
+            return [] if far else [Fault(Sort.LEAD, at, COST, lead, token)]
         self.leads.append((cost, lead))
         right = abs(lead - cost) <= tolerance and (cost == COST or not near)
-        return [] if right else [Fault(Sort.LEAD, at, cost, lead)]
+        return [] if right else [Fault(Sort.LEAD, at, cost, lead, token)]
 
     def _slack(self) -> float:
         """Return how far the right word's log probability may be off.

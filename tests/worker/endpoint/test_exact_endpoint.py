@@ -12,8 +12,11 @@ pytestmark = pytest.mark.torch
 
 from canaryd.facts import Comparison, Skipped, Subject  # noqa: E402
 from canaryd.probe import Absent, Skip  # noqa: E402
-from canaryd.worker.endpoint.marking import FORMATS, printing  # noqa: E402
+from canaryd.worker.endpoint.answers import Answer  # noqa: E402
+from canaryd.worker.endpoint.excuses import excuse  # noqa: E402
+from canaryd.worker.endpoint.marking import FORMATS, Fault, Marked, Sort, printing  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY, Shape  # noqa: E402
 from tests.exact_server import serving  # noqa: E402
@@ -224,6 +227,16 @@ SETTINGS = {
     "a chat template": ({"template": "p0v0"}, "chat: it reads 26 tokens in a prompt of 25 words: a chat template"),
     "a strong penalty": ({"penalty": 2.0}, "presence or frequency penalty"),
     "a weak penalty": ({"penalty": 0.2}, "presence or frequency penalty"),
+    "a repetition penalty": ({"repetition": 1.3}, "lowers the probability of words that came before"),
+    "a repetition bonus": ({"repetition": 0.8}, "changes the probability of words that came before"),
+    "a repetition bonus that gives other words": (
+        {"repetition": 0.5},
+        "changes the probability of words that came before",
+    ),
+    "a repetition bonus after what is printed": (
+        {"repetition": 0.5, "raw": True},
+        "changes the probability of words that came before",
+    ),
     "a temperature": ({"temperature": 1.0}, "it samples, or its choice is wrong"),
     "a high temperature": ({"temperature": 2.0}, "it samples, or its choice is wrong"),
     "a temperature, in text alone": (
@@ -239,13 +252,12 @@ SETTINGS = {
     ),
 }
 
+SLOW = ("a weak penalty", "a repetition penalty", "a repetition bonus", "a high temperature")
+
 
 @pytest.mark.parametrize(
     ("traits", "said"),
-    [
-        pytest.param(*each, id=name, marks=pytest.mark.slow if name in ("a weak penalty", "a high temperature") else ())
-        for name, each in SETTINGS.items()
-    ],
+    [pytest.param(*each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in SETTINGS.items()],
 )
 def test_a_setting_is_named_and_accuses_nobody(directory, traits, said):
     """The run is skipped with the reason, so the endpoint is unknown: neither wrong nor healthy."""
@@ -253,6 +265,41 @@ def test_a_setting_is_named_and_accuses_nobody(directory, traits, said):
         compared, _, reason = ask(url, directory, seed=2)
     assert said in reason
     assert not [c for c in compared if c.wrong]
+
+
+def test_a_penalty_of_a_server_without_log_probabilities_is_named_from_its_file(directory, tmp_path):
+    """Its words are wrong in the same way each time; without the file nobody could tell why."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    path, asked = (
+        copy / "generation_config.json",
+        {"settings": {"apis": ["completions"]}, "cases": ("completions/alone",)},
+    )
+    for harmless in ('{"repetition_penalty": 1.0, "presence_penalty": null, "temperature": 0.7}', "[0.5]", "{"):
+        path.write_text(harmless)
+        assert load(copy).penalties() == ""
+    with serving(copy, repetition=0.5, scored=False) as url:
+        compared, _, reason = ask(url, copy, **asked)
+        assert (reason, [c.characterised for c in compared if c.wrong]) == ("", [False])
+        path.write_text('{"do_sample": true, "repetition_penalty": 0.5}')
+        compared, _, reason = ask(url, copy, **asked)
+    assert "generation_config.json sets repetition_penalty 0.5: set it to its neutral value" in reason
+    assert not [c for c in compared if c.wrong]
+
+
+def test_a_fault_of_one_word_is_not_taken_for_a_penalty(directory):
+    """A penalty strikes all words that came before, and no others; a bad weight of the head strikes one word."""
+    expected = load(directory)
+    question = expected.questions[0]
+    right = Answer(text=question.text, positions=(), scored=True)
+
+    def told(*words):
+        faults = tuple(Fault(Sort.LEAD, 3, 8.0, 5.0, word) for word in words)
+        marked = Marked(question=question, answer=right, tokens=question.tokens, faults=faults, scored=True)
+        return excuse(expected, "completions", [marked], {})
+
+    first, second, later = question.prompt[4], question.prompt[5], question.tokens[9]
+    assert "presence or frequency penalty" in told(first, second)
+    assert [told(first), told(first, later), told(first, second, None)] == ["", "", ""]
 
 
 def test_a_format_of_the_documents_is_no_excuse_for_right_answers(directory):

@@ -122,7 +122,7 @@ def test_another_template_of_llama_cpp_is_told_from_a_fault(exported, tmp_path):
         ask(server, exported("llama"), seed=0)
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("name", [*PYTHON, "vllm"])
 def test_a_tokenizer_that_adds_a_word_is_told_from_a_fault(exported, tmp_path, name):
     """The number of tokens in a prompt, as the server counts them, names it."""
     shutil.copytree(exported(name), tmp_path / "canary")
@@ -141,6 +141,40 @@ def test_a_tokenizer_that_adds_a_word_is_told_from_a_fault(exported, tmp_path, n
         pytest.raises(Skip, match=r"its tokenizer is another, or adds words|a chat template or a tokenizer adds"),
     ):
         ask(server, exported(name), seed=0)
+
+
+def with_generation_config(directory, tmp_path, **document):
+    """Return a copy of a checkpoint with another `generation_config.json`, whose values servers take as defaults."""
+    copy = shutil.copytree(directory, tmp_path / "canary")
+    (copy / "generation_config.json").write_text(json.dumps(document))
+    return copy
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_the_generation_config_of_a_real_model_changes_no_answer(exported, tmp_path, name):
+    """A request says temperature 0, and a penalty lowers only words that came before: the right one never did."""
+    usual = {"do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    directory = with_generation_config(exported(name), tmp_path, **usual)
+    with serving(name, directory, tmp_path) as server:
+        compared = ask(server, directory, seed=0)
+    assert sum(c.trials for c in compared) == 60
+    assert [c for c in compared if c.wrong] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "penalty", "options", "said"),
+    [
+        ("vllm", 1.3, ["--logprobs-mode", "processed_logprobs"], "lowers the probability of words that came before"),
+        ("vllm", 0.8, ["--logprobs-mode", "processed_logprobs"], "changes the probability of words that came before"),
+        ("vllm", 0.5, [], "changes the probability of words that came before"),
+        ("transformers", 0.5, [], "generation_config.json sets repetition_penalty 0.5"),
+    ],
+)
+def test_a_penalty_of_the_generation_config_is_told_from_a_fault(exported, tmp_path, name, penalty, options, said):
+    """Whether the server prints log probabilities from before it, from after it, or none: then the file has to tell."""
+    directory = with_generation_config(exported(name), tmp_path, repetition_penalty=penalty)
+    with serving(name, directory, tmp_path, *options) as server, pytest.raises(Skip, match=said):
+        ask(server, directory, seed=0)
 
 
 @pytest.mark.parametrize("option", ["-ctk", "-ctv"])
