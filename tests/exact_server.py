@@ -35,6 +35,10 @@ class Traits:
     """The format of its weights and activations."""
     printed: str = "float32"
     """The format in which it takes its log-softmax."""
+    subtracts: bool = False
+    """Whether it rounds the logarithm of the sum before it subtracts, as mlx-lm does."""
+    logits: bool = False
+    """Whether it prints logits instead of log probabilities."""
     decimals: int | None = None
     """Decimals of what it prints; None for all."""
     scored: bool = True
@@ -198,7 +202,13 @@ class Api:
         """Return a word with its log probability and those of the five best."""
         if self.traits.certain:
             logits = torch.where(torch.arange(len(logits)) == token, logits, -1e5)
-        values = torch.log_softmax(logits.to(getattr(torch, self.traits.printed)), -1).double()
+        printed = logits.to(getattr(torch, self.traits.printed))
+        if self.traits.logits:
+            values = printed.double()
+        elif self.traits.subtracts:
+            values = (printed - torch.logsumexp(printed, -1)).double()
+        else:
+            values = torch.log_softmax(printed, -1).double()
         best = torch.topk(values, self.traits.best)
 
         def entry(number: int) -> dict[str, Any]:

@@ -89,8 +89,11 @@ class Answer:
         return digest([self.text, self.finish, exact])
 
 
-def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False) -> Answer:
+def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False, known: bool = False) -> Answer:
     """Parse a server's answer of at most so many `tokens`; raise `Skip` for an unknown shape, or one that is no answer.
+
+    Where the right values are `known`, impossible ones are an answer too: a wrong one. An engine that rounds its
+    log-softmax gives them when its logits are wrong and large.
 
     Three shapes of log probabilities (docs/canaries.md): the legacy one of parallel lists, the chat one of a list of
     objects, with or without ids, and the mapping of ids that scores a prompt.
@@ -126,7 +129,7 @@ def parse(dialect: Dialect, data: Any, *, tokens: int, forced: bool = False) -> 
         keys = ", ".join(sorted(map(str, data))) if isinstance(data, dict) else type(data).__name__
         keys = printable(keys)[:200]
         raise Skip(f"the answer of this {dialect.name} server has an unknown shape, with the keys {keys}") from None
-    if wrong := _mistake(answer, spelled, tokens):
+    if wrong := _mistake(answer, spelled, tokens) or ("" if known else _impossible(answer)):
         raise Skip(f"the answer of this {dialect.name} server {wrong}")
     return answer
 
@@ -137,14 +140,17 @@ def _mistake(answer: Answer, spelled: tuple[str, ...], tokens: int) -> str:
         return f"has {len(answer.positions):,} tokens; at most {tokens:,} were asked for"
     if len(answer.text) > tokens * LONGEST_TOKEN:
         return f"has {len(answer.text):,} characters; at most {tokens:,} tokens were asked for"
+    return "" if _spells(spelled, answer.text) else "has a text that its tokens do not spell"
+
+
+def _impossible(answer: Answer) -> str:
+    """Return which of its values are no probabilities; "" for none."""
     values = [value for p in answer.positions for value in (p.value, *(value for _, value in p.top))]
     above = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
     if above > ABOVE_ZERO:
         return f"has the log probability {above:g}; the logarithm of a probability is at most 0"
     if (most := max((_together(p.top) for p in answer.positions), default=0.0)) > math.exp(ABOVE_ZERO):
         return f"has alternatives whose probabilities add up to {most:.3g}; together they are at most 1"
-    if not _spells(spelled, answer.text):
-        return "has a text that its tokens do not spell"
     return ""
 
 

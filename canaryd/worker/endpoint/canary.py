@@ -86,7 +86,8 @@ class Endpoint:
             extra[cold] = salt if cold == "cache_salt" else not fresh
         base = self._base(api, prompt.text, prompt.tokens)
         data, sent = self._send(api, base, extra)
-        return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE), sent=sent)
+        known = self.settings.exact is not None
+        return replace(parse(self.dialect, data, tokens=prompt.tokens + SPARE, known=known), sent=sent)
 
     def score(self, prompt: Prompt) -> Answer:
         """Return the log probabilities of a prompt's own tokens, without the prefix cache; raises like `ask`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from canaryd.facts import printable
 from canaryd.worker.endpoint.marking import Fault, Marked, Sort
-from canaryd.worker.exact_canary.expected import COST, Expected, spell
+from canaryd.worker.exact_canary.expected import COST, RIGHT, Expected, spell
 from canaryd.worker.exact_canary.golden import continuation
 
 LAYERS = 8
@@ -36,6 +36,7 @@ def excuse(expected: Expected, api: str, marked: Sequence[Marked], formats: Mapp
         lambda: _ended_early(marked),
         lambda: _rounding_format(formats),
         lambda: _other_layers(expected, marked),
+        lambda: _unnormalised(marked),
         lambda: _penalised(expected, marked),
         lambda: _penalty_of_file(expected, marked),
         lambda: _sampled(marked),
@@ -102,6 +103,16 @@ def _other_layers(expected: Expected, marked: Sequence[Marked]) -> str:
                 f"{expected.shape.layers}: serve that one"
             )
     return ""
+
+
+def _unnormalised(marked: Sequence[Marked]) -> str:
+    """All words and differences are right, and in place of each right word's log probability stands its logit."""
+    faults = [fault for m in marked for fault in m.faults]
+    if not faults or any(f.sort is not Sort.CHANCE or f.got != RIGHT for f in faults):
+        return ""
+    return (
+        "it prints logits and not log probabilities: set it to log probabilities (vLLM: --logprobs-mode raw_logprobs)"
+    )
 
 
 def _sampled(marked: Sequence[Marked]) -> str:

@@ -60,6 +60,7 @@ RIGHT = {
     "float64": {"form": "float64", "printed": "float64"},
     "log-softmax in bfloat16": {"printed": "bfloat16"},
     "log-softmax in float16": {"printed": "float16"},
+    "log-softmax of rounded parts": {"printed": "bfloat16", "subtracts": True},
     "four decimals": {"decimals": 4},
     "six decimals": {"decimals": 6},
     "no log probabilities": {"scored": False},
@@ -182,6 +183,14 @@ def test_results_that_err_now_and_then_are_seen(directory, scored, rate):
     assert any(c.evidence.repeats_alike < c.evidence.repeats_wrong for c in wrong)
 
 
+def test_probabilities_that_cannot_be_are_wrong_answers(directory):
+    """Large wrong logits and a log-softmax that rounds give more than 1 in all: computed wrong, and not unreadable."""
+    with serving(directory, printed="bfloat16", subtracts=True, rate=1 / 50) as url:
+        compared, _, reason = ask(url, directory, settings={"apis": ["completions"]})
+    assert reason == ""
+    assert [c for c in compared if c.wrong and c.characterised]
+
+
 @pytest.mark.slow
 def test_most_flipped_weights_are_seen(directory):
     """Bits of weights in each layer and kind that have a value; not seen is only what changes no logit."""
@@ -244,6 +253,7 @@ SETTINGS = {
         "it samples though temperature 0 was asked for",
     ),
     "scaled logits": ({"scale": 0.7}, "multiplies all logits by 0.7"),
+    "logits for log probabilities": ({"logits": True}, "prints logits and not log probabilities"),
     "a limit of tokens": ({"most": 10}, "ends an answer after 10 of 40 words"),
     "another model": ({"spoken": "The reef is alive.", "scored": False}, "words that the exact canary does not have"),
     "a cache in 8 bits": (
