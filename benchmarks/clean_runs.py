@@ -50,6 +50,8 @@ PROGRESS = 5.0
 GROUPS = ("family", "format", "content", "kind", "layout or kernel", "mask", "instruction set", "threads")
 WEIGHTS = {"product": 6, "attention": 3, "integer": 1}
 """Shares of the runs."""
+SETS_OF_SIZES = {"jax": 4}
+"""Runtime that compiles every shape → from how many sets of sizes each class draws; elsewhere each run has its own."""
 
 Maker = Callable[[random.Random], Case]
 
@@ -190,7 +192,9 @@ def serve(arguments: argparse.Namespace) -> None:
         decks = {name: itertools.cycle(rng.sample(makers, len(makers))) for name, makers in families.items()}
         hands = itertools.cycle([name for name, weight in WEIGHTS.items() if families[name] for _ in range(weight)])
         for number, family in zip(range(arguments.runs), hands):  # noqa: B905  hands never end
-            case, seed = next(decks[family])(rng), derive(start, f"run {number}")
+            sets = SETS_OF_SIZES.get(arguments.runtime)
+            sizes = random.Random(rng.randrange(sets)) if sets else rng
+            case, seed = next(decks[family])(sizes), derive(start, f"run {number}")
             done = run_one(case, seed, device)
             line = {"family": family, "case": case.name, "seed": seed, **done}
             print(json.dumps(line), flush=True)
