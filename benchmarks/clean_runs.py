@@ -28,7 +28,7 @@ from benchmarks import common
 from canaryd.codec import to_json
 from canaryd.model import RUNTIMES, TORCH, Device
 from canaryd.probe import Context
-from canaryd.worker.numeric import evidence, faults, indexing
+from canaryd.worker.numeric import evidence, faults, indexing, quantized
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import stack as numeric_stack
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
@@ -38,9 +38,10 @@ from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, int8_pairs
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.served import ATTENDED
+from canaryd.worker.numeric.sizes import LONG
 from canaryd.worker.numeric.tensors import host_same_bits, torch
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.interface import Operation
+from canaryd.worker.runtime.interface import Operation, Packing
 from probes import exact_attention, exact_integer, exact_matmul
 
 KEPT = 100
@@ -74,6 +75,8 @@ def products(context: Context) -> Iterator[Maker]:
         tiny = _int8(context.device, left, name, "nt", random.Random(1))
         if not saturates and not refusal(context.device, tiny.build(1), tiny.compute):
             yield from (partial(_int8, context.device, left, name, layout) for layout in ("nn", "nt"))
+    for pair, layout in itertools.product(quantized.pairs(context.device), quantized.LAYOUTS):
+        yield partial(_quantized, context.device, pair, layout)
 
 
 def _product(device: Device, source: str, target: str, name: str, kind: str, layout: str, rng: random.Random) -> Case:
@@ -94,6 +97,9 @@ def product_sizes(rng: random.Random, kind: str, step: int) -> tuple[int, int, i
         return size(32, 256), size(64, 768), size(32, 768), 0
     if kind == "decode":
         return size(1, 32), size(64, 1536), size(64, 2048), 0
+    if kind == "long":
+        side = size(32, 192)
+        return side, side, LONG * side, 0
     return size(8, 96), size(8, 96), size(16, 192), rng.randint(2, 5)
 
 
@@ -104,6 +110,11 @@ def _int8(device: Device, left: str, name: str, layout: str, rng: random.Random)
         partial(numeric_operands.build_int8, name, M, N, K, layout, left=left),
         partial(interface.of(device).run, Operation("matmul", left, "int32")),
     )
+
+
+def _quantized(device: Device, pair: tuple[Packing, str], layout: str, rng: random.Random) -> Case:
+    sizes = rng.randint(1, 64), 128 * rng.randint(1, 4), 128 * rng.randint(1, 4)
+    return quantized.case(device, *pair, "decode" if sizes[0] < quantized.PREFILL // 2 else "prefill", layout, sizes)
 
 
 def attentions(context: Context) -> Iterator[Maker]:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from canaryd.probe import Context, Device, Fact, ProbeSpec, Reading, Skipped
+from canaryd.worker.numeric import quantized
 from canaryd.worker.numeric.cases import product_case, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
@@ -35,8 +36,8 @@ SPEC = ProbeSpec(
     order=10,
 )
 
-KINDS = ("square", "prefill", "batched", "decode")  # those that share pools stand together
-SCALED_KINDS = ("square", "prefill", "decode")
+KINDS = ("square", "prefill", "batched", "decode", "long")  # those that share pools stand together
+SCALED_KINDS = ("square", "prefill", "decode", "long")
 """Of FP8, whose kernels take no batch."""
 FIXED = (96, 80, 256)
 INT8_SIZES = {"quick": (64, 256, 512), "standard": (256, 512, 1024), "deep": (256, 512, 1024)}
@@ -70,6 +71,12 @@ def run(ctx: Context) -> Iterator[Fact]:
             yield Skipped(case=f"{left}>int32/{content}", reason=why)
         else:
             speeds[f"{left}>int32/{content}"] = 0.0
+    for packing, form in quantized.pairs(ctx.device):
+        tiny = quantized.case(ctx.device, packing, form, "decode", "nt", (1, 128, 128))
+        if why := refusal(ctx.device, tiny.build(1), tiny.compute):
+            yield Skipped(case=quantized.label_of(packing, form), reason=why)
+        else:
+            speeds[quantized.label_of(packing, form)] = 0.0
     fresh, fixed = every_case(ctx, speeds)
     served = list(served_cases(ctx, speeds))
     yield from (left_out for left_out in served if isinstance(left_out, Skipped))
@@ -78,7 +85,7 @@ def run(ctx: Context) -> Iterator[Fact]:
 
 
 def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], list[Case]]:
-    """Return the fresh and the fixed cases of the formats in `speeds`, which choose the sizes (int8: have none)."""
+    """Return the fresh and the fixed cases of the formats in `speeds`, which choose the sizes of float products."""
     fixed = [case for case in fixed_cases(ctx.device) if any(case.name.startswith(f"{label}/") for label in speeds)]
     pairs = [pair for pair in format_pairs(ctx.device) if label_of(*pair) in speeds]
     fresh = []
@@ -87,14 +94,16 @@ def every_case(ctx: Context, speeds: Mapping[str, float]) -> tuple[list[Case], l
             sizes = choose(ctx, speeds[label_of(*pair)], kind, f"{label_of(*pair)}/{content}/{kind}/{layout}")
             fresh.append(product_case(ctx.device, *pair, content, kind, layout, sizes))
     integers = ((left, content) for left, content in int8_pairs(ctx.device) if f"{left}>int32/{content}" in speeds)
-    return [*fresh, *(_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)], fixed
+    fresh += (_int8_case(ctx.device, *pair, "fresh", INT8_SIZES[ctx.level]) for pair in integers)
+    return [*fresh, *quantized.fresh_cases(ctx, speeds)], fixed
 
 
 def fixed_cases(device: Device) -> list[Case]:
     """Return every fixed case of `device`, with formats that it cannot run; their digests ship with canaryd."""
     products = itertools.product(format_pairs(device), CONTENTS)
     cases = [product_case(device, *pair, content, "fixed", "nt", (*FIXED, 0)) for pair, content in products]
-    return cases + [_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device)]
+    cases += (_int8_case(device, *pair, "fixed", FIXED) for pair in int8_pairs(device))
+    return cases + quantized.fixed_cases(device)
 
 
 def _variants(ctx: Context, turn: int, source: str) -> list[tuple[str, str]]:

@@ -178,6 +178,34 @@ def product(problem: Problem, precision: int = 64) -> list[int]:
     ]
 
 
+def quantized(problem: Problem, packing: str) -> list[int]:
+    """Recompute a product with quantised weights, stored as the columns of W: the golden's unsigned bit patterns."""
+    x, words, scales, *offsets = problem.operands
+    (xv, x_scale), K, N = integers_of(x), x.shape[-1], words.shape[0]
+    width = 8 if packing.startswith(("affine8", "mxfp8")) else 4
+    group = K // scales.shape[-1]
+    codes = [word >> shift & (1 << width) - 1 for word in raw_of(words) for shift in range(0, 32, width)]
+    if packing.startswith("affine"):
+        meant = [Fraction(code) for code in codes]
+        steps, bases = ([_fraction(raw, form_of(t)) for raw in raw_of(t)] for t in (scales, offsets[0]))
+    else:
+        four = [Fraction(v) * sign for sign in (1, -1) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
+        meant = [_fraction(code, "float8_e4m3fn") if width == 8 else four[code] for code in codes]
+        of_e4m3 = packing == "nvfp4"
+        steps = [_fraction(raw, "float8_e4m3fn") if of_e4m3 else Fraction(2) ** (raw - 127) for raw in raw_of(scales)]
+        bases = [Fraction(0)] * len(steps)
+    weights = [meant[i] * steps[i // group] + bases[i // group] for i in range(N * K)]
+    unit = min(-(w.denominator.bit_length() - 1) for w in weights)
+    columns = _rows([int(w / Fraction(2) ** unit) for w in weights], K)
+    form = form_of(problem.golden)
+    return [encode(sum(map(mul, row, c)), x_scale + unit, form) for row in _rows(xv, K) for c in columns]
+
+
+def _fraction(raw: int, form: str) -> Fraction:
+    m, e = decode(raw, form)
+    return m * Fraction(2) ** e
+
+
 def attention(problem: Problem, *, causal: bool = False) -> list[int]:
     """Recompute attention from its definition: scores, mask, softmax where it is exact, mean of the winners' values.
 
@@ -247,6 +275,8 @@ def recompute(probe: str, case: str, problem: Problem) -> list[int]:
         return index_operation(problem, parts[1])
     if probe == "exact_attention":
         return attention(problem, causal=parts[-1] == "causal")
+    if parts[1] == "codes":
+        return quantized(problem, parts[0].partition(">")[0])
     return product(problem, 11 if parts[0].startswith("tfloat32") else 64)
 
 

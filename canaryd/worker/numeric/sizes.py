@@ -18,6 +18,11 @@ SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
 """Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
 """Largest side of a square product, per level: beyond it, making the golden costs more than it is worth."""
+LONG = 5
+"""How many times longer than its sides the sums of a "long" product are. Libraries share such sums among several
+blocks: MLX on Metal from three times on (mlx/backend/metal/matmul.cpp)."""
+LARGEST_LONG = 2048
+"""Largest side of a "long" product: with it K is 10240."""
 
 
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
@@ -52,6 +57,9 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
             *batch, M, N, K = map(int, sizes.split("x"))
             return M, N, K, batch[0] if batch else 0
     side = (speed * SECONDS[ctx.level] / 2.0) ** (1 / 3)
+    if kind == "long":
+        n = max(48, int(min(side / LONG ** (1 / 3), LARGEST_LONG)) // 16 * 16)
+        return n, n, LONG * n, 0
     # FP8 and int8 kernels want sixteenths; every other format also meets ragged edges.
     ragged = 0 if name.startswith("float8") else int(below(ctx.seed, f"ragged {name}", (1,), 16))
     n = max(48, int(min(side, LARGEST[ctx.level])) // 16 * 16)

@@ -31,14 +31,34 @@ class Elsewhere(Unsupported):
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How the weights of a product are quantised: groups of codes that share a scale and, in "affine", an offset."""
+
+    mode: str
+    """"affine", "mxfp4", "mxfp8" or "nvfp4"."""
+    bits: int
+    """Of a code."""
+    group: int
+    """Codes in a group."""
+
+    @property
+    def name(self) -> str:
+        """The name in those of cases: "affine4x64", "mxfp4"."""
+        return f"affine{self.bits}x{self.group}" if self.mode == "affine" else self.mode
+
+
+@dataclass(frozen=True)
 class Operation:
     """Something that a device computes from uploaded operands."""
 
     name: str
-    """"matmul", "attention", a name of `canaryd.worker.numeric.indexing.OPERATIONS`, "rows" (out[i] = pool[index[i]])
-    or "columns" (out[:, j] = pool[:, index[j]]); one row of indices per matrix of a batch, whose pools may differ."""
+    """"matmul", "quantized" (x times weights that are stored as `packing` says: x, codes in words of 32 bits, scales,
+    offsets in "affine"), "attention", a name of `canaryd.worker.numeric.indexing.OPERATIONS`, "rows" (out[i] =
+    pool[index[i]]) or "columns" (out[:, j] = pool[:, index[j]]); one row of indices per matrix of a batch, whose pools
+    may differ."""
     source: str = ""
-    """matmul, attention: format of the operands, a name of `tensors.FORMATS`, "int8" or "uint8" (the left one)."""
+    """matmul, quantized, attention: format of the operands, a name of `tensors.FORMATS`, "int8" or "uint8" (the left
+    one); quantized: of x and of the result."""
     target: str = ""
     """matmul: format of the result."""
     kernel: str = ""
@@ -46,7 +66,10 @@ class Operation:
     mask: str = ""
     """attention: one of `attention.MASKS`."""
     turned: bool = False
-    """rows, columns: return the transpose of what was gathered, which stays where it lies."""
+    """rows, columns: return the transpose of what was gathered, which stays where it lies. quantized: weights are
+    stored as (K, N), not as (N, K)."""
+    packing: Packing | None = None
+    """quantized: how the weights are stored."""
 
 
 class Runtime(Protocol):
@@ -58,6 +81,8 @@ class Runtime(Protocol):
     """The kernels of attention that it can be told to use."""
     left_integers: tuple[str, ...]
     """Formats of A in integer products, whose B is int8."""
+    packings: tuple[Packing, ...]
+    """How weights may be stored in products with quantised weights; empty where it has no such product."""
     gathers: bool
     """Whether it runs "rows" and "columns", so that a device makes fresh operands itself."""
     pins: bool

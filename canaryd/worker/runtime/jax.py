@@ -64,6 +64,7 @@ class Jax:
     name = "jax"
     attention_kernels = ("XLA",)
     left_integers = ("int8", "uint8")
+    packings = ()
     gathers = False
     pins = False  # a thread of XLA's own computes
     rounds = True

@@ -18,7 +18,7 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Operation, Unsupported
+from canaryd.worker.runtime.interface import Change, Operation, Packing, Unsupported
 
 mx: Any = None
 _why_not = ""
@@ -30,6 +30,11 @@ except Exception as error:  # noqa: BLE001  a broken installation raises anythin
 TF32 = "MLX_ENABLE_TF32"
 """Read when MLX first multiplies; 1 unless set. It then rounds float32 operands of products, attention, convolutions
 and quantised products to TF32 on CUDA and on the newest Metal (mlx, mlx/utils.h, enable_tf32)."""
+PACKINGS = (
+    *(Packing("affine", bits, group) for bits in (4, 8) for group in (32, 64, 128)),
+    *(Packing("mxfp4", 4, 32), Packing("mxfp8", 8, 32), Packing("nvfp4", 4, 16)),
+)
+"""The modes of mlx 0.32; of "affine" the widths that models are served with."""
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
@@ -39,6 +44,7 @@ class Mlx:
     name = "mlx"
     attention_kernels = ("FAST",)
     left_integers = ("int8",)
+    packings = PACKINGS
     gathers = False
     pins = False  # a thread of MLX's own computes
     rounds = True
@@ -203,6 +209,13 @@ def _matmul(operation: Operation, a: Any, b: Any) -> Any:
     return mx.matmul(a, b)
 
 
+def _quantized(operation: Operation, x: Any, codes: Any, scales: Any, offsets: Any = None) -> Any:
+    packing = operation.packing
+    assert packing is not None
+    words, how = mx.view(codes, mx.uint32), {"mode": packing.mode, "bits": packing.bits, "group_size": packing.group}
+    return mx.quantized_matmul(x, words, scales, offsets, transpose=not operation.turned, **how)
+
+
 def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: Any) -> Any:
     mask: Any = None
     if operation.mask == "causal":  # MLX aligns its own at the bottom right
@@ -216,6 +229,8 @@ def _attention(operation: Operation, query: Any, key: Any, value: Any, allowed: 
 def _compute(operation: Operation, operands: tuple[Any, ...]) -> Any:
     if operation.name == "matmul":
         return _matmul(operation, *operands)
+    if operation.name == "quantized":
+        return _quantized(operation, *operands)
     if operation.name == "attention":
         return _attention(operation, *operands)
     return _INDEX[operation.name](*operands)

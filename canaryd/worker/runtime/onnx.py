@@ -75,6 +75,7 @@ class Onnx:
     name = "onnx"
     attention_kernels = ("ATTENTION",)
     left_integers = ("int8", "uint8")
+    packings = ()
     gathers = False
     pins = False
     rounds = True

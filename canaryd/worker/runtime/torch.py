@@ -11,7 +11,7 @@ from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
-from canaryd.worker.runtime.interface import Change, Operation
+from canaryd.worker.runtime.interface import Change, Operation, Packing
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
@@ -25,6 +25,7 @@ class Torch:
     name = TORCH
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     left_integers: tuple[str, ...] = ("int8",)
+    packings: tuple[Packing, ...] = ()
     gathers = True
     pins = True
     rounds = True

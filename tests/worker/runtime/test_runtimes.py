@@ -1,5 +1,6 @@
 """Other runtimes than torch under the exact probes: clean is clean, faults are found, placement is proven or not."""
 
+import itertools
 import json
 from functools import partial
 
@@ -14,11 +15,12 @@ from canaryd.model import Cause, Device, Outcome, State
 from canaryd.probe import Context, Skip
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
-from canaryd.worker.numeric import characterised, faults, indexing
+from canaryd.worker.numeric import characterised, faults, indexing, quantized
 from canaryd.worker.numeric.attention import CONTENTS, MASKS
 from canaryd.worker.numeric.cases import Case as Golden
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
+from canaryd.worker.numeric.operands import CONTENTS as CONTENTS_OF_PRODUCTS
 from canaryd.worker.numeric.operands import Product, build
 from canaryd.worker.numeric.tensors import FORMATS, bits, host_same_bits
 from canaryd.worker.numeric.verify import FIXED_SEED, verify_all
@@ -248,6 +250,57 @@ def test_mlx_is_tested_strictly_and_as_it_serves(way):
     assert left not in compared
     (why,) = [s.reason for s in done.skipped if s.case.partition(">")[0] == left]
     assert f"MLX_ENABLE_TF32={value}" in why
+
+
+QUANTIZED = ("affine4x32>bfloat16", "affine8x128>float32", "mxfp4>float16", "mxfp8>float32", "nvfp4>float16")
+"""Packings and formats; decode and prefill, either layout, between them every fault."""
+
+
+@pytest.mark.parametrize("layout", quantized.LAYOUTS)
+def test_mlx_multiplies_quantised_weights_exactly(layout):
+    """Every mode, width, group and format, one row and several."""
+    device = mlx()
+    runtime = interface.of(device)
+    for (packing, form), rows in itertools.product(quantized.pairs(device), (1, 33)):
+        case = quantized.case(device, packing, form, "decode", layout, (rows, 128, 256))
+        problem = case.build(rows)
+        result = case.compute(runtime.upload(problem.operands, device), None)
+        assert runtime.agree([result], *runtime.upload((problem.golden,), device)) == [True], case.name
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_every_fault_is_found_in_quantised_products(probes, fault):
+    """In the stored codes or in the result, through the probe as the daemon runs it."""
+    label = QUANTIZED[list(faults.FAULTS).index(fault) % len(QUANTIZED)]
+    found = comparisons(probes["exact_matmul"].run(context(mlx(), f"{label}/codes", drill=fault, budget=0.05)))
+    assert any(c.wrong and c.case.startswith(label) for c in found), f"{fault} was not found"
+
+
+def test_a_runtime_without_quantised_products_lists_none():
+    """torch, ONNX Runtime, WebGPU and JAX: nothing is tried and nothing is skipped."""
+    assert not any(interface.named(name).packings for name in ("torch", "onnx", "webgpu", "jax"))
+
+
+@pytest.mark.parametrize(("level", "speed"), [("standard", 1e13), ("deep", 1e12)])
+def test_products_cross_the_sizes_from_which_mlx_shares_sums_among_blocks(probes, level, speed):
+    """A Mac's GPU meets 2048 x 2048 with sums of 10240 in every format and content, in one of the layouts or in all."""
+    made = Context(device=mlx(), level=level, seed=5, budget=240.0)
+    fresh, _ = probes["exact_matmul"].every_case(made, {"float32": speed, "float16": speed})
+    long = [c for c in fresh if c.name.split("/")[2] == "long"]
+    assert {c.name.split("@")[1] for c in long} == {"2048x2048x10240"}
+    layouts = 1 if level == "standard" else 4
+    assert len(long) == 2 * layouts * len(CONTENTS_OF_PRODUCTS)
+
+
+@pytest.mark.slow
+def test_a_product_of_such_a_size_is_right_through_mlx(monkeypatch):
+    """The largest one, whole, bit for bit."""
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    device = mlx()
+    runtime, sizes = interface.of(device), (2048, 2048, 10240, 0)
+    problem = product_case(device, "float32", "float32", "full", "long", "nt", sizes).build(7)
+    result = runtime.run(Operation("matmul", "float32", "float32"), runtime.upload(problem.operands, device), None)
+    assert runtime.agree([result], *runtime.upload((problem.golden,), device)) == [True]
 
 
 # --- ONNX Runtime -----------------------------------------------------------------------------------------------------
