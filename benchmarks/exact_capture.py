@@ -130,7 +130,7 @@ def main() -> int:
     tried: Counter[tuple[str, str, str]] = Counter()
     told: Counter[str] = Counter()
     session, missed = Session(stack.cpu()), []
-    todo = [i for i in inferences(tuple(words.formats)) if i.kernel in KERNELS]
+    todo = [i for i in inferences(stack.cpu(), tuple(words.formats)) if i.kernel in KERNELS]
     with strict_switches():
         values, alarms = false_alarms(session, tuple(words.formats), range(words.clean))
         known = {anchored: truth(words.seed, todo[0].steps, anchored=anchored) for anchored in (True, False)}

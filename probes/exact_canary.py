@@ -1,11 +1,11 @@
 """A language model with one right answer, bit for bit: constructed, proved in integers, run in every format.
 
 Stresses: a whole inference (embedding, norms, rotations, grouped-query attention over a KV cache, SwiGLU, head) with
-dense activations, by prefill and decode, one row and several, eager and through every attention kernel of torch,
+dense activations, by prefill and decode, one row and several, eager and through every attention kernel of the runtime,
 compiled, and replayed from a CUDA graph.
 
 Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
-parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch.
+parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch and MLX.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
 from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler, why_not
-from canaryd.worker.exact_canary.cases import KERNELS, MOST_ROWS, PATHS, Inference, case, steps
+from canaryd.worker.exact_canary.cases import EAGER, MOST_ROWS, PATHS, Inference, case, kernels, steps
 from canaryd.worker.exact_canary.shape import TINY
-from canaryd.worker.numeric.attention import Attention, attend, blank
+from canaryd.worker.numeric.attention import Attention, blank
 from canaryd.worker.numeric.tensors import FORMATS as FORMATS_BY_NAME
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.toolkit import chosen, need_torch, refusal, verify_all
 
 SPEC = ProbeSpec(
     name="exact_canary",
     summary="a constructed language model with one right answer, bit for bit",
+    runtimes=("torch", "mlx"),
     budget={"quick": 1.5, "standard": 15.0, "deep": 60.0},
     timeout=150.0,  # torch.compile may take 90 of them
     every_instruction_set=True,
@@ -44,7 +46,7 @@ def run(ctx: Context) -> Iterator[Fact]:
         raise NoCase(ctx.cases, (i.name for i in every_inference(ctx)))
     cannot: dict[tuple[str, str], str] = {}
     for kernel, form in dict.fromkeys((i.kernel, i.form) for i in asked):
-        if kernel != "eager" and (why := refuses(ctx.device, kernel, form)):
+        if kernel != EAGER and (why := refuses(ctx.device, kernel, form)):
             cannot[kernel, form] = why
             yield Skipped(case=f"{form}/{kernel}", reason=why)
     taken = [i for i in asked if (i.kernel, i.form) not in cannot]
@@ -68,16 +70,19 @@ def every_inference(ctx: Context) -> list[Inference]:
     count = steps(TINY, ctx.level)
     if ctx.level == "deep" or ctx.cases:
         modes = list(product(FORMATS, ROWS))
+        operators = interface.of(ctx.device).operators
         compiled = modes if ctx.cases else [modes[ctx.seed % len(modes)]]
+        if operators is None or not operators.compiles:
+            compiled = []
         graph = modes if ctx.device.backend in ("cuda", "rocm") else []
         fixed = [(path, mode) for path, some in zip(FIXED, (compiled, graph), strict=True) for mode in some]
-        return [Inference(*choice, count) for choice in product(FORMATS, PATHS, ROWS, KERNELS)] + [
-            Inference(form, path, rows, "eager", count) for path, (form, rows) in fixed
+        return [Inference(*choice, count) for choice in product(FORMATS, PATHS, ROWS, kernels(ctx.device))] + [
+            Inference(form, path, rows, EAGER, count) for path, (form, rows) in fixed
         ]
     found = []
     # The math kernel needs a model of its own, which takes time.
-    kernels = KERNELS if ctx.level == "standard" else tuple(k for k in KERNELS if k != "math")
-    for number, (form, kernel, path) in enumerate(product(FORMATS, kernels, PATHS)):
+    some = [k for k in kernels(ctx.device) if k != "math" or ctx.level == "standard"]
+    for number, (form, kernel, path) in enumerate(product(FORMATS, some, PATHS)):
         turn = ctx.seed + number
         if ctx.level == "standard" or turn // len(PATHS) % len(PATHS) == number % len(PATHS):
             found.append(Inference(form, path, ROWS[turn % len(ROWS)], kernel, count))
@@ -89,10 +94,7 @@ def refuses(device: Device, kernel: str, form: str) -> str:
     for queries, mask in ((16, "causal"), (1, "none")):
         sizes = (1, TINY.heads, TINY.kv_heads, queries, 16, TINY.head)
         problem = blank(Attention("onehot", FORMATS_BY_NAME[form], mask, *sizes))
-        if why := refusal(device, problem, partial(_attend, kernel.upper(), mask)):
+        attend = Operation("attention", form, kernel=kernel.upper(), mask=mask)
+        if why := refusal(device, problem, partial(interface.of(device).run, attend)):
             return why
     return ""
-
-
-def _attend(kernel: str, mask: str, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001
-    return attend(kernel, *operands[:3], causal=mask == "causal")

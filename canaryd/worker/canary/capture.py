@@ -27,7 +27,6 @@ from canaryd.worker.canary import hugging_face
 from canaryd.worker.canary.checkpoint import links
 from canaryd.worker.canary.golden import Golden, load_golden
 from canaryd.worker.canary.model import DTYPES, BadFile, Canary, decode, read_safetensors, score, write_safetensors
-from canaryd.worker.numeric import stack
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import (
     FORMATS,
@@ -38,6 +37,7 @@ from canaryd.worker.numeric.tensors import (
     torch,
     torch_device,
 )
+from canaryd.worker.runtime import interface
 
 SCHEMA = "canaryd.capture/1"
 HEADER_LIMIT = 100_000_000
@@ -366,7 +366,7 @@ def environment(
 ) -> dict[str, str]:
     """Return what the bits may depend on, apart from device, dtype and model."""
     chosen = {name: os.environ.get(name, "unset") for name in SWITCHES}
-    facts = stack.stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
+    facts = interface.of(device).stack(device, "") | {"switches": as_text(switches), "kernels": as_text(chosen)}
     if checkpoint:
         facts |= {"server": checkpoint.server, "attention": checkpoint.settings.attention}
     return facts

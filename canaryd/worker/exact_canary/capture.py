@@ -19,7 +19,7 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary.capture import Progress, Recorder, environment, file_to_write, name_of, place_of, write
 from canaryd.worker.canary.model import DTYPES, Watch
-from canaryd.worker.exact_canary.cases import KERNELS, PATHS, Inference, steps
+from canaryd.worker.exact_canary.cases import EAGER, PATHS, Inference, kernels, steps
 from canaryd.worker.exact_canary.examine import Examined, Fault, Place, examine
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import TINY
@@ -27,7 +27,9 @@ from canaryd.worker.exact_canary.truth import Truth, truth
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import why_refused
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.tensors import host_same_bits, need_torch, strict_switches, torch, upload
+from canaryd.worker.numeric.tensors import host_same_bits, need_torch, torch
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Runtime
 
 SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
@@ -96,7 +98,8 @@ class Session:
             second = self.once(inference, known, weights, Recorder(operators=True)).fault
             again = "right" if second is None else "same" if second == found.fault else "other"
             for name, weight in weights.items():
-                right, got = known.model.weights[name].to(weight.dtype), weight.cpu()
+                got = self.runtime.download(weight)
+                right = known.model.weights[name].to(got.dtype)
                 if not host_same_bits(right, got):
                     broken.append((name, evidence.collect(right, got)))
         return Ran(
@@ -118,28 +121,36 @@ class Session:
         recorder.prompt, recorder.step = PROMPT, "forced" if inference.path == "forced" else "-1"
         words = known.values["word"].to(torch.int64)
 
-        def watch(name: str, tensor: Any) -> Any:
+        def watch(name: str, array: Any) -> Any:
             if name == "embedding" and inference.path == "decode":  # a forward pass begins with it
                 recorder.step = str(int(recorder.step) + 1)
-            tensor = self.strike(name, tensor) if self.strike else tensor
+            found = self.runtime.download(array)
+            tensor = self.strike(name, found) if self.strike else found
             if name != "word":
-                return recorder.see(*place_of(name), tensor)
+                tensor = recorder.see(*place_of(name), tensor)
+                return array if tensor is found else self._uploaded(tensor)
             recorder.keep(name_of(PROMPT, recorder.step, "head", "word"), tensor)
             at = len(known.prompt) - 1 + int(recorder.step)
-            return words[:, at : at + 1].to(tensor.device)  # whatever was chosen, the next pass has the right word
+            return self._uploaded(words[:, at : at + 1])  # whatever was chosen, the next pass has the right word
 
-        kernel = "" if inference.kernel == "eager" else inference.kernel.upper()
-        runner = Runner(inference.shape, weights, kernel, watch)
+        kernel, operators = "" if inference.kernel == EAGER else inference.kernel.upper(), self.runtime.operators
+        assert operators is not None
+        runner = Runner(inference.shape, weights, kernel, watch, operators)
         given = torch.tensor([known.prompt if inference.path == "decode" else known.tokens])
-        with torch.inference_mode():
-            tokens = given.to(next(iter(weights.values())).device)
-            if inference.path == "decode":
-                runner.decode(tokens, known.steps)
-            else:
-                runner.forward(tokens)
-        found = examine(recorder.kept, known, inference.form)
+        tokens, decodes = self._uploaded(given), inference.path == "decode"
+        operators.run(lambda: runner.decode(tokens, known.steps)[1] if decodes else runner.forward(tokens))
+        form = operators.exponential if inference.form == "float64" else inference.form
+        found = examine(recorder.kept, known, form)
         _complete(recorder, given)
         return found
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the device."""
+        return interface.of(self.device)
+
+    def _uploaded(self, tensor: Any) -> Any:
+        return self.runtime.upload((tensor.contiguous(),), self.device)[0]
 
 
 def _complete(recorder: Recorder, given: Any) -> None:
@@ -150,10 +161,10 @@ def _complete(recorder: Recorder, given: Any) -> None:
     recorder.keep(f"{PROMPT}/tokens", best)
 
 
-def inferences(forms: tuple[str, ...]) -> list[Inference]:
-    """Return every inference of these formats; those of the model without an anchor last."""
+def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
+    """Return every inference of these formats on a device; those of the model without an anchor last."""
     count = steps(TINY, "quick")
-    found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, KERNELS, PATHS)]
+    found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, kernels(device), PATHS)]
     return sorted(found, key=lambda inference: not inference.anchored)
 
 
@@ -162,7 +173,7 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
     known: dict[bool, Truth] = {}
     refused: set[tuple[str, str]] = set()
     uploaded, weights = ("", False), {}
-    todo = inferences(forms)
+    todo = inferences(session.device, forms)
     for number, inference in enumerate(todo):
         form, anchored = inference.form, inference.anchored
         progress(number / len(todo), inference.name.partition("@")[0])
@@ -187,7 +198,8 @@ def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progres
 def _upload(known: Truth, form: str, device: Device) -> dict[str, Any]:
     """Return the weights in a format, on the device."""
     host = known.model.weights
-    return dict(zip(host, upload(tuple(w.to(getattr(torch, form)) for w in host.values()), device), strict=True))
+    cast = tuple(w.to(getattr(torch, form)) for w in host.values())
+    return dict(zip(host, interface.of(device).upload(cast, device), strict=True))
 
 
 def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -204,7 +216,9 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     out = file_to_write(arguments["out"]) if arguments["out"] else None
     forms = (arguments["dtype"],) if arguments["dtype"] else DTYPES
     session = Session(from_json(Device, arguments["device"]), drill=arguments["drill"])
-    with strict_switches() as switches:
+    if session.runtime.operators is None:
+        raise Skip(f"the exact canary does not run through {session.runtime.name}")
+    with session.runtime.strict(session.device) as switches:
         found = list(every(session, forms, arguments["seed"], progress))
     ran = [item for item in found if isinstance(item, Ran)]
     refused = [item for item in found if isinstance(item, Refused)]

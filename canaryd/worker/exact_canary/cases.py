@@ -19,10 +19,11 @@ from canaryd.worker.numeric.cases import QUOTED, Case
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
-from canaryd.worker.runtime.interface import Unsupported
+from canaryd.worker.runtime import interface
+from canaryd.worker.runtime.interface import Operators, Unsupported
 
-KERNELS = ("eager", "math", "flash_attention", "efficient_attention", "cudnn_attention")
-"""How attention is computed: operator by operator, or by one of torch's SDPA kernels."""
+EAGER = "eager"
+"""Attention operator by operator, and not by a kernel."""
 PATHS = ("decode", "forced")
 """A prompt is continued word by word from the KV cache; or prompt and continuation come in one pass. `FIXED` are ways
 to continue by calls of fixed shapes."""
@@ -61,10 +62,15 @@ def case(device: Device, inference: Inference, seed: int) -> Case:
     return Case(
         inference.name,
         partial(build, inference, seed),
-        partial(infer, inference, names),
+        partial(infer, inference, names, operators=interface.of(device).operators),
         sound,
         struck=names.index(NORM),
     )
+
+
+def kernels(device: Device) -> tuple[str, ...]:
+    """Return the ways in which a device's runtime computes attention, eager first."""
+    return EAGER, *map(str.lower, interface.of(device).attention_kernels)
 
 
 @functools.lru_cache(maxsize=4)
@@ -111,17 +117,24 @@ def build(inference: Inference, seed: int, _: int) -> Problem:
     )
 
 
-def infer(inference: Inference, names: tuple[str, ...], operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG001
-    """Return the logits of one inference on the operands' device."""
+def infer(
+    inference: Inference,
+    names: tuple[str, ...],
+    operands: tuple[Any, ...],
+    out: Any,  # noqa: ARG001
+    operators: Operators | None = None,
+) -> Any:
+    """Return the logits of one inference on the operands' device; `operators` are torch's if None."""
     *weights, tokens = operands
-    kernel = "" if inference.kernel == "eager" else inference.kernel.upper()
-    runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel)
-    with torch.inference_mode():
+    kernel = "" if inference.kernel == EAGER else inference.kernel.upper()
+    runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel, operators=operators)
+
+    def work() -> Any:
         if inference.path in FIXED:
             return _infer_fixed(inference, runner, tokens)
-        if inference.path == "decode":
-            return runner.decode(tokens, inference.steps)[1].contiguous()
-        return runner.forward(tokens).contiguous()
+        return runner.decode(tokens, inference.steps)[1] if inference.path == "decode" else runner.forward(tokens)
+
+    return runner.operators.run(work)
 
 
 def _infer_fixed(inference: Inference, runner: Runner, tokens: Any) -> Any:

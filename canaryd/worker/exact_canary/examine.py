@@ -90,7 +90,10 @@ class Examined:
 
 
 def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
-    """Compare the tensors of one inference, in the order of work, by the names of `canary.capture.name_of`."""
+    """Compare the tensors of one inference, in the order of work, by the names of `canary.capture.name_of`.
+
+    `form` is the inference's format, or that of its exponentials where they are narrower.
+    """
     bad: dict[str, Any] = {}
     places: list[Place] = []
     values = loose = wrong = count = 0

@@ -72,6 +72,67 @@ class Operation:
     """quantized: how the weights are stored."""
 
 
+class Cache(Protocol):
+    """Keys and values of the positions seen so far."""
+
+    def extend(self, layer: int, key: Any, value: Any) -> tuple[Any, Any]:
+        """Append new positions of one layer, (rows, KV heads, positions, head size); return all of that layer."""
+
+    def positions(self, count: int) -> Any:
+        """Return the positions (count,) of the next tokens."""
+
+    def advance(self, count: int) -> None:
+        """Put `count` more positions in use."""
+
+
+class Operators(Protocol):
+    """What a language model needs of a runtime beside the arithmetic of its arrays, as models are served through it.
+
+    Arrays also know +, *, @, slices, `shape`, `reshape` and `swapaxes`.
+    """
+
+    compiles: bool
+    """Whether `canary.fixed.Decoder` can drive a model: by torch.compile, or by CUDA graphs."""
+    exponential: str
+    """The format in which exponentials of float64 are computed: MLX's are float32's."""
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Return the array that `work` makes, contiguous, once it is there; raise as `Runtime.run` does."""
+
+    def embed(self, table: Any, tokens: Any) -> Any:
+        """Return the rows of a table that tokens name."""
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        """Return x times the transpose of a weight, plus a bias or None."""
+
+    def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
+        """Return x divided by the root of its mean square, times a weight."""
+
+    def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
+        """Return what turns (…, positions, head) by rotary positions (count,), halves in pairs."""
+
+    def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
+        """Return attention by one of `Runtime.attention_kernels`."""
+
+    def softmax(self, scores: Any, at: Any) -> Any:
+        """Return softmax over keys that are not behind the positions `at`, in float32 at least."""
+
+    def silu(self, x: Any) -> Any:
+        """Return x times its sigmoid."""
+
+    def choose(self, logits: Any) -> Any:
+        """Return the words (rows, positions) with the largest logits, int64."""
+
+    def join(self, arrays: list[Any]) -> Any:
+        """Join arrays along the second axis."""
+
+    def positions(self, count: int, like: Any) -> Any:
+        """Return the first positions (count,), on the device of the array `like`."""
+
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
+        """Return an empty cache of such sizes in the format of the array `like`."""
+
+
 class Runtime(Protocol):
     """One way to devices. Arrays are the runtime's own and opaque to everybody else."""
 
@@ -85,6 +146,8 @@ class Runtime(Protocol):
     """How weights may be stored in products with quantised weights; empty where it has no such product."""
     gathers: bool
     """Whether it runs "rows" and "columns", so that a device makes fresh operands itself."""
+    operators: Operators | None
+    """What the exact canary runs on; None where it does not run through this runtime."""
     pins: bool
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 

@@ -65,6 +65,7 @@ class Jax:
     attention_kernels = ("XLA",)
     left_integers = ("int8", "uint8")
     packings = ()
+    operators = None
     gathers = False
     pins = False  # a thread of XLA's own computes
     rounds = True

@@ -16,9 +16,10 @@ from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Skip
+from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Operation, Packing, Unsupported
+from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Unsupported
 
 mx: Any = None
 _why_not = ""
@@ -38,6 +39,75 @@ PACKINGS = (
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
+class MlxOperators:
+    """The operators as mlx-lm calls them."""
+
+    compiles = False
+    exponential = "float32"
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """See `Operators.run`."""
+        return _there(work)
+
+    def embed(self, table: Any, tokens: Any) -> Any:
+        """See `Operators.embed`."""
+        return table[tokens]
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        """See `Operators.linear`."""
+        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+
+    def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
+        """See `Operators.norm`."""
+        return mx.fast.rms_norm(x, weight, epsilon)
+
+    def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG002  MLX has its own
+        """Use MLX's rotation, which takes the first position."""
+        return lambda x, at: mx.fast.rope(x, head, traditional=False, base=theta, scale=1.0, offset=at[0])
+
+    def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:  # noqa: ARG002  it has one
+        """See `Operators.attend`."""
+        mask = "causal" if causal else None
+        return mx.fast.scaled_dot_product_attention(query, key, value, scale=query.shape[-1] ** -0.5, mask=mask)
+
+    def softmax(self, scores: Any, at: Any) -> Any:
+        """See `Operators.softmax`."""
+        later = mx.arange(scores.shape[-1]) > at[:, None]
+        return mx.softmax(mx.where(later, mx.array(-mx.inf, dtype=scores.dtype), scores), axis=-1, precise=True)
+
+    def silu(self, x: Any) -> Any:
+        """See `Operators.silu`."""
+        return x * mx.sigmoid(x)
+
+    def choose(self, logits: Any) -> Any:
+        """See `Operators.choose`."""
+        return mx.argmax(logits, axis=-1).astype(mx.int64)
+
+    def join(self, arrays: list[Any]) -> Any:
+        """See `Operators.join`."""
+        return mx.concatenate(arrays, axis=1)
+
+    def positions(self, count: int, like: Any) -> Any:  # noqa: ARG002  on the default device
+        """See `Operators.positions`."""
+        return mx.arange(count)
+
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
+        """See `Operators.cache`."""
+        return _KeyValues(like, layers, sizes)
+
+
+class _KeyValues(KeyValues):
+    """The same cache of MLX's arrays."""
+
+    def __init__(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> None:
+        self.keys = [mx.zeros(sizes, dtype=like.dtype) for _ in range(layers)]
+        self.values = [mx.zeros(sizes, dtype=like.dtype) for _ in range(layers)]
+        self.used = 0
+
+    def positions(self, count: int) -> Any:
+        return mx.arange(self.used, self.used + count)
+
+
 class Mlx:
     """The devices of MLX; arrays are its arrays."""
 
@@ -45,6 +115,7 @@ class Mlx:
     attention_kernels = ("FAST",)
     left_integers = ("int8",)
     packings = PACKINGS
+    operators = MlxOperators()
     gathers = False
     pins = False  # a thread of MLX's own computes
     rounds = True
@@ -97,12 +168,7 @@ class Mlx:
 
     def run(self, operation: Operation, operands: tuple[Any, ...], out: Any) -> Any:  # noqa: ARG002  results are new
         """Compute, and wait for the result: MLX evaluates lazily."""
-        try:
-            result = mx.contiguous(_compute(operation, operands))
-            mx.eval(result)
-        except ValueError as error:  # arguments, which MLX checks before it computes
-            raise Unsupported(str(error)) from error
-        return result
+        return _there(lambda: _compute(operation, operands))
 
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
         """Compare on the device."""
@@ -197,6 +263,16 @@ def _seen(array: Any) -> Any:
     raw = torch.frombuffer(memoryview(mx.view(array, _words(array))), dtype=torch.uint8)
     dtype = torch.bool if array.dtype == mx.bool_ else getattr(torch, str(array.dtype).rpartition(".")[2])
     return raw.view(dtype).view(tuple(array.shape))
+
+
+def _there(work: Callable[[], Any]) -> Any:
+    """Return an array that `work` makes, contiguous, once it is computed."""
+    try:
+        result = mx.contiguous(work())
+        mx.eval(result)
+    except ValueError as error:  # arguments, which MLX checks before it computes
+        raise Unsupported(str(error)) from error
+    return result
 
 
 def _matmul(operation: Operation, a: Any, b: Any) -> Any:

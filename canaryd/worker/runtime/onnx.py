@@ -76,6 +76,7 @@ class Onnx:
     attention_kernels = ("ATTENTION",)
     left_integers = ("int8", "uint8")
     packings = ()
+    operators = None
     gathers = False
     pins = False
     rounds = True

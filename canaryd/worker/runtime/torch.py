@@ -2,21 +2,101 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from canaryd.model import TORCH, Device
+from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import indexing, stack
 from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
-from canaryd.worker.runtime.interface import Change, Operation, Packing
+from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Packing
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
 BURST_BYTES = 64 << 20
 """Memory that the results of one burst may hold."""
+
+
+LONGEST = 1024
+"""Positions of the longest text: a prompt and its continuation have each place once (ours)."""
+
+
+class TorchOperators:
+    """Norms, rotations and softmax of 16-bit formats in float32, as serving does; attention as `attend` has it."""
+
+    compiles = True
+    exponential = "float64"
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """See `Operators.run`."""
+        with door.torch.inference_mode():
+            return work().contiguous()
+
+    def embed(self, table: Any, tokens: Any) -> Any:
+        """See `Operators.embed`."""
+        return door.torch.nn.functional.embedding(tokens, table)
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        """See `Operators.linear`."""
+        return door.torch.nn.functional.linear(x, weight, bias)
+
+    def norm(self, x: Any, weight: Any, epsilon: float) -> Any:
+        """See `Operators.norm`."""
+        wide = _wide(x)
+        scaled = wide * door.torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return scaled.to(x.dtype) * weight
+
+    def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
+        """Use cosines and sines that the host makes in float64."""
+        speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
+        angles = door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
+        turns = [table.to(like.dtype).to(like.device) for table in (angles.cos(), angles.sin())]
+
+        def rotate(x: Any, at: Any) -> Any:
+            a, b = x.chunk(2, -1)
+            cos, sin = (table[at] for table in turns)
+            return door.torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        return rotate
+
+    def attend(self, kernel: str, query: Any, key: Any, value: Any, *, causal: bool) -> Any:
+        """See `Operators.attend`."""
+        return attend(kernel, query, key, value, causal=causal)
+
+    def softmax(self, scores: Any, at: Any) -> Any:
+        """See `Operators.softmax`."""
+        later = door.torch.arange(scores.shape[-1], device=scores.device) > at[:, None]
+        hidden = _wide(scores.masked_fill(later, -math.inf))
+        return door.torch.softmax(hidden, -1).to(scores.dtype)
+
+    def silu(self, x: Any) -> Any:
+        """See `Operators.silu`."""
+        return door.torch.nn.functional.silu(x)
+
+    def choose(self, logits: Any) -> Any:
+        """See `Operators.choose`."""
+        return logits.argmax(-1)
+
+    def join(self, arrays: list[Any]) -> Any:
+        """See `Operators.join`."""
+        return door.torch.cat(arrays, 1)
+
+    def positions(self, count: int, like: Any) -> Any:
+        """See `Operators.positions`."""
+        return door.torch.arange(count, device=like.device)
+
+    def cache(self, like: Any, layers: int, sizes: tuple[int, int, int, int]) -> Cache:
+        """See `Operators.cache`."""
+        return KeyValues(like, layers, sizes)
+
+
+def _wide(x: Any) -> Any:
+    return x.to(door.torch.float32) if x.element_size() == 2 else x
 
 
 class Torch:
@@ -26,6 +106,7 @@ class Torch:
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     left_integers: tuple[str, ...] = ("int8",)
     packings: tuple[Packing, ...] = ()
+    operators: Operators | None = TorchOperators()
     gathers = True
     pins = True
     rounds = True

@@ -62,6 +62,7 @@ class Webgpu:
     attention_kernels = ()  # WGSL gives exp within 3 + 2 |x| units in the last place: no one right answer
     left_integers = ("int8", "uint8")
     packings = ()
+    operators = None
     gathers = False
     pins = False
     rounds = False

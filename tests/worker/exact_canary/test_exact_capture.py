@@ -23,6 +23,7 @@ from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from canaryd.worker.exact_canary.truth import same, truth  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches, visible_cores  # noqa: E402
+from canaryd.worker.runtime import interface  # noqa: E402
 
 FORMATS = ("float64", "float32", "bfloat16", "float16")
 STEPS = 6
@@ -84,7 +85,7 @@ def test_a_healthy_device_gives_every_value():
         assert r["loose"] < 0.04 * r["values"]
         assert r["loose"] == 0 or r["dtype"] != "float32"
     kernels = {r["kernel"] for r in found["ran"]} | {r["kernel"] for r in found["refused"]}
-    assert kernels == set(cases.KERNELS)
+    assert kernels == set(cases.kernels(cpu()))
     assert all(r["reason"] for r in found["refused"])
 
 
@@ -120,6 +121,50 @@ def test_a_flipped_bit_is_named(known, form):
     assert "another place named" not in outcomes
     assert outcomes.count("named") >= 0.95 * len(outcomes) - 1
     assert len(outcomes) >= 24
+
+
+@pytest.mark.runtimes
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_flipped_bit_is_named_through_mlx(known, form, monkeypatch):
+    """A right inference is right, and a wrong element is named by layer, operator and bit, through MLX's operators."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed in this interpreter")
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    device = interface.named("mlx").devices()[0]
+    uploaded = capture._upload(known, form, device)
+    for path, kernel, layer, operator in (
+        ("forced", "eager", "1", "gate"),
+        ("decode", "eager", "0", "attention_norm"),
+        ("decode", "fast", "2", "value"),
+    ):
+        asked = inference(form, path, kernel)
+        right = capture.Session(device).run(asked, known, uploaded)
+        assert (right.wrong, right.fault) == (0, None)
+        bit = torch.finfo(getattr(torch, form)).bits - 3
+        found = capture.Session(device, strike=spoiling((f"{layer}.{operator}", 5, bit))).run(asked, known, uploaded)
+        assert (found.fault.place.layer, found.fault.place.operator) == (layer, operator)
+        assert (found.fault.bits, found.again) == ((bit,), "same")
+
+
+@pytest.mark.runtimes
+def test_a_capture_through_mlx_names_a_drill(monkeypatch, tmp_path):
+    """As the command asks for it: the device's own stack is in the file, and its memory reads back right."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed in this interpreter")
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    device = interface.named("mlx").devices()[0]
+    out = tmp_path / "mlx.safetensors"
+    found = ask(device=to_json(device), dtype="bfloat16", drill="1.up", out=str(out))
+    (wrong,) = [r for r in found["ran"] if r["fault"]]
+    assert (wrong["fault"]["place"]["layer"], wrong["fault"]["place"]["operator"]) == ("1", "up")
+    assert wrong["weights"] == []
+    assert "mlx" in files.read(out).about["environment"]
+    assert {r["kernel"] for r in found["ran"]} == {"eager", "fast"}
+
+
+def test_a_runtime_without_operators_is_refused():
+    """WebGPU multiplies and has no language model's operators."""
+    device = Device(uuid="W", backend="webgpu-cpu", index=0, model="m")
+    with pytest.raises(Skip, match="does not run through webgpu"):
+        ask(device=to_json(device))
 
 
 def test_what_follows_from_a_fault_is_not_accused(known):

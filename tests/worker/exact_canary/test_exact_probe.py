@@ -24,6 +24,7 @@ from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
 from canaryd.worker.numeric.stack import cpu  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, same_bits, strict_switches  # noqa: E402
+from canaryd.worker.runtime import interface  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,37 @@ def test_compiled_code_gives_the_proved_logits(probe):
     (compared,) = facts(probe, Comparison, cases=("bfloat16/compiled/b1/eager",), drill="")
     assert compared.trials
     assert not compared.wrong
+
+
+@pytest.fixture
+def mlx(monkeypatch):
+    """The host's processor through MLX."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed in this interpreter")
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    return interface.named("mlx").devices()[0]
+
+
+@pytest.mark.runtimes
+def test_the_model_is_right_through_mlx(probe, mlx):
+    """Every format, decoded and in one pass, eager and by MLX's own attention, one row and two; nothing is compiled."""
+    asked = Context(device=mlx, level="deep", seed=3, budget=1.0)
+    names = [i.name for i in probe.every_inference(asked)]
+    assert len(names) == 4 * 2 * 2 * 2
+    assert {name.split("/")[3].partition("@")[0] for name in names} == {"eager", "fast"}
+    wanted = tuple(f"{form}/{path}/b2/{kernel}" for form in probe.FORMATS
+                   for path, kernel in (("decode", "eager"), ("decode", "fast"), ("forced", "fast")))  # fmt: skip
+    found = facts(probe, Comparison, device=mlx, cases=wanted)
+    assert {c.case.partition("@")[0] for c in found} == set(wanted)
+    assert not [c.case for c in found if c.wrong]
+    assert all(c.exactness is Exactness.UNIVERSAL and c.place.unit == "device" for c in found)
+
+
+@pytest.mark.runtimes
+@pytest.mark.parametrize("fault", ["flip", "swap", "stuck", "consistent"])
+def test_a_drill_is_found_through_mlx(probe, mlx, fault):
+    """In MLX's result, or in the final norm's weights in its memory."""
+    found = facts(probe, Comparison, device=mlx, drill=fault, cases=("float16/decode/b1/fast",))
+    assert any(c.wrong for c in found)
 
 
 @pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
