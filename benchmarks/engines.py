@@ -1,12 +1,12 @@
 """The exact canary among engines: every answer must be the proved one, bit for bit.
 
-In process: plain torch under each instruction set, in four formats, eager and by each SDPA kernel, decoded and in one
-pass, one row and two, and the single pass compiled; every logit is compared with the proof. The first `--seeds` run
-native, and as many as `--others` says under each other instruction set. Where it is installed, ONNX Runtime runs the
-first ones too, as a graph in its CPU provider, which chooses its instruction set itself. Served: real servers, as
-scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache where the
-server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are compared.
-What is not installed is listed as not run.
+In process: torch under each instruction set, or another `--runtime`: MLX strictly and with TF32, or a graph in the CPU
+provider of ONNX Runtime, which chooses its instruction set itself. In four formats, eager and by each attention kernel,
+decoded and in one pass, one row and two, and torch's single pass compiled; every logit is compared with the proof. The
+first `--seeds` run native (MLX: strict), and as many as `--others` says under each other instruction set. Served: real
+servers, as scripts/servers installs them, alone and beside eight other clients, cold (new prompts, off the prefix cache
+where the server can be told so) and warm (asked again at once); words and all that is printed of log probabilities are
+compared. What is not installed is listed as not run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, exact_onnx
+from benchmarks.clean_runs import of_runtime
 from canaryd.facts import Comparison
+from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker.canary.fixed import compiler
 from canaryd.worker.canary.model import DTYPES
@@ -39,7 +41,8 @@ from canaryd.worker.exact_canary.export import export
 from canaryd.worker.exact_canary.prove import Walk
 from canaryd.worker.exact_canary.run import Runner
 from canaryd.worker.exact_canary.shape import FAMILIES, TINY, Shape
-from canaryd.worker.numeric.tensors import bits, strict_switches, torch
+from canaryd.worker.numeric.tensors import bits, torch
+from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Unsupported
 from tests.servers import KINDS, Server, beside, serving
 from tests.worker.endpoint.served import context, probe
@@ -48,8 +51,8 @@ LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, v
 """A Llama of 1.1 billion weights (22 layers), cut to two."""
 ENGINES = {"llama": "bfloat16", "mlx": "", "transformers": "", "vllm": ""}
 """Servers, and the format of their GGUF file; "" for those that read a Hugging Face directory."""
-KERNELS = ("", "FLASH_ATTENTION")
-"""Attention by torch on processors: operator by operator, and its one fused kernel."""
+KERNELS: dict[str, tuple[str, ...]] = {TORCH: ("", "FLASH_ATTENTION"), "mlx": ("", "FAST"), "onnx": exact_onnx.KERNELS}
+"""Attention on processors: operator by operator, and the runtime's one fused kernel."""
 CLIENTS = 8
 ASKED = 60
 """Answers of one standard run."""
@@ -59,19 +62,19 @@ ASKED = 60
 
 
 def in_process(
-    shape: Shape, seeds: range, compiled: int, minutes: float, libraries: list[str]
+    name: str, shape: Shape, seeds: range, compiled: int, minutes: float
 ) -> tuple[dict[str, list[int]], list[str]]:
-    """Return by engine, format, path and kernel: models, answers, logits compared, logits that differ; and what lacks.
+    """Return by format, path and kernel: models, answers, logits compared, logits that differ; and what lacks.
 
     Compiled for the first seeds. Begins no model after so many minutes.
 
     Every fourth model has no anchor, for torch's math kernel; four of eight have Qwen2's shape, with biases. Each is
-    run in all formats by all kernels in one pass, and decoded: by torch in two formats by one kernel, in rotation.
+    run in all formats by all kernels in one pass, and decoded: by torch and MLX in two formats by one kernel, in
+    rotation.
     """
     found: dict[str, list[int]] = {}
-    absent = []
-    if "onnx" in libraries and (reason := exact_onnx.why_not()):
-        absent, libraries = [f"ONNX Runtime: {reason}"], [name for name in libraries if name != "onnx"]
+    absent: list[str] = []
+    device = of_runtime(name)
     end = time.monotonic() + 60 * minutes
     with contextlib.ExitStack() as exits:
         if compiled:
@@ -88,28 +91,35 @@ def in_process(
             golden = torch.stack([walk.prove(words).logits for words in texts.tolist()])
             for at, form in enumerate(DTYPES):
                 wanted = golden.to(getattr(torch, form))
-                weights = {name: w.to(wanted.dtype) for name, w in model.weights.items()}
-                if "torch" in libraries:
-                    for name, got, right in _inferences(model, weights, texts, wanted, number, at):
-                        _add(found, f"torch/{form}/{name}", got, right)
-                    if number < compiled and model.program.anchored:
-                        _add(found, f"torch/{form}/forced/compiled", fused(model.shape, weights, texts), wanted)
-                if "onnx" in libraries:
+                weights = {place: w.to(wanted.dtype) for place, w in model.weights.items()}
+                if name == "onnx":
                     absent += _graphs(found, model, weights, texts, wanted)
+                    continue
+                for how, got, right in _inferences(device, model, weights, texts, wanted, number, at):
+                    _add(found, f"{form}/{how}", got, right)
+                if number < compiled and model.program.anchored:
+                    _add(found, f"{form}/forced/compiled", fused(model.shape, weights, texts), wanted)
     return found, list(dict.fromkeys(absent))
 
 
 def _inferences(
-    model: Model, weights: dict[str, Any], texts: Any, wanted: Any, number: int, form: int
+    device: Device, model: Model, weights: dict[str, Any], texts: Any, wanted: Any, number: int, form: int
 ) -> Iterator[tuple[str, Any, Any]]:
-    count, kernels = model.program.steps, KERNELS if model.program.anchored else ("MATH",)
-    prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
+    runtime, count = interface.of(device), model.program.steps
+    operators, kernels = runtime.operators, KERNELS[runtime.name]
+    assert operators is not None
+    if runtime.name == TORCH and not model.program.anchored:
+        kernels = ("MATH",)
+    tail = wanted[:, -count:].contiguous()
+    tokens, prompts = runtime.upload((texts, texts[:, : texts.shape[1] - count + 1].contiguous()), device)
+    placed = dict(zip(weights, runtime.upload(tuple(weights.values()), device), strict=True))
     for at, kernel in enumerate(kernels):
-        runner = Runner(model.shape, weights, kernel)
-        with contextlib.suppress(NotImplementedError):  # this torch has no such kernel for this format
-            yield f"forced/{kernel.lower() or 'eager'}", runner.forward(texts), wanted
+        runner, how = Runner(model.shape, placed, kernel, operators=operators), kernel.lower() or "eager"
+        with contextlib.suppress(NotImplementedError):  # this runtime has no such kernel for this format
+            yield f"forced/{how}", runtime.download(operators.run(partial(runner.forward, tokens))), wanted
             if form % 2 == number // 8 % 2 and at == number % len(kernels):
-                yield f"decode/{kernel.lower() or 'eager'}", runner.decode(prompts, count)[1], tail
+                decoded = operators.run(lambda: runner.decode(prompts, count)[1])  # noqa: B023  called here
+                yield f"decode/{how}", runtime.download(decoded), tail
 
 
 def _graphs(found: dict[str, list[int]], model: Model, weights: dict[str, Any], texts: Any, wanted: Any) -> list[str]:
@@ -117,7 +127,7 @@ def _graphs(found: dict[str, list[int]], model: Model, weights: dict[str, Any], 
     count, absent = model.program.steps, []
     prompts, tail = texts[:, : texts.shape[1] - count + 1], wanted[:, -count:].contiguous()
     form = str(wanted.dtype).removeprefix("torch.")
-    for kernel in exact_onnx.KERNELS:
+    for kernel in KERNELS["onnx"]:
         if kernel == "attention" and form == "float64" and model.program.anchored:
             continue  # it has no such kernel, and its own decomposition multiplies q and k by a root each
         try:
@@ -125,8 +135,8 @@ def _graphs(found: dict[str, list[int]], model: Model, weights: dict[str, Any], 
         except Unsupported as error:
             absent.append(f"ONNX Runtime, {form}, {kernel}: {error}")
             continue
-        _add(found, f"onnx/{form}/forced/{kernel}", runner.forward(texts), wanted)
-        _add(found, f"onnx/{form}/decode/{kernel}", runner.decode(prompts, count)[1], tail)
+        _add(found, f"{form}/forced/{kernel}", runner.forward(texts), wanted)
+        _add(found, f"{form}/decode/{kernel}", runner.decode(prompts, count)[1], tail)
     return absent
 
 
@@ -147,21 +157,28 @@ def child(words: argparse.Namespace) -> None:
     """Print what was found in process, as JSON: an instruction set is chosen when libraries start."""
     shape = LIKE if words.child == "like" else TINY
     seeds = range(words.first, words.first + words.seeds)
-    with strict_switches(), torch.inference_mode():
-        print(json.dumps(in_process(shape, seeds, words.compiled, words.minutes, words.libraries)))
+    with interface.named(words.runtime).strict(of_runtime(words.runtime)), torch.inference_mode():
+        print(json.dumps(in_process(words.runtime, shape, seeds, words.compiled, words.minutes)))
 
 
 def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
     """Return rows of the table, and what could not be run. One process for each core, in one thread each."""
     cores = len(os.sched_getaffinity(0))
+    wanted: Sequence[tuple[str, str, int]] = (
+        ("tiny", "native", words.seeds),
+        ("tiny", "avx2", words.others),
+        ("tiny", "baseline", words.others),
+        ("like", "native", words.likes),
+    )
+    if words.runtime == "mlx":
+        wanted = (("tiny", "strict", words.seeds), ("tiny", "tf32", words.others))
+    elif words.runtime == "onnx":
+        if reason := exact_onnx.why_not():
+            return [], [f"ONNX Runtime: {reason}"]
+        wanted = (("tiny", "native", words.seeds),)
     jobs = [
         (size, instructions, 1 + part * seeds // cores, (part + 1) * seeds // cores - part * seeds // cores)
-        for size, instructions, seeds in (
-            ("tiny", "native", words.seeds),
-            ("tiny", "avx2", 0 if words.only == "onnx" else words.others),
-            ("tiny", "baseline", 0 if words.only == "onnx" else words.others),
-            ("like", "native", words.likes),
-        )
+        for size, instructions, seeds in wanted
         for part in range(cores)
     ]
     found: dict[tuple[str, str], dict[str, list[int]]] = {}
@@ -169,7 +186,7 @@ def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[st
     with ThreadPoolExecutor(cores) as pool:
         for job, (status, text) in zip(jobs, pool.map(partial(_run_child, words), jobs), strict=True):
             if status:
-                absent.append(f"torch, {job[0]}, {job[1]}, seeds from {job[2]}: exit status {status}")
+                absent.append(f"{words.runtime}, {job[0]}, {job[1]}, seeds from {job[2]}: exit status {status}")
                 continue
             counts, lacking = json.loads(text)
             absent += [line for line in lacking if line not in absent]
@@ -178,9 +195,8 @@ def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[st
     rows = []
     for (size, instructions), counts in found.items():
         for name, numbers in counts.items():
-            library, form, path, kernel = name.split("/")
-            engine = f"torch, {instructions}" if library == "torch" else f"ONNX Runtime {exact_onnx.version()}"
-            rows.append([engine, size, form, f"{path}, {kernel}", *numbers])
+            form, path, kernel = name.split("/")
+            rows.append([f"{words.runtime}, {instructions}", size, form, f"{path}, {kernel}", *numbers])
     return rows, absent
 
 
@@ -188,13 +204,18 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
     size, instructions, first, seeds = job
     if not seeds:
         return 0, "[{}, []]"
-    compiled = words.compiled if size == "tiny" and first == 1 else 0
-    given = {"child": size, "first": first, "seeds": seeds, "compiled": compiled, "minutes": words.minutes}
-    libraries = ["onnx"] if words.only == "onnx" else ["torch", "onnx"] if instructions == "native" else ["torch"]
-    print(f"torch, {size}, {instructions}, {seeds} seeds from {first}", file=sys.stderr, flush=True)
-    options = [*(f"--{name}={value}" for name, value in given.items()), "--libraries", *libraries]
+    compiled = words.compiled if size == "tiny" and first == 1 and words.runtime == TORCH else 0
+    given = {
+        "child": size,
+        "runtime": words.runtime,
+        "first": first,
+        "seeds": seeds,
+        "compiled": compiled,
+        "minutes": words.minutes,
+    }
+    print(f"{words.runtime}, {size}, {instructions}, {seeds} seeds from {first}", file=sys.stderr, flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engines", *options],
+        [sys.executable, "-m", "benchmarks.engines", *(f"--{name}={value}" for name, value in given.items())],
         cwd=common.ROOT,
         env=common.worker_environment(instructions) | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -267,21 +288,25 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no model in process after so many")
     parser.add_argument(
-        "--only",
-        choices=("in-process", "onnx", "served"),
-        default="",
-        help="one half, or ONNX Runtime alone; its result's name says so",
+        "--only", choices=("in-process", "served"), default="", help="one half; its result's name says so"
+    )
+    parser.add_argument(
+        "--runtime",
+        choices=tuple(KERNELS),
+        default=TORCH,
+        help="in process; another than torch is run in process alone",
     )
     parser.add_argument("--child", choices=("tiny", "like"), help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--libraries", nargs="*", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
         child(words)
         return
+    if words.runtime != TORCH:
+        words.only = "in-process"
     started, facts = time.monotonic(), common.machine()
     inside, missing = ([], []) if words.only == "served" else in_process_rows(words)
-    outside, absent = ([], []) if words.only in ("in-process", "onnx") else served_rows(words)
+    outside, absent = ([], []) if words.only == "in-process" else served_rows(words)
     heads = (
         ["engine", "size", "format", "how", "models", "answers", "logits", "differ"],
         ["server", "size", "how", "models", "cold", "warm", "at once", "answers", "wrong"],
@@ -297,7 +322,7 @@ def main() -> None:
     body += "".join(f"\n- not run: {line}" for line in missing + absent) + "\n"
     data = {"in process": inside, "served": outside, "not run": missing + absent}
     facts |= {"seconds": f"{time.monotonic() - started:.0f}"}
-    name = f"engines-{words.only}" if words.only else "engines"
+    name = f"engines-{words.only if words.runtime == TORCH else words.runtime}" if words.only else "engines"
     common.write(words.out, name, "The exact canary among engines", facts, body, data)
     sys.exit(1 if differ or wrong else 0)
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canaryd.probe import Skip
-from canaryd.worker.exact_canary.run import LONGEST
 from canaryd.worker.exact_canary.shape import EPSILON, THETA, Shape
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Unsupported
 from canaryd.worker.runtime.onnx import IR, OPSET, RUNTIME, initializer, kind, onnx, ort
+from canaryd.worker.runtime.torch import LONGEST
 
 PROVIDER = "CPUExecutionProvider"
 KERNELS = ("eager", "attention")

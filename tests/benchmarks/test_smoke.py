@@ -174,9 +174,6 @@ def test_engines(bench):
     """Every format is compared under every instruction set, and servers that are not installed are listed."""
     data = bench("engines", "--seeds", 2, "--others", 2, "--compiled", 0, "--engines", "vllm", result="engines")
     assert {row[2] for row in data["in process"]} == {"float64", "float32", "bfloat16", "float16"}
-    asked = {row[0].partition(" 1.")[0] for row in data["in process"]}
-    if not any(line.startswith("ONNX Runtime: ") for line in data["not run"]):
-        asked.remove("ONNX Runtime")
-    assert asked == {"torch, native", "torch, avx2", "torch, baseline"}
+    assert {row[0] for row in data["in process"]} == {"torch, native", "torch, avx2", "torch, baseline"}
     assert all(row[-2] > 0 == row[-1] for row in data["in process"])
     assert data["served"] or any("not installed" in line for line in data["not run"])

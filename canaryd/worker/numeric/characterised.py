@@ -55,7 +55,11 @@ def is_x86(device: Device) -> bool:
     return device.detail.get("architecture") in ("x86_64", "AMD64")
 
 
-SHOWN: Mapping[str, tuple[str, str]] = {"mlx-cpu": ("mlx", "0.32.4"), "onnx-cpu": ("onnxruntime", "1.32.0")}
+SHOWN: Mapping[str, tuple[str, str]] = {
+    "mlx-cpu": ("mlx", "0.32.4"),
+    "onnx-cpu": ("onnxruntime", "1.32.0"),
+    "jax-cpu": ("jax", "0.10.2"),
+}
 """Backend of another runtime → its package, and the version with which a healthy x86 processor met every class bit for
 bit in 10,000 distinct runs (benchmarks/results/clean_runs-*.md). Other versions are characterised by evidence."""
 
