@@ -486,3 +486,17 @@ def test_ollamas_digest_is_the_checkpoint():
         second = reach(server).links
     assert set(first) == set(second) == {"checkpoint"}
     assert first != second
+
+
+def test_another_rendering_of_the_same_prompt_changes_its_link():
+    """The same server, model and count of tokens: one id of the rendered chat is another, as by a changed template."""
+    routes, links = recorded("vllm"), []
+    said = routes["POST /v1/chat/completions"]
+    with served(routes) as server:
+        endpoint = reach(server)
+        for ids in ([1, 2, 3], [1, 2, 4]):
+            server.routes["POST /v1/chat/completions"] = said | {"prompt_token_ids": ids}
+            answer = endpoint.ask("chat", PROMPT, fresh=True, salt="s")
+            links.append(endpoint.recording("c", "chat", PROMPT, answer, "").chain)
+    first, second = links
+    assert {name for name in first if first[name] != second[name]} == {"prompt"}
