@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from canaryd import __version__
+from canaryd.store.store import Store
 from canaryd.supervisor import cgroup
 from tests.boot.machine import CACHE, Machine, booted, copy_clone, why_not
 from tests.command import BUILTIN, PROBES
@@ -45,6 +46,22 @@ def prepare(machine: Machine) -> None:
     machine.put("/etc/canaryd/probes.d/passes.py", (PROBES / "passes.py").read_text())
     machine.put("/etc/systemd/system/canaryd.service.d/quick.conf", QUICK)
     shutil.copytree(CACHE / "wheels", machine.root / "srv/wheels")
+
+
+def leave_what_root_made(machine: Machine) -> None:
+    """Make what a check by root leaves behind where canaryd is not installed yet: a history and locks of root's."""
+    state = machine.root / "var/lib/canaryd"
+    with Store.open(state) as store, store.lock("GPU-1"), store.lock("CPU-1"):
+        assert {path.owner() for path in (state, *state.rglob("*"))} == {"root"}
+    assert {path.name for path in state.rglob("*.lock")} >= {"GPU-1.lock", "CPU-1.lock"}
+
+
+def has_taken_over(machine: Machine) -> bool:
+    """Whether nothing in the state directory is another's; the daemon must be able to store there."""
+    assert machine.out("find", "/var/lib/canaryd", "!", "(", "-user", "canaryd", "-group", "canaryd", ")") == ""
+    assert (machine.root / "var/lib/canaryd/locks/GPU-1.lock").exists(), "what root had made is still there"
+    recorded(machine)
+    return "canaryd_store_problem 0.0" in machine.get("/metrics")[1]
 
 
 def install(machine: Machine, clone: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -87,6 +104,7 @@ def machine(tmp_path_factory):
     """A machine on which scripts/install has installed this clone; tests leave the service running."""
     with booted(tmp_path_factory.mktemp("machine")) as one:
         prepare(one)
+        leave_what_root_made(one)
         copy_clone(one.root / "srv/canaryd")
         done = install(one, "/srv/canaryd")
         assert "is installed and ready" in done.stdout
@@ -110,6 +128,11 @@ def test_the_installed_service_is_ready_and_scraped(machine):
         )
         assert checked.returncode == 0, checked.stderr
     machine.eventually(lambda: machine.get("/readyz")[0] == 200)
+
+
+def test_the_installed_service_has_what_root_had_made_before(machine):
+    """As after the README's order: scripts/check as root, then scripts/install."""
+    assert has_taken_over(machine)
 
 
 def test_systemd_has_nothing_to_complain_of(machine):
@@ -420,8 +443,10 @@ def test_the_debian_package_installs_upgrades_downgrades_and_goes(tmp_path):
             shutil.copy(path, machine.root / "srv")
         copy_clone(machine.root / "srv/clone")
         older, newer = (f"/srv/{path.name}" for path in packages)
+        leave_what_root_made(machine)
         apt(machine, "install", older)
         assert serves(machine)
+        assert has_taken_over(machine)
         assert machine.out("systemctl", "is-enabled", "canaryd") == "enabled"
         assert verified(machine, "/usr/lib/systemd/system") == ""
         assert machine.out("canaryd", "--version") == f"canaryd {__version__}"
