@@ -14,7 +14,7 @@ from canaryd.engine import endpoints, schedule
 from canaryd.engine.engine import Engine
 from canaryd.model import Cause, Device, Finding, State, Verdict
 from canaryd.store.store import Store
-from tests.command import PROBES, canaryd, configure
+from tests.command import PROBES, canaryd, catalogue, configure
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a processor")
 GPUS = [Device(uuid=f"GPU-{i}", backend="cuda", index=i, model="H100") for i in range(2)]
@@ -142,9 +142,14 @@ def test_the_first_run_learns_and_the_next_one_passes(host):
 
 
 def test_unknown_bits_are_confirmed_and_accuse_the_device_behind(host):
-    """Three re-runs in new workers, then endpoint and device are suspects; a restart forgets nothing."""
+    """Three re-runs in new workers, then endpoint and device are suspects; a restart forgets nothing.
+
+    The device is to be tested deeply at once.
+    """
+    catalogue(host.path.parent / "probes.d", "fails_under_load")  # one that can test the device
     engine = host.start()
     ask(engine)
+    assert engine.retests(cpu(engine)) == []
     host.say(vector(0.01))
     runs = ask(engine)
     assert [bool(r.confirms) for r in runs] == [False, True, True, True]
@@ -154,6 +159,8 @@ def test_unknown_bits_are_confirmed_and_accuse_the_device_behind(host):
         behind = rules(known, cpu(known))["endpoint-departed"]
         assert behind.state is State.SUSPECT
         assert "endpoint:main, served by this device, gives wrong answers" in behind.message
+        steps = [step for plan in known.retests(cpu(known)) for step in plan.steps]
+        assert {(step.trigger, step.level) for step in steps} == {("endpoint:main departed", "deep")}
 
 
 def test_a_faulty_device_behind_it_teaches_nothing(host):
