@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
 from tests.conftest import LONGEST
+from tests.servers import KINDS, UNKNOWN
 
 MODULES = sorted((ROOT / "canaryd").rglob("*.py"))
 PROBE_FILES = sorted((ROOT / "probes").glob("*.py"))
@@ -140,3 +142,11 @@ def test_the_readme_names_every_command():
 def test_the_files_that_are_begun_first_are_there():
     """A file that was renamed would silently be begun last."""
     assert {ROOT / "tests" / name for name in LONGEST} <= {*TESTS}
+
+
+def test_the_long_gate_installs_every_server_that_the_tests_know():
+    """One that is left out would only be skipped aloud."""
+    (line,) = re.findall(r"^scripts/servers .*$", (ROOT / ".ci/full").read_text(), re.MULTILINE)
+    named = line.split()[2:]  # after the directory; none: all that scripts/servers knows
+    (known,) = re.findall(r"^\[ \$# -gt 0 \] \|\| set -- (.*)$", (ROOT / "scripts/servers").read_text(), re.MULTILINE)
+    assert {*(named or known.split())} == {*KINDS, *UNKNOWN}
