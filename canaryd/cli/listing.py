@@ -56,7 +56,7 @@ def _check_config(loaded: Config) -> int:
     if loaded.worker.python and (problem := permissions.unusable(loaded.worker.python)):
         raise ConfigError([f"{loaded.file}: worker.python: {loaded.worker.python}: {problem}; name another one"])
     with Store.open(loaded.state_dir, for_reading=True) as store:
-        ignored = [*load.missing_files(loaded), *Engine(loaded, store).ignored_probes()]
+        ignored = [*load.missing_files(loaded), *Engine(loaded, store).ignored_probes(complain)]
     file = loaded.file or "no configuration file, defaults are used"
     complain(*(f"{file}: {line}" for line in ignored))
     if not ignored:

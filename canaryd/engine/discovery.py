@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from canaryd.engine import catalogue, endpoints, inventory
 from canaryd.engine.evidence import Evidence
@@ -52,8 +52,7 @@ class Discovery:
             for name in host.config.worker.runtimes.each
         }
         reader.join()
-        reached = [f for f in files if not described.lost or f.path in described.probes]
-        entries, more = catalogue.load(reached, described.probes)
+        entries, more = _loaded(files, described)
         with host.mutex:
             if self._workers.halted:
                 return
@@ -72,15 +71,20 @@ class Discovery:
             here = {r.device.uuid for r in host.store.devices() if r.present}
             self._take_inventory(inventory.merge(described, listing, self._known(), here, runtimes), here)
 
-    def ignored(self) -> list[str]:
-        """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own."""
+    def ignored(self, on_wait: Callable[[str], None]) -> list[str]:
+        """Return what is wrong with the probes that the configuration names: those files that are not canaryd's own.
+
+        `on_wait` is told of a long wait.
+        """
         probes = self._host.config.probes
         files, problems = catalogue.find(probes.directories, probes.enabled)
-        own = [file for file in files if file.source != "builtin"]
+        own, lost = [file for file in files if file.source != "builtin"], []
         if own:
-            described = self._workers.ask(lambda series: series.describe([f.path for f in own]), numeric=True)
-            problems += catalogue.load(own, described.probes)[1]
-        return [*map(str, problems), *catalogue.unknown(probes.each, files)]
+            paths = [f.path for f in own]
+            described = self._workers.ask(lambda series: series.describe(paths, on_wait=on_wait), numeric=True)
+            problems += _loaded(own, described)[1]
+            lost = [described.torch_reason] if described.lost else []
+        return [*lost, *map(str, problems), *catalogue.unknown(probes.each, files)]
 
     def _vendor_settings(self) -> dict[str, Mapping[str, object]]:
         """Return vendor → the settings of its probe, for each vendor whose probe is not disabled."""
@@ -142,6 +146,14 @@ class Discovery:
             self._watch.history.instances = instances
             self._watch.recall(now)
             self._watch.history.record_boot(list(host.devices), now)
+
+
+def _loaded(
+    files: Sequence[catalogue.ProbeFile], described: Description
+) -> tuple[dict[str, catalogue.Entry], list[catalogue.Problem]]:
+    """Return the probes and what is wrong with files, without those that only a lost torch keeps from being read."""
+    reached = [f for f in files if not described.lost or f.path in described.probes]
+    return catalogue.load(reached, described.probes)
 
 
 def _stack_problem(described: Description) -> list[str]:

@@ -140,9 +140,12 @@ class Engine(Host):
         """Find probes and devices through workers, and record what changed; `on_wait` is told of a long wait."""
         self._discovery.discover(on_wait)
 
-    def ignored_probes(self) -> list[str]:
-        """Return a line for each probe that the configuration names and that cannot be used; touches no device."""
-        return self._discovery.ignored()
+    def ignored_probes(self, on_wait: Callable[[str], None]) -> list[str]:
+        """Return a line for each probe that the configuration names and that cannot be used; touches no device.
+
+        `on_wait` is told of a long wait.
+        """
+        return self._discovery.ignored(on_wait)
 
     def recall(self, *, runs: bool = True) -> None:
         """Load from the store what is known of devices and runs; without `runs` no device can be judged yet."""

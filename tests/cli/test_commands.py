@@ -16,8 +16,9 @@ import pytest
 
 from canaryd import __version__
 from canaryd.cli.common import use_color
-from canaryd.cli.main import parser
+from canaryd.cli.main import main, parser
 from canaryd.config import permissions
+from canaryd.supervisor import series
 from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure, in_turn
 
 COMMANDS = ("check", "drill", "run", "canary", "config", "probes", "devices")
@@ -160,6 +161,21 @@ def test_config_check_says_what_a_run_would_go_without(tmp_path):
         assert sum(said in line for line in lines) == 1, (said, lines)
     assert len(lines) == 6
     assert not (tmp_path / "state").exists()
+
+
+def test_config_check_tells_live_that_torch_takes_long_and_once_that_it_is_lost(tmp_path, monkeypatch, capsys):
+    """A drop-in makes a worker import torch: as in a check, one line while it is waited for, and one for the cause."""
+    monkeypatch.setattr(series, "PATIENCE", 0.5)
+    (tmp_path / "torch.py").write_text("import os\nimport time\ntime.sleep(2)\nos.abort()\n")
+    worker = {"python": bare_python(), "env": {"PYTHONPATH": str(tmp_path)}}
+    config = configure(tmp_path, "passes", "mismatches", "raises_at_import", worker=worker)
+    assert main(["config", "check", "--config", str(config), "--state-dir", str(tmp_path / "state")]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    waiting, lost = err.splitlines()
+    assert waiting == f"canaryd: waiting for torch of worker.python ({bare_python()}) to import, for at most 120 s"
+    assert lost.startswith(f"canaryd: {config}: torch of worker.python ({bare_python()}) does not import: ")
+    assert "SIGABRT" in lost
 
 
 def test_config_check_says_that_a_worker_command_is_not_there(tmp_path):
