@@ -76,7 +76,7 @@ def _now(made: Page) -> None:
     told = {
         "faulty": "wrong results, confirmed: take them out of service and open the device's page",
         "suspect": "wrong results that are not confirmed yet, or a fault that the device reported",
-        "unknown": "canaryd does not know whether they compute correctly: no evidence, old or undecided evidence",
+        "unknown": "no valid test result: no evidence, stale evidence, or not reachable",
         "degraded": "results are correct; the part is worn, slow or throttled",
         "healthy": "fresh tests passed and nothing speaks against them",
     }
