@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,11 +224,34 @@ class Node:
         )
 
     @cached_property
+    def fickle(self) -> frozenset[int]:
+        """The `id` of every shared wrong comparison whose device gave right results for the same data too, or later.
+
+        Where a bug comes and goes, data on which a sibling was lucky look like a fault of one part.
+        """
+        shared = [m for ms in self.accusing.values() for m in ms if id(m.comparison) in self.shared]
+        first: dict[object, float] = {}
+        for mismatch in shared:
+            first.setdefault((mismatch.run.device, self.data(mismatch)), mismatch.run.started)
+        bugs = {(m.run.probe, m.run.stack_id) for m in shared}
+        right = {
+            (run.device, data)
+            for run in self.all
+            if (run.probe, run.stack_id) in bugs
+            for c in run.comparisons
+            if c.subject is Subject.DEVICE and not c.wrong
+            if first.get((run.device, data := self._data(run, c)), math.inf) < run.started
+        }
+        return frozenset(
+            id(m.comparison) for m in shared if (m.run.device, self.data(m)) in right or _was_right_too(m.comparison)
+        )
+
+    @cached_property
     def onsets(self) -> Mapping[tuple[str, str], float]:
-        """(device, stack id) → when the device was first wrong on that software in bits of its own."""
+        """(device, stack id) → when it was first wrong on that software in bits of its own, or that come and go."""
         found: dict[tuple[str, str], float] = {}
         for m in itertools.chain.from_iterable(self.accusing.values()):
-            if id(m.comparison) in self.own:
+            if id(m.comparison) in self.own or id(m.comparison) in self.fickle:
                 found.setdefault((m.run.device, m.run.stack_id), m.run.started)
         return found
 
