@@ -340,18 +340,26 @@ def _views(case: Case, run: Run) -> frozenset[str]:
 
 
 def _company(case: Case, run: Run) -> frozenset[str]:
-    """Return the siblings that began to be wrong on the same software within `repeat_window` of this device."""
-    onsets, stack = case.node.onsets, run.stack_id
-    began = onsets.get((case.device.uuid, stack))
+    """Return the devices that began to be wrong within `repeat_window` of this one, with which it may share the cause.
+
+    Those of its kind on the same software; and accelerators of other kinds, since they have the host in common.
+    """
+    onsets, own = case.node.onsets, case.device
+    began = onsets.get((own.uuid, run.stack_id))
+    if began is None or not run.stack:
+        return frozenset()
+    near = [key for key, theirs in onsets.items() if abs(theirs - began) <= case.policy.repeat_window]
     return frozenset(
-        device.name
-        for uuid, device in case.devices.items()
-        if run.stack
-        and device.kind == case.device.kind
-        and began is not None
-        and (theirs := onsets.get((uuid, stack))) is not None
-        and abs(theirs - began) <= case.policy.repeat_window
+        case.devices[uuid].name
+        for uuid, stack in near
+        if uuid in case.devices
+        if (stack == run.stack_id if case.devices[uuid].kind == own.kind else _share_a_host(case.devices[uuid], own))
     )
+
+
+def _share_a_host(one: Device, other: Device) -> bool:
+    """Whether two devices are accelerators, and not one part twice: nothing but the host can make both wrong."""
+    return not any(d.backend == "cpu" or d.is_endpoint for d in (one, other)) and one.part != other.part
 
 
 def _wrong_too(case: Case, run: Run) -> frozenset[str]:

@@ -105,7 +105,7 @@ class Scene:
     outlasting: frozenset[str] = frozenset()
     """Siblings beside which it fails more often than chance explains."""
     company: frozenset[str] = frozenset()
-    """Siblings that began to fail at about the same time, in bits of their own."""
+    """Devices that began to fail at about the same time: siblings, and accelerators of other kinds."""
     changed: str = ""
     """The software that changed just before it began to fail; "" for none."""
     right_since: bool = False
