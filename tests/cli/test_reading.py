@@ -168,7 +168,7 @@ def test_a_directory_behind_a_closed_one_is_unreadable(place):
 @AS_ANOTHER
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_check_without_a_right_to_the_locks(place, daemon):
-    """Beside a daemon it refuses: both would test the same device. Without one it goes on, unrecorded."""
+    """Beside a daemon it refuses, as a capture does: both would use one device. Without one it goes on, unrecorded."""
     state = recorded(place / "state")
     config = configure(place, "passes")
     with contextlib.ExitStack() as stack:
@@ -176,13 +176,17 @@ def test_a_check_without_a_right_to_the_locks(place, daemon):
             stack.enter_context(stack.enter_context(Store.open(state)).lock(DAEMON_LOCK))
         for path in (state, *state.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        ((_, answer),) = asked([("check",)], config, state, user=NOBODY)
-    if daemon:
-        assert (answer.code, answer.out) == (3, "")
-        assert "cannot lock cpu:0 beside the daemon as user nobody: use sudo" in answer.err
-    else:
-        assert "cannot lock" not in answer.err
-        assert "unrecorded: " in answer.out
+        (place / "out").mkdir()
+        (place / "out").chmod(0o777)
+        others = [("capture", "--out", place / "out/a"), ("characterise", "--device", "cpu:0", "--part", "identity")]
+        answers = list(asked([("check",), *(others if daemon else ())], config, state, user=NOBODY))
+    for command, answer in answers:
+        if daemon:
+            assert (answer.code, answer.out) == (3, ""), command
+            assert "cannot lock cpu:0 beside the daemon as user nobody: use sudo" in answer.err, command
+        else:
+            assert "cannot lock" not in answer.err
+            assert "unrecorded: " in answer.out
 
 
 def test_two_readers_are_no_daemon(tmp_path):
