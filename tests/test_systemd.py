@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from canaryd.config.load import load
 from canaryd.model import Device, Outcome
 from canaryd.probe import ProbeSpec
 from canaryd.supervisor import cgroup
@@ -27,7 +28,7 @@ from canaryd.supervisor.process import _place
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
 from canaryd.worker.__main__ import OOM_SCORE
-from tests.command import MARK, ROOT, configure, environment, eventually, marked
+from tests.command import MARK, ROOT, canaryd, configure, environment, eventually, marked
 
 UNITS = ROOT / "systemd"
 SERVICE, CHECK = UNITS / "canaryd.service", UNITS / "canaryd-check@.service"
@@ -100,6 +101,25 @@ def test_verify_would_say_something(root, tmp_path):
     bad = tmp_path / "bad.service"
     bad.write_text(SERVICE.read_text().replace("MemorySwapMax=", "MemorySwap="))
     assert "MemorySwap" in verify(root, bad)
+
+
+def test_the_documented_lines_open_the_service_to_the_network(root):
+    """docs/security.md: the second is taken by the shipped configuration, the third by systemd, beside the unit."""
+    text = (ROOT / "docs/security.md").read_text()
+    _, listens, admits = re.findall("^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    made, _, restart = admits.partition(" && systemctl daemon-reload")
+    assert restart == " && systemctl restart canaryd"
+    config = root / "etc/canaryd/canaryd.yaml"
+    config.parent.mkdir()
+    config.write_text(canaryd("config", "example").out)
+    for line in (listens, made):
+        assert run("/bin/sh", "-c", line.replace("/etc/", f"{root}/etc/")).returncode == 0
+    loaded = load(config)
+    assert loaded.listen == ("", 19469)
+    assert loaded.web_config == root / "etc/canaryd/web.yml"
+    assert verify(root, SERVICE) == ""
+    (dropped,) = (root / "etc/systemd/system/canaryd.service.d").iterdir()
+    assert settings(dropped) == ["IPAddressAllow=10.0.0.0/8"]
 
 
 @pytest.mark.parametrize("unit", [SERVICE, CHECK], ids=lambda path: path.name)
