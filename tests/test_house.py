@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from canaryd.cli.check import FAULTS, GATHER_FAULTS, LINK_FAULTS, MEMORY_FAULTS,
 from canaryd.cli.main import parser
 from canaryd.probe import ProbeSpec
 from tests.command import ROOT, environment
-from tests.conftest import LONGEST
+from tests.conftest import LONGEST, OURS
 from tests.servers import KINDS, UNKNOWN
 
 MODULES = sorted((ROOT / "canaryd").rglob("*.py"))
@@ -142,6 +143,18 @@ def test_the_readme_names_every_command():
 def test_the_files_that_are_begun_first_are_there():
     """A file that was renamed would silently be begun last."""
     assert {ROOT / "tests" / name for name in LONGEST} <= {*TESTS}
+
+
+def test_what_a_newcomer_has_set_for_canaryd_does_not_reach_the_tests():
+    """CANARYD_TORCH as the README has it, and an unbuffered Python: tests were red with one, blind with the other."""
+    mine = {name for name in os.environ if name.startswith("CANARYD_") and not name.startswith(OURS)}
+    assert not {*mine, *({"PYTHONUNBUFFERED"} & os.environ.keys())}
+    if "CANARYD_TEST_CHILD" not in os.environ:
+        test = f"{__file__}::test_what_a_newcomer_has_set_for_canaryd_does_not_reach_the_tests"
+        theirs = {"CANARYD_TORCH": "torch==2.13.0", "PYTHONUNBUFFERED": "1", "CANARYD_TEST_CHILD": "1"}
+        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+        done = subprocess.run(argv, cwd=ROOT, env=environment(**theirs), capture_output=True, text=True, check=False)
+        assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_long_gate_installs_every_server_that_the_tests_know():
