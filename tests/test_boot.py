@@ -130,6 +130,15 @@ def test_the_installed_service_is_ready_and_scraped(machine):
     machine.eventually(lambda: machine.get("/readyz")[0] == 200)
 
 
+def test_the_machine_has_nothing_that_a_small_debian_lacks(machine):
+    """What a unit or a script calls and Debian's smallest installation has not is seen only where it is missing."""
+    there = {
+        name for name in ("kill", "ps", "pgrep", "curl", "wget") if machine.shell(f"which {name}", check=False).stdout
+    }
+    assert there == set()
+    assert machine.shell("which systemctl sh python3").stdout
+
+
 def test_the_installed_service_has_what_root_had_made_before(machine):
     """As after the README's order: scripts/check as root, then scripts/install."""
     assert has_taken_over(machine)

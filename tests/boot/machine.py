@@ -10,6 +10,7 @@ on the host there is no machinectl.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("CANARYD_BOOT") or Path.home() / ".cache/canaryd-boot")
-"""Where tests/boot/make_root leaves root.tar and wheels."""
+"""Where tests/boot/make_root leaves the root and wheels."""
+BOOTED = f"root-{hashlib.sha256((ROOT / 'tests/boot/packages').read_bytes()).hexdigest()[:12]}.tar"
+"""The root with the packages that are asked for today: one of an older list is not booted."""
 PATIENCE = 120.0
 CLONE = ("canaryd", "deploy", "packaging", "probes", "scripts", "systemd", "LICENSE", "README.md", "pyproject.toml")
 """What of the repository an installation needs."""
@@ -55,7 +58,7 @@ class Task(NamedTuple):
 
 def why_not(*, torch: bool = False) -> str:
     """Return why no machine can be booted here, "" where one can."""
-    wanted = ["root.tar", "wheels", *(["torch"] if torch else [])]
+    wanted = [BOOTED, "wheels", *(["torch"] if torch else [])]
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "booting a container wants root on Linux"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -99,7 +102,7 @@ class Machine:
         self.root = directory / "root"
         self.root.mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "canaryd-boot", self.root], check=True)
-        subprocess.run(["tar", "-C", self.root, "-xf", CACHE / "root.tar"], check=True)
+        subprocess.run(["tar", "-C", self.root, "-xf", CACHE / BOOTED], check=True)
         self.leader = ""
         self._log = (directory / "nspawn.log").open("wb")
         name = f"canaryd-{os.getpid()}-{time.monotonic_ns() % 10**9}"
