@@ -197,10 +197,16 @@ def _backends(cxx: list[str]) -> str:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in the main thread when `what` takes too long: compilers may wait for a disk."""
+    """Raise `TimeoutError` in the main thread when `what` takes too long: compilers may wait for a disk.
 
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"{what} took longer than {seconds:.3g} s")
+    A compiler may wrap what is raised inside it: what it raises once the time is over is that `TimeoutError` too.
+    """
+    late = TimeoutError(f"{what} took longer than {seconds:.3g} s")
+    over: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        over.append(number)
+        raise late
 
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("time_limit works only in the main thread, where a worker runs its probes")
@@ -208,6 +214,10 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # repeatedly: an exception in a callback may be lost
     try:
         yield
+    except Exception as error:
+        if over and error is not late:
+            raise late from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -187,3 +187,20 @@ def test_a_gpu_gives_the_golden_tokens_by_every_path(tmp_path, path):
     assert {c["case"] for c in found} == {case + suffix for case in cases for suffix in ("", "/logits")}
     assert not [c for c in found if c["wrong_trials"]]
     assert [name for name in left if name.startswith("canaryd-compile-")] == []
+
+
+def wrapping(error):
+    """Do what torch's tracer does: make an error of its own of whatever is raised inside it."""
+    try:
+        time.sleep(5.0)
+    except TimeoutError as late:
+        raise error from late
+
+
+def test_a_compiler_that_wraps_the_time_limit_is_still_too_late():
+    """What it raises once the time is over is the time limit; an error before is its own."""
+    late = pytest.raises(TimeoutError, match=r"torch.compile took longer than 0.01 s")
+    with late, time_limit(0.01, "torch.compile"):
+        wrapping(RuntimeError("when making fake tensor call"))
+    with pytest.raises(RuntimeError, match="its own"), time_limit(60.0, "torch.compile"):
+        raise RuntimeError("its own")
