@@ -11,7 +11,7 @@ from canaryd.facts import Evidence
 from canaryd.judge.cause import Mismatch
 from canaryd.model import Device, Elsewhere, Run
 
-PROVIDER = "whoever provides the hardware (cloud or vendor)"
+PROVIDER = "your hardware provider (cloud or vendor)"
 """Who answers for a part without an identity of its own: canaryd does not know whether the machine is virtual."""
 VENDOR_CASE = "open a vendor case"
 KERNEL_LOG = "journalctl -k -n 100"
