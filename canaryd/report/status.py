@@ -339,6 +339,16 @@ def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
     return dict(sorted(found.items(), key=lambda item: (item[1] or 0.0, item[0])))
 
 
+def age(at: float | None, now: float) -> str:
+    """Return how long ago something was, "none yet" where it never was."""
+    return "none yet" if at is None else format_duration(now - at)
+
+
+def ago(at: float | None, now: float) -> str:
+    """Return the same as part of a sentence: "3 minutes ago"."""
+    return age(at, now) if at is None else f"{age(at, now)} ago"
+
+
 JUDGE_NOW = "Wait some minutes for the daemon, or run canaryd check"
 UNSTORED = "The daemon cannot store its results, so this verdict may be old."
 READ_LOG = "Free disk space, or give the files to the daemon's user; its log says which"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from urllib.parse import quote
 
-from canaryd.formatting import format_duration, format_time, time_zone
+from canaryd.formatting import format_time, time_zone
 from canaryd.judge.incidents import Incident, incidents
 from canaryd.model import Cause, Device, Finding, State
 from canaryd.report import html
@@ -18,7 +18,7 @@ from canaryd.report.advice import advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.html import escape as _text
 from canaryd.report.incidents import Step, sentence, shown_notes, step, told
-from canaryd.report.status import DeviceStatus, Newest, Status, as_of, newest_of
+from canaryd.report.status import DeviceStatus, Newest, Status, age, ago, as_of, newest_of
 from canaryd.report.terminal import cause_note, rival_words, rule_words
 
 CONTENT_TYPE = "text/html; charset=utf-8"
@@ -163,7 +163,7 @@ def _card(d: DeviceStatus, now: float, *, advised: bool) -> str:
     notes = [_text(sentence(f.message)) for f in shown_notes(verdict)]
     loud = "" if verdict.state is State.HEALTHY else " loud"
     state = verdict.state.value + ("" if verdict.cause is Cause.NONE else f" ({_text(cause_note(verdict.cause))})")
-    since = f"{state} since {_time(verdict.since)} ({_ago(verdict.since, now)}), judged {_ago(verdict.decided, now)}"
+    since = f"{state} since {_time(verdict.since)} ({ago(verdict.since, now)}), judged {ago(verdict.decided, now)}"
     return "\n".join(
         [
             f'<article class="{verdict.state.value}{loud}">',
@@ -196,8 +196,7 @@ def _summary(d: DeviceStatus, now: float) -> str:
     if not known:
         return "Details; no probe has run yet"
     probe, at = next(iter(known.items()))
-    age = "none yet" if at is None else format_duration(now - at)
-    return f"Details; longest without result: {_text(probe)} ({age})"
+    return f"Details; longest without result: {_text(probe)} ({age(at, now)})"
 
 
 def _details(d: DeviceStatus) -> str:
@@ -232,7 +231,7 @@ def _finding(finding: Finding) -> str:
 def _evidence(newest: Newest, now: float) -> str:
     """Return the age of each probe's newest evidence."""
     rows = "".join(
-        f"<tr><th>{_text(probe)}</th><td>{'none yet' if at is None else f'{_ago(at, now)}, {_time(at)}'}</td></tr>"
+        f"<tr><th>{_text(probe)}</th><td>{'none yet' if at is None else f'{ago(at, now)}, {_time(at)}'}</td></tr>"
         for probe, at in newest.items()
     )
     return f"<table>{rows}</table>" if rows else ""
@@ -251,7 +250,3 @@ def _icon(state: State) -> str:
 def _time(at: float, *, seconds: bool = True) -> str:
     exact = datetime.fromtimestamp(at, tz=timezone.utc).isoformat(timespec="seconds")
     return f'<time datetime="{exact}">{format_time(at, seconds=seconds)}</time>'
-
-
-def _ago(at: float, now: float) -> str:
-    return f"{format_duration(now - at)} ago"

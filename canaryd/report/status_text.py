@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canaryd.codec import finding_json, to_json
-from canaryd.formatting import columns, format_duration, format_time, time_zone
+from canaryd.formatting import columns, format_time, time_zone
 from canaryd.judge.incidents import incidents, notes
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.advice import advice, advised, answer, drills, steps
 from canaryd.report.events import describe_ack, describe_events
 from canaryd.report.incidents import INDENT, STATE, incidents_json, note_lines, state_lines, step, told
-from canaryd.report.status import DeviceStatus, Status, newest_of
+from canaryd.report.status import DeviceStatus, Status, age, ago, newest_of
 from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 
 SCHEMA = "canaryd.status/1"
@@ -156,8 +156,8 @@ def _device_lines(same: Sequence[DeviceStatus], status: Status, *, verbose: bool
     if verbose:
         for each in same:
             yield from paragraph(INDENT, f"{each.device.name} is {each.device.uuid}")
-        since = f"{d.verdict.state.value} since {format_time(d.verdict.since)} ({_ago(d.verdict.since, status.now)})"
-        yield from paragraph(INDENT, f"{since}, judged {_ago(d.verdict.decided, status.now)}")
+        since = f"{d.verdict.state.value} since {format_time(d.verdict.since)} ({ago(d.verdict.since, status.now)})"
+        yield from paragraph(INDENT, f"{since}, judged {ago(d.verdict.decided, status.now)}")
         yield from _evidence_lines(same, status.now)
 
 
@@ -176,7 +176,7 @@ def _event_lines(events: Sequence[str], *, verbose: bool) -> Iterator[Line]:
 
 def _evidence_lines(devices: Sequence[DeviceStatus], now: float) -> list[Line]:
     """Return the age of each probe's newest result on devices, the oldest first."""
-    ages = ", ".join(f"{probe} ({_ago(at, now)})" for probe, at in newest_of(devices).items())
+    ages = ", ".join(f"{probe} ({ago(at, now)})" for probe, at in newest_of(devices).items())
     return paragraph(INDENT, f"newest results: {ages}") if ages else []
 
 
@@ -191,15 +191,7 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 def _last_lines(status: Status) -> Iterator[Line]:
     """Yield whether a daemon runs, which probe had no result for longest, the time zone, and the state."""
     stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
-    oldest = f"; longest without result: {stalest[0]} ({_age(stalest[1], status.now)})" if stalest else ""
+    oldest = f"; longest without result: {stalest[0]} ({age(stalest[1], status.now)})" if stalest else ""
     daemon = "running" if status.daemon else "not running on this state directory"
     yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"
-
-
-def _ago(at: float | None, now: float) -> str:
-    return f"{_age(at, now)}{' ago' * (at is not None)}"
-
-
-def _age(at: float | None, now: float) -> str:
-    return "none yet" if at is None else format_duration(now - at)
