@@ -293,7 +293,7 @@ def probe_order(names, found):
 def test_a_deep_run_repeats_until_its_time_is_over(probe):
     """One case, asked for alone, gets all of the budget."""
     (tokens, logits) = comparisons(probe.run(context("float32/forced/b1/code", level="deep", budget=1.0)))
-    assert tokens.trials == logits.trials > 2
+    assert tokens.trials == logits.trials > 5
 
 
 def test_a_spent_budget_is_said_aloud(probe):
