@@ -106,8 +106,7 @@ def _inferences(
     device: Device, model: Model, weights: dict[str, Any], texts: Any, wanted: Any, number: int, form: int
 ) -> Iterator[tuple[str, Any, Any]]:
     runtime, count = interface.of(device), model.program.steps
-    operators, kernels = runtime.operators, KERNELS[runtime.name]
-    assert operators is not None
+    operators, kernels = interface.operators_of(device), KERNELS[runtime.name]
     if runtime.name == TORCH and not model.program.anchored:
         kernels = ("MATH",)
     tail = wanted[:, -count:].contiguous()
@@ -194,9 +193,11 @@ def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[st
                 _sum(found.setdefault(job[:2], {}), name, numbers)
     rows = []
     for (size, instructions), counts in found.items():
+        library = f"{words.runtime}, {instructions}"
+        engine = f"ONNX Runtime {exact_onnx.version()}" if words.runtime == "onnx" else library
         for name, numbers in counts.items():
             form, path, kernel = name.split("/")
-            rows.append([f"{words.runtime}, {instructions}", size, form, f"{path}, {kernel}", *numbers])
+            rows.append([engine, size, form, f"{path}, {kernel}", *numbers])
     return rows, absent
 
 

@@ -19,7 +19,7 @@ from canaryd.worker.exact_canary.shape import EPSILON, THETA, Shape
 from canaryd.worker.numeric.tensors import torch
 from canaryd.worker.runtime.interface import Unsupported
 from canaryd.worker.runtime.onnx import IR, OPSET, RUNTIME, initializer, kind, onnx, ort
-from canaryd.worker.runtime.torch import LONGEST
+from canaryd.worker.runtime.torch import rotary_angles
 
 PROVIDER = "CPUExecutionProvider"
 KERNELS = ("eager", "attention")
@@ -145,10 +145,7 @@ class _Graph:
 
     def whole(self) -> Any:
         """Return the model."""
-        half, shape = self.shape.head // 2, self.shape
-        angles = torch.arange(LONGEST, dtype=torch.float64)[:, None] * torch.tensor(
-            [THETA ** (-i / half) for i in range(half)], dtype=torch.float64
-        )
+        shape, angles = self.shape, rotary_angles(self.shape.head, THETA)
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             self.add("Gather", self.number(f"{name} table", table, self.dtype), "positions", name=name)
         self.constants["embedding"] = self.weights["model.embed_tokens.weight"]

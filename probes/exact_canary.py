@@ -70,9 +70,8 @@ def every_inference(ctx: Context) -> list[Inference]:
     count = steps(TINY, ctx.level)
     if ctx.level == "deep" or ctx.cases:
         modes = list(product(FORMATS, ROWS))
-        operators = interface.of(ctx.device).operators
         compiled = modes if ctx.cases else [modes[ctx.seed % len(modes)]]
-        if operators is None or not operators.compiles:
+        if not interface.operators_of(ctx.device).compiles:
             compiled = []
         graph = modes if ctx.device.backend in ("cuda", "rocm") else []
         fixed = [(path, mode) for path, some in zip(FIXED, (compiled, graph), strict=True) for mode in some]

@@ -29,7 +29,6 @@ from canaryd.worker.numeric.cases import why_refused
 from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.tensors import host_same_bits, need_torch, torch
 from canaryd.worker.runtime import interface
-from canaryd.worker.runtime.interface import Runtime
 
 SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
@@ -86,6 +85,10 @@ class Session:
     wrong: Recorder | None = None
     """What was recorded in the first inference with a wrong value."""
 
+    def __post_init__(self) -> None:
+        """Raise `Skip` where the exact canary does not run through the device's runtime."""
+        self.runtime, self.operators = interface.of(self.device), interface.operators_of(self.device)
+
     def run(self, inference: Inference, known: Truth, weights: Mapping[str, Any]) -> Ran:
         """Run and compare one inference; where a value is wrong once more. `weights` lie on the device."""
         recorder = Recorder(operators=True, drill="" if self.struck else self.drill)
@@ -133,21 +136,15 @@ class Session:
             at = len(known.prompt) - 1 + int(recorder.step)
             return self._uploaded(words[:, at : at + 1])  # whatever was chosen, the next pass has the right word
 
-        kernel, operators = "" if inference.kernel == EAGER else inference.kernel.upper(), self.runtime.operators
-        assert operators is not None
-        runner = Runner(inference.shape, weights, kernel, watch, operators)
+        kernel = "" if inference.kernel == EAGER else inference.kernel.upper()
+        runner = Runner(inference.shape, weights, kernel, watch, self.operators)
         given = torch.tensor([known.prompt if inference.path == "decode" else known.tokens])
         tokens, decodes = self._uploaded(given), inference.path == "decode"
-        operators.run(lambda: runner.decode(tokens, known.steps)[1] if decodes else runner.forward(tokens))
-        form = operators.exponential if inference.form == "float64" else inference.form
+        self.operators.run(lambda: runner.decode(tokens, known.steps)[1] if decodes else runner.forward(tokens))
+        form = self.operators.exponential if inference.form == "float64" else inference.form
         found = examine(recorder.kept, known, form)
         _complete(recorder, given)
         return found
-
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime of the device."""
-        return interface.of(self.device)
 
     def _uploaded(self, tensor: Any) -> Any:
         return self.runtime.upload((tensor.contiguous(),), self.device)[0]
@@ -216,8 +213,6 @@ def answer(arguments: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     out = file_to_write(arguments["out"]) if arguments["out"] else None
     forms = (arguments["dtype"],) if arguments["dtype"] else DTYPES
     session = Session(from_json(Device, arguments["device"]), drill=arguments["drill"])
-    if session.runtime.operators is None:
-        raise Skip(f"the exact canary does not run through {session.runtime.name}")
     with session.runtime.strict(session.device) as switches:
         found = list(every(session, forms, arguments["seed"], progress))
     ran = [item for item in found if isinstance(item, Ran)]

@@ -21,6 +21,7 @@ from canaryd.worker.numeric.operands import Bound, Problem
 from canaryd.worker.numeric.tensors import torch, visible_cores
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Operators, Unsupported
+from canaryd.worker.runtime.torch import OPERATORS
 
 EAGER = "eager"
 """Attention operator by operator, and not by a kernel."""
@@ -62,7 +63,7 @@ def case(device: Device, inference: Inference, seed: int) -> Case:
     return Case(
         inference.name,
         partial(build, inference, seed),
-        partial(infer, inference, names, operators=interface.of(device).operators),
+        partial(infer, inference, names, operators=interface.operators_of(device)),
         sound,
         struck=names.index(NORM),
     )
@@ -122,9 +123,9 @@ def infer(
     names: tuple[str, ...],
     operands: tuple[Any, ...],
     out: Any,  # noqa: ARG001
-    operators: Operators | None = None,
+    operators: Operators = OPERATORS,
 ) -> Any:
-    """Return the logits of one inference on the operands' device; `operators` are torch's if None."""
+    """Return the logits of one inference on the operands' device."""
     *weights, tokens = operands
     kernel = "" if inference.kernel == EAGER else inference.kernel.upper()
     runner = Runner(inference.shape, dict(zip(names, weights, strict=True)), kernel, operators=operators)

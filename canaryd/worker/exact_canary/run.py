@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from canaryd.model import TORCH
 from canaryd.worker.canary.model import Watch
 from canaryd.worker.exact_canary.shape import EPSILON, THETA, Shape
-from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Cache, Operators
+from canaryd.worker.runtime.torch import OPERATORS
 
 
 class Runner:
@@ -24,14 +23,11 @@ class Runner:
         weights: Mapping[str, Any],
         kernel: str = "",
         watch: Watch | None = None,
-        operators: Operators | None = None,
+        operators: Operators = OPERATORS,
     ) -> None:
-        """`kernel` is an attention kernel of the runtime, or "" for eager; `operators` are torch's if None."""
-        self.shape, self.weights, self.kernel, self.watch = shape, weights, kernel, watch
-        found = operators or interface.named(TORCH).operators
-        assert found is not None
-        self.operators = found
-        self._turn = found.rotation(shape.head, THETA, self._like)
+        """`kernel` is an attention kernel of the runtime, or "" for eager; `operators` are the runtime's."""
+        self.shape, self.weights, self.kernel, self.watch, self.operators = shape, weights, kernel, watch, operators
+        self._turn = operators.rotation(shape.head, THETA, self._like)
 
     @property
     def _like(self) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from canaryd.model import RUNTIMES, Device
+from canaryd.probe import Skip
 
 Change = Callable[[Any, int], None]
 """Changes a contiguous one-dimensional view of raw bits in place; the integer chooses where."""
@@ -214,3 +215,11 @@ def named(name: str) -> Runtime:
 def of(device: Device) -> Runtime:
     """Return the runtime through which a device is tested."""
     return named(device.runtime)
+
+
+def operators_of(device: Device) -> Operators:
+    """Return what the exact canary runs on; raise `Skip` where it does not run through the device's runtime."""
+    found = of(device).operators
+    if found is None:
+        raise Skip(f"the exact canary does not run through {device.runtime}")
+    return found

@@ -53,8 +53,7 @@ class TorchOperators:
 
     def rotation(self, head: int, theta: float, like: Any) -> Callable[[Any, Any], Any]:
         """Use cosines and sines that the host makes in float64."""
-        speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
-        angles = door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
+        angles = rotary_angles(head, theta)
         turns = [table.to(like.dtype).to(like.device) for table in (angles.cos(), angles.sin())]
 
         def rotate(x: Any, at: Any) -> Any:
@@ -95,6 +94,15 @@ class TorchOperators:
         return KeyValues(like, layers, sizes)
 
 
+OPERATORS = TorchOperators()
+
+
+def rotary_angles(head: int, theta: float) -> Any:
+    """Return the angle of every position and pair, (LONGEST, half a head) in float64."""
+    speeds = door.torch.tensor([theta ** (-2 * i / head) for i in range(head // 2)], dtype=door.torch.float64)
+    return door.torch.arange(LONGEST, dtype=door.torch.float64)[:, None] * speeds
+
+
 def _wide(x: Any) -> Any:
     return x.to(door.torch.float32) if x.element_size() == 2 else x
 
@@ -106,7 +114,7 @@ class Torch:
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     left_integers: tuple[str, ...] = ("int8",)
     packings: tuple[Packing, ...] = ()
-    operators: Operators | None = TorchOperators()
+    operators: Operators | None = OPERATORS
     gathers = True
     pins = True
     rounds = True
