@@ -459,8 +459,9 @@ class Simulated(Series):
             probes={p: SPECS.get(p.stem, "it is not simulated") for p in paths},
         )
 
-    def reach(self, runtime: str) -> Reach:
+    def reach(self, runtime: str, *, on_wait: Callable[[str], None]) -> Reach:
         """Return what another runtime reaches."""
+        del on_wait
         return Reach(devices=tuple(c.device for c in self.host.chips.values() if c.device.runtime == runtime))
 
     def inventory(self, settings: Mapping[str, Mapping[str, Any]], timeout: float = 15.0) -> Listing:

@@ -48,7 +48,7 @@ class Discovery:
         paths = [f.path for f in files]
         described = self._workers.ask(lambda series: series.describe(paths, on_wait=on_wait), numeric=True)
         runtimes = {
-            name: self._workers.ask(operator.methodcaller("reach", name), numeric=True, runtime=name)
+            name: self._workers.ask(operator.methodcaller("reach", name, on_wait=on_wait), numeric=True, runtime=name)
             for name in host.config.worker.runtimes.each
         }
         reader.join()

@@ -75,6 +75,8 @@ class Evidence:
         self._acks = acknowledgements
         self._met = met
         self._runs: dict[str, list[Run]] = {}
+        self._brief: dict[str, frozenset[str]] = {}
+        """Device → the ids of its runs that were made brief already."""
         self._mismatched: frozenset[str] = frozenset()
         """Devices with a mismatch on record."""
         self._onsets: dict[str, list[float]] = defaultdict(list)
@@ -131,7 +133,7 @@ class Evidence:
                 self._mismatched |= {run.device}
                 self._runs |= {uuid: self._load(uuid) for uuid in kin}
                 runs = [known for known in self._runs[run.device] if known.id != run.id]
-        self._runs[run.device] = self._kept(run.device, [*runs, fold(run)])
+        self._runs[run.device] = self._kept(run.device, [*runs, fold(run)], self._brief.get(run.device, frozenset()))
 
     def _limit(self, uuid: str) -> int:
         """Return how many clean runs of one kind count: many where the device or a sibling has a mismatch."""
@@ -152,13 +154,17 @@ class Evidence:
         runs = {run.id: fold(run) for run in found}
         return self._kept(uuid, [runs[name] for name in sorted(runs)])
 
-    def _kept(self, uuid: str, runs: Sequence[Run]) -> list[Run]:
-        """Return which of a device's runs (oldest first) stay in memory: the newest of each kind."""
+    def _kept(self, uuid: str, runs: Sequence[Run], known: frozenset[str] = frozenset()) -> list[Run]:
+        """Return which of a device's runs (oldest first) stay in memory: the newest of each kind.
+
+        `known` has the ids of those that are brief already.
+        """
         limit, now = self._limit(uuid), self._host.clock()
         most = _most(len({_kind(run) for run in runs if _failed(run)}))
         seen: Counter[object] = Counter()
         of_kind: Counter[object] = Counter()
         kept: list[Run] = []
+        shortened: set[str] = set()
         summed: list[Run] = []
         for run in reversed(runs):
             failed = bool(run.wrong or run.unknown)
@@ -172,7 +178,12 @@ class Evidence:
                 # A run that did not complete, or tested only a part, never takes the place of a complete one.
                 kind = lane, run.whole, run.outcome is Outcome.COMPLETED
                 of_kind[kind] += 1
-                kept.append(brief(run) if of_kind[kind] > SHOWN else run)
+                if of_kind[kind] > SHOWN:
+                    kept.append(run if run.id in known else brief(run))
+                    shortened.add(run.id)
+                else:
+                    kept.append(run)
+        self._brief[uuid] = frozenset(shortened)
         # In the order given, not by id: where the clock was set back, the ids of newer runs are smaller.
         place = {run.id: n for n, run in enumerate(runs)}
         return sorted([*kept, *add_up(reversed(summed), self._onsets)], key=lambda run: place[run.id])

@@ -115,7 +115,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
             state=State.UNKNOWN,
             cause=Cause.UNDETERMINED,
             message="No enabled probe tests this device",
-            action="Enable a probe for it: canaryd probes lists them",
+            action="Enable a probe for it; canaryd probes lists them",
         )
     for probe in sorted(case.wanted):
         completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]

@@ -25,6 +25,8 @@ PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
 TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld", "recording-text-only"})
 """Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
+COMMANDS = ("canaryd ", "journalctl ")
+"""Beginnings of the commands that actions end with."""
 SUSPECTS: Mapping[Suspect, str] = {
     Suspect.HOST: "host",
     Suspect.SOFTWARE: "software",
@@ -151,8 +153,12 @@ def names_of(devices: Sequence[Device]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a clause with one full stop, or the colon that it ends with; "" stays ""."""
-    return text if not text or text[-1] in ".:!?" else f"{text}."
+    """Return a clause with one full stop, or the colon that it ends with; "" stays "".
+
+    After a command there is none: whoever copies it would copy the full stop too.
+    """
+    as_it_is = not text or text[-1] in ".:!?" or text.rpartition(": ")[2].startswith(COMMANDS)
+    return text if as_it_is else f"{text}."
 
 
 def _few(names: Sequence[str], things: str) -> str:

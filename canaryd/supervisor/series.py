@@ -132,29 +132,37 @@ class Series:
 
     def _await_import(self, worker: Worker, timeout: float, on_wait: Callable[[str], None]) -> None:
         """Wait until the worker has tried to import torch. Raises `LostError` when it did not survive that."""
-        begun = time.monotonic()
-        try:
-            message = self._slot.receive(worker, begun + min(PATIENCE, timeout))
-        except LostError as lost:
-            if lost.outcome is not Outcome.TIMED_OUT or timeout <= PATIENCE:
-                raise
-            on_wait(f"waiting for torch of {self._slot.where} to import, for at most {timeout:.0f} s")
-            message = self._slot.receive(worker, begun + timeout)
+        what = f"torch of {self._slot.where} to import"
+        message = self._receive_patiently(worker, timeout, what, on_wait)
         with decoding(message):
             if message["kind"] != "imported":
                 raise ValueError(message["kind"])
 
-    def reach(self, runtime: str, timeout: float = IMPORT) -> Reach:
+    def _receive_patiently(
+        self, worker: Worker, timeout: float, what: str, on_wait: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Return the next message, for which `on_wait` is told once that this takes long."""
+        begun = time.monotonic()
+        try:
+            return self._slot.receive(worker, begun + min(PATIENCE, timeout))
+        except LostError as lost:
+            if lost.outcome is not Outcome.TIMED_OUT or timeout <= PATIENCE:
+                raise
+            on_wait(f"waiting for {what}, for at most {timeout:.0f} s")
+            return self._slot.receive(worker, begun + timeout)
+
+    def reach(self, runtime: str, timeout: float = IMPORT, *, on_wait: Callable[[str], None] = lambda _: None) -> Reach:
         """Ask for the devices of a runtime other than torch. Never raises for what a worker does.
 
-        `timeout`: seconds that its import and the search may take.
+        `timeout`: seconds that its import and the search may take; `on_wait` is told once when they take long.
         """
+        what = f"{runtime} of {self._slot.where} to import and to list its devices"
         try:
             worker = self._slot.ready(time.monotonic() + timeout)
             worker.begin()
             worker.send({"op": "reach", "runtime": runtime})
             while True:
-                message = self._slot.receive(worker, time.monotonic() + timeout)
+                message = self._receive_patiently(worker, timeout, what, on_wait)
                 with decoding(message):
                     if message["kind"] == "reached":
                         devices = from_json(tuple[Device, ...], message["devices"])

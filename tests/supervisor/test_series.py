@@ -843,6 +843,19 @@ def test_a_long_import_is_told_live_and_waited_for(bare_python, tmp_path, monkey
     assert isinstance(described.probes[PROBES / "passes.py"], ProbeSpec)
 
 
+def test_another_runtime_that_hangs_is_told_live(bare_python, tmp_path, monkeypatch):
+    """As with torch: before the time limit ends it, one line says what is waited for."""
+    monkeypatch.setattr(supervisor_series, "PATIENCE", 0.5)
+    told: list[str] = []
+    (tmp_path / "wgpu.py").write_text("import time\ntime.sleep(100)\n")
+    with Series(WorkerSpec(python=bare_python, env={"PYTHONPATH": str(tmp_path)}), grace=0.5) as series:
+        reach = series.reach("webgpu", timeout=3.0, on_wait=told.append)
+    where = f"worker.python ({bare_python})"
+    assert told == [f"waiting for webgpu of {where} to import and to list its devices, for at most 3 s"]
+    assert reach.devices == ()
+    assert "before its deadline" in reach.problem
+
+
 @pytest.mark.torch
 def test_describe_lists_the_devices():
     """The host's processors are always among them."""
