@@ -92,6 +92,9 @@ class Model:
         self.expected: Expected = load(directory)
         self.traits = traits
         self.chance = random.Random(5)
+        self.lock = threading.Lock()
+        self.known: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
+        """Prompt → the words that follow it: the same again, unless chance has a part in it."""
         weights, _ = read_safetensors((directory / "model.safetensors").read_bytes())
         self.weights = {name: w.to(getattr(torch, traits.form)) for name, w in weights.items()}
         for part, bits in traits.quantised.items():
@@ -121,6 +124,14 @@ class Model:
 
     def generate(self, prompt: list[int], count: int) -> list[tuple[int, Any]]:
         """Return the words that follow a prompt, each with the logits (vocabulary,) that it was chosen by."""
+        if self.traits.rate or self.traits.temperature:
+            return self._generate(prompt, count)
+        with self.lock:
+            if len(self.known.get(tuple(prompt), ())) < count:
+                self.known[tuple(prompt)] = self._generate(prompt, count)
+            return self.known[tuple(prompt)][:count]
+
+    def _generate(self, prompt: list[int], count: int) -> list[tuple[int, Any]]:
         cache = KeyValues(*self.runner.cached(1, len(prompt) + count))
         found: list[tuple[int, Any]] = []
         given = prompt

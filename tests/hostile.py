@@ -487,7 +487,7 @@ def in_disguise(request: Request) -> dict[str, Any] | None:
 
 @echo
 def beside_many_prompt_tokens(request: Request) -> dict[str, Any] | None:
-    return answer(system_fingerprint=request.key, prompt_token_ids=list(range(400_000)))
+    return answer(system_fingerprint=request.key, prompt_token_ids=list(range(100_000)))
 
 
 @echo

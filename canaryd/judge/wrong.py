@@ -37,10 +37,16 @@ def wrong_results(
 
 
 def retests(case: Case, mismatches: Sequence[Mismatch]) -> Tally:
-    """Return how many completed retests the runs of mismatches had, and how many of these failed too."""
-    roots = {m.run.confirms or m.run.id for m in mismatches}
+    """Return how many completed retests the runs of mismatches had, and how many of these failed too.
+
+    A run that repeats on one device what another computed wrong is no retest of either.
+    """
+    devices = {m.run.device for m in mismatches}
+    own = {r.id for device in devices for r in case.node.runs[device]}
+    roots = {m.run.confirms if m.run.confirms in own else m.run.id for m in mismatches}
     failed = {m.run.id for m in mismatches}
-    again = {r.id for root in roots for r in case.node.confirming.get(root, ()) if r.outcome is Outcome.COMPLETED}
+    confirming = (r for root in roots for r in case.node.confirming.get(root, ()) if r.device in devices)
+    again = {r.id for r in confirming if r.outcome is Outcome.COMPLETED}
     return Tally(wrong=len(again & failed), of=len(again))
 
 

@@ -330,11 +330,11 @@ def _in_force(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
-    """Return the newest evidence that all of the devices have, the oldest first."""
+    """Return the newest evidence of each probe that all devices with this probe have, the oldest first."""
     probes = {probe for d in devices for probe in d.evidence}
     found: dict[str, float | None] = {}
     for probe in probes:
-        times = [d.evidence.get(probe) for d in devices]
+        times = [d.evidence[probe] for d in devices if probe in d.evidence]
         found[probe] = None if None in times else min(at for at in times if at is not None)
     return dict(sorted(found.items(), key=lambda item: (item[1] or 0.0, item[0])))
 

@@ -160,7 +160,7 @@ def flock(
                         f"{path}: still held after {waited:.0f} s by {holder}; wait for it or stop it"
                     ) from error
                 if on_wait and not holder.startswith(_name()):  # of another thread here, nobody needs to hear
-                    on_wait(f"{holder}; this command waits at most {timeout:g} s (--wait)")
+                    on_wait(f"{holder}; this command gives up after {timeout:g} s (--wait)")
                     on_wait = None
                 time.sleep(RETRY)
         _sign(fd, f"{_name()}{doing and f', {doing}'}")

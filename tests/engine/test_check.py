@@ -406,7 +406,7 @@ def test_two_checks_never_use_a_device_at_once(tmp_path):
         assert first.popen.wait(30) == second.code == 0
         assert f"waiting: pid {first.popen.pid}: " in second.err
         # A budget of 0.1 s and a time-out of 60 s.
-        assert ", testing cpu:0 (records) for at most 61 s; this command waits at most 600 s (--wait)" in second.err
+        assert ", testing cpu:0 (records) for at most 61 s; this command gives up after 600 s (--wait)" in second.err
     (_, end), (begin, _) = intervals(log)
     assert begin >= end
 

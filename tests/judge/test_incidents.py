@@ -86,6 +86,26 @@ def test_retests_are_counted(failed, clean):
     assert bool(incident.wrong.confirmed) is (failed == 3)
 
 
+def test_a_run_that_repeats_what_another_computed_wrong_is_no_retest():
+    """It is wrong by itself here, and says nothing of how often the other fails."""
+    again = run(HOUR - MINUTE, wrong(seed=9), confirms="of-the-twin")
+    theirs = run(HOUR, wrong(), of=TWIN, id="of-the-twin")
+    (incident,) = incidents(ask(again, fresh(), peers=[(TWIN, [theirs])]))
+    assert (incident.wrong.retests.wrong, incident.wrong.retests.of) == (0, 0)
+    (other,) = incidents(ask(theirs, fresh(of=TWIN), of=TWIN, peers=[(GPU, [again])]))
+    assert (other.wrong.retests.wrong, other.wrong.retests.of) == (0, 0)
+
+
+def test_a_host_whose_gpus_fail_together_is_not_acquitted_by_its_cpu():
+    """Its memory, power or PCIe may be what they share, though its CPU computes right."""
+    cpu = (CPU, [run(HOUR, right(), of=CPU)])
+    (alone,) = incidents(ask(run(HOUR, wrong()), fresh(), peers=[cpu]))
+    assert Suspect.HOST in {r.what for r in alone.lead.rivals if r.rejected}
+    twin = (TWIN, [run(HOUR, wrong(seed=5, first=()), of=TWIN)])
+    (both,) = incidents(ask(run(HOUR, wrong()), fresh(), peers=[cpu, twin]))
+    assert Suspect.HOST in {r.what for r in both.lead.rivals if not r.rejected}
+
+
 def test_a_rival_says_what_it_is_and_who_rejects_it():
     """A sibling that is right shares kernel, reference and host: it rejects all three."""
     (incident,) = incidents(ask(run(HOUR, wrong()), fresh(), peers=[(TWIN, [run(HOUR, right(), of=TWIN)])]))

@@ -217,8 +217,9 @@ class _Log:
         if self._source is not None and not (isinstance(self._source, _File) and self._source.missing):
             self._seen_at = time.monotonic()
         elif (self._at_once and not self.is_open) or time.monotonic() - self._seen_at >= self._patience:
+            usual = "" if str(self._path) == "/dev/kmsg" else "/dev/kmsg, or to "
             raise FileNotFoundError(
-                f"{self._path}: no kernel log there; name /dev/kmsg, or a file that is fed in its format"
+                f"{self._path}: no kernel log there; set telemetry.kernel_log to {usual}a file with records in its format"
             )
         return data, restarted
 

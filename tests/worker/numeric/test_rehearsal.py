@@ -39,7 +39,8 @@ torch = pytest.importorskip("torch", reason="the numeric worker is tested where 
 fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
 pytestmark = pytest.mark.torch
 
-LEVELS = ("quick", "standard", "deep")
+LEVELS = ("quick", "standard", pytest.param("deep", marks=pytest.mark.slow))
+"""`.ci/full` rehearses level deep: the kernels of the others, in more sizes and layouts."""
 SLOW = 1e6
 """A speed at which a probe chooses its smallest sizes: what a kernel takes does not depend on more."""
 

@@ -453,7 +453,7 @@ def test_an_idle_log_has_a_heartbeat(boot_id, log):
 def test_a_log_that_is_not_there_is_said_and_never_passes_for_one_that_was_read(boot_id, log):
     """After a beat without it, and no position comes before: to the caller a position means that all is well."""
     stream = follow(str(log), boot_id=boot_id, beat=0.2)
-    with pytest.raises(FileNotFoundError, match=r"/kmsg: no kernel log there; name /dev/kmsg"):
+    with pytest.raises(FileNotFoundError, match=r"/kmsg: no kernel log there; set telemetry.kernel_log to /dev/kmsg"):
         next(stream)
 
 
@@ -508,7 +508,7 @@ def test_it_stops_when_it_is_told_to(boot_id, log):
 
 def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
     """One clear error each, with the path."""
-    with pytest.raises(FileNotFoundError, match=r"^/.*/kmsg: no kernel log there; name /dev/kmsg"):
+    with pytest.raises(FileNotFoundError, match=r"^/.*/kmsg: no kernel log there; set telemetry.kernel_log to /dev/kmsg"):
         read(log, boot_id)
     with pytest.raises(ValueError, match=r"neither a character device nor a regular file"):
         read(tmp_path, boot_id)
