@@ -22,7 +22,7 @@ from canaryd.worker.toolkit import Case, need_torch, verify_all
 SPEC = ProbeSpec(
     name="exact_integer",
     summary="integer and index operations with one right answer",
-    budget={"quick": 1.0, "standard": 8.0, "deep": 60.0},
+    budget={"quick": 0.5, "standard": 8.0, "deep": 60.0},
     runtimes=("*",),
     every_instruction_set=True,
     order=5,

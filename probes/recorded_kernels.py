@@ -23,7 +23,7 @@ from canaryd.worker.toolkit import chosen, need_torch, strict_switches, torch
 SPEC = ProbeSpec(
     name="recorded_kernels",
     summary="kernels that serving uses, compared with error bounds and with earlier results",
-    budget={"quick": 3.0, "standard": 10.0, "deep": 60.0},
+    budget={"quick": 1.0, "standard": 10.0, "deep": 60.0},
     every_instruction_set=True,
     order=30,
 )

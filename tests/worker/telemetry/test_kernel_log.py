@@ -508,7 +508,9 @@ def test_it_stops_when_it_is_told_to(boot_id, log):
 
 def test_what_cannot_be_read_is_said(boot_id, log, tmp_path):
     """One clear error each, with the path."""
-    with pytest.raises(FileNotFoundError, match=r"^/.*/kmsg: no kernel log there; set telemetry.kernel_log to /dev/kmsg"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^/.*/kmsg: no kernel log there; set telemetry.kernel_log to /dev/kmsg"
+    ):
         read(log, boot_id)
     with pytest.raises(ValueError, match=r"neither a character device nor a regular file"):
         read(tmp_path, boot_id)
