@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -161,18 +161,12 @@ class Node:
         return self._records[asked]
 
     @cached_property
-    def _marked(self) -> Sequence[tuple[Mismatch, object, Collection[judge_cause.Mark]]]:
-        """The mismatches that accuse a device, with their data and what their wrong bits look like."""
-        every = itertools.chain.from_iterable(self.accusing.values())
-        return [(m, self.data(m), judge_cause.marks([m.comparison])) for m in every if m.run.stack]
-
-    @cached_property
     def _givers(self) -> Mapping[object, set[str]]:
         """Data with wrong bits → the devices that gave them."""
         givers: dict[object, set[str]] = defaultdict(set)
-        for mismatch, data, marks in self._marked:
-            for mark in marks:
-                givers[data, mark].add(mismatch.run.device)
+        for mismatch in itertools.chain.from_iterable(self.accusing.values()):
+            for mark in judge_cause.marks([mismatch.comparison]) if mismatch.run.stack else ():
+                givers[self.data(mismatch), mark].add(mismatch.run.device)
         return givers
 
     @cached_property
@@ -200,8 +194,9 @@ class Node:
             return frozenset()  # at once, since most faults are those of one device
         return frozenset(
             id(m.comparison)
-            for m, data, marks in self._marked
-            if any(len(self._givers[data, mark]) > 1 for mark in marks)
+            for m in itertools.chain.from_iterable(self.accusing.values())
+            if m.run.stack
+            and any(len(self._givers[self.data(m), mark]) > 1 for mark in judge_cause.marks([m.comparison]))
         )
 
     @cached_property

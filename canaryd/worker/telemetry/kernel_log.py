@@ -218,9 +218,8 @@ class _Log:
             self._seen_at = time.monotonic()
         elif (self._at_once and not self.is_open) or time.monotonic() - self._seen_at >= self._patience:
             usual = "" if str(self._path) == "/dev/kmsg" else "/dev/kmsg, or to "
-            raise FileNotFoundError(
-                f"{self._path}: no kernel log there; set telemetry.kernel_log to {usual}a file with records in its format"
-            )
+            wanted = f"set telemetry.kernel_log to {usual}a file with records in its format"
+            raise FileNotFoundError(f"{self._path}: no kernel log there; {wanted}")
         return data, restarted
 
     def wait(self, seconds: float) -> None:
