@@ -20,6 +20,8 @@ from canaryd.report.terminal import Line, paint, paragraph, role_of, typed
 SCHEMA = "canaryd.status/1"
 RECENT_EVENTS = 10
 """Events of one device that a terminal shows; JSON has them all."""
+PARAGRAPHS = 2
+"""Of devices that are not healthy, after which what was not tested is only counted, so that a screen holds all."""
 
 
 def as_json(status: Status) -> dict[str, Any]:
@@ -78,8 +80,8 @@ def as_text(status: Status, *, verbose: bool = False, color: bool = False) -> st
     for same in alike.values():
         lines += _device_lines(same, status, verbose=verbose, advised=same[0].device.uuid in told_of)
     quiet = [d for d in status.devices if _is_quiet(d, verbose=verbose)]
-    # Where several paragraphs have to fit on a screen, what was not tested is only counted, beside what is healthy.
-    counted = bool(quiet) and len(alike) > 1 and not verbose and bool(status.not_tested)
+    # Where many paragraphs have to fit on a screen, what was not tested is only counted, beside what is healthy.
+    counted = bool(quiet) and len(alike) > PARAGRAPHS and not verbose and bool(status.not_tested)
     if quiet:
         more = f"; {len(status.not_tested)} things were not tested (-v)" if counted else ""
         lines += _healthy_lines(quiet, status, more, verbose=verbose)
@@ -189,9 +191,12 @@ def _untested_lines(status: Status, *, verbose: bool) -> Iterator[Line]:
 
 
 def _last_lines(status: Status) -> Iterator[Line]:
-    """Yield whether a daemon runs, which probe had no result for longest, the time zone, and the state."""
-    stalest = min(filter(None, (d.stalest for d in status.devices)), key=lambda item: item[1] or 0.0, default=None)
-    oldest = f"; longest without result: {stalest[0]} ({age(stalest[1], status.now)})" if stalest else ""
+    """Yield whether a daemon runs, which probe of which device had no result for longest, the time zone, the state."""
+    known = [(*d.stalest, d.device.name) for d in status.devices if d.stalest]
+    oldest = ""
+    if known:
+        probe, at, name = min(known, key=lambda one: one[1] or 0.0)
+        oldest = f"; oldest result: {probe} of {name} ({age(at, status.now)})"
     daemon = "running" if status.daemon else "not running on this state directory"
     yield from paragraph("", f"daemon: {daemon}{oldest}; times: {time_zone()}")
     yield role_of(status.state), f"status: {status.state.value.upper()}  (exit {exit_code(status.state)})"

@@ -416,7 +416,7 @@ def test_healthy_devices_are_one_line(store):
     assert line == "HEALTHY  cuda:0 cuda:1 cuda:2 cuda:3 cuda:4 cuda:5 cuda:6 cuda:7 (NVIDIA H200)"
     seen = [{"a": NOW - 60 * index, "b": NOW} for index in range(8)]
     devices = tuple(replace(d, evidence=e) for d, e in zip(found.devices, seen, strict=True))
-    assert "; longest without result: a (7 minutes)" in unwrapped(status_text(replace(found, devices=devices)))
+    assert "; oldest result: a of cuda:7 (7 minutes)" in unwrapped(status_text(replace(found, devices=devices)))
     note = Finding(rule="a-note", state=State.HEALTHY, cause=Cause.NONE, message="persistence is off", action="Set it")
     store.set_verdict(replace(verdict(*SOUND), device="GPU-5", findings=(note,)))
     text = status_text(ask(store))
@@ -755,7 +755,7 @@ def test_the_newest_evidence_is_told(store):
     assert "newest results: never (none yet), exact (16 minutes ago), telemetry (16 minutes ago)" in unwrapped(
         status_text(found, verbose=True)
     )
-    assert "longest without result: never (none yet)" in unwrapped(status_text(found))
+    assert "oldest result: never of cuda:3 (none yet)" in unwrapped(status_text(found))
 
 
 def test_the_evidence_of_devices_alike_is_the_oldest(store):
