@@ -372,11 +372,11 @@ def _host(scene: Scene) -> Rival:
             f"the host's memory or CPU: in the same host, {names(who)} computed right (slot and cable are not excluded)"
         )
         return of(why, Shown.RIGHT if scene.right else Shown.RARER, who, rejected=True)
-    if scene.host_clean and not scene.company:
-        why = "the host's memory or CPU: its CPU passed the same tests at about the same time"
-        return of(why, Shown.PASSED, rejected=True)
     if scene.company:
         return of(f"the host's memory, power or PCIe: {names(scene.company)} began to fail at about the same time")
+    if scene.host_clean:
+        why = "the host's memory or CPU: its CPU passed the same tests at about the same time"
+        return of(why, Shown.PASSED, rejected=True)
     return of("the host's memory, CPU or PCIe: nothing else on this host has passed recently")
 
 

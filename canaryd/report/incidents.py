@@ -155,7 +155,7 @@ def names_of(devices: Sequence[Device]) -> str:
 def sentence(text: str) -> str:
     """Return a clause with one full stop, or the colon that it ends with; "" stays "".
 
-    After a command there is none: whoever copies it would copy the full stop too.
+    A command at its end gets none, since people copy it.
     """
     as_it_is = not text or text[-1] in ".:!?" or text.rpartition(": ")[2].startswith(COMMANDS)
     return text if as_it_is else f"{text}."

@@ -196,7 +196,7 @@ def _summary(d: DeviceStatus, now: float) -> str:
     if not known:
         return "Details; no probe has run yet"
     probe, at = next(iter(known.items()))
-    return f"Details; longest without result: {_text(probe)} ({age(at, now)})"
+    return f"Details; oldest result: {_text(probe)} ({age(at, now)})"
 
 
 def _details(d: DeviceStatus) -> str:

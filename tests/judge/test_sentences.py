@@ -25,14 +25,18 @@ LONG = 100
 """Rounds above which a story that no rule needs is told in `.ci/full` alone: it takes two to nine seconds."""
 
 
+READ = {path: story.load(path) for path in FILES}
+"""What each file says; none of them is read twice to choose what is played."""
+
+
 def late(path):
     """Whether `.ci/full` alone plays a story as it is told."""
-    return path.stem in NEEDED or story.load(path).rounds > LONG
+    return path.stem in NEEDED or READ[path].rounds > LONG
 
 
 def chance(path):
     """Whether another seed tells a story another way."""
-    told = story.load(path)
+    told = READ[path]
     return any(0 < fault.probability < 1 for fault in told.faults) or bool(told.noise)
 
 
