@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from canaryd.store.locks import flock, make
-from canaryd.store.migrations import Migration, apply_migration
+from canaryd.store.migrations import FIRST, Migration, apply_migration, newest
 from canaryd.store.rows import NOTE
 
 DATABASE = "canaryd.db"
@@ -194,10 +194,9 @@ class Database:
             self.problems["wal"] = f"{self.path}: {note}"
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA cache_size = -{CACHE}")
-        for number in range(version, len(self.migrations)):
-            self._transact(
-                db, functools.partial(apply_migration, migration=self.migrations[number], version=number + 1)
-            )
+        for number, migration in enumerate(self.migrations, FIRST):
+            if number > version:
+                self._transact(db, functools.partial(apply_migration, migration=migration, version=number))
         # The process that replaced a damaged file has noted the loss already.
         if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
             self._note_loss("was replaced while it was in use", "continuing with the new file")
@@ -223,7 +222,7 @@ class Database:
                 raise
             self.close()
             return self._open_to_read("mode=ro&immutable=1")
-        if version < len(self.migrations):
+        if version < newest(self.migrations):
             raise OSError("an older canaryd wrote it: start the daemon or run canaryd check to convert it")
         return db
 
@@ -234,10 +233,10 @@ class Database:
 
     def _schema_version(self, db: sqlite3.Connection) -> int:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(self.migrations):
+        if version > newest(self.migrations):
             raise StoreTooNew(
                 f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
-                f"{len(self.migrations)}); upgrade canaryd, or choose another --state-dir"
+                f"{newest(self.migrations)}); upgrade canaryd, or choose another --state-dir"
             )
         return version
 

@@ -27,9 +27,9 @@ T = TypeVar("T")
 HOUR = 3600.0
 """Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
-"""Of a run that a release before version 9 stored and that is no failure, these columns are NULL."""
+"""Of a run that release 0.1.0 stored and that is no failure, these columns are NULL."""
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
-"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of an older release."""
+"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of release 0.1.0."""
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
