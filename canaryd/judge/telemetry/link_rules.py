@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_duration
+from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.signals import (
     DAY,
     HELD,
@@ -14,7 +15,6 @@ from canaryd.judge.telemetry.signals import (
     TRAINING,
     Signs,
     clears_after,
-    finding,
     recovery,
     source_of,
 )
