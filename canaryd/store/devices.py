@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class DeviceTables(BufferedDatabase):
         self,
         state_dir: Path,
         clocks: tuple[Callable[[], float], Callable[[], float]],
-        migrations: Sequence[Migration],
+        migrations: Mapping[int, Migration],
         *,
         for_reading: bool,
     ) -> None:

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from canaryd.judge.brief import brief
 from canaryd.model import Run
@@ -92,15 +92,9 @@ def _after_0_1_0(db: sqlite3.Connection) -> None:
             db.execute(f"UPDATE runs SET {assigned} WHERE number = ?", (*lane(run), shown, number))
 
 
-FIRST = 5
-"""Version of the database that release 0.1.0 makes; no release has made an earlier one."""
-MIGRATIONS: tuple[Migration, ...] = (_release_0_1_0, _after_0_1_0)
-"""In order, to version `FIRST`, to the next, and so on; `user_version` of the database says how far it is."""
-
-
-def newest(migrations: Sequence[Migration]) -> int:
-    """Return the version of a database to which all migrations were applied."""
-    return FIRST - 1 + len(migrations)
+MIGRATIONS: Mapping[int, Migration] = {5: _release_0_1_0, 10: _after_0_1_0}
+"""Version, in ascending order → what makes it of the one before; `user_version` of the database says which it has. No
+release made the others."""
 
 
 def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:

@@ -35,7 +35,7 @@ from canaryd.report import status
 from canaryd.store import release_0_1
 from canaryd.store.clock import REACHED_NOTE
 from canaryd.store.database import StoreTooNew
-from canaryd.store.migrations import FIRST, MIGRATIONS, newest
+from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
 from tests.places import place
 
@@ -258,9 +258,9 @@ def test_the_store_of_a_newer_version_is_refused_and_not_touched(tmp_path):
     """With both versions and what to do; nothing in the directory changes but the lock."""
     Store.open(tmp_path).close()
     before = (tmp_path / "canaryd.db").read_bytes()
-    words = r"version 6 of the store, this one knows 5\); upgrade canaryd, or choose another"
+    words = r"version 10 of the store, this one knows 5\); upgrade canaryd, or choose another"
     with pytest.raises(StoreTooNew, match=words):
-        Store.open(tmp_path, migrations=MIGRATIONS[:1])
+        Store.open(tmp_path, migrations={5: MIGRATIONS[5]})
     assert (tmp_path / "canaryd.db").read_bytes() == before
     assert {p.name for p in tmp_path.iterdir()} <= {"canaryd.db", "canaryd.db.lock"}
 
@@ -277,7 +277,7 @@ def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path):
         sound(place / "canaryd.db")
         with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
-        with Store.open(place, migrations=MIGRATIONS[: version - FIRST + 1]) as store:
+        with Store.open(place, migrations={v: m for v, m in MIGRATIONS.items() if v <= version}) as store:
             assert to_json(store.runs(drill=None)) == to_json([from_json(Run, w) for w in written])
         with Store.open(place) as store:
             assert len(store.runs(drill=None)) == len(written)
@@ -286,7 +286,7 @@ def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path):
             break
         assert process.returncode == -signal.SIGKILL
     assert statement > 30, "the migration has a statement for each failure, table and column"
-    assert version == newest(MIGRATIONS)
+    assert version == max(MIGRATIONS)
 
 
 # --- A full disk -----------------------------------------------------------------------------------------------------
@@ -441,7 +441,9 @@ def history(store):
 def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
     """Pruned at the jump, as the daemon does, and hourly after it: all that lay before is there afterwards."""
     host.add(wrong=True)
-    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=host.now, last=host.now)])
+    host.engine.watch.history.record(
+        [Event(device=GPU.uuid, kind="xid", name="31", code=31, first=host.now, last=host.now)]
+    )
     host.store.add_poll(run(9999, host.now, probe="nvidia_telemetry"), {})
     host.say("acknowledged", "known", host.now + DAY)
     host.engine.decide()
@@ -467,13 +469,15 @@ def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
 def test_an_event_of_a_wrong_time_is_there_when_the_time_is_right(host, wrong):
     """An Xid that was heard then accuses now, after pruning and a restart too."""
     right, host.now = host.now, wrong
-    host.engine.watch.happened([Event(device=GPU.uuid, kind="xid", name="48", code=48, first=host.now, last=host.now)])
+    host.engine.watch.history.record(
+        [Event(device=GPU.uuid, kind="xid", name="48", code=48, first=host.now, last=host.now)]
+    )
     assert any(r.startswith("xid") for r in host.rules)
     host.now = right + HOUR
     host.add()
     host.store.prune(host.now)
     host.restart()
-    assert [e.name for e in host.engine.watch.events(GPU)] == ["48"]
+    assert [e.name for e in host.engine.watch.history.of(GPU)] == ["48"]
     assert any(r.startswith("xid") for r in host.rules)
 
 
