@@ -65,34 +65,19 @@ def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
     return STATE_DIRECTORY
 
 
+def _runtime(packages: str, name: str, directory: str) -> Any:
+    doc = f"Python interpreter with {packages} and torch. Default: no device is tested through {name}."
+    return setting(PROGRAM, "null", doc, sample=f'"/opt/{directory}/bin/python3"')
+
+
 @dataclass(frozen=True, kw_only=True)
 class RuntimesConfig:
     """Runtimes beside torch, each under an interpreter of its own."""
 
-    mlx: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with mlx and torch. Default: no device is tested through MLX.",
-        sample='"/opt/mlx/bin/python3"',
-    )
-    onnx: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with onnxruntime, onnx and torch. Default: no device is tested through ONNX Runtime.",
-        sample='"/opt/onnx/bin/python3"',
-    )
-    webgpu: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with wgpu and torch. Default: no device is tested through WebGPU.",
-        sample='"/opt/wgpu/bin/python3"',
-    )
-    jax: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with jax and torch. Default: no device is tested through JAX.",
-        sample='"/opt/jax/bin/python3"',
-    )
+    mlx: str | None = _runtime("mlx", "MLX", "mlx")
+    onnx: str | None = _runtime("onnxruntime, onnx", "ONNX Runtime", "onnx")
+    webgpu: str | None = _runtime("wgpu", "WebGPU", "wgpu")
+    jax: str | None = _runtime("jax", "JAX", "jax")
 
     @property
     def each(self) -> Mapping[str, str]:
