@@ -42,14 +42,13 @@ BAD = 1
 """Exit status where something was wrong."""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "characterise",
-        parents=[common],
+    command = commands.add(
+        *("characterise", characterise_command),
+        "find out what a new accelerator computes exactly",
+        "Find out what a device and its software compute exactly, part by part, and write a page.",
         epilog=CHARACTERISE_EXIT_STATUS,
-        help="find out what a new accelerator computes exactly",
-        description="Find out what a device and its software compute exactly, part by part, and write a page.",
     )
     command.add_argument("--device", required=True, metavar="DEV", help="the device: uuid, cpu:0 or cuda:3")
     command.add_argument(
@@ -78,7 +77,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="trust the kinds of tests that were always right: they may accuse a device now (docs/characterise.md)",
     )
     add_json(command)
-    command.set_defaults(function=characterise_command)
 
 
 def minutes(text: str) -> float:
