@@ -46,9 +46,7 @@ Each new result is compared with them.
 def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
     command = commands.add(
-        *("baseline", baseline_command),
-        "list, accept or pin the baselines of recorded cases",
-        DESCRIPTION,
+        *("baseline", baseline_command), "list, accept or pin the baselines of recorded cases", DESCRIPTION
     )
     command.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
     command.add_argument(

@@ -54,10 +54,7 @@ def add_parsers(commands: Commands) -> None:
         help="for an engine that rounds when it scales queries (docs/exact-canary.md)",
     )
     command.add_argument(
-        "--gguf",
-        choices=FORMATS,
-        default="",
-        help="write a GGUF file with matrices in this format, for llama.cpp",
+        "--gguf", choices=FORMATS, default="", help="write a GGUF file with matrices in this format, for llama.cpp"
     )
     add_wait(command)
 

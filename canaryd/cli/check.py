@@ -63,9 +63,7 @@ def add_parsers(commands: Commands) -> None:
 
 def _add_check(commands: Commands) -> None:
     command = commands.add(
-        *("check", check_command),
-        "test every device now and print one verdict each",
-        epilog=EXIT_STATUS,
+        *("check", check_command), "test every device now and print one verdict each", epilog=EXIT_STATUS
     )
     command.add_argument(
         "--level", choices=LEVELS, default="standard", help="how thoroughly to test (default: standard)"

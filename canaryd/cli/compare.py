@@ -57,10 +57,7 @@ def _add_capture(commands: Commands) -> None:
         "--exact", action="store_true", help="run a model whose every value is known, and name the first wrong one"
     )
     command.add_argument(
-        "--device",
-        default="",
-        metavar="DEV",
-        help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)",
+        "--device", default="", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)"
     )
     command.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"

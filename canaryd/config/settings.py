@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.config.schema import (
-    BOOLEAN,
-    Each,
-    Free,
-    ListOf,
-    Variables,
-    section,
-    setting,
-)
+from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, section, setting
 from canaryd.config.values import (
     API,
     DEGREES,
@@ -164,11 +156,7 @@ class EndpointConfig:
     """One model server."""
 
     url: str = setting(
-        URL,
-        "null",
-        "Address of its OpenAI-compatible API; required.",
-        sample='"http://127.0.0.1:8000/v1"',
-        factory=str,
+        URL, "null", "Address of its OpenAI-compatible API; required.", sample='"http://127.0.0.1:8000/v1"', factory=str
     )
     devices: tuple[str, ...] = setting(
         ListOf(FILLED),
@@ -215,10 +203,7 @@ class EndpointConfig:
     )
     dialect: str | None = setting(DIALECT, "null", "The server software. Default: detected.", sample="vllm")
     key_file: Path | None = setting(
-        PATH,
-        "null",
-        "A file that contains only the API key. Default: no key is sent.",
-        sample='"/etc/canaryd/key"',
+        PATH, "null", "A file that contains only the API key. Default: no key is sent.", sample='"/etc/canaryd/key"'
     )
     ca_file: Path | None = setting(
         PATH, "null", "CA certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
@@ -322,10 +307,7 @@ class TelemetryConfig:
     )
     xids: Mapping[str, str] = setting(
         Variables(
-            GRADE,
-            "[0-9]{1,5}",
-            "a mapping of Xid codes to grades",
-            'not an Xid; write its number in quotes, e.g. "31"',
+            GRADE, "[0-9]{1,5}", "a mapping of Xid codes to grades", 'not an Xid; write its number in quotes, e.g. "31"'
         ),
         "{}",
         "Xids to grade differently from NVIDIA's catalogue. Default: none.",
@@ -349,10 +331,7 @@ class DevicesConfig:
     """Which devices are watched."""
 
     include: tuple[str, ...] = setting(
-        ListOf(FILLED),
-        "[]",
-        "Devices to watch, by uuid, name or backend. Default: all.",
-        sample='["cuda", "cpu:0"]',
+        ListOf(FILLED), "[]", "Devices to watch, by uuid, name or backend. Default: all.", sample='["cuda", "cpu:0"]'
     )
     expected: int | None = setting(
         whole(0, 1024),

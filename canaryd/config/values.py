@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.config.schema import (
-    SPELLED,
-    Notes,
-    Scalar,
-    quoted,
-    read_filled,
-    read_integer,
-    read_number,
-)
+from canaryd.config.schema import SPELLED, Notes, Scalar, quoted, read_filled, read_integer, read_number
 from canaryd.probe import LEVELS
 
 MAX_SECONDS = 36500 * 86400.0  # a century: longer ones overflow the standard library's timers and timestamps

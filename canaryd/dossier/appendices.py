@@ -131,14 +131,7 @@ def _shared(failure: Mapping[str, Any]) -> str:
 
 def _rates(document: Document) -> str:
     rows = [
-        (
-            p["probe"],
-            f"{p['runs']:,}",
-            counted(p["results"]),
-            rated(p["uploads"]),
-            ruled_out(p),
-            format_time(p["last"]),
-        )
+        (p["probe"], f"{p['runs']:,}", counted(p["results"]), rated(p["uploads"]), ruled_out(p), format_time(p["last"]))
         for p in document["probes"]
     ]
     if not rows:

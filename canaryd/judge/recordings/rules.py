@@ -15,16 +15,7 @@ from canaryd.facts import LINKS, Recording
 from canaryd.judge.case import freshness
 from canaryd.judge.findings import RUNS_NAMED, finding
 from canaryd.judge.phrases import and_more, count, listed
-from canaryd.judge.recordings.baseline import (
-    EVERY,
-    IDLE,
-    LEARN,
-    Baseline,
-    Key,
-    LinkChange,
-    changed_links,
-    key_of,
-)
+from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, LinkChange, changed_links, key_of
 from canaryd.judge.recordings.intake import is_comparable
 from canaryd.judge.recordings.learning import learning, text_alone, uncompared
 from canaryd.judge.recordings.record import (
