@@ -234,7 +234,6 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
     drill = options.command == "drill"
     return check.Options(
         level="quick" if drill else options.level,
-        devices=tuple(options.device),
         probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if drill else ()),
         cases=tuple(getattr(options, "case", ())),
         seed=getattr(options, "seed", None),

@@ -77,7 +77,6 @@ class Options:
     """What was asked for."""
 
     level: str = "standard"
-    devices: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     intensity: str = ""
