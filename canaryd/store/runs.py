@@ -208,10 +208,9 @@ class RunTables(BufferedDatabase):
         now = self._clock.stamp()
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
-    def met(self, device: str | None = None) -> list[Met]:
-        """Return which classes a device, or any, has met; what waits in memory is part of it."""
-        query = "SELECT device, line, body FROM met WHERE device = ? OR ? IS NULL ORDER BY device, line"
-        stored, waiting = self._read(query, device, device)
+    def met(self) -> list[Met]:
+        """Return which classes each device has met; what waits in memory is part of it."""
+        stored, waiting = self._read("SELECT device, line, body FROM met ORDER BY device, line")
         found: dict[Line, Met] = {}
         for met in self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in (*stored, *waiting)]):
             found[met.line] = found[met.line].merged(met) if met.line in found else met
