@@ -28,6 +28,7 @@ from canaryd.cli.common import (
     say,
 )
 from canaryd.config.settings import Config
+from canaryd.judge.phrases import count
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.terminal import typed
@@ -194,17 +195,13 @@ def _accept(store: Store, document: Document, work: Characterisation) -> bool:
     return True
 
 
-def _parts(number: int) -> str:
-    return f"{number} part{'' if number == 1 else 's'}"
-
-
 def _concluded(document: Document, work: Characterisation, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     else:
         strict, controls = document["strict"], document["controls"]
         say(
-            f"{document['verdict'].upper()}  {work.conversation.device.name}  {_parts(len(document['parts']))}:"
+            f"{document['verdict'].upper()}  {work.conversation.device.name}  {count(len(document['parts']), 'part')}:"
             f" {strict['right']:,} strict results right, {strict['wrong']:,} wrong, {strict['raised']:,} errors;"
             f" {controls['failed_as_they_must']:,} injected faults caught, {controls['did_not_fail']:,} missed"
         )
@@ -212,7 +209,7 @@ def _concluded(document: Document, work: Characterisation, options: argparse.Nam
     if work.left:
         names = ", ".join(p.name for p in work.left[:6]) + (", …" if len(work.left) > 6 else "")
         again = f" --slice {options.slice[0]}/{options.slice[1]}" if options.slice[1] > 1 else ""
-        complain(f"not done yet: {_parts(len(work.left))} ({names}); to continue:")
+        complain(f"not done yet: {count(len(work.left), 'part')} ({names}); to continue:")
         # A command stands on one line, whatever its length, so that it can be copied.
         resume = (
             f"canaryd characterise --device {options.device} --resume {shlex.quote(str(work.directory.path))}{again}"
