@@ -215,8 +215,7 @@ class BufferedDatabase:
                     db.executemany(add, rows)
                 for verdict in verdicts:  # noqa: B023
                     add_verdict(db, verdict)
-                for row in met:  # noqa: B023
-                    add_met(db, row)
+                add_met(db, met)  # noqa: B023
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))

@@ -3,15 +3,14 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from canaryd.model import Ack, Device, Verdict
 from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.migrations import Migration
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack
 
 VOID_NOTE = "void acks"
@@ -32,17 +31,10 @@ class DeviceRecord:
 class DeviceTables(BufferedDatabase):
     """The tables of devices, verdicts and acknowledgements."""
 
-    def __init__(
-        self,
-        state_dir: Path,
-        clocks: tuple[Callable[[], float], Callable[[], float]],
-        migrations: Mapping[int, Migration],
-        *,
-        for_reading: bool,
-    ) -> None:
-        super().__init__(state_dir, clocks, migrations, for_reading=for_reading)
-        self._decoded: dict[str, tuple[bytes, Verdict]] = {}
+    @functools.cached_property
+    def _decoded(self) -> dict[str, tuple[bytes, Verdict]]:
         """Device → its newest verdict, packed and decoded."""
+        return {}
 
     def see_device(self, device: Device, now: float) -> bool:
         """Store that `device` was there at `now` (seconds since the epoch). False: only in memory so far."""

@@ -8,7 +8,7 @@ import json
 import re
 import sqlite3
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -194,15 +194,16 @@ def met_row(met: Met, last: float) -> tuple[Any, ...]:
     return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
 
 
-def add_met(db: sqlite3.Connection, row: Sequence[Any]) -> None:
-    """Add a record of classes to the one of its line: another process may have stored others meanwhile."""
-    device, line, last, body = row
-    stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
-    if stored:
-        # A record that rotted is learnt anew from here.
-        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
-            body = pack(unpack(Met, stored[0]).merged(unpack(Met, body)))
-    db.execute(ADD_MET, (device, line, last, body))
+def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
+    """Add records of classes to those of their lines: another process may have stored others meanwhile."""
+    for device, line, last, body in rows:
+        stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
+        merged = body
+        if stored:
+            # A record that rotted is learnt anew from here.
+            with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
+                merged = pack(unpack(Met, stored[0]).merged(unpack(Met, body)))
+        db.execute(ADD_MET, (device, line, last, merged))
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:

@@ -83,8 +83,7 @@ class RunTables(BufferedDatabase):
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
                     db.executemany(ADD_BASELINE, changed)
-                    for met_classes in classes:
-                        add_met(db, met_classes)
+                    add_met(db, classes)
 
             if self._write(write):
                 return True
@@ -197,12 +196,7 @@ class RunTables(BufferedDatabase):
         """Add classes that were met or accepted, in one transaction. False: only in memory so far."""
         with self._lock:
             rows = self._met_rows(records)
-
-            def write(db: sqlite3.Connection) -> None:
-                for row in rows:
-                    add_met(db, row)
-
-            return self._write(write)
+            return self._write(lambda db: add_met(db, rows))
 
     def _met_rows(self, records: Iterable[Met]) -> list[tuple[Any, ...]]:
         now = self._clock.stamp()
