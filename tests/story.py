@@ -1,7 +1,7 @@
 """A simulator of fleets: plays stories, written as YAML files, through the real engine, schedule, store and judge.
 
 Only hardware, the worker process and time are replaced: `Simulated` is a `Series` whose devices compute, fail and
-report as the story says. Everything that remembers or decides is canaryd's own. docs/testing.md has the format.
+report as the story says. Everything that remembers or decides is canaryd's own. `Story` is the format of a file.
 """
 
 from __future__ import annotations
@@ -103,6 +103,10 @@ SPECS: Mapping[str, ProbeSpec] = {
 """The simulated catalogue, shaped like the shipped probes."""
 OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
 KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", "selftest", *OUTCOMES}
+"""What may go wrong: a result (exact), all results of an upload, the host's golden, the comparator, a link (of one device
+or `place`: all its links; of two devices: the one between them; the event `check` shows it), a recorded case (with
+`bits` the same departure each time), an endpoint's answer (garbage), all skipped (nothing), a vendor's self-test, or how
+a worker ends."""
 Names = tuple[str, ...] | str
 
 
@@ -1247,7 +1251,7 @@ DOINGS: Mapping[str, Callable[..., None]] = {
     "clients": _clients,
     "serve": _serve,
 }
-"""What may happen; docs/testing.md has them as a table."""
+"""What may happen; the docstring of each says what it does."""
 
 
 # --- Playing, and holding against what is expected --------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_the_default_address_is_the_one_that_is_written_down():
     """README and decision name the address that the configuration has."""
     host, port = settings.Config().listen
     assert f"{host}:{port}" in (ROOT / "README.md").read_text()
-    assert f"## 8. The default port is {port}" in (DOCS / "decisions.md").read_text()
+    assert f". The default port is {port}\n" in (DOCS / "decisions.md").read_text()
 
 
 def settings_of(schema: Mapping, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -267,11 +267,6 @@ def test_the_goldens_page_and_the_catalogue_name_the_same_probes():
     assert named == {path.stem for path in PROBES if path.stem.startswith("exact_")} | others
 
 
-def test_the_page_shows_the_example_as_it_is():
-    """What is read is what is run."""
-    assert f"```python\n{EXAMPLE.read_text()}```" in (DOCS / "writing-a-probe.md").read_text()
-
-
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory) -> catalogue.Entry:
     """The example as a drop-in: found in a directory and described by a worker."""
@@ -374,8 +369,6 @@ RUN_ELSEWHERE = {
         "tests/test_install.py::test_the_package_carries_what_canaryd_depends_on",
         "it changes the clone; the test checks what it wrote",
     ),
-    "tests/boot/make_root --torch": (".ci/full", "minutes, as root"),
-    'scripts/test tests/test_boot.py -m "slow or not slow"': (".ci/full", "minutes, as root"),
 }
 """Command of the README or the install page → what runs it, or its equal, and why it is not run as it stands."""
 COPIES = {

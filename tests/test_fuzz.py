@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.__main__ import HERE, REGRESSIONS, ROOT, TARGETS, seeds
+from tests.fuzz.__main__ import HERE, REGRESSIONS, TARGETS, seeds
 from tests.fuzz.material import Choices, dumps, loaded, mutated, stretched, warped
 
 SEED = 20_261_121
@@ -51,12 +51,10 @@ def test_a_target_holds(name):
 
 
 def test_every_target_says_what_must_hold():
-    """In its module's docstring, and in the table of docs/testing.md."""
-    table = (ROOT / "docs/testing.md").read_text()
+    """In its module's docstring."""
     for name in TARGETS:
         text = (HERE / "targets" / f"{name}.py").read_text()
         assert re.match(r'"""[^"]{150,}"""', text), name
-        assert f"| `{name}` |" in table, name
 
 
 def test_former_findings_belong_to_targets():

@@ -466,11 +466,8 @@ def test_every_command_that_is_named_can_be_typed(boundary):
     assert parser().parse_args(words[1:]).command in ("capture", "check")
 
 
-def test_the_document_tells_every_threshold():
-    """docs/baselines.md names each rule and each number."""
+def test_the_document_tells_every_symptom():
+    """docs/baselines.md names each; the numbers are in docs/thresholds.md, where tests/judge/test_thresholds.py looks."""
     document = (ROOT / "docs" / "baselines.md").read_text()
     for name in [*(rule.name for rule in RULES), "coherent but different"]:
         assert f"| {name} |" in document
-    for key, value in vars(recordings_triage).items():
-        if key.isupper() and isinstance(value, (int, float)):
-            assert f"`{key}` | {value:g} |" in document, key
