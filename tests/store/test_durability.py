@@ -124,7 +124,7 @@ def test_kill_9_leaves_baselines_and_verdicts_that_fit_the_runs(killed):
         assert baseline.complete
         assert baseline.learnt[EVERY] == LEARN
         assert sum(bool(r.learnt) for r in runs) <= LEARN
-        assert baseline.strange >= sum(bool(r.unknown) for r in runs) > 10
+        assert baseline.strange >= sum(bool(r.unknown) for r in runs) > 0
         assert len(runs) <= counted(store) <= len(runs) + 30, "at most the run that was under way at each kill"
         (known,) = baseline.known
         assert known.recording.values == (0.5, 0.25)
