@@ -103,10 +103,10 @@ SPECS: Mapping[str, ProbeSpec] = {
 """The simulated catalogue, shaped like the shipped probes."""
 OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
 KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", "selftest", *OUTCOMES}
-"""What may go wrong: a result (exact), all results of an upload, the host's golden, the comparator, a link (of one device
-or `place`: all its links; of two devices: the one between them; the event `check` shows it), a recorded case (with
-`bits` the same departure each time), an endpoint's answer (garbage), all skipped (nothing), a vendor's self-test, or how
-a worker ends."""
+"""What may go wrong: a result (exact), all results of an upload, the host's golden, the comparator, a link (of one
+device or `place`: all its links; of two devices: the one between them; the event `check` shows it), a recorded case
+(with `bits` the same departure each time), an endpoint's answer (garbage), all skipped (nothing), a vendor's self-test,
+or how a worker ends."""
 Names = tuple[str, ...] | str
 
 
