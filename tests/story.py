@@ -657,7 +657,7 @@ class Host:
             engine.carry_out(plan)
         periods = engine.periods(device)
         last = {name: self.last[uuid, name] for name in periods if (uuid, name) in self.last}
-        trigger = engine.watch.triggers.pop(uuid, "")
+        trigger = engine.watch.history.triggers.pop(uuid, "")
         names = schedule.due(last, periods, now=begun, jitter=0.0, luck=0.5)
         if trigger:
             names = list(periods)
@@ -1046,7 +1046,7 @@ def _reboot(host: Host, what: Happening, *, first: bool) -> None:
     ]
     host.now += 60.0
     host.restart()
-    host.engine.watch.happened(events)
+    host.engine.watch.history.record(events)
     host.now -= 60.0
 
 

@@ -286,7 +286,7 @@ def test_an_upgrade_that_does_not_start_is_undone(machine):
     clone = copy_clone(machine.root / "srv/broken", "99.2")
     store = clone / "canaryd/store/migrations.py"
     text = store.read_text()
-    store.write_text(re.sub(r"^(MIGRATIONS: .*)\)$", r"\1, lambda db: None)", text, count=1, flags=re.MULTILINE))
+    store.write_text(re.sub(r"^(MIGRATIONS: .*)\}$", r"\1, 99: lambda db: None}", text, count=1, flags=re.MULTILINE))
     assert store.read_text() != text
     daemon = clone / "canaryd/daemon/daemon.py"
     text = daemon.read_text()

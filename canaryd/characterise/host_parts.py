@@ -11,7 +11,6 @@ from canaryd.characterise.conversation import MODULE, Conversation, observed, re
 from canaryd.characterise.results import Part, Result
 from canaryd.codec import to_json
 from canaryd.engine import budget, schedule
-from canaryd.engine.catalogue import Entry
 from canaryd.facts import Claim, Observation, Seen
 from canaryd.model import TORCH, Outcome, Run
 
@@ -38,7 +37,7 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
     found: list[tuple[Part, CarryOut]] = []
     for turn, (name, entry) in enumerate(sorted(entries.items(), key=lambda e: (e[1].spec.order, e[0]))):
         own = name == "canary_prompts" or entry.spec.opt_in  # it has parts of its own; or a model of the user's
-        if entry.spec.numeric and not own and applies(entry, conversation):
+        if entry.spec.numeric and not own and schedule.applies(entry, conversation.device):
             part = Part(name=f"cases/{name}", title=f"Every case of {name} once", rank=20 + min(turn, 9),
                         seconds=SECONDS.get(name, OTHERS), workers=1)  # fmt: skip
             found.append((part, every_case))
@@ -60,11 +59,6 @@ def parts(conversation: Conversation) -> dict[str, tuple[Part, CarryOut]]:
         (Part(name="beside", title="canaryd beside a decode loop", rank=90, seconds=24, workers=2), beside),
     ]
     return {part.name: (part, carry_out) for part, carry_out in found}
-
-
-def applies(entry: Entry, conversation: Conversation) -> bool:
-    """Return whether a probe is for this kind of device."""
-    return schedule.applies(entry, conversation.device)
 
 
 def every_case(part: Part, conversation: Conversation) -> Result:

@@ -27,13 +27,12 @@ LONGEST = 400 * 86_400.0
 """Seconds for which a fault may be acknowledged: as long as failures are kept."""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "ack",
-        parents=[common],
-        help="acknowledge a known fault, a repair or a replacement",
-        description="Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
+    command = commands.add(
+        *("ack", ack_command),
+        "acknowledge a known fault, a repair or a replacement",
+        "Mute a known fault, or record a repair or a replacement. What is muted stays on record.",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(
@@ -52,7 +51,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     kind.add_argument("--software", action="store_true", help="the software was at fault, and it has been changed")
     kind.add_argument("--repaired", action="store_true", help="the part was repaired: test it from scratch")
     kind.add_argument("--replaced", action="store_true", help="the part was replaced by another one")
-    command.set_defaults(function=ack_command)
 
 
 def ack_command(options: argparse.Namespace, settings: Config) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeVar
 
 from canaryd.cli.common import say
 from canaryd.config import values
 from canaryd.formatting import did_you_mean
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  it has no public name
-"""What the parsers of commands are added to."""
+T = TypeVar("T")
 FEW = 8
 """Choices up to which a mistake lists them all."""
 USAGE = 64
@@ -60,19 +60,36 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE)
 
 
-def common_options() -> argparse.ArgumentParser:
-    """Return a parent parser with the options that every command takes."""
-    common = Parser(add_help=False)
-    common.add_argument(
-        "--config", type=Path, metavar="FILE", help="configuration file (default: /etc/canaryd/canaryd.yaml)"
-    )
-    common.add_argument(
-        *("--state-dir",),
-        type=Path,
-        metavar="DIR",
-        help="directory of the stored runs and verdicts (default: /var/lib/canaryd, or ~/.local/state/canaryd)",
-    )
-    return common
+class Commands:
+    """The commands of a parser."""
+
+    def __init__(self, top: argparse.ArgumentParser) -> None:
+        """There is none yet."""
+        self._commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(
+        self, name: str, function: Callable[..., int], told: str, description: str = "", *, epilog: str | None = None
+    ) -> argparse.ArgumentParser:
+        """Return the parser of a command, with the options that every command takes.
+
+        `told`: what the list of commands says of it; `description`: what its own help says, where that is more.
+        """
+        lines = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
+        description = description or f"{told[0].upper()}{told[1:]}."
+        command = self._commands.add_parser(
+            name, help=told, description=description, epilog=epilog, formatter_class=lines
+        )
+        command.set_defaults(function=function)
+        command.add_argument(
+            "--config", type=Path, metavar="FILE", help="configuration file (default: /etc/canaryd/canaryd.yaml)"
+        )
+        command.add_argument(
+            *("--state-dir",),
+            type=Path,
+            metavar="DIR",
+            help="directory of the stored runs and verdicts (default: /var/lib/canaryd, or ~/.local/state/canaryd)",
+        )
+        return command
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
@@ -96,12 +113,20 @@ def add_verbose(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("-v", "--verbose", action="store_true", help=f"show {what} too")
 
 
-def duration(text: str) -> float:
-    """Return the seconds of a duration such as "30m"."""
-    try:
-        return values.parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the type of an argument that is written as in the configuration."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+duration, listen = _argument(values.parse_duration), _argument(values.parse_listen)
+"""The seconds of "30m"; host and port of "HOST:PORT"."""
 
 
 def seed(text: str) -> int:
@@ -109,11 +134,3 @@ def seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,16}", text) or int(text) >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write a whole number from 0 to 2**53 - 1")
     return int(text)
-
-
-def listen(text: str) -> tuple[str, int]:
-    """Return host and port of "HOST:PORT"."""
-    try:
-        return values.parse_listen(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -43,14 +43,10 @@ Each new result is compared with them.
                                          import  read what export printed"""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "baseline",
-        parents=[common],
-        help="list, accept or pin the baselines of recorded cases",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    command = commands.add(
+        *("baseline", baseline_command), "list, accept or pin the baselines of recorded cases", DESCRIPTION
     )
     command.add_argument("what", choices=("list", "show", "accept", "pin", "unpin", "export", "import"))
     command.add_argument(
@@ -69,7 +65,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="for accept and pin, required: why the results are right; kept as evidence",
     )
     add_json(command)
-    command.set_defaults(function=baseline_command)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,15 +25,13 @@ and the answers that every healthy engine gives.
   export  write the checkpoint into DIR"""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "canary",
-        parents=[common],
+    command = commands.add(
+        *("canary", canary_command),
+        "write a model with known right answers for your serving engine",
+        DESCRIPTION,
         epilog=CANARY_EXIT_STATUS,
-        help="write a model with known right answers for your serving engine",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("what", choices=("export",), help="what to do")
     command.add_argument("directory", type=Path, metavar="DIR", help="where to write it: a new or an empty directory")
@@ -56,13 +54,9 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="for an engine that rounds when it scales queries (docs/exact-canary.md)",
     )
     command.add_argument(
-        "--gguf",
-        choices=FORMATS,
-        default="",
-        help="write a GGUF file with matrices in this format, for llama.cpp",
+        "--gguf", choices=FORMATS, default="", help="write a GGUF file with matrices in this format, for llama.cpp"
     )
     add_wait(command)
-    command.set_defaults(function=canary_command)
 
 
 def layers(text: str) -> int:

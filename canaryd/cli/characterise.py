@@ -28,6 +28,7 @@ from canaryd.cli.common import (
     say,
 )
 from canaryd.config.settings import Config
+from canaryd.judge.phrases import count
 from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 from canaryd.report.terminal import typed
@@ -42,14 +43,13 @@ BAD = 1
 """Exit status where something was wrong."""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "characterise",
-        parents=[common],
+    command = commands.add(
+        *("characterise", characterise_command),
+        "find out what a new accelerator computes exactly",
+        "Find out what a device and its software compute exactly, part by part, and write a page.",
         epilog=CHARACTERISE_EXIT_STATUS,
-        help="find out what a new accelerator computes exactly",
-        description="Find out what a device and its software compute exactly, part by part, and write a page.",
     )
     command.add_argument("--device", required=True, metavar="DEV", help="the device: uuid, cpu:0 or cuda:3")
     command.add_argument(
@@ -78,7 +78,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="trust the kinds of tests that were always right: they may accuse a device now (docs/characterise.md)",
     )
     add_json(command)
-    command.set_defaults(function=characterise_command)
 
 
 def minutes(text: str) -> float:
@@ -196,17 +195,13 @@ def _accept(store: Store, document: Document, work: Characterisation) -> bool:
     return True
 
 
-def _parts(number: int) -> str:
-    return f"{number} part{'' if number == 1 else 's'}"
-
-
 def _concluded(document: Document, work: Characterisation, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     else:
         strict, controls = document["strict"], document["controls"]
         say(
-            f"{document['verdict'].upper()}  {work.conversation.device.name}  {_parts(len(document['parts']))}:"
+            f"{document['verdict'].upper()}  {work.conversation.device.name}  {count(len(document['parts']), 'part')}:"
             f" {strict['right']:,} strict results right, {strict['wrong']:,} wrong, {strict['raised']:,} errors;"
             f" {controls['failed_as_they_must']:,} injected faults caught, {controls['did_not_fail']:,} missed"
         )
@@ -214,7 +209,7 @@ def _concluded(document: Document, work: Characterisation, options: argparse.Nam
     if work.left:
         names = ", ".join(p.name for p in work.left[:6]) + (", …" if len(work.left) > 6 else "")
         again = f" --slice {options.slice[0]}/{options.slice[1]}" if options.slice[1] > 1 else ""
-        complain(f"not done yet: {_parts(len(work.left))} ({names}); to continue:")
+        complain(f"not done yet: {count(len(work.left), 'part')} ({names}); to continue:")
         # A command stands on one line, whatever its length, so that it can be copied.
         resume = (
             f"canaryd characterise --device {options.device} --resume {shlex.quote(str(work.directory.path))}{again}"

@@ -55,19 +55,15 @@ DRILL_EXIT_STATUS = (
 )
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    _add_check(commands, common)
-    _add_drill(commands, common)
+    _add_check(commands)
+    _add_drill(commands)
 
 
-def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "check",
-        parents=[common],
-        epilog=EXIT_STATUS,
-        help="test every device now and print one verdict each",
-        description="Test every device now and print one verdict each.",
+def _add_check(commands: Commands) -> None:
+    command = commands.add(
+        *("check", check_command), "test every device now and print one verdict each", epilog=EXIT_STATUS
     )
     command.add_argument(
         "--level", choices=LEVELS, default="standard", help="how thoroughly to test (default: standard)"
@@ -106,16 +102,15 @@ def _add_check(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--textfile", type=Path, metavar="FILE", help="write metrics for node_exporter to this file too"
     )
-    command.set_defaults(function=check_command, parser=command)
+    command.set_defaults(parser=command)
 
 
-def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "drill",
-        parents=[common],
+def _add_drill(commands: Commands) -> None:
+    command = commands.add(
+        *("drill", check_command),
+        "inject a fault by software and check that the alarm arrives",
+        "Inject a fault by software and check that the alarm arrives. It never counts against the device.",
         epilog=DRILL_EXIT_STATUS,
-        help="inject a fault by software and check that the alarm arrives",
-        description="Inject a fault by software and check that the alarm arrives. It never counts against the device.",
     )
     command.add_argument(
         "--fault",
@@ -129,7 +124,6 @@ def _add_drill(commands: Commands, common: argparse.ArgumentParser) -> None:
     _add_selection(command)
     add_verbose(command, "evidence, skipped cases and what was not tested")
     add_json(command)
-    command.set_defaults(function=check_command)
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -240,7 +234,6 @@ def _engine_options(options: argparse.Namespace, devices: Sequence[Device]) -> c
     drill = options.command == "drill"
     return check.Options(
         level="quick" if drill else options.level,
-        devices=tuple(options.device),
         probes=tuple(options.probe) or (_drill_probes(devices, options.fault) if drill else ()),
         cases=tuple(getattr(options, "case", ())),
         seed=getattr(options, "seed", None),

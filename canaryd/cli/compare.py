@@ -33,20 +33,19 @@ CAPTURE_EXIT_STATUS = "exit status: 0 done, and nothing is wrong, 2 --exact foun
 COMPARE_EXIT_STATUS = "exit status: 0 no fault found, 2 a fault, 3 not comparable or not done, 64 usage error"
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    _add_capture(commands, common)
-    _add_compare(commands, common)
+    _add_capture(commands)
+    _add_compare(commands)
 
 
-def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "capture",
-        parents=[common],
-        epilog=CAPTURE_EXIT_STATUS,
-        help="record what a device computes, layer by layer, to compare devices",
-        description="Record what a device computes for a model, layer by layer, in one safetensors file. With "
+def _add_capture(commands: Commands) -> None:
+    command = commands.add(
+        *("capture", capture_command),
+        "record what a device computes, layer by layer, to compare devices",
+        "Record what a device computes for a model, layer by layer, in one safetensors file. With "
         "--exact, compare it with the known right values instead: no other device is needed.",
+        epilog=CAPTURE_EXIT_STATUS,
     )
     command.add_argument(
         *("-o", "--out"),
@@ -58,10 +57,7 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--exact", action="store_true", help="run a model whose every value is known, and name the first wrong one"
     )
     command.add_argument(
-        "--device",
-        default="",
-        metavar="DEV",
-        help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)",
+        "--device", default="", metavar="DEV", help="uuid, cpu:0 or cuda:3 (default: the only accelerator, or the CPU)"
     )
     command.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face directory (default: the built-in canary model)"
@@ -80,16 +76,14 @@ def _add_capture(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=seed, metavar="N", help="with --exact: use this seed, to repeat an earlier run")
     add_json(command)
     add_wait(command)
-    command.set_defaults(function=capture_command)
 
 
-def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "compare",
-        parents=[common],
+def _add_compare(commands: Commands) -> None:
+    command = commands.add(
+        *("compare", compare_command),
+        "find where two captures differ, or compare two score files",
+        "Find the first place where two captures differ, or test whether two score files differ.",
         epilog=COMPARE_EXIT_STATUS,
-        help="find where two captures differ, or compare two score files",
-        description="Find the first place where two captures differ, or test whether two score files differ.",
     )
     command.add_argument(
         "a", type=Path, metavar="A", help="a capture, or a result file of lm-eval, evalscope or opencompass"
@@ -97,7 +91,6 @@ def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("b", type=Path, metavar="B", help="what to compare it with: a file of the same kind")
     add_json(command)
     command.add_argument("--report", type=Path, metavar="FILE", help="write a page with a plot too (captures only)")
-    command.set_defaults(function=compare_command)
 
 
 def capture_command(options: argparse.Namespace, settings: Config) -> int:

@@ -23,30 +23,26 @@ RELEASE_PATIENCE = 30.0
 """Seconds that `canaryd release` waits for the daemon's answer."""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    command = commands.add_parser(
-        "run",
-        parents=[common],
-        help="run the daemon: test on a schedule, serve metrics",
-        description="Run the daemon in the foreground: test every device on a schedule, serve metrics and a page.",
+    command = commands.add(
+        *("run", run_command),
+        "run the daemon: test on a schedule, serve metrics",
+        "Run the daemon in the foreground: test every device on a schedule, serve metrics and a page.",
     )
     command.add_argument(
         "--listen", type=listen, metavar="HOST:PORT", help="address of metrics and page (default: 127.0.0.1:19469)"
     )
-    command.set_defaults(function=run_command)
 
-    command = commands.add_parser(
-        "release",
-        parents=[common],
-        help="let go of every device for a while, e.g. for a driver upgrade",
-        description="Ask the daemon to let go of every device for a while. Nothing is tested until that time is over.",
+    command = commands.add(
+        *("release", release_command),
+        "let go of every device for a while, e.g. for a driver upgrade",
+        "Ask the daemon to let go of every device for a while. Nothing is tested until that time is over.",
     )
     command.add_argument(
         "--for", dest="seconds", type=duration, default=600.0, metavar="10m", help="for how long (default: 10m)"
     )
     command.add_argument("--end", action="store_true", help="end a release early")
-    command.set_defaults(function=release_command)
 
 
 def run_command(options: argparse.Namespace, settings: Config) -> int:

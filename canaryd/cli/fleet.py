@@ -14,14 +14,13 @@ from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "fleet",
-        parents=[common],
+    command = commands.add(
+        *("fleet", fleet_command),
+        "show the state of all nodes, from a Prometheus",
+        "Show the state of all nodes, from the Prometheus that scrapes them.",
         epilog=EXIT_STATUS,
-        help="show the state of all nodes, from a Prometheus",
-        description="Show the state of all nodes, from the Prometheus that scrapes them.",
     )
     command.add_argument("--prometheus", required=True, metavar="URL", help="its address, e.g. http://prometheus:9090")
     command.add_argument(
@@ -32,7 +31,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--timeout", type=duration, default=60.0, metavar="60s", help="time for all queries together (default: 60s)"
     )
     add_json(command)
-    command.set_defaults(function=fleet_command)
 
 
 def fleet_command(options: argparse.Namespace, settings: Config) -> int:  # noqa: ARG001  one signature for commands

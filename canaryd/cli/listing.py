@@ -20,20 +20,15 @@ from canaryd.web import auth
 CONFIG_EXIT_STATUS = "exit status of check: 0 no mistake, 3 a setting has no effect, 64 the file cannot be used"
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    text = "list the devices of this host as JSON"
-    command = commands.add_parser("devices", parents=[common], help=text, description=f"{text[0].upper()}{text[1:]}.")
-    command.set_defaults(function=devices_command)
-    text = "list the probes and what each one tests"
-    command = commands.add_parser("probes", parents=[common], help=text, description=f"{text.capitalize()}.")
-    command.set_defaults(function=probes_command)
-    command = commands.add_parser(
-        "config",
-        parents=[common],
+    commands.add("devices", devices_command, "list the devices of this host as JSON")
+    commands.add("probes", probes_command, "list the probes and what each one tests")
+    command = commands.add(
+        *("config", config_command),
+        "check the configuration, or print an example or its schema",
+        "Check the configuration file, or print a commented example or its JSON Schema.",
         epilog=CONFIG_EXIT_STATUS,
-        help="check the configuration, or print an example or its schema",
-        description="Check the configuration file, or print a commented example or its JSON Schema.",
     )
     command.add_argument("what", choices=("check", "example", "schema"))
 

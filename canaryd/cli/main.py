@@ -22,7 +22,7 @@ from canaryd.cli import (
     report,
     status,
 )
-from canaryd.cli.arguments import EXIT_STATUS, USAGE, Parser, common_options
+from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, Parser
 from canaryd.cli.common import complain, overrides
 from canaryd.config import load
 from canaryd.config.load import ConfigError
@@ -41,13 +41,12 @@ EPILOG = EXIT_STATUS.replace("exit status", "exit status of check, status and fl
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    common = common_options()
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = Commands(top)
     last = (canary, pack, characterise, fleet, listing)
     for module in (check, daemon, status, report, ack, baseline, compare, *last):
-        module.add_parsers(commands, common)
+        module.add_parsers(commands)
     return top
 
 

@@ -26,21 +26,18 @@ judge what came back.
   verify  judge the result file RESULTS by the pack that --pack names"""
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "pack",
-        parents=[common],
+    command = commands.add(
+        *("pack", pack_command),
+        "write fixed goldens for devices without canaryd, and judge their results",
+        DESCRIPTION,
         epilog=EXIT_STATUS,
-        help="write fixed goldens for devices without canaryd, and judge their results",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("what", choices=("export", "verify"), help="what to do")
     command.add_argument("path", type=Path, metavar="DIR|RESULTS", help="the new directory, or the result file")
     command.add_argument("--pack", type=Path, metavar="DIR", help="verify: the pack (default: the file's directory)")
     add_wait(command)
-    command.set_defaults(function=pack_command)
 
 
 def pack_command(options: argparse.Namespace, settings: Config) -> int:

@@ -16,13 +16,12 @@ from canaryd.judge.verdict import exit_code
 from canaryd.model import State
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parser of this command."""
-    command = commands.add_parser(
-        "report",
-        parents=[common],
-        help="write the report on a device for its vendor",
-        description="Write the report on a device for its vendor: a page, JSON and the evidence, in one archive.",
+    command = commands.add(
+        *("report", report_command),
+        "write the report on a device for its vendor",
+        "Write the report on a device for its vendor: a page, JSON and the evidence, in one archive.",
     )
     command.add_argument("device", metavar="DEV", help="uuid or name")
     command.add_argument(
@@ -33,7 +32,6 @@ def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--drill", action="store_true", help="report the drills of the last hour instead")
     command.add_argument("--json", action="store_true", help="print dossier.json instead of the path")
-    command.set_defaults(function=report_command)
 
 
 def report_command(options: argparse.Namespace, settings: Config) -> int:

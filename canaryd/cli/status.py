@@ -26,11 +26,11 @@ GATE_EXIT_STATUS = (
 )
 
 
-def add_parsers(commands: Commands, common: argparse.ArgumentParser) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the parsers of these commands."""
-    _add_status(commands, common)
-    _add_history(commands, common)
-    _add_gate(commands, common)
+    _add_status(commands)
+    _add_history(commands)
+    _add_gate(commands)
 
 
 def _open(options: argparse.Namespace, settings: Config) -> AbstractContextManager[Store]:
@@ -38,17 +38,16 @@ def _open(options: argparse.Namespace, settings: Config) -> AbstractContextManag
     return open_store(settings, for_reading=True) if options.json else open_record(settings)
 
 
-def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "status",
-        parents=[common],
+def _add_status(commands: Commands) -> None:
+    command = commands.add(
+        *("status", status_command),
+        "show the stored verdicts and what to do now",
+        "Show the stored verdicts and what to do now. Touches no device.",
         epilog=EXIT_STATUS,
-        help="show the stored verdicts and what to do now",
-        description="Show the stored verdicts and what to do now. Touches no device.",
     )
     add_verbose(command, "the evidence of each finding and the age of each probe's newest result")
     add_json(command)
-    command.set_defaults(function=status_command, of_one_device="canaryd history")
+    command.set_defaults(of_one_device="canaryd history")
 
 
 def status_command(options: argparse.Namespace, settings: Config) -> int:
@@ -62,12 +61,11 @@ def status_command(options: argparse.Namespace, settings: Config) -> int:
     return exit_code(found.state)
 
 
-def _add_history(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "history",
-        parents=[common],
-        help="show what happened to a device and how its readings changed",
-        description="Show what happened to a device and how its readings changed. Touches no device.",
+def _add_history(commands: Commands) -> None:
+    command = commands.add(
+        *("history", history_command),
+        "show what happened to a device and how its readings changed",
+        "Show what happened to a device and how its readings changed. Touches no device.",
     )
     command.add_argument("device", nargs="?", default="", metavar="DEV", help="uuid or name (default: every device)")
     command.add_argument(
@@ -75,7 +73,6 @@ def _add_history(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     add_verbose(command, "the evidence of each finding")
     add_json(command)
-    command.set_defaults(function=history_command)
 
 
 def history_command(options: argparse.Namespace, settings: Config) -> int:
@@ -96,13 +93,12 @@ def history_command(options: argparse.Namespace, settings: Config) -> int:
     return exit_code(State.UNKNOWN) if store.unreadable else 0
 
 
-def _add_gate(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "gate",
-        parents=[common],
+def _add_gate(commands: Commands) -> None:
+    command = commands.add(
+        *("gate", gate_command),
+        "decide whether this node may take work, for schedulers",
+        "Decide whether this node may take work: one line for drains, taints and job prologs.",
         epilog=GATE_EXIT_STATUS,
-        help="decide whether this node may take work, for schedulers",
-        description="Decide whether this node may take work: one line for drains, taints and job prologs.",
     )
     command.add_argument(
         "--on",
@@ -133,7 +129,6 @@ def _add_gate(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="treat a device as unknown if its newest test is older than this",
     )
     add_json(command)
-    command.set_defaults(function=gate_command)
 
 
 def gate_command(options: argparse.Namespace, settings: Config) -> int:

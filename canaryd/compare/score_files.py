@@ -69,8 +69,6 @@ class Scores:
     """One result file."""
 
     path: str
-    tool: str
-    """"lm-eval", "evalscope" or "opencompass"."""
     scores: tuple[Score, ...]
 
 
@@ -201,7 +199,7 @@ def _scores(path: Path, tool: str, scores: Iterable[Score]) -> Scores:
     found = tuple(replace(s, settings={"tool": tool, **s.settings}) for s in scores)
     if not found:
         raise ScoreError(f"{path}: a file of {tool} without scores")
-    return Scores(path=str(path), tool=tool, scores=found)
+    return Scores(path=str(path), scores=found)
 
 
 def _lm_eval(path: Path, data: Mapping[str, Any], extra: Sequence[Path]) -> Scores:

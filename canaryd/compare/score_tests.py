@@ -23,7 +23,7 @@ def mcnemar(b: int, c: int) -> float:
     return min(1.0, 2 * tail / (1 << n)) if n else 1.0
 
 
-def sign_flip(differences: Sequence[float], *, flips: int = FLIPS, seed: int = SEED) -> float:
+def sign_flip(differences: Sequence[float], *, flips: int = FLIPS) -> float:
     """Return the two-sided p of the mean of paired differences under random signs (Fisher 1935).
 
     Up to 16 differences that are not zero: exact over all 2^n assignments. More: (hits + 1)/(flips + 1) of drawn
@@ -39,7 +39,7 @@ def sign_flip(differences: Sequence[float], *, flips: int = FLIPS, seed: int = S
         sums = _signed_sums(live)
         return sum(abs(s) >= observed for s in sums) / len(sums)
     tables = [_signed_sums([*live[i : i + 8], *[0.0] * (i + 8 - len(live))]) for i in range(0, len(live), 8)]
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     hits = sum(abs(sum(map(operator.getitem, tables, draw.randbytes(len(tables))))) >= observed for _ in range(flips))
     return (hits + 1) / (flips + 1)
 

@@ -254,9 +254,8 @@ def _settings(x: Score, y: Score, common: Sequence[str]) -> Iterator[tuple[str, 
         yield "prompt", "one version", f"another version for {changed} of {len(common)} questions"
 
 
-def _amount(row: Row, value: float, *, sign: bool = False) -> str:
-    form = "+" if sign else ""
-    return f"{value * 100:{form}.1f} points" if row.share else f"{value:{form}.3g}"
+def _amount(row: Row, value: float) -> str:
+    return f"{value * 100:.1f} points" if row.share else f"{value:.3g}"
 
 
 def _questions(row: Row) -> str:

@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.config import permissions
-from canaryd.config.schema import (
-    Each,
-    Notes,
-    Section,
-    document,
-    example_lines,
-)
+from canaryd.config.schema import Each, Notes, Section, document, example_lines
 from canaryd.config.settings import Config
 from canaryd.config.values import PATH
 from canaryd.facts import printable

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.config.judge_policy import JudgePolicy
-from canaryd.config.schema import (
-    BOOLEAN,
-    Each,
-    Free,
-    ListOf,
-    Variables,
-    section,
-    setting,
-)
+from canaryd.config.schema import BOOLEAN, Each, Free, ListOf, Variables, section, setting
 from canaryd.config.values import (
     API,
     DEGREES,
@@ -65,34 +57,19 @@ def default_state_dir(uid: int, environ: Mapping[str, str]) -> Path:
     return STATE_DIRECTORY
 
 
+def _runtime(packages: str, name: str, directory: str) -> Any:
+    doc = f"Python interpreter with {packages} and torch. Default: no device is tested through {name}."
+    return setting(PROGRAM, "null", doc, sample=f'"/opt/{directory}/bin/python3"')
+
+
 @dataclass(frozen=True, kw_only=True)
 class RuntimesConfig:
     """Runtimes beside torch, each under an interpreter of its own."""
 
-    mlx: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with mlx and torch. Default: no device is tested through MLX.",
-        sample='"/opt/mlx/bin/python3"',
-    )
-    onnx: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with onnxruntime, onnx and torch. Default: no device is tested through ONNX Runtime.",
-        sample='"/opt/onnx/bin/python3"',
-    )
-    webgpu: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with wgpu and torch. Default: no device is tested through WebGPU.",
-        sample='"/opt/wgpu/bin/python3"',
-    )
-    jax: str | None = setting(
-        PROGRAM,
-        "null",
-        "Python interpreter with jax and torch. Default: no device is tested through JAX.",
-        sample='"/opt/jax/bin/python3"',
-    )
+    mlx: str | None = _runtime("mlx", "MLX", "mlx")
+    onnx: str | None = _runtime("onnxruntime, onnx", "ONNX Runtime", "onnx")
+    webgpu: str | None = _runtime("wgpu", "WebGPU", "wgpu")
+    jax: str | None = _runtime("jax", "JAX", "jax")
 
     @property
     def each(self) -> Mapping[str, str]:
@@ -179,11 +156,7 @@ class EndpointConfig:
     """One model server."""
 
     url: str = setting(
-        URL,
-        "null",
-        "Address of its OpenAI-compatible API; required.",
-        sample='"http://127.0.0.1:8000/v1"',
-        factory=str,
+        URL, "null", "Address of its OpenAI-compatible API; required.", sample='"http://127.0.0.1:8000/v1"', factory=str
     )
     devices: tuple[str, ...] = setting(
         ListOf(FILLED),
@@ -230,10 +203,7 @@ class EndpointConfig:
     )
     dialect: str | None = setting(DIALECT, "null", "The server software. Default: detected.", sample="vllm")
     key_file: Path | None = setting(
-        PATH,
-        "null",
-        "A file that contains only the API key. Default: no key is sent.",
-        sample='"/etc/canaryd/key"',
+        PATH, "null", "A file that contains only the API key. Default: no key is sent.", sample='"/etc/canaryd/key"'
     )
     ca_file: Path | None = setting(
         PATH, "null", "CA certificates to trust for https. Default: the system's.", sample='"/etc/ssl/serving.pem"'
@@ -337,10 +307,7 @@ class TelemetryConfig:
     )
     xids: Mapping[str, str] = setting(
         Variables(
-            GRADE,
-            "[0-9]{1,5}",
-            "a mapping of Xid codes to grades",
-            'not an Xid; write its number in quotes, e.g. "31"',
+            GRADE, "[0-9]{1,5}", "a mapping of Xid codes to grades", 'not an Xid; write its number in quotes, e.g. "31"'
         ),
         "{}",
         "Xids to grade differently from NVIDIA's catalogue. Default: none.",
@@ -364,10 +331,7 @@ class DevicesConfig:
     """Which devices are watched."""
 
     include: tuple[str, ...] = setting(
-        ListOf(FILLED),
-        "[]",
-        "Devices to watch, by uuid, name or backend. Default: all.",
-        sample='["cuda", "cpu:0"]',
+        ListOf(FILLED), "[]", "Devices to watch, by uuid, name or backend. Default: all.", sample='["cuda", "cpu:0"]'
     )
     expected: int | None = setting(
         whole(0, 1024),

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from canaryd.config.schema import (
-    SPELLED,
-    Notes,
-    Scalar,
-    quoted,
-    read_filled,
-    read_integer,
-    read_number,
-)
+from canaryd.config.schema import SPELLED, Notes, Scalar, quoted, read_filled, read_integer, read_number
 from canaryd.probe import LEVELS
 
 MAX_SECONDS = 36500 * 86400.0  # a century: longer ones overflow the standard library's timers and timestamps
@@ -117,7 +109,9 @@ def _program(text: str) -> str:
     return text
 
 
-def _choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
+def choice(what: str, known: Sequence[str], types: tuple[str, ...]) -> Scalar:
+    """Return the type of words of which only those that are `known` may be written."""
+
     def parse(text: str) -> str:
         if text not in known:
             raise ValueError(f"{quoted(text)} is not {what}; write one of {', '.join(known)}")
@@ -139,21 +133,6 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
-def _half(text: str) -> float:
-    if not 0 <= (number := read_number(text)) <= 0.5:
-        raise ValueError(f"{text} is out of range; write a number from 0 to 0.5")
-    return number
-
-
-def _between(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        if not low <= (number := read_number(text)) <= high:
-            raise ValueError(f"{text} is out of range; write a number from {low:g} to {high:g}")
-        return number
-
-    return parse
-
-
 def parse_hours(text: str) -> tuple[int, int]:
     """Return the minutes of the day at which "22:00-06:00" begins and ends. Raises `ValueError`.
 
@@ -166,16 +145,25 @@ def parse_hours(text: str) -> tuple[int, int]:
     return begin, end
 
 
-def whole(low: int, high: int) -> Scalar:
-    """Return the type of whole numbers from `low` to `high`."""
+def _between(low: float, high: float, name: str, read: Callable[[str], float], *types: str) -> Scalar:
+    """Return the type of numbers from `low` to `high`."""
 
-    def parse(text: str) -> int:
-        number = read_integer(text)
-        if not low <= number <= high:
-            raise ValueError(f"{text} is out of range; write a whole number from {low} to {high}")
+    def parse(text: str) -> float:
+        if not low <= (number := read(text)) <= high:
+            raise ValueError(f"{text} is out of range; write {name} from {low} to {high}")
         return number
 
-    return Scalar("a whole number", parse, {"type": "integer", "minimum": low, "maximum": high}, ("int",))
+    kind = "integer" if types == ("int",) else "number"
+    return Scalar(name, parse, {"type": kind, "minimum": low, "maximum": high}, types)
+
+
+def whole(low: int, high: int) -> Scalar:
+    """Return the type of whole numbers from `low` to `high`."""
+    return _between(low, high, "a whole number", read_integer, "int")
+
+
+def _number(low: float, high: float) -> Scalar:
+    return _between(low, high, "a number", read_number, "int", "float")
 
 
 DURATION = Scalar(
@@ -194,11 +182,9 @@ LISTEN = Scalar(
     {"type": "string", "pattern": r"^(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):[0-9]{1,5}$"},
     SPELLED,
 )
-LEVEL = _choice("a level", LEVELS, SPELLED)
-GRADE = _choice("a grade", GRADES, SPELLED)
-FRACTION = Scalar("a number", _half, {"type": "number", "minimum": 0, "maximum": 0.5}, ("int", "float"))
-SHARE = Scalar("a number", _between(0.0001, 1), {"type": "number", "minimum": 0.0001, "maximum": 1}, ("int", "float"))
-DEGREES = Scalar("a number", _between(0, 100), {"type": "number", "minimum": 0, "maximum": 100}, ("int", "float"))
+LEVEL = choice("a level", LEVELS, SPELLED)
+GRADE = choice("a grade", GRADES, SPELLED)
+FRACTION, SHARE, DEGREES = _number(0, 0.5), _number(0.0001, 1), _number(0, 100)
 HOURS = Scalar(
     'hours of the day, e.g. "08:00-20:00"',
     parse_hours,
@@ -224,7 +210,7 @@ class _Secret(Scalar):
 VARIABLE = _Secret("text (in quotes)", str, {"type": "string"})
 URL = Scalar("an address (in quotes)", _url, {"type": "string", "pattern": "^https?://[^/]+"})
 _APIS = ("completions", "chat")
-ENFORCEMENT = _choice("a way to enforce", ("log", "act"), ("str",))
-API = _choice("an API", _APIS, ("str",))
-DIALECT = _choice("a dialect", DIALECTS, ("str",))
+ENFORCEMENT = choice("a way to enforce", ("log", "act"), ("str",))
+API = choice("an API", _APIS, ("str",))
+DIALECT = choice("a dialect", DIALECTS, ("str",))
 FILLED = Scalar("text (in quotes)", read_filled, {"type": "string", "minLength": 1})

@@ -33,7 +33,6 @@ from canaryd.daemon.release import Releases
 from canaryd.daemon.rounds import Rounds, log_run
 from canaryd.daemon.watchdog import Watchdog, within_reach
 from canaryd.engine.engine import Engine, Progress
-from canaryd.model import Device
 from canaryd.store.locks import Busy
 from canaryd.store.notes import DAEMON_LOCK
 from canaryd.store.store import Store
@@ -69,14 +68,7 @@ class Daemon:
 
     def __post_init__(self) -> None:
         """Prepare everything that cannot fail on hardware."""
-        self.engine = engine = Engine(
-            self.config,
-            self.store,
-            listener=self._progress,
-            on_change=self._changed,
-            may=self._may,
-            beside=True,
-        )
+        self.engine = engine = Engine(self.config, self.store, listener=self._progress, beside=True)
         self._quit = threading.Event()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event's, its `put` takes no lock
         self._jobs = Jobs()
@@ -84,6 +76,7 @@ class Daemon:
         self._watchdog = Watchdog()
         self._publisher = publisher = Publisher(engine, self.store)
         self._rounds = Rounds(engine, self.store, publisher.changed)
+        engine.on_change, engine.may = publisher.changed, self._rounds.may
         self._inventories = Inventories(
             engine,
             self._jobs,
@@ -118,7 +111,7 @@ class Daemon:
             signal.signal(number, lambda number, _: self._signals.put(number))
         _place_workers()
         self.engine.recall(runs=False)  # stored verdicts are served at once; runs are read with the first inventory
-        self.engine.watch.runs(running=True)
+        self.engine.watch.history.note_running(running=True)
         self._publisher.changed()
         server.start()
         log.info(
@@ -159,16 +152,10 @@ class Daemon:
     def _routes(self) -> dict[str, Route]:
         return {path: self._watchdog.guard(route) for path, route in self._publisher.routes().items()}
 
-    def _changed(self) -> None:
-        self._publisher.changed()
-
-    def _may(self, device: Device, purpose: str) -> bool:
-        return self._rounds.may(device, purpose)
-
     def _progress(self, progress: Progress) -> None:
         """Log a finished run and publish it at once: a suspect is not kept back until it is confirmed."""
         if log_run(progress):
-            self._changed()
+            self._publisher.changed()
 
     def _exposed(self) -> Iterator[str]:
         """Yield what strangers may read: the address, the keys of endpoints, the evidence."""
@@ -232,7 +219,7 @@ class Daemon:
     def _stop(self, releases: threading.Thread) -> None:
         self.engine.stop()
         self._quit.set()
-        self.engine.watch.runs(running=False)
+        self.engine.watch.history.note_running(running=False)
         self._server.close()
         done = threading.Event()
 
@@ -269,7 +256,7 @@ class Daemon:
             self._follow_new_database()
         elsewhere = self.store.changed_elsewhere()
         if elsewhere:
-            self.engine.watch.recall(time.time())
+            self.engine.watch.history.recall(time.time())
         self._warnings.log(self.store.problems)
         problem, self._problem = self._problem, self.store.problem
         if self._problem and not problem:

@@ -127,7 +127,7 @@ class Inventories:
                 log.exception("reading the kernel log failed; trying again in %.0f s", LOG_RETRY)
                 problem = "see the log of canaryd"
             if not self._engine.stopping:
-                if problem := problem or self._engine.watch.log_problem:
+                if problem := problem or self._engine.watch.kernel_log.problem:
                     self._warnings.log([f"kernel log: {problem}"])
                     self._changed()
                 self._stop.wait(LOG_RETRY if problem else SWEEP)

@@ -108,7 +108,7 @@ class Rounds:
                 last.setdefault(name, self._last.setdefault((uuid, name), time.time()))
         due = schedule.due(last, periods, now=time.time(), jitter=settings.jitter, luck=luck)
         loading = self._loading(periods)
-        hindered = loading and uuid in self._engine.watch.triggers and self._waits(device, budget.DOUBT)
+        hindered = loading and uuid in self._engine.watch.history.triggers and self._waits(device, budget.DOUBT)
         if not hindered and (trigger := self._take_trigger(uuid)):
             log.info("%s: tested out of turn: %s", device.name, trigger)
             return _Round(loading, complete=True, purpose=budget.DOUBT, trigger=trigger)
@@ -150,7 +150,7 @@ class Rounds:
 
     def _take_trigger(self, uuid: str) -> str:
         """Return once why a device needs an extra test, and not again too soon; "" where nothing calls for one."""
-        now, triggers = time.monotonic(), self._engine.watch.triggers
+        now, triggers = time.monotonic(), self._engine.watch.history.triggers
         last, pause = self._triggered.get(uuid, (now - LONGEST_PAUSE, 0.0))
         if uuid not in triggers or now - last < pause:
             return ""

@@ -11,6 +11,7 @@ from canaryd.engine import budget
 from canaryd.engine.engine import Engine
 from canaryd.facts import Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
+from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
 from canaryd.metrics import families
@@ -103,7 +104,7 @@ def summary(engine: Engine, verdicts: Mapping[str, Verdict]) -> str:
     """Return the states of all devices in place as one line, e.g. "8 devices: 7 healthy, 1 suspect"."""
     found = [verdicts[u].state if u in verdicts else State.UNKNOWN for u in sorted(engine.in_place)]
     counts = ", ".join(f"{found.count(state)} {state.value}" for state in State if state in found)
-    return f"{len(found)} device{'s' * (len(found) != 1)}: {counts}" if found else "no device was found yet"
+    return f"{count(len(found), 'device')}: {counts}" if found else "no device was found yet"
 
 
 def newest_evidence(engine: Engine, uuid: str) -> dict[str, float | None]:

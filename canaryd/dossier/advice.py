@@ -94,8 +94,7 @@ def next_step(facts: Facts, kind: str, failures: Sequence[Mapping[str, Any]]) ->
     else:
         steps.append(NO_RMA[verdict.cause])
     for code in sorted({e.code for e in facts.events if e.kind == "xid" and e.code is not None}):
-        known = xids.XIDS.get(code)
-        if known is not None:
+        if known := xids.catalogue().get(code):
             steps.append(f"Xid {code} ({known.title}). NVIDIA's catalogue: {known.advice}.")
     return steps
 

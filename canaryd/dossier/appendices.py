@@ -10,8 +10,9 @@ from canaryd.dossier import pictures
 from canaryd.dossier.places import shared_lines, told_places
 from canaryd.dossier.summary import FIRMWARE, PART, PLACES, core_option, cut, scripts
 from canaryd.dossier.tables import bullets, facts, soft, table
-from canaryd.dossier.text import counted, flipped, flipped_bits, plural, ranges, rated, ruled_out
+from canaryd.dossier.text import counted, flipped, flipped_bits, ranges, rated, ruled_out
 from canaryd.formatting import format_time, quantity
+from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report import svg
 from canaryd.report.html import escape
@@ -78,7 +79,7 @@ def _cases(document: Document) -> str:
     ]
     more = len(failures) + document["failures_omitted"] - CASES
     cases = table(("case", "uploads wrong", "results wrong", "runs wrong", "where", "bits", "last seen"), rows)
-    rest = soft(f"dossier.json has {plural(more, 'more failing case')}.") if more > 0 else ""
+    rest = soft(f"dossier.json has {count(more, 'more failing case')}.") if more > 0 else ""
     proofs = sorted({PROVEN[f["characterised_by"]] for f in failures if f["characterised_by"]})
     proven = f'<p class="tight">Why these cases may accuse:</p>{bullets(proofs)}' if proofs else ""
     note = soft(
@@ -131,14 +132,7 @@ def _shared(failure: Mapping[str, Any]) -> str:
 
 def _rates(document: Document) -> str:
     rows = [
-        (
-            p["probe"],
-            f"{p['runs']:,}",
-            counted(p["results"]),
-            rated(p["uploads"]),
-            ruled_out(p),
-            format_time(p["last"]),
-        )
+        (p["probe"], f"{p['runs']:,}", counted(p["results"]), rated(p["uploads"]), ruled_out(p), format_time(p["last"]))
         for p in document["probes"]
     ]
     if not rows:

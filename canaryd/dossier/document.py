@@ -17,7 +17,7 @@ from canaryd.config.settings import Config
 from canaryd.dossier.advice import commands, next_step, not_checked
 from canaryd.dossier.facts import Facts, selftests
 from canaryd.dossier.failures import bit_totals, find_failures, peer_results, placed, probe_totals
-from canaryd.dossier.text import plural, ranges, wrong_places
+from canaryd.dossier.text import ranges, wrong_places
 from canaryd.dossier.timeline import POLLS, series, timeline
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
@@ -25,6 +25,7 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge.case import Case
 from canaryd.judge.characterised import Claims
 from canaryd.judge.node import DRILL_EXPIRY, node
+from canaryd.judge.phrases import count
 from canaryd.judge.verdict import decide
 from canaryd.model import Cause, Device, Run, State, Verdict
 from canaryd.report.incidents import incidents_json
@@ -149,7 +150,7 @@ def _judged(
         return unjudged, f"There is no verdict yet. {command}"
     newer = [r for r in runs if (r.wrong or r.unknown) and r.started + r.seconds > stored.decided]
     if stored.state is State.HEALTHY and newer:
-        failed = f"{plural(len(newer), 'run')} failed after the last verdict (healthy, {format_time(stored.decided)})"
+        failed = f"{count(len(newer), 'run')} failed after the last verdict (healthy, {format_time(stored.decided)})"
         return replace(unjudged, since=newer[0].started), f"Not judged yet: {failed}. {command}"
     age = now - stored.decided
     return stored, f"This verdict is {format_duration(age)} old; nothing newer is judged." if age > UNTENDED else ""
@@ -220,20 +221,20 @@ def _worst_failure(document: Mapping[str, Any]) -> str:
     bits = ranges([int(b) for b in worst["bits"]])
     places = ", ".join(p["place"] for p in wrong_places(worst) if p["unit"] != "device")
     text = " Earlier failures are resolved (see the timeline):" if document["verdict"]["state"] == "healthy" else ""
-    text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {plural(uploads['total'], 'upload')}"
-    text += f" ({results['wrong']:,} of {plural(results['total'], 'result')})"
+    text += f" {worst['probe']} computed wrong results in {uploads['wrong']:,} of {count(uploads['total'], 'upload')}"
+    text += f" ({results['wrong']:,} of {count(results['total'], 'result')})"
     text += f" on {places}" if places else ""
     text += f"; flipped {'bit' if len(worst['bits']) == 1 else 'bits'}: {bits}" if bits else ""
     text += f". Case: {worst['case']}."
     others = len(document["failures"]) - 1 + document["failures_omitted"]
-    return text + (f" {plural(others, 'other case')} failed too." if others else "")
+    return text + (f" {count(others, 'other case')} failed too." if others else "")
 
 
 def _no_failure(document: Mapping[str, Any]) -> str:
     compared = sum(p["results"]["total"] for p in document["probes"])
     unknown = sum(p["unknown"] for p in document["probes"])
-    text = f"{plural(compared, 'result')} compared, 0 wrong." if compared else "No result was compared."
-    return text + (f" {plural(unknown, 'recording')} outside the baseline." if unknown else "")
+    text = f"{count(compared, 'result')} compared, 0 wrong." if compared else "No result was compared."
+    return text + (f" {count(unknown, 'recording')} outside the baseline." if unknown else "")
 
 
 def _verdict(facts: Facts) -> dict[str, Any]:

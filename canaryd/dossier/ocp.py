@@ -12,7 +12,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from canaryd.dossier.places import is_unit
-from canaryd.dossier.text import plural, wrong_places
+from canaryd.dossier.text import wrong_places
+from canaryd.judge.phrases import count
 
 VERSION = {"major": 2, "minor": 0}
 PART = "0"
@@ -100,7 +101,7 @@ def _step(document: Document, probe: str) -> Iterator[dict[str, Any]]:
         if numbers["rules_out"] is not None:
             yield _measured("fault rate ruled out at 95 %", numbers["rules_out"], unit="1")
         if numbers["not_completed"]:
-            text = f"{numbers['not_completed']} of {plural(numbers['runs'], 'run')} did not complete"
+            text = f"{numbers['not_completed']} of {count(numbers['runs'], 'run')} did not complete"
             yield {"error": {"symptom": "run-not-completed", "message": text}}
     for failure in failures:
         yield _measured(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from canaryd.dossier.text import plural
+from canaryd.judge.phrases import count
 from canaryd.report.html import escape
 
 STYLE = """
@@ -45,7 +45,7 @@ def heat_map(failure: Mapping[str, Any]) -> str:
     right, bottom = left + columns * size, top + rows * size
     most = max(n for _, _, n in grid["counts"])
     incomplete = failure["wrong_elements"] > grid["elements"]
-    recorded = plural(grid["elements"], "wrong element") + " recorded"
+    recorded = count(grid["elements"], "wrong element") + " recorded"
     if incomplete:
         recorded += f" of {failure['wrong_elements']:,}, the first of each upload"
     cell = f"one cell is {_cell_size(grid['rows'], rows)} x {_cell_size(grid['columns'], columns)} elements"
@@ -121,7 +121,7 @@ def bit_chart(formats: Sequence[Mapping[str, Any]]) -> str:
 
 def _most_flipped(flips: Mapping[str, Any]) -> str:
     top, total = max(flips["bits"], key=lambda b: b["count"]), sum(b["count"] for b in flips["bits"])
-    return f"{flips['format']}: bit {top['bit']}{_part(top)}, {top['count']:,} of {plural(total, 'flip')}"
+    return f"{flips['format']}: bit {top['bit']}{_part(top)}, {top['count']:,} of {count(total, 'flip')}"
 
 
 def _bit_row(flips: Mapping[str, Any], title: str, room: float, step: float, top: float) -> Iterator[str]:

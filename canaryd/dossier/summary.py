@@ -12,8 +12,9 @@ from typing import Any
 from canaryd.dossier import pictures
 from canaryd.dossier.places import failing_core, shared_lines, told_places
 from canaryd.dossier.tables import bullets, facts, soft, table
-from canaryd.dossier.text import clipped, counted, flipped_bits, plural, rated, ruled_out, share
+from canaryd.dossier.text import clipped, counted, flipped_bits, rated, ruled_out, share
 from canaryd.formatting import format_time
+from canaryd.judge.phrases import count
 from canaryd.report.html import escape
 from canaryd.report.terminal import state_note
 
@@ -152,7 +153,7 @@ def _compared(document: Document, worst: Sequence[Mapping[str, Any]]) -> str:
     ]
     cells = [(label, *(clipped(cell, CELL * TESTS // len(shown)) for cell in row)) for label, row in rows if any(row)]
     more = len(worst) - TESTS
-    rest = soft(f"“All failing cases” has {plural(more, 'more failing test')}.") if more > 0 else ""
+    rest = soft(f"“All failing cases” has {count(more, 'more failing test')}.") if more > 0 else ""
     compared = table(("", *(f["probe"] for f in shown)), cells)
     return f'<div class="evidence">{compared}</div>' + rest + _alike(document)
 
@@ -163,7 +164,7 @@ def _alike(document: Document) -> str:
     if not peers:
         return "<p>No identical device of this host has computed the same operands.</p>"
     wrong, results = (sum(p[key] for p in peers) for key in ("same_bytes_wrong", "same_bytes"))
-    who = plural(len(peers), "identical device")
+    who = count(len(peers), "identical device")
     return f"<p>{who} of this host computed the same operands: {wrong:,} of {results:,} results wrong.</p>"
 
 
@@ -182,7 +183,7 @@ def _places(document: Document) -> str:
     ]
     parts = [table(("place", "results wrong there", "share of all wrong"), rows)]
     if len(places) > PLACES:
-        parts.append(soft(f"“All places” has {plural(len(places) - PLACES, 'more place')}."))
+        parts.append(soft(f"“All places” has {count(len(places) - PLACES, 'more place')}."))
     if {p["place"] for p in places} == {"device"}:
         parts.append(soft("The tests cannot choose the unit that computes a result, so no unit is named."))
     lines = shared_lines(document["failures"][0])
@@ -219,11 +220,11 @@ def core_option(failure: Mapping[str, Any]) -> str:
 def _tested(document: Document) -> str:
     """Return what was tested of a device without a failing case, and what that rules out."""
     compared = sum(p["results"]["total"] for p in document["probes"])
-    text = f"{plural(compared, 'exact result')} compared, 0 wrong." if compared else "No exact result was compared."
+    text = f"{count(compared, 'exact result')} compared, 0 wrong." if compared else "No exact result was compared."
     unknown = sum(p["unknown"] for p in document["probes"])
     if unknown:
         verb = "differs from its" if unknown == 1 else "differ from their"
-        text += f" {plural(unknown, 'recording')} {verb} baseline: see “Why this verdict”."
+        text += f" {count(unknown, 'recording')} {verb} baseline: see “Why this verdict”."
     rows = [(p["probe"], f"{p['runs']:,}", counted(p["results"]), ruled_out(p)) for p in document["probes"][:PROBES]]
     tests = table(("test", "runs", "results wrong", "fault rate ruled out"), rows, (1,)) if rows else ""
     return f"<p>{escape(text)}</p>{tests}" + soft("“What was not checked” limits this.")

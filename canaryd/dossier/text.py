@@ -6,11 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """Return a count with its noun: "1 run", "1,200 runs"."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def clipped(text: str, most: int, end: str = "…") -> str:
     """Return a text of at most `most` letters and the mark that it was cut."""
     return text if len(text) <= most else text[:most].rstrip() + end

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from canaryd.dossier.facts import PLOTTED, Facts
-from canaryd.dossier.text import plural
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
+from canaryd.judge.phrases import count
 from canaryd.model import Event, Outcome
 from canaryd.report.incidents import headline
 from canaryd.report.terminal import state_note
@@ -57,11 +57,11 @@ def _wrong_runs(facts: Facts) -> Iterator[dict[str, Any]]:
         first = run.wrong[0] if run.wrong else None
         text = f"{run.probe} {run.outcome.value.replace('_', ' ')}"
         if first is not None:
-            text = f"{run.probe}: {plural(len(run.wrong), 'wrong comparison')}, {first.case}"
+            text = f"{run.probe}: {count(len(run.wrong), 'wrong comparison')}, {first.case}"
             text += f" on {first.place}" if first.place else ""
             text += f": {first.evidence.pattern}" if first.evidence and first.evidence.pattern else ""
         elif run.unknown:
-            text = f"{run.probe}: {plural(len(run.unknown), 'recording')} outside the baseline, {run.unknown[0]}"
+            text = f"{run.probe}: {count(len(run.unknown), 'recording')} outside the baseline, {run.unknown[0]}"
         if run.confirms:
             text += f" (retest of run {run.confirms})"
         elif run.trigger:

@@ -162,14 +162,7 @@ def facts(
 
     An instance of a divided device has its own memory, and shares heat, power and the compute mode.
     """
-    mine: dict[str, list[Reading]] = {}
-    for reading in own:
-        if isinstance(reading.value, (int, float)):
-            mine.setdefault(reading.name, []).append(reading)
-    shared: dict[str, list[Reading]] = {}
-    for reading in whole:
-        if isinstance(reading.value, (int, float)):
-            shared.setdefault(reading.name, []).append(reading)
+    mine, shared = _by_name(own), _by_name(whole)
     heat = mine if "temperature_celsius" in mine or not device.parent else shared
     draws = mine if "power_watts" in mine or not device.parent else shared
     total, used = _one(mine, "memory_total_bytes"), _one(mine, "memory_used_bytes")
@@ -194,6 +187,14 @@ def facts(
         mode=next((r.labels.get("mode", "") for r in mine.get("compute_mode", shared.get("compute_mode", ()))), ""),
         processes=None if processes is None else int(processes),
     )
+
+
+def _by_name(readings: Iterable[Reading]) -> dict[str, list[Reading]]:
+    found: dict[str, list[Reading]] = {}
+    for reading in readings:
+        if isinstance(reading.value, (int, float)):
+            found.setdefault(reading.name, []).append(reading)
+    return found
 
 
 def _one(readings: Mapping[str, list[Reading]], name: str, **labels: str) -> float | None:

@@ -77,7 +77,6 @@ class Options:
     """What was asked for."""
 
     level: str = "standard"
-    devices: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     intensity: str = ""
@@ -157,7 +156,7 @@ def run(engine: Engine, options: Options, devices: Sequence[Device], on_wait: Ca
         engine.read_log(until_end=True)
         engine.sweep()
         engine.watch.let_go()
-        engine.watch.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
+        engine.watch.history.recall(engine.clock())  # where a daemon records, what it recorded meanwhile
     engine.together -= _skipped_together(engine, result)
     if options.cases and (having := result.having_case):
         engine.only = having
@@ -283,7 +282,7 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         result.rules_out[uuid] = fault_rate_bound(runs, drill=bool(options.drill))
         if not options.drill:
             result.polls[uuid] = engine.watch.polls(uuid)
-            result.events[uuid] = engine.watch.events(device)
+            result.events[uuid] = engine.watch.history.of(device)
             result.skipped.setdefault(uuid, []).extend(_unread(result.polls[uuid]))
         left_out = [n for n in engine.config.probes.each if engine.settings(n).enabled is False]
         result.skipped.setdefault(uuid, []).extend(
@@ -300,8 +299,8 @@ def _conclude(engine: Engine, options: Options, result: Result) -> None:
         gaps.append(Gap("other probes and cases", f"only {selected} was selected"))
     if silent := [d.name for d in result.devices if not (result.polls.get(d.uuid) or d.card or options.drill)]:
         gaps.append(Gap("telemetry", f"no telemetry probe ran for {', '.join(silent)}"))
-    if engine.watch.log_problem:
-        gaps.append(Gap("kernel log", engine.watch.log_problem))
+    if engine.watch.kernel_log.problem:
+        gaps.append(Gap("kernel log", engine.watch.kernel_log.problem))
     if not any(d.is_endpoint for d in result.devices):
         gaps.append(NO_ENDPOINT)
     gaps += untested({d.name: result.runs.get(d.uuid, ()) for d in result.devices if not d.is_endpoint})

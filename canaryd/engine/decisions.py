@@ -179,7 +179,7 @@ class Decisions:
         return Signs(
             device=device,
             polls=polls,
-            events=tuple(e for e in self._watch.events(device) if e.last > since),
+            events=tuple(e for e in self._watch.history.of(device) if e.last > since),
             last_pass=min((p for p in passes if p is not None), default=None) if None not in passes else None,
             last_mismatch=max((r.started for r in wrong), default=None),
             now=host.clock(),
@@ -189,7 +189,7 @@ class Decisions:
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
         """Return what the inventory noticed of the other devices of this host."""
         others = (d for u, d in self._host.devices.items() if u != device.uuid and d.backend == device.backend)
-        return {d.uuid: [e for e in self._watch.events(d) if e.kind == "change"] for d in others}
+        return {d.uuid: [e for e in self._watch.history.of(d) if e.kind == "change"] for d in others}
 
     def _count(self, device: Device) -> tuple[int, int] | None:
         """Return how many accelerators were found and are expected, for the host's CPU where the number is set."""

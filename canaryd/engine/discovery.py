@@ -144,7 +144,7 @@ class Discovery:
                 if device.parent:
                     instances.setdefault(device.parent, []).append(device.uuid)
             self._watch.history.instances = instances
-            self._watch.recall(now)
+            self._watch.history.recall(now)
             self._watch.history.record_boot(list(host.devices), now)
 
 

@@ -132,7 +132,7 @@ class Engine(Host):
         """Record that every device was released: what vanishes meanwhile was taken away on purpose."""
         now = self.clock()
         event = Event(device="", kind="release", name="canaryd", first=now, last=now, detail=detail)
-        self.watch.happened([replace(event, device=uuid) for uuid in list(self.devices)])
+        self.watch.history.record([replace(event, device=uuid) for uuid in list(self.devices)])
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

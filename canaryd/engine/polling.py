@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from canaryd.config.settings import Config
@@ -123,8 +123,6 @@ class Watch:
         self._series: Series | None = None
         self._owned: contextlib.ExitStack | None = None
         self.history = EventHistory(store)
-        self.triggers = self.history.triggers
-        """Device → why its exact goldens should run now; the one who runs them removes it."""
         self.kernel_log = KernelLog(store, self.history)
 
     # -- polls --------------------------------------------------------------------------------------------------------
@@ -270,41 +268,10 @@ class Watch:
                 for outcome, n in lane.uncounted.items()
             }
 
-    # -- events and the kernel log ------------------------------------------------------------------------------------
-
-    def recall(self, now: float) -> None:
-        """Read the events of the last month from the store."""
-        self.history.recall(now)
-
-    def runs(self, *, running: bool) -> None:
-        """Note that a daemon runs on this boot, or that it stopped in good order."""
-        self.history.note_running(running=running)
-
-    def events(self, device: Device) -> tuple[Event, ...]:
-        """Return what happened to a device in the last month, oldest first."""
-        return self.history.of(device)
-
-    def happened(
-        self,
-        events: Sequence[Event],
-        counts: Iterable[tuple[str, Mapping[str, str], float]] = (),
-        notes: Mapping[str, str] | None = None,
-    ) -> None:
-        """Store events with counters and notes in one transaction."""
-        self.history.record(events, counts, notes)
-
-    @property
-    def log_problem(self) -> str:
-        """Why the kernel log is not read; "" while it is."""
-        return self.kernel_log.problem
-
-    @property
-    def log_lost(self) -> Counter[str]:
-        """Records of the kernel log that could not be read, since this process began."""
-        return self.kernel_log.lost
+    # -- the kernel log -----------------------------------------------------------------------------------------------
 
     def read_log(self, series: Series, devices: Callable[[], Iterable[Device]], *, until_end: bool) -> None:
-        """Read the kernel log from the last stored position; `log_problem` says why it ended."""
+        """Read the kernel log from the last stored position; `kernel_log.problem` says why it ended."""
         path = self._config().telemetry.kernel_log
         self.kernel_log.read(path, series, devices, until_end=until_end, owned=self.own())
 

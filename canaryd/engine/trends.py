@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from canaryd.engine.evidence import Acknowledgements
 from canaryd.engine.host import Host
+from canaryd.formatting import DAY, HOUR
 from canaryd.judge.trends import days
 from canaryd.judge.trends.rules import findings
 from canaryd.model import Device, Finding
 
-DAY, HOUR = 86_400.0, 3600.0
 BACK = 14
 """Days for which runs and polls are kept, and so can be summed up."""
 SEEN = 90 * DAY

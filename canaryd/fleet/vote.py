@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from canaryd.facts import printable
 from canaryd.fleet.prometheus import FleetError, Labels, Prometheus, Sample
@@ -246,6 +247,11 @@ def _pick(labels: Labels, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(labels.get(name, "") for name in names)
 
 
+def _named(labels: Labels, *names: str) -> dict[str, Any]:
+    """Return these labels as the fields of their names."""
+    return dict(zip(names, _pick(labels, names), strict=True))
+
+
 def _states(samples: Sequence[Sample], asker: _Gatherer) -> dict[str, int]:
     found = {s.labels.get("state", ""): int(s.value) for s in samples}
     if strange := found.keys() - {s.value for s in State}:
@@ -263,7 +269,7 @@ def _silent(asker: _Gatherer) -> tuple[Silent, ...]:
     return tuple(
         sorted(
             (
-                Silent(job=s.labels.get("job", ""), instance=s.labels.get("instance", ""), why=why)
+                Silent(**_named(s.labels, *NODE), why=why)
                 for why, found in (("down", down), ("gone", gone))
                 for s in found
             ),
@@ -292,8 +298,7 @@ def _odd(
                 device=device,
                 model=model,
                 results=tuple(
-                    {k: x.get(k, "") for k in ("probe", "stack", "fingerprint")}
-                    for x in sorted(labels, key=lambda x: _pick(x, GROUP))
+                    _named(x, "probe", "stack", "fingerprint") for x in sorted(labels, key=lambda x: _pick(x, GROUP))
                 ),
                 scope="shared" if not alone else "node" if len(wide) == len(alone) else "device",
                 known=(instance, device) in suspected,
@@ -306,16 +311,10 @@ def _doubted(asker: _Gatherer) -> tuple[Doubted, ...]:
     states = asker.ask("suspect and faulty devices", standing('{state=~"suspect|faulty"}'))
     why = defaultdict(list)
     for sample in asker.ask("findings", 'canaryd_finding{state=~"suspect|faulty"}'):
-        why[_pick(sample.labels, (*NODE, "device"))].append(
-            {k: sample.labels.get(k, "") for k in ("rule", "state", "cause")}
-        )
+        why[_pick(sample.labels, (*NODE, "device"))].append(_named(sample.labels, "rule", "state", "cause"))
     found = [
         Doubted(
-            job=s.labels.get("job", ""),
-            instance=s.labels.get("instance", ""),
-            device=s.labels.get("device", ""),
-            model=s.labels.get("model", ""),
-            state=s.labels.get("state", ""),
+            **_named(s.labels, *NODE, "device", "model", "state"),
             findings=tuple(sorted(why[_pick(s.labels, (*NODE, "device"))], key=lambda f: (f["state"], f["rule"]))),
         )
         for s in states
@@ -348,9 +347,7 @@ def _disputed(asker: _Gatherer, split: Sequence[Sample]) -> tuple[Disputed, ...]
         )
     return tuple(
         Disputed(
-            model=key[0],
-            probe=key[1],
-            stack=key[2],
+            **dict(zip(GROUP, key, strict=True)),
             majority=key in with_majority,
             sides=tuple(sorted(found, key=lambda s: (-s.votes, s.fingerprint))),
         )
@@ -364,13 +361,5 @@ def _stalest(asker: _Gatherer) -> tuple[Stale, ...]:
     ratio = f"({age} / on (job, instance, device, probe) canaryd_probe_period_seconds)"
     # A time later than Prometheus's own comes from a broken clock and is not an age.
     found = asker.ask("stalest nodes", f"topk({STALEST}, topk by (job, instance) (1, {ratio} >= 0))")
-    stale = [
-        Stale(
-            instance=s.labels.get("instance", ""),
-            device=s.labels.get("device", ""),
-            probe=s.labels.get("probe", ""),
-            periods=s.value,
-        )
-        for s in found
-    ]
+    stale = [Stale(**_named(s.labels, "instance", "device", "probe"), periods=s.value) for s in found]
     return tuple(sorted(stale, key=lambda s: -s.periods))

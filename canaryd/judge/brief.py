@@ -75,17 +75,8 @@ def kept_recordings(run: Run) -> int:
 
 def summary(seed: int, results: int, uploads: int, place: Place = Place()) -> tuple[Comparison, ...]:  # noqa: B008
     """Return the comparison that stands for all clean ones of a run; () for none."""
-    exactness, subject = Exactness.UNIVERSAL, Subject.DEVICE
-    one = Comparison(
-        case=FOLDED,
-        shape="",
-        seed=seed,
-        exactness=exactness,
-        subject=subject,
-        place=place,
-        trials=results,
-        uploads=uploads,
-    )
+    exact = Exactness.UNIVERSAL
+    one = Comparison(case=FOLDED, shape="", seed=seed, exactness=exact, place=place, trials=results, uploads=uploads)
     return (one,) if results else ()
 
 

@@ -270,11 +270,7 @@ TABLE: tuple[Row, ...] = (
             "Either the kernels of this runtime are wrong, or a unit that only they use."
         ),
     ),
-    Row(
-        lambda _: True,
-        Cause.UNDETERMINED,
-        lambda _: "Cause unknown: no identical device here to compare with.",
-    ),
+    Row(lambda _: True, Cause.UNDETERMINED, lambda _: "Cause unknown: no identical device here to compare with."),
 )
 """Read from the top: what holds, whose fault it then is, and why."""
 

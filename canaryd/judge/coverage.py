@@ -9,7 +9,7 @@ from canaryd.facts import Subject
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
-from canaryd.judge.findings import make_finding
+from canaryd.judge.findings import finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
 from canaryd.model import TORCH, Cause, Finding, Outcome, State
 
@@ -76,60 +76,44 @@ def unreached(case: Case) -> Iterator[Finding]:
     else:
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
-    yield Finding(rule="unreached", state=State.UNKNOWN, cause=Cause.ENVIRONMENT, message=text, action=action)
+    yield finding("unreached", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
 
 
 def devices_missing(case: Case) -> Iterator[Finding]:
     """Fewer accelerators are found than the configuration expects."""
     if case.accelerators is not None and case.accelerators[0] < case.accelerators[1]:
         found, expected = case.accelerators
-        yield Finding(
-            rule="devices-missing",
-            state=State.UNKNOWN,
-            cause=Cause.UNDETERMINED,
-            message=f"{found} of {expected} accelerators found",
-            action="Look for the others in the kernel log and on the bus",
-            evidence=("List devices you removed under devices.absent, and lower devices.expected.",),
+        yield finding(
+            *("devices-missing", State.UNKNOWN, Cause.UNDETERMINED),
+            f"{found} of {expected} accelerators found",
+            "Look for the others in the kernel log and on the bus",
+            "List devices you removed under devices.absent, and lower devices.expected.",
         )
 
 
 def devices_unlisted(case: Case) -> Iterator[Finding]:
     """A vendor's library or driver is there and could not list its devices: some may be missing here."""
     for vendor, why in sorted(case.unlisted.items()):
-        yield Finding(
-            rule="devices-unlisted",
-            state=State.UNKNOWN,
-            cause=Cause.ENVIRONMENT,
-            message=f"The {vendor} devices of this host could not be listed: {why}",
-            action="Repair the torch installation, or set worker.python to another interpreter"
-            if vendor == "torch"
-            else "Check the driver: until it answers, devices may be missing here",
-        )
+        action = "Check the driver: until it answers, devices may be missing here"
+        if vendor == "torch":
+            action = "Repair the torch installation, or set worker.python to another interpreter"
+        text = f"The {vendor} devices of this host could not be listed: {why}"
+        yield finding("devices-unlisted", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
 
 
 def no_fresh_evidence(case: Case) -> Iterator[Finding]:
     """No probe is enabled, none has run, or the last run is too old: unknown."""
     if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
-        yield Finding(
-            rule="no-evidence",
-            state=State.UNKNOWN,
-            cause=Cause.UNDETERMINED,
-            message="No enabled probe tests this device",
-            action="Enable a probe for it; canaryd probes lists them",
-        )
+        text, action = "No enabled probe tests this device", "Enable a probe for it; canaryd probes lists them"
+        yield finding("no-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action)
     for probe in sorted(case.wanted):
         completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]
         if not completed and any(unreached(case)):
             continue
         if not completed:
-            yield Finding(
-                rule="no-evidence",
-                state=State.UNKNOWN,
-                cause=Cause.UNDETERMINED,
-                message=f"{probe} has not completed a run on this device yet",
-                action="Wait for the first run, or run it now: canaryd check",
-                probe=probe,
-            )
+            text = f"{probe} has not completed a run on this device yet"
+            action = "Wait for the first run, or run it now: canaryd check"
+            yield finding("no-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
         elif (old := age(completed[-1], case.now)) > case.limit(probe):
             what = (
                 f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
@@ -164,16 +148,12 @@ def history_lost(case: Case) -> Iterator[Finding]:
     at, aside = case.history_lost
     if not case.watched(at, case.wanted.keys(), [case.device.uuid]) and not any(a.at >= at for a in case.acks):
         day = format_utc(at, seconds=False)
-        yield Finding(
-            rule="history-lost",
-            state=State.UNKNOWN,
-            cause=Cause.HARNESS,
-            message=f"The record of this machine was lost on {day}; earlier faults are unknown",
-            action=f'If no fault was known here: canaryd ack {case.device.name} --reason "…"',
-            evidence=(
-                f"Clears by itself after {format_duration(case.policy.watch)} of tests.",
-                f"What is left of it: {aside}.",
-            ),
+        yield finding(
+            *("history-lost", State.UNKNOWN, Cause.HARNESS),
+            f"The record of this machine was lost on {day}; earlier faults are unknown",
+            f'If no fault was known here: canaryd ack {case.device.name} --reason "…"',
+            f"Clears by itself after {format_duration(case.policy.watch)} of tests.",
+            f"What is left of it: {aside}.",
         )
 
 
@@ -191,13 +171,9 @@ def vanished(case: Case) -> Iterator[Finding]:
     """The device disappeared: unknown."""
     if case.gone_since is not None:
         ago = format_duration(max(0.0, case.now - case.gone_since) // 60 * 60)
-        yield Finding(
-            rule="device-vanished",
-            state=State.UNKNOWN,
-            cause=Cause.UNDETERMINED,
-            message=f"{case.device.name} ({case.device.model}) is gone; it was last found {ago} ago",
-            action="Look for it in the kernel log and on the bus",
-            evidence=(
-                f"A device that was removed on purpose is forgotten after {format_duration(case.policy.watch)}.",
-            ),
+        yield finding(
+            *("device-vanished", State.UNKNOWN, Cause.UNDETERMINED),
+            f"{case.device.name} ({case.device.model}) is gone; it was last found {ago} ago",
+            "Look for it in the kernel log and on the bus",
+            f"A device that was removed on purpose is forgotten after {format_duration(case.policy.watch)}.",
         )

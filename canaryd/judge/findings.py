@@ -1,17 +1,45 @@
-"""Make a finding that rests on runs or mismatches."""
+"""Make findings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.characterised import By, Proof, class_of
-from canaryd.model import Cause, Characterised, Finding, Run, State, WrongResults
+from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
 
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)
 """Which cause names the verdict when findings of the same state differ: the one that costs most to overlook first."""
+
+
+def finding(
+    rule: str,
+    state: State,
+    cause: Cause,
+    message: str,
+    action: str = "",
+    *evidence: str,
+    probe: str = "",
+    repro: str = "",
+    runs: tuple[str, ...] = (),
+    rivals: Iterable[Rival] = (),
+) -> Finding:
+    """Make a finding; empty sentences of the evidence are dropped."""
+    return Finding(
+        rule=rule,
+        state=state,
+        cause=cause,
+        message=message,
+        action=action,
+        evidence=tuple(filter(None, evidence)),
+        probe=probe,
+        repro=repro,
+        runs=runs,
+        rivals=tuple(rivals),
+    )
 
 
 def make_finding(
@@ -26,21 +54,16 @@ def make_finding(
 ) -> Finding:
     """Make a finding that rests on one run, or on mismatches (oldest first), which amount to `wrong`."""
     runs = [basis] if isinstance(basis, Run) else [m.run for m in basis]
-    return Finding(
-        rule=rule,
-        state=state,
-        cause=cause,
-        message=message,
-        action=action,
-        evidence=tuple(filter(None, evidence)),
+    made = finding(
+        *(rule, state, cause, message, action),
+        *evidence,
         probe=runs[-1].probe,
         repro=runs[-1].repeat,
         runs=tuple(dict.fromkeys(r.id for r in runs))[-RUNS_NAMED:],
         rivals=() if isinstance(basis, Run) else strongest(basis).rivals,
-        characterised=() if isinstance(basis, Run) else _characterised(basis),
-        since=runs[0].started,
-        wrong=wrong,
     )
+    characterised = () if isinstance(basis, Run) else _characterised(basis)
+    return replace(made, characterised=characterised, since=runs[0].started, wrong=wrong)
 
 
 def proofs(mismatches: Sequence[Mismatch]) -> dict[str, Proof]:

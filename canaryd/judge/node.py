@@ -163,20 +163,18 @@ class Node:
     @cached_property
     def _givers(self) -> Mapping[object, set[str]]:
         """Data with wrong bits → the devices that gave them."""
-        givers: dict[object, set[str]] = defaultdict(set)
-        for mismatch in itertools.chain.from_iterable(self.accusing.values()):
-            for mark in judge_cause.marks([mismatch.comparison]) if mismatch.run.stack else ():
-                givers[self.data(mismatch), mark].add(mismatch.run.device)
-        return givers
+        return self._who_gave(itertools.chain.from_iterable(self.accusing.values()))
 
     @cached_property
     def _unproven_givers(self) -> Mapping[object, set[str]]:
         """The same for mismatches in classes that nobody has met."""
+        return self._who_gave(m for ms in self.missed.values() for m in ms if m.proof is None)
+
+    def _who_gave(self, mismatches: Iterable[Mismatch]) -> Mapping[object, set[str]]:
         givers: dict[object, set[str]] = defaultdict(set)
-        for mismatch in itertools.chain.from_iterable(self.missed.values()):
-            if mismatch.proof is None and mismatch.run.stack:
-                for mark in judge_cause.marks([mismatch.comparison]):
-                    givers[self.data(mismatch), mark].add(mismatch.run.device)
+        for mismatch in mismatches:
+            for mark in judge_cause.marks([mismatch.comparison]) if mismatch.run.stack else ():
+                givers[self.data(mismatch), mark].add(mismatch.run.device)
         return givers
 
     def gave_alike(self, mismatch: Mismatch) -> set[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.case import Case
+from canaryd.judge.findings import finding
 from canaryd.judge.hangs import SELDOM, TIMES
 from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.judge.telemetry.signals import Signs
@@ -52,23 +53,16 @@ def keeps_vanishing(case: Case) -> Iterator[Finding]:
         return
     suspect = bool(seen.stayed)
     who = f"{count(len(seen.stayed), 'other device')} of this host stayed each time." if suspect else ""
-    yield Finding(
-        rule="keeps-vanishing",
-        state=State.SUSPECT if suspect else State.UNKNOWN,
-        cause=Cause.HARDWARE if suspect and not seen.left else Cause.UNDETERMINED,
-        message=f"It vanished {seen.times} times within {format_duration(within)}; "
-        f"last missed at {case.signs.moment(seen.newest)}",
-        action=f"Take it out of service; check slot, power, cables and the kernel log: {KERNEL_LOG}",
-        evidence=tuple(
-            filter(
-                None,
-                (
-                    who,
-                    "No reboot, change of the driver or canaryd release explains it.",
-                    f"Clears {format_duration(within)} after it stops.",
-                ),
-            )
-        ),
+    last = case.signs.moment(seen.newest)
+    yield finding(
+        "keeps-vanishing",
+        State.SUSPECT if suspect else State.UNKNOWN,
+        Cause.HARDWARE if suspect and not seen.left else Cause.UNDETERMINED,
+        f"It vanished {seen.times} times within {format_duration(within)}; last missed at {last}",
+        f"Take it out of service; check slot, power, cables and the kernel log: {KERNEL_LOG}",
+        who,
+        "No reboot, change of the driver or canaryd release explains it.",
+        f"Clears {format_duration(within)} after it stops.",
     )
 
 

@@ -89,12 +89,8 @@ def acknowledged(case: Case) -> Iterator[Finding]:
     if case.gone_since is None and not case.device.weak_identity:
         for ack in (a for a in case.acks if a.kind == "replaced"):
             day = format_utc(ack.at, seconds=False)
-            yield Finding(
-                rule="replaced-is-here",
-                state=State.HEALTHY,
-                cause=Cause.NONE,
-                message=f"Reported as replaced on {day}, but it is still here; its record still counts",
-            )
+            text = f"Reported as replaced on {day}, but it is still here; its record still counts"
+            yield Finding(rule="replaced-is-here", state=State.HEALTHY, cause=Cause.NONE, message=text)
 
 
 def _acknowledged(case: Case, finding: Finding) -> Finding:

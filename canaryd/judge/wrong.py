@@ -16,10 +16,7 @@ from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, 
 
 
 def wrong_results(
-    case: Case,
-    mismatches: Sequence[Mismatch],
-    confirmed: Sequence[Confirmation] = (),
-    began: float | None = None,
+    case: Case, mismatches: Sequence[Mismatch], confirmed: Sequence[Confirmation] = (), began: float | None = None
 ) -> WrongResults:
     """Return what mismatches (oldest first, at least one) amount to; `confirmed`: how they were confirmed.
 

@@ -75,9 +75,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "canaryd_probe_period_seconds": Family("gauge", OF_PROBE, "Probe interval in seconds."),
     "canaryd_probe_runs_total": Family(
-        "counter",
-        (*OF_PROBE, "outcome"),
-        "Test runs by how their process ended, whether results were right or not.",
+        "counter", (*OF_PROBE, "outcome"), "Test runs by how their process ended, whether results were right or not."
     ),
     "canaryd_probe_mismatches_total": Family("counter", OF_PROBE, "Comparisons that found a wrong bit."),
     "canaryd_probe_trials_total": Family("counter", OF_PROBE, "Results that were compared with a known right answer."),
@@ -354,10 +352,7 @@ def _add_verdict(page: Page, view: DeviceView, labels: tuple[str, str, str]) -> 
 
 
 def _add_tallies(
-    page: Page,
-    device: Device,
-    tallies: Sequence[tuple[str, Mapping[str, str], float]],
-    labels: tuple[str, str, str],
+    page: Page, device: Device, tallies: Sequence[tuple[str, Mapping[str, str], float]], labels: tuple[str, str, str]
 ) -> None:
     """Add the counters of events; those that are known beforehand start at 0."""
     xids = dict.fromkeys(XIDS, 0.0) if device.backend == "cuda" and not device.parent else {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import Result
+from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
 from canaryd.model import Device, Outcome, Run, State
@@ -117,10 +118,10 @@ def as_text(result: Result, *, verbose: bool = False, color: bool = False) -> st
     elif result.not_checked:
         skipped = {probe for each in result.skipped.values() for probe, what in each if what.case == "*"}
         gaps = [
-            *([f"{_count(len(skipped), 'probe')} skipped"] if skipped else []),
+            *([f"{count(len(skipped), 'probe')} skipped"] if skipped else []),
             *(g.what for g in result.not_checked),
         ]
-        many = f"{_count(len(gaps), 'thing')} {'was' if len(gaps) == 1 else 'were'} not tested"
+        many = f"{count(len(gaps), 'thing')} {'was' if len(gaps) == 1 else 'were'} not tested"
         lines += paragraph("", f"{many}: {', '.join(gaps)} (-v lists them)")
     state = result.state
     name = "drill verdict" if result.drill else "verdict"
@@ -162,7 +163,7 @@ def _compared(runs: Sequence[Run]) -> str:
     results, recordings = sum(r.trials for r in runs), sum(len(r.recordings) for r in runs)
     if results or not recordings:
         return f"{results:,} results, {sum(c.wrong_trials for r in runs for c in r.comparisons):,} wrong"
-    return f"{_count(recordings, 'recording')}, {sum(len(r.unknown) for r in runs):,} differ from the baseline"
+    return f"{count(recordings, 'recording')}, {sum(len(r.unknown) for r in runs):,} differ from the baseline"
 
 
 def _detail_lines(result: Result, device: Device) -> Iterator[Line]:
@@ -214,7 +215,3 @@ def _count_lines(runs: list[Run]) -> Iterator[Line]:
         if count["recordings"]:
             differ = f"{count['unknown']:,} differ from the baseline{failed}"
             yield from paragraph(f"  {name:<26} ", f"{count['recordings']:>9,} recordings, {differ}")
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"

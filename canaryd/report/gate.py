@@ -25,6 +25,7 @@ from canaryd.facts import beginning, printable
 from canaryd.formatting import did_you_mean_device, format_duration
 from canaryd.judge import clock
 from canaryd.judge.incidents import incidents
+from canaryd.judge.phrases import count
 from canaryd.model import TORCH, Cause, Device, Outcome, State
 from canaryd.report import status
 from canaryd.report.incidents import brief
@@ -175,7 +176,7 @@ def as_text(answer: Answer, question: Question, silence: str, width: int = 0) ->
     parts = [answer.reason] if answer.reason else []
     if answer.decision == PASS:
         states = ", ".join(s.value for s in _fails(question))
-        parts.append(f"{len(decisive)} {'device' if len(decisive) == 1 else 'devices'}, none of them {states}")
+        parts.append(f"{count(len(decisive), 'device')}, none of them {states}")
         parts += [str(i) for i in answer.devices if i.why][:1]
     elif decisive:
         more = f" (and {', '.join(i.name for i in decisive[1:])})" if len(decisive) > 1 else ""

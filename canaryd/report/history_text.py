@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from canaryd.formatting import DAY, HOUR, format_time, number, scale
+from canaryd.judge.phrases import count
 from canaryd.judge.trends.change import Change
 from canaryd.report.history import MOST_ITEMS, MOST_READINGS, DeviceHistory, History, Trend, counter, is_telling
 from canaryd.report.incidents import state_lines
@@ -88,7 +89,7 @@ def _table(one: DeviceHistory, history: History, room: int) -> Iterator[Line]:
     zeros = sum(counter(t) and not any(t.values) for t in one.trends)
     if not telling:
         yield "head", "  Readings"
-        yield "", "    none on record" + (f" but {_zeros(zeros)}" if zeros else "")
+        yield "", "    none on record" + (f" but {count(zeros, 'counter')} that did not rise" if zeros else "")
         return
     step = "hour" if telling[0].step == HOUR else "day"
     yield "head", f"  Readings, by the {step}"
@@ -117,7 +118,7 @@ def _table(one: DeviceHistory, history: History, room: int) -> Iterator[Line]:
     if (more := len(telling) - MOST_READINGS) > 0:
         yield "", f"    and {more} more readings: {typed('canaryd history --json')}"
     if zeros:
-        yield "", f"    and {_zeros(zeros)}"
+        yield "", f"    and {count(zeros, 'counter')} that did not rise"
 
 
 SHORT = 48
@@ -146,10 +147,6 @@ WELL_KNOWN = ("instruction_set", "torch", "mlx", "onnxruntime", "jax", "driver")
 """Parts of a stack that people know best, in the order in which they are tried."""
 SELF_EVIDENT = frozenset({"instruction_set"})
 """Parts of a stack whose values need no name before them."""
-
-
-def _zeros(count: int) -> str:
-    return f"{count} counter{'s' if count > 1 else ''} that did not rise"
 
 
 def _change(change: Change, size: float, symbol: str) -> str:

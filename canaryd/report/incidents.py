@@ -27,11 +27,7 @@ TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld", "rec
 """Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
 """Beginnings of the commands that actions end with."""
-SUSPECTS: Mapping[Suspect, str] = {
-    Suspect.HOST: "host",
-    Suspect.SOFTWARE: "software",
-    Suspect.REFERENCE: "reference",
-}
+SUSPECTS: Mapping[Suspect, str] = {Suspect.HOST: "host", Suspect.SOFTWARE: "software", Suspect.REFERENCE: "reference"}
 SHOWN: Mapping[Shown, tuple[str, str]] = {
     Shown.RIGHT: ("computes it correctly", "compute it correctly"),
     Shown.RARER: ("fails far less often", "fail far less often"),

@@ -392,11 +392,7 @@ def _up_to_date(
         f"The run started on {format_time(newest.started)}. Before it, the device was {_was(verdict)}.",
     )
     note = replace(
-        note,
-        cause=Cause.UNDETERMINED,
-        probe=newest.probe,
-        repro=newest.repeat,
-        runs=tuple(r.id for r in wrong),
+        note, cause=Cause.UNDETERMINED, probe=newest.probe, repro=newest.repeat, runs=tuple(r.id for r in wrong)
     )
     return _with(shown, note, newest.started)
 
@@ -485,10 +481,5 @@ def _note(rule: str, message: str, action: str, *evidence: str) -> Finding:
 
 def _unknown(uuid: str, since: float, note: Finding, *findings: Finding) -> Verdict:
     return Verdict(
-        device=uuid,
-        state=State.UNKNOWN,
-        cause=Cause.HARNESS,
-        findings=(note, *findings),
-        decided=since,
-        since=since,
+        device=uuid, state=State.UNKNOWN, cause=Cause.HARNESS, findings=(note, *findings), decided=since, since=since
     )

@@ -55,12 +55,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 ],
                 "evidence": dict(d.evidence),
                 "drill": d.drill
-                and {
-                    "fault": d.drill.fault,
-                    "at": d.drill.at,
-                    "caught": d.drill.caught,
-                    "until": d.drill.until,
-                },
+                and {"fault": d.drill.fault, "at": d.drill.at, "caught": d.drill.caught, "until": d.drill.until},
                 "events": [to_json(event) for event in d.events],
             }
             for d in status.devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +66,7 @@ class BufferedDatabase:
         self,
         state_dir: Path,
         clocks: tuple[Callable[[], float], Callable[[], float]],
-        migrations: Sequence[Migration],
+        migrations: Mapping[int, Migration],
         *,
         for_reading: bool,
     ) -> None:
@@ -90,7 +90,7 @@ class BufferedDatabase:
         self._problems = self._database.problems
         self._memory = connect("file::memory:")
         self._waiting = False  # for the disk, in `_memory`
-        for migrate in migrations:
+        for migrate in migrations.values():
             migrate(self._memory)
 
     def close(self) -> None:
@@ -215,8 +215,7 @@ class BufferedDatabase:
                     db.executemany(add, rows)
                 for verdict in verdicts:  # noqa: B023
                     add_verdict(db, verdict)
-                for row in met:  # noqa: B023
-                    add_met(db, row)
+                add_met(db, met)  # noqa: B023
 
             self._commit(write)
             memory.execute("DELETE FROM runs WHERE number <= ?", (runs[-1][0] if runs else 0,))

@@ -8,7 +8,7 @@ import functools
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -54,7 +54,7 @@ class Database:
         self,
         state_dir: Path,
         now: Callable[[], float],
-        migrations: Sequence[Migration],
+        migrations: Mapping[int, Migration],
         *,
         for_reading: bool,
         on_open: Callable[[sqlite3.Connection], None],
@@ -194,10 +194,9 @@ class Database:
             self.problems["wal"] = f"{self.path}: {note}"
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA cache_size = -{CACHE}")
-        for number in range(version, len(self.migrations)):
-            self._transact(
-                db, functools.partial(apply_migration, migration=self.migrations[number], version=number + 1)
-            )
+        for number, migration in self.migrations.items():
+            if number > version:
+                self._transact(db, functools.partial(apply_migration, migration=migration, version=number))
         # The process that replaced a damaged file has noted the loss already.
         if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
             self._note_loss("was replaced while it was in use", "continuing with the new file")
@@ -223,7 +222,7 @@ class Database:
                 raise
             self.close()
             return self._open_to_read("mode=ro&immutable=1")
-        if version < len(self.migrations):
+        if version < max(self.migrations):
             raise OSError("an older canaryd wrote it: start the daemon or run canaryd check to convert it")
         return db
 
@@ -234,10 +233,10 @@ class Database:
 
     def _schema_version(self, db: sqlite3.Connection) -> int:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(self.migrations):
+        if version > max(self.migrations):
             raise StoreTooNew(
                 f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
-                f"{len(self.migrations)}); upgrade canaryd, or choose another --state-dir"
+                f"{max(self.migrations)}); upgrade canaryd, or choose another --state-dir"
             )
         return version
 

@@ -3,15 +3,14 @@
 # ruff: noqa: S608 - statements are composed of constants of this package; values travel as parameters
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from canaryd.model import Ack, Device, Verdict
 from canaryd.store.buffered import BufferedDatabase
-from canaryd.store.migrations import Migration
 from canaryd.store.rows import ADD_ACK, ADD_DEVICE, add_verdict, pack
 
 VOID_NOTE = "void acks"
@@ -32,17 +31,10 @@ class DeviceRecord:
 class DeviceTables(BufferedDatabase):
     """The tables of devices, verdicts and acknowledgements."""
 
-    def __init__(
-        self,
-        state_dir: Path,
-        clocks: tuple[Callable[[], float], Callable[[], float]],
-        migrations: Sequence[Migration],
-        *,
-        for_reading: bool,
-    ) -> None:
-        super().__init__(state_dir, clocks, migrations, for_reading=for_reading)
-        self._decoded: dict[tuple[str, bool], tuple[bytes, Verdict]] = {}
-        """(device, of drills) → its newest verdict, packed and decoded."""
+    @functools.cached_property
+    def _decoded(self) -> dict[str, tuple[bytes, Verdict]]:
+        """Device → its newest verdict, packed and decoded."""
+        return {}
 
     def see_device(self, device: Device, now: float) -> bool:
         """Store that `device` was there at `now` (seconds since the epoch). False: only in memory so far."""
@@ -80,11 +72,11 @@ class DeviceTables(BufferedDatabase):
         row = (verdict.device, verdict.drill, verdict.state.value, verdict.cause.value, verdict.decided, pack(verdict))
         return self._write(lambda db: add_verdict(db, row))
 
-    def verdicts(self, *, drill: bool = False) -> dict[str, Verdict]:
-        """Return each device's newest verdict, by uuid: from real evidence, or from drills alone."""
-        newest = "SELECT max(number) FROM verdicts WHERE drill = ? GROUP BY device"
-        stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})", drill)
-        return {v.device: v for row in (*stored, *waiting) for v in self._decode_verdict(*row, drill=drill)}
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return each device's newest verdict, by uuid; drills are left out."""
+        newest = "SELECT max(number) FROM verdicts WHERE drill = 0 GROUP BY device"
+        stored, waiting = self._read(f"SELECT device, body FROM verdicts WHERE number IN ({newest})")
+        return {v.device: v for row in (*stored, *waiting) for v in self._decode_verdict(*row)}
 
     def verdict(self, device: str) -> Verdict | None:
         """Return the newest verdict on one device (its uuid) from real evidence; None where there is none."""
@@ -92,22 +84,22 @@ class DeviceTables(BufferedDatabase):
         stored, waiting = self._read(query, device)
         return next((v for row in (*waiting, *stored) for v in self._decode_verdict(*row)), None)
 
-    def verdict_history(self, device: str, *, drill: bool = False) -> list[Verdict]:
+    def verdict_history(self, device: str) -> list[Verdict]:
         """Return the verdicts on one device (its uuid), newest last; neighbours differ in state or cause."""
-        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = ? ORDER BY number"
-        stored, waiting = self._read(query, device, drill)
+        query = "SELECT device, body FROM verdicts WHERE device = ? AND drill = 0 ORDER BY number"
+        stored, waiting = self._read(query, device)
         history = self._decode(Verdict, [*stored, *waiting])
         pairs = itertools.zip_longest(history, history[1:])  # The last on disk and the first in memory may be equal.
         return [v for v, after in pairs if after is None or (v.state, v.cause) != (after.state, after.cause)]
 
-    def _decode_verdict(self, device: str, body: bytes, *, drill: bool = False) -> list[Verdict]:
+    def _decode_verdict(self, device: str, body: bytes) -> list[Verdict]:
         """Decode each newest verdict once: engine, metrics page and status page read it at every change."""
-        decoded = self._decoded.get((device, drill))
+        decoded = self._decoded.get(device)
         if decoded is None or decoded[0] != body:
             found = self._decode(Verdict, [(device, body)])
             if not found:
                 return []
-            decoded = self._decoded[device, drill] = (body, found[0])
+            decoded = self._decoded[device] = (body, found[0])
         return [decoded[1]]
 
     # Acknowledgements

@@ -44,7 +44,7 @@ def refusal(path: Path, error: Exception) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the lock file `path`. Creates nothing. Raises `OSError` where it cannot tell."""
+    """Return whether a process holds the lock of `path`. Creates nothing. Raises `OSError` where it cannot tell."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -85,18 +85,9 @@ class Flag:
     def flies(directory: Path) -> bool:
         """Return whether another process has raised the flag of a directory; False where that is unknown."""
         try:
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return is_held(directory)
         except OSError:
             return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return False
 
 
 def make(path: Path) -> int:

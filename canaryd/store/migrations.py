@@ -7,7 +7,8 @@ import contextlib
 import json
 import sqlite3
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from canaryd.judge.brief import brief
 from canaryd.model import Run
@@ -15,9 +16,11 @@ from canaryd.store.rows import LANE, facts_from_0_1_0, lane, pack, unpack
 
 Migration = Callable[[sqlite3.Connection], None]
 """Brings a database from the version before it to its own; runs inside a transaction (never `executescript`)."""
+BRIEF = 200
+"""Failures of each kind that are made brief at once: as many as a start reads first."""
 
 
-def _version_1(db: sqlite3.Connection) -> None:
+def _release_0_1_0(db: sqlite3.Connection) -> None:
     schema = """
         CREATE TABLE runs (
             number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
@@ -34,13 +37,7 @@ def _version_1(db: sqlite3.Connection) -> None:
             number INTEGER PRIMARY KEY, device TEXT NOT NULL, drill INTEGER NOT NULL, state TEXT NOT NULL,
             cause TEXT NOT NULL, decided REAL NOT NULL, body BLOB NOT NULL);
         CREATE INDEX verdicts_by_device ON verdicts (device, drill);
-        CREATE TABLE counters (name TEXT, labels TEXT, value REAL NOT NULL, PRIMARY KEY (name, labels))"""
-    for statement in schema.split(";"):
-        db.execute(statement)
-
-
-def _version_2(db: sqlite3.Connection) -> None:
-    schema = """
+        CREATE TABLE counters (name TEXT, labels TEXT, value REAL NOT NULL, PRIMARY KEY (name, labels));
         CREATE TABLE polls (
             number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, device TEXT NOT NULL, probe TEXT NOT NULL,
             started REAL NOT NULL, completed INTEGER NOT NULL, body BLOB NOT NULL);
@@ -51,83 +48,53 @@ def _version_2(db: sqlite3.Connection) -> None:
             count REAL NOT NULL, before TEXT NOT NULL, after TEXT NOT NULL, detail TEXT NOT NULL,
             PRIMARY KEY (device, kind, name, hour));
         CREATE INDEX events_by_age ON events (last);
-        CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL)"""
+        CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+        CREATE TABLE baselines (
+            device TEXT, key TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, key));
+        CREATE TABLE acks (number INTEGER PRIMARY KEY, device TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL,
+            body BLOB NOT NULL, UNIQUE (device, kind, at));
+        CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day))"""
     for statement in schema.split(";"):
         db.execute(statement)
 
 
-def _version_3(db: sqlite3.Connection) -> None:
+def _after_0_1_0(db: sqlite3.Connection) -> None:
+    """Facts of events, and what the judge chooses runs by, become columns; bodies of runs name their format.
+
+    Clean runs of before are read whole until they are pruned. `brief`, what the judge needs of a run, is made for the
+    failures that a start reads first.
+    """
     db.execute(
-        "CREATE TABLE baselines (device TEXT, key TEXT, last REAL NOT NULL, body BLOB NOT NULL,"
-        " PRIMARY KEY (device, key))"
+        "CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"
     )
-
-
-def _version_4(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE acks (number INTEGER PRIMARY KEY, device TEXT NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL,"
-        " body BLOB NOT NULL, UNIQUE (device, kind, at))"
-    )
-
-
-def _version_5(db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE days (device TEXT, day INTEGER, body BLOB NOT NULL, PRIMARY KEY (device, day))")
-
-
-def _version_6(db: sqlite3.Connection) -> None:
-    """Bodies of runs name their format now (rows.FORMAT): no table changes, but an older canaryd cannot read them."""
-    del db
-
-
-def _version_7(db: sqlite3.Connection) -> None:
     for column in ("code INTEGER", *(f"{name} TEXT NOT NULL DEFAULT ''" for name in ("reading", "labels", "fields"))):
         db.execute(f"ALTER TABLE events ADD COLUMN {column}")
     for number, *texts in db.execute("SELECT rowid, kind, name, before, detail FROM events").fetchall():
         code, reading, labels, fields = facts_from_0_1_0(*map(str, texts))
         row = (code, reading, json.dumps(labels), json.dumps(fields), number)
         db.execute("UPDATE events SET code = ?, reading = ?, labels = ?, fields = ? WHERE rowid = ?", row)
-
-
-def _version_8(db: sqlite3.Connection) -> None:
-    """The classes of exact cases that devices met; those of runs on record are learnt when they are read."""
-    db.execute(
-        "CREATE TABLE met (device TEXT, line TEXT, last REAL NOT NULL, body BLOB NOT NULL, PRIMARY KEY (device, line))"
-    )
-
-
-def _version_9(db: sqlite3.Connection) -> None:
-    """What the judge chooses runs by becomes columns. Clean runs of before are read whole until they are pruned."""
-    for column in LANE.split(", "):
+    columns = *LANE.split(", "), "brief BLOB"
+    for column in columns:
         db.execute(f"ALTER TABLE runs ADD COLUMN {column}")
-    db.execute("CREATE INDEX runs_by_lane ON runs (device, failed, drill, probe)")
-    for number, body in db.execute("SELECT number, body FROM runs WHERE failed").fetchall():
-        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):  # one that rotted stays as it is
-            assigned = ", ".join(f"{column} = ?" for column in LANE.split(", "))
-            db.execute(f"UPDATE runs SET {assigned} WHERE number = ?", (*lane(unpack(Run, body)), number))
-
-
-def _version_10(db: sqlite3.Connection) -> None:
-    """What the judge needs of a run, beside all of it: made here for the failures that a start reads first."""
-    db.execute("ALTER TABLE runs ADD COLUMN brief BLOB")
-    db.execute("DROP INDEX runs_by_lane")
     db.execute(
         "CREATE INDEX runs_by_kind ON runs"
         " (device, failed, drill, probe, instruction_set, intensity, confirms, wrong, unknown, whole, outcome)"
     )
-    newest = (
-        "SELECT number, body, row_number() OVER (PARTITION BY device, probe, instruction_set, intensity, wrong > 0"
-        " ORDER BY number DESC) AS place FROM runs WHERE failed AND drill = ''"
-    )
-    for number, body in db.execute(f"SELECT number, body FROM ({newest}) WHERE place <= 200").fetchall():
+    assigned = ", ".join(f"{column.removesuffix(' BLOB')} = ?" for column in columns)
+    newer: Counter[object] = Counter()
+    for (number,) in db.execute("SELECT number FROM runs WHERE failed ORDER BY number DESC").fetchall():
+        (body,) = db.execute("SELECT body FROM runs WHERE number = ?", (number,)).fetchone()
         with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):  # one that rotted stays as it is
-            db.execute("UPDATE runs SET brief = ? WHERE number = ?", (pack(brief(unpack(Run, body))), number))
+            run = unpack(Run, body)
+            kind = run.device, run.probe, run.instruction_set, run.intensity, bool(run.wrong), run.drill
+            newer[kind] += 1
+            shown = pack(brief(run)) if newer[kind] <= BRIEF else None
+            db.execute(f"UPDATE runs SET {assigned} WHERE number = ?", (*lane(run), shown, number))
 
 
-MIGRATIONS: tuple[Migration, ...] = (
-    *(_version_1, _version_2, _version_3, _version_4),
-    *(_version_5, _version_6, _version_7, _version_8, _version_9, _version_10),
-)
-"""In order; `user_version` of the database says how many were applied."""
+MIGRATIONS: Mapping[int, Migration] = {5: _release_0_1_0, 10: _after_0_1_0}
+"""Version, in ascending order → what makes it of the one before; `user_version` of the database says which it has. No
+release made the others."""
 
 
 def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import sqlite3
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 HOUR = 3600.0
 """Seconds. Equal events in the same hour are one event with a count, so that a failing part cannot fill the disk."""
 LANE = "probe_version, instruction_set, intensity, whole, unknown, recordings, results, uploads"
-"""Of a run that a release before version 9 stored and that is no failure, these columns are NULL."""
+"""Of a run that release 0.1.0 stored and that is no failure, these columns are NULL."""
 RUN = f"id, device, probe, started, stored, outcome, failed, wrong, drill, confirms, stack_id, body, {LANE}, brief"
-"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of an older release."""
+"""`brief`: what the judge needs of a run (`judge.brief`), packed like `body`; NULL in most rows of release 0.1.0."""
 ADD_RUN = f"INSERT INTO runs ({RUN}) VALUES ({', '.join('?' * 21)}) ON CONFLICT (id) DO NOTHING"
 COUNTER = "name, labels, value"
 ADD_COUNT = (
@@ -194,15 +194,16 @@ def met_row(met: Met, last: float) -> tuple[Any, ...]:
     return met.device, json.dumps(met.line, separators=(",", ":")), last, pack(met)
 
 
-def add_met(db: sqlite3.Connection, row: Sequence[Any]) -> None:
-    """Add a record of classes to the one of its line: another process may have stored others meanwhile."""
-    device, line, last, body = row
-    stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
-    if stored:
-        # A record that rotted is learnt anew from here.
-        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
-            body = pack(unpack(Met, stored[0]).merged(unpack(Met, body)))
-    db.execute(ADD_MET, (device, line, last, body))
+def add_met(db: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
+    """Add records of classes to those of their lines: another process may have stored others meanwhile."""
+    for device, line, last, body in rows:
+        stored = db.execute("SELECT body FROM met WHERE device = ? AND line = ?", (device, line)).fetchone()
+        merged = body
+        if stored:
+            # A record that rotted is learnt anew from here.
+            with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
+                merged = pack(unpack(Met, stored[0]).merged(unpack(Met, body)))
+        db.execute(ADD_MET, (device, line, last, merged))
 
 
 def add_verdict(db: sqlite3.Connection, row: Sequence[Any]) -> None:

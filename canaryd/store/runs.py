@@ -83,8 +83,7 @@ class RunTables(BufferedDatabase):
                 if db.execute(ADD_RUN, row).rowcount:
                     db.executemany(ADD_COUNT, counts)
                     db.executemany(ADD_BASELINE, changed)
-                    for met_classes in classes:
-                        add_met(db, met_classes)
+                    add_met(db, classes)
 
             if self._write(write):
                 return True
@@ -197,21 +196,15 @@ class RunTables(BufferedDatabase):
         """Add classes that were met or accepted, in one transaction. False: only in memory so far."""
         with self._lock:
             rows = self._met_rows(records)
-
-            def write(db: sqlite3.Connection) -> None:
-                for row in rows:
-                    add_met(db, row)
-
-            return self._write(write)
+            return self._write(lambda db: add_met(db, rows))
 
     def _met_rows(self, records: Iterable[Met]) -> list[tuple[Any, ...]]:
         now = self._clock.stamp()
         return [met_row(m, FOREVER if m.imported or m.accepted else max(now, m.used)) for m in records]
 
-    def met(self, device: str | None = None) -> list[Met]:
-        """Return which classes a device, or any, has met; what waits in memory is part of it."""
-        query = "SELECT device, line, body FROM met WHERE device = ? OR ? IS NULL ORDER BY device, line"
-        stored, waiting = self._read(query, device, device)
+    def met(self) -> list[Met]:
+        """Return which classes each device has met; what waits in memory is part of it."""
+        stored, waiting = self._read("SELECT device, line, body FROM met ORDER BY device, line")
         found: dict[Line, Met] = {}
         for met in self._decode(Met, [(f"{uuid} {line}", body) for uuid, line, body in (*stored, *waiting)]):
             found[met.line] = found[met.line].merged(met) if met.line in found else met

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,7 +34,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         clocks: tuple[Callable[[], float], Callable[[], float]],
         max_bytes: int,
         keep: Retention,
-        migrations: Sequence[Migration],
+        migrations: Mapping[int, Migration],
         for_reading: bool = False,
     ) -> None:
         super().__init__(state_dir, clocks, migrations, for_reading=for_reading)
@@ -51,7 +51,7 @@ class Store(RunTables, TelemetryTables, DeviceTables):
         monotonic: Callable[[], float] = time.monotonic,
         max_bytes: int = 256 * 1024 * 1024,
         keep: Retention = DEFAULT,
-        migrations: Sequence[Migration] = MIGRATIONS,
+        migrations: Mapping[int, Migration] = MIGRATIONS,
         for_reading: bool = False,
     ) -> Store:
         """Open or create the store in `state_dir`; `now` is the clock, in seconds since the epoch.

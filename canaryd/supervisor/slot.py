@@ -71,10 +71,7 @@ class Slot:
 
     def receive(self, worker: Worker, deadline: float) -> dict[str, Any]:
         """Return the worker's next message. Raises `LostError` where there is none before the deadline."""
-        return worker.receive(deadline, self._why_stopped)
-
-    def _why_stopped(self) -> str:
-        return self.stopped
+        return worker.receive(deadline, lambda: self.stopped)
 
     @property
     def where(self) -> str:

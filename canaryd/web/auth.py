@@ -30,12 +30,7 @@ from typing import Any
 
 from canaryd.config import permissions
 from canaryd.config.load import ConfigError, raise_problems, read_bytes
-from canaryd.config.schema import (
-    Notes,
-    Section,
-    document,
-    quoted,
-)
+from canaryd.config.schema import Notes, Section, document, quoted
 from canaryd.web.server import PLAIN_TEXT, Answer
 from canaryd.web.settings import HEADERS, REQUIRED, RateLimit, WebFile
 from canaryd.web.tls import NAMED, Tls

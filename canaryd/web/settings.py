@@ -16,10 +16,10 @@ from canaryd.config.schema import (
     quoted,
     read_boolean,
     read_filled,
-    read_integer,
     section,
     setting,
 )
+from canaryd.config.values import choice, whole
 
 MAKE_HASH = "import bcrypt, getpass; print(bcrypt.hashpw(getpass.getpass().encode(), bcrypt.gensalt(10)).decode())"
 """Python that asks for a password and prints its hash: canaryd's interpreter has all it needs."""
@@ -71,12 +71,6 @@ def _cipher(text: str) -> str:
     return text
 
 
-def _curve(text: str) -> str:
-    if text not in CURVES:
-        raise ValueError(f"{quoted(text)} is not a supported curve; write one of {', '.join(CURVES)}")
-    return text
-
-
 def _client_auth(text: str) -> str:
     if text in _UNVERIFIED:
         raise ValueError(
@@ -108,12 +102,6 @@ def _interval(text: str) -> float:
     if seconds > 86400:
         raise ValueError(f'{quoted(text)} is longer than a day; write e.g. "1s"')
     return seconds
-
-
-def _burst(text: str) -> int:
-    if not 1 <= (number := read_integer(text)) <= 1_000_000:
-        raise ValueError(f"{text} is out of range; write a whole number from 1 to 1000000")
-    return number
 
 
 def _no_http2(text: str) -> bool:
@@ -163,7 +151,7 @@ class TlsServer:
     )
     prefer_server_cipher_suites: bool = setting(BOOLEAN, "true", "Whether the server's order of suites counts.")
     curve_preferences: tuple[str, ...] | None = setting(
-        ListOf(Scalar("a curve", _curve, {"type": "string"})), "null", "The curve of the key exchange."
+        ListOf(choice("a supported curve", [*CURVES], ("str",))), "null", "The curve of the key exchange."
     )
 
 
@@ -189,7 +177,7 @@ class RateLimit:
     """The section `rate_limit`: a token bucket for all requests together."""
 
     interval: float = setting(Scalar("an interval", _interval, {}, ("str", "int")), "0", "Seconds for one request.")
-    burst: int | None = setting(Scalar("a whole number", _burst, {}, ("int",)), "null", "Requests at once.")
+    burst: int | None = setting(whole(1, 1_000_000), "null", "Requests at once.")
 
 
 @dataclass(frozen=True, kw_only=True)

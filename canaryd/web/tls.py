@@ -10,9 +10,7 @@ from pathlib import Path
 
 from canaryd.config import permissions
 from canaryd.config.load import MAX_FILE_BYTES
-from canaryd.config.schema import (
-    Notes,
-)
+from canaryd.config.schema import Notes
 from canaryd.web.settings import CIPHERS, CURVES, IF_GIVEN, REQUIRED, VERSIONS, TlsServer
 
 NAMED = ("cert_file", "key_file", "client_ca_file")

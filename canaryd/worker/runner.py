@@ -204,29 +204,26 @@ class Runner:
         """Send what each vendor's module finds, or why it finds nothing."""
         vendors = importlib.import_module("canaryd.worker.telemetry.interface")
         for name, settings in request["settings"].items():
+            devices, facts, problems, unavailable, here = [], {}, [], "", True
             try:
                 devices, facts, problems = vendors.inventory(name, settings)
             except BaseException as caught:  # noqa: BLE001 - vendor libraries raise anything
-                reason = str(caught) if isinstance(caught, vendors.Unavailable) else _last_line(caught)
+                unavailable = str(caught) if isinstance(caught, vendors.Unavailable) else _last_line(caught)
                 here = not isinstance(caught, vendors.NotHere)
-                self._send(
-                    kind="inventoried", vendor=name, devices=[], facts={}, problems=[], unavailable=reason, here=here
-                )
-            else:
-                found = to_json(devices)
-                self._send(
-                    kind="inventoried",
-                    vendor=name,
-                    devices=found,
-                    facts=facts,
-                    problems=problems,
-                    unavailable="",
-                    here=True,
-                )
+            self._send(
+                kind="inventoried",
+                vendor=name,
+                devices=to_json(devices),
+                facts=facts,
+                problems=problems,
+                unavailable=unavailable,
+                here=here,
+            )
 
     def follow(self, request: dict[str, Any]) -> None:
         """Send the records of the kernel log, each batch followed by the position reached."""
         log = importlib.import_module("canaryd.worker.telemetry.kernel_log")
+        reason = ""
         try:
             for item in log.follow(
                 request["path"], boot=request["boot"], after=request["after"], until_end=request["until_end"]
@@ -237,9 +234,7 @@ class Runner:
                     self._send(kind="record", value=to_json(item))
         except Exception as error:  # noqa: BLE001 - every error must reach the supervisor
             reason = str(error) if isinstance(error, (OSError, ValueError)) else _last_line(error)
-            self._send(kind="followed", reason=reason)
-        else:
-            self._send(kind="followed", reason="")
+        self._send(kind="followed", reason=reason)
 
     def run(self, request: dict[str, Any]) -> None:
         """Run one probe; send its facts as they come and then the result."""

@@ -11,7 +11,7 @@ from benchmarks import exact_onnx  # noqa: E402  it needs torch
 from canaryd.worker.canary.model import DTYPES  # noqa: E402
 from canaryd.worker.exact_canary import cases  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import prove  # noqa: E402
+from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.shape import FAMILIES, TINY  # noqa: E402
 from canaryd.worker.numeric.tensors import bits  # noqa: E402
 from canaryd.worker.runtime.interface import Unsupported  # noqa: E402
@@ -32,7 +32,7 @@ def test_every_logit_is_the_proved_one_and_a_flipped_bit_is_seen(family):
     """In one pass and from the cache, in each format that the provider has, by both kernels."""
     model = construct(replace(TINY, family=family), 4)
     text = cases.text(model, 4, 0, STEPS)
-    golden = prove(model.shape, model.weights, text).logits[None]
+    golden = Walk(model.shape, model.weights).prove(text).logits[None]
     texts, prompts = torch.tensor([text]), torch.tensor([text[: len(text) - STEPS + 1]])
     tried = set()
     for form in DTYPES:

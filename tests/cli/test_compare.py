@@ -56,17 +56,17 @@ def test_a_fault_is_named_by_layer_and_operator(place):
 BAD = (
     (("capture", "-o", "{0}", "--prompt", "pier"), 64, "cannot be written"),
     (("capture", "-o", "{0}/x.safetensors", "--device", "cuda:7"), 64, "name one of cpu:0"),
-    (("capture", "-o", "{0}/x.safetensors", "--dtype", "float8"), 3, "float8"),
     (("capture",), 64, "name the file to write: -o FILE"),
     (("capture", "--exact", "--decode"), 64, "leave out --decode"),
     (("capture", "--json", "-o", "{0}/x.safetensors"), 64, "--json: only with --exact"),
-    (("capture", "--exact", "--drill", "9.up", "--dtype", "float32"), 3, "no such place"),
     (("compare", "{0}/a.safetensors", "{0}/missing"), 64, "no such file"),
     (("compare", "{0}/a.safetensors", "{0}/cut.safetensors"), 3, "cut.safetensors"),
     (("compare", "{0}/canaryd.yaml", "{0}/canaryd.yaml"), 64, "canaryd.yaml"),
 )
 """What is typed ("{0}" is the directory), the exit status, and what is said."""
 MORE_BAD = (
+    (("capture", "-o", "{0}/x.safetensors", "--dtype", "float8"), 3, "float8"),
+    (("capture", "--exact", "--drill", "9.up", "--dtype", "float32"), 3, "no such place"),
     (("capture", "-o", "{0}/x.safetensors", "--prompt", "nowhere"), 3, "nowhere"),
     (
         ("capture", "-o", "{0}/x.safetensors", "--model", "{0}"),

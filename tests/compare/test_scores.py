@@ -38,7 +38,7 @@ def sampled(values: list[float], **more) -> Score:
 
 
 def file(*many: Score, path: str = "x.json") -> Scores:
-    return Scores(path=path, tool="lm-eval", scores=many)
+    return Scores(path=path, scores=many)
 
 
 def one(a: Score, b: Score) -> scores.Row:

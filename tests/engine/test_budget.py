@@ -740,7 +740,7 @@ def test_a_test_out_of_turn_is_no_measure_of_a_round(served):
     served.said[CARD.uuid] = ()
     served.engine.account.took(CARD.uuid, ("a", "b"), 16.0)
     served.engine.account.withhold(CARD.uuid, Wait(reason="share", text="enough"), 1.0)
-    served.engine.watch.triggers[CARD.uuid] = "an Xid"
+    served.engine.watch.history.triggers[CARD.uuid] = "an Xid"
     served._rounds.tick(CARD.uuid)
     assert served.ran == [(CARD.uuid, ("a", "b"), DOUBT)]
     assert served.engine.account.cost(CARD.uuid, ("a", "b")) == 16.0

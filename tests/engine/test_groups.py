@@ -127,7 +127,7 @@ def test_all_devices_of_a_group_are_locked(entry, tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("drill", [False, True])
+@pytest.mark.parametrize("drill", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_check_of_links_between_cores(tmp_path, drill):
     """Real processes, joined by gloo: healthy, and links are no longer what was not tested; a drill names the link."""
     (tmp_path / "canaryd.yaml").touch()

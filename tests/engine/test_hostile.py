@@ -141,7 +141,8 @@ def leaks(data: str) -> list[str]:
     spelled |= {"".join(chr(ord(c) + 0xFEE0) for c in part), ", ".join(str(ord(c)) for c in part)}
     spelled |= {"".join(f"\\{ord(c):03o}" for c in part), "=".join(f"{ord(c):02x}" for c in part)}
     spelled.add(base64.b64encode(KEY.encode("utf-16-le")).decode()[:16])
-    return sorted(one for one in spelled if one.lower() in data.lower())
+    small = data.lower()
+    return sorted(one for one in spelled if one.lower() in small)
 
 
 def contents(directory: Path) -> Iterator[str]:

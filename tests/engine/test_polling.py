@@ -131,7 +131,7 @@ def test_only_what_says_something_new_is_stored(host):
     host.poll(("edac_errors_total", 3, {"kind": "corrected", "controller": "mc0", "dimm": "A1"}), ("load_average", 2))
     assert len(host.store.polls(host.cpu)) == 2
     assert counter(host.store, "probe_runs", device=host.cpu, probe="says", outcome="completed") == 5
-    (event,) = [e for e in host.watch.events(host.device) if e.kind == "counter"]
+    (event,) = [e for e in host.watch.history.of(host.device) if e.kind == "counter"]
     assert (event.count, event.before, event.after) == (2, "1", "3")
 
 
@@ -151,10 +151,10 @@ def test_a_rise_across_a_restart_is_counted_once(host):
     host.poll(("edac_errors_total", 1, dimm))
     again = host.again()
     again.poll(("edac_errors_total", 5, dimm))
-    assert [e.count for e in again.watch.events(again.device) if e.kind == "counter"] == [4]
+    assert [e.count for e in again.watch.history.of(again.device) if e.kind == "counter"] == [4]
     third = again.again()
     third.poll(("edac_errors_total", 5, dimm))
-    assert [e.count for e in third.watch.events(third.device) if e.kind == "counter"] == [4]
+    assert [e.count for e in third.watch.history.of(third.device) if e.kind == "counter"] == [4]
 
 
 def test_a_hung_driver_costs_a_worker_and_is_asked_less_and_less(host):
@@ -218,11 +218,11 @@ def test_a_value_that_is_missing_for_one_poll_is_not_forgotten(host):
     host.poll(("edac_errors_total", 1, dimm))
     host.poll(("load_average", 1))
     host.poll(("edac_errors_total", 5, dimm))
-    assert [e.count for e in host.watch.events(host.device) if e.kind == "counter"] == [4]
+    assert [e.count for e in host.watch.history.of(host.device) if e.kind == "counter"] == [4]
     again = host.again()
     again.poll(("load_average", 1))
     again.poll(("edac_errors_total", 6, dimm))
-    assert sum(e.count for e in again.watch.events(again.device) if e.kind == "counter") == 5
+    assert sum(e.count for e in again.watch.history.of(again.device) if e.kind == "counter") == 5
 
 
 def test_an_outage_and_a_restart_wipe_nothing_out(host):
@@ -259,9 +259,9 @@ def test_a_jump_in_corrected_errors_calls_for_exact_goldens(host):
     """A trigger names its reason and is there until somebody takes it."""
     dimm = {"kind": "uncorrected", "controller": "mc0", "dimm": "A1"}
     host.poll(("edac_errors_total", 0, dimm))
-    assert host.watch.triggers == {}
+    assert host.watch.history.triggers == {}
     host.poll(("edac_errors_total", 1, dimm))
-    assert host.watch.triggers[host.cpu]
+    assert host.watch.history.triggers[host.cpu]
 
 
 def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
@@ -273,23 +273,23 @@ def test_a_reboot_is_an_event_and_an_unclean_one_says_so(host, tmp_path):
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
     boot.write_text("two\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
-    boots = [e for e in host.watch.events(host.device) if e.after == "two"]
+    boots = [e for e in host.watch.history.of(host.device) if e.after == "two"]
     assert [(e.name, e.before, e.after) for e in boots] == [("unclean", "one", "two")]
     assert boots[0].last == pytest.approx(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), abs=5)
     host.watch.history.note_running(running=True, boot_id=boot)
     host.watch.history.note_running(running=False, boot_id=boot)
     boot.write_text("three\n")
     host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
-    assert "clean" in {e.name for e in host.watch.events(host.device) if e.kind == "boot" and e.after == "three"}
+    assert "clean" in {e.name for e in host.watch.history.of(host.device) if e.kind == "boot" and e.after == "three"}
 
 
 def test_an_instance_shares_what_happens_to_its_gpu(host):
     """An Xid of a divided GPU is an event of each instance, and each is tested for it."""
     host.watch.history.instances = {GPU.uuid: [MIG.uuid]}
     now = time.time()
-    host.watch.happened([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=now, last=now)])
-    assert [(e.device, e.name) for e in host.watch.events(MIG)] == [(MIG.uuid, "31")]
-    assert set(host.watch.triggers) == {GPU.uuid, MIG.uuid}
+    host.watch.history.record([Event(device=GPU.uuid, kind="xid", name="31", code=31, first=now, last=now)])
+    assert [(e.device, e.name) for e in host.watch.history.of(MIG)] == [(MIG.uuid, "31")]
+    assert set(host.watch.history.triggers) == {GPU.uuid, MIG.uuid}
 
 
 def test_changes_are_counted_by_component(host):
@@ -307,7 +307,7 @@ def test_changes_are_counted_by_component(host):
     )
     host.watch.history.record_changes([event])
     assert counter(host.store, "stack_changes", device=host.cpu, component="driver") == 1
-    assert "driver" in host.watch.triggers[host.cpu]
+    assert "driver" in host.watch.history.triggers[host.cpu]
 
 
 def test_two_that_watch_do_not_count_twice(host):
@@ -323,9 +323,9 @@ def test_two_that_watch_do_not_count_twice(host):
         watcher.poll(("edac_errors_total", 4, dimm))
         watcher.engine.read_log(until_end=True)
     assert [r.value for r in other.watch.readings(other.cpu, time.time())] == [4]
-    other.watch.recall(time.time())
+    other.watch.history.recall(time.time())
     for watcher in (other, host):
-        counts = {e.kind: e.count for e in watcher.watch.events(watcher.device) if e.kind in ("counter", "thermal")}
+        counts = {e.kind: e.count for e in watcher.watch.history.of(watcher.device) if e.kind in ("counter", "thermal")}
         assert counts == {"counter": 3, "thermal": 1}
     host.watch.disown()
     assert other.watch.own()
@@ -357,7 +357,7 @@ def test_a_containers_own_boot_id_is_no_reboot(host, tmp_path):
         try:
             host.watch.history.record_boot([host.cpu], time.time(), boot_id=boot)
             assert boot.read_text() == "two\n"
-            assert [e for e in host.watch.events(host.device) if e.kind == "boot" and e.after == "two"] == []
+            assert [e for e in host.watch.history.of(host.device) if e.kind == "boot" and e.after == "two"] == []
         finally:
             subprocess.run(["umount", boot], check=True)
     finally:
@@ -369,10 +369,10 @@ def test_a_line_is_counted_once_per_boot(host):
     host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)", "nothing of interest")
     for _ in range(2):
         host.engine.read_log(until_end=True)
-        assert not host.watch.log_problem
+        assert not host.watch.kernel_log.problem
     again = host.again()
     again.engine.read_log(until_end=True)
-    events = [e for e in again.watch.events(again.device) if e.kind == "thermal"]
+    events = [e for e in again.watch.history.of(again.device) if e.kind == "thermal"]
     assert sum(e.count for e in events) == 1
     again.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 2)", start=2)
     again.engine.read_log(until_end=True)
@@ -397,18 +397,18 @@ def test_what_a_user_writes_to_the_log_is_nothing(host):
     """A record of another facility than the kernel's is not evidence, whatever it says."""
     host.hear(XID, priority=12)
     host.engine.read_log(until_end=True)
-    assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
+    assert [e for e in host.watch.history.of(host.device) if e.kind == "xid"] == []
 
 
 def test_a_log_that_cannot_be_read_is_said(host):
     """No file, no permission: one sentence, and nothing else suffers."""
     host.log.unlink()
     host.engine.read_log(until_end=True)
-    assert str(host.log) in host.watch.log_problem
-    assert "\n" not in host.watch.log_problem
+    assert str(host.log) in host.watch.kernel_log.problem
+    assert "\n" not in host.watch.kernel_log.problem
     host.log.touch()
     host.engine.read_log(until_end=True)
-    assert host.watch.log_problem == ""
+    assert host.watch.kernel_log.problem == ""
 
 
 def test_the_log_is_followed_until_the_engine_stops(host):
@@ -416,7 +416,7 @@ def test_the_log_is_followed_until_the_engine_stops(host):
     thread = threading.Thread(target=lambda: host.engine.read_log(until_end=False))
     thread.start()
     host.hear("CPU0: Core temperature above threshold, cpu clock throttled (total events = 1)")
-    eventually(lambda: any(e.kind == "thermal" for e in host.watch.events(host.device)))
+    eventually(lambda: any(e.kind == "thermal" for e in host.watch.history.of(host.device)))
     host.engine.stop()
     thread.join(10)
     assert not thread.is_alive()
@@ -449,9 +449,9 @@ def test_what_was_heard_before_a_device_was_known_is_its_own(host):
     series = host.engine.workers.start(numeric=False, uses_device=False)
     host.watch.read_log(series, list, until_end=True)
     host.engine.workers.end(series)
-    assert [e.name for e in host.watch.events(GPU) if e.kind == "xid"] == ["79"]
-    assert [e.device for e in host.watch.events(host.device) if e.kind == "thermal"] == [host.cpu]
-    assert [e for e in host.watch.events(host.device) if e.kind == "xid"] == []
+    assert [e.name for e in host.watch.history.of(GPU) if e.kind == "xid"] == ["79"]
+    assert [e.device for e in host.watch.history.of(host.device) if e.kind == "thermal"] == [host.cpu]
+    assert [e for e in host.watch.history.of(host.device) if e.kind == "xid"] == []
 
 
 def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
@@ -459,7 +459,7 @@ def test_the_fault_of_another_part_is_told_and_accuses_nobody(host):
     host.hear("pcieport 0000:00:01.0: AER: Uncorrectable (Fatal) error message received from 0000:17:00.0")
     host.hear("mlx5_core 0000:17:00.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer", start=1)
     host.engine.read_log(until_end=True)
-    events = host.watch.events(host.device)
+    events = host.watch.history.of(host.device)
     assert "elsewhere" in {e.kind for e in events}
     assert "aer" not in {e.kind for e in events}
     assert {f.state for f in host.engine.verdict(host.cpu).findings if f.rule.startswith("pcie")} <= {State.HEALTHY}
@@ -470,7 +470,7 @@ def test_a_line_of_a_clock_that_was_not_set_is_dated_now(host, monkeypatch):
     host.hear(XID)
     monkeypatch.setattr(kernel_log, "log_event", lambda r, d: replace(log_event(r, d), first=12.0, last=12.0))
     host.engine.read_log(until_end=True)
-    (event,) = [e for e in host.watch.events(GPU) if e.kind == "xid"]
+    (event,) = [e for e in host.watch.history.of(GPU) if e.kind == "xid"]
     assert event.last == pytest.approx(time.time(), abs=60)
 
 
@@ -480,7 +480,7 @@ def test_a_log_that_is_missing_is_said_while_it_is_followed(host):
     begun = time.monotonic()
     host.engine.read_log(until_end=False)
     assert time.monotonic() - begun < 30
-    assert str(host.log) in host.watch.log_problem
+    assert str(host.log) in host.watch.kernel_log.problem
 
 
 def test_the_boot_id_of_this_machine_is_read():

@@ -63,7 +63,7 @@ def test_a_known_device_stays_while_its_runtime_cannot_be_asked(engine):
     engine.store.set_present({MLX.uuid}, 1.0)
     engine.discover()
     assert MLX.uuid in engine.devices
-    assert not [e for e in engine.watch.events(MLX) if e.kind == "change"]
+    assert not [e for e in engine.watch.history.of(MLX) if e.kind == "change"]
 
 
 def test_a_runtime_that_is_no_longer_asked_for_is_forgotten(tmp_path):
@@ -73,7 +73,7 @@ def test_a_runtime_that_is_no_longer_asked_for_is_forgotten(tmp_path):
     engine.store.set_present({MLX.uuid}, 1.0)
     engine.discover()
     assert MLX.uuid not in engine.devices
-    assert not [e for e in engine.watch.events(MLX) if e.kind == "change"]
+    assert not [e for e in engine.watch.history.of(MLX) if e.kind == "change"]
 
 
 def test_a_worker_runs_under_the_interpreter_of_its_runtime(engine):

@@ -379,6 +379,7 @@ def broken(text, *, old, new):
     return text.replace(old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -90,17 +90,24 @@ def named(name: str) -> Story:
     return story.load(STORIES / f"{name}.yaml")
 
 
+def test_every_rule_and_row_has_its_story():
+    """`.ci/full` shows of each that its story cannot do without it."""
+    assert {*TOLD_BY} == {rule.__name__ for _, _, rule in RULES}
+    assert len(BLAMED) == len(cause.TABLE), "a row was added or removed: name its story in BLAMED"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "table", "rule"), RULES, ids=lambda value: getattr(value, "__name__", value))
 def test_without_a_rule_a_story_fails(monkeypatch, module, table, rule):
     """The experiment of a missing part: the judge without this one rule, everything else as it is.
 
     Nothing is replaced by what behaves otherwise, so this is no mock: it shows that the stories need the rule.
     """
-    assert rule.__name__ in TOLD_BY, f"{table} has {rule.__name__}: write a story that needs it, and name it in TOLD_BY"
     monkeypatch.setattr(module, table, tuple(each for each in getattr(module, table) if each is not rule))
     assert story.play(named(TOLD_BY[rule.__name__]), until_failed=True).failures(), f"no one misses {rule.__name__}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -115,16 +122,17 @@ def test_without_what_was_met_a_story_fails(monkeypatch, name):
     assert story.play(named(name), until_failed=True).failures(), "no one misses what was met"
 
 
+@pytest.mark.slow
 def test_without_contradictions_a_story_fails(monkeypatch):
     """The same experiment with what a device says against itself."""
     monkeypatch.setattr(node, "contradictions", lambda _: frozenset())
     assert story.play(named("new-model-now-and-then"), until_failed=True).failures(), "no one misses the contradictions"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(cause.TABLE) - 1))
 def test_without_a_row_of_the_decision_table_a_story_fails(monkeypatch, number):
     """The same experiment with whose fault it is."""
-    assert len(BLAMED) == len(cause.TABLE), "a row was added or removed: name its story in BLAMED"
     monkeypatch.setattr(cause, "TABLE", tuple(row for n, row in enumerate(cause.TABLE) if n != number))
     assert story.play(named(BLAMED[number]), until_failed=True).failures(), "no one misses this row"
 
@@ -143,11 +151,6 @@ def test_a_story_that_expects_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expect: holds nothing"):
         story.load(tmp_path / "x.yaml")
     assert subprocess.run([ROOT / "scripts/story"], capture_output=True, check=False).returncode == 64
-
-
-def test_every_rule_of_the_table_exists():
-    """A rule that was renamed or removed leaves no entry behind."""
-    assert {*TOLD_BY} <= {rule.__name__ for _, _, rule in RULES}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if story.load(p).statistics], ids=lambda path: path.stem)

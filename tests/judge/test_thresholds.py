@@ -62,7 +62,6 @@ NOT_THRESHOLDS = {
     "judge.exact.NAMED": "length of a list in a message",
     "judge.findings.RUNS_NAMED": "length of a list in a message",
     "judge.selftest.SHOWN": "length of a list in a message",
-    "judge.recordings.rules.RUNS_NAMED": "length of a list in a message",
     "judge.recordings.symptoms.CAUSES_NAMED": "length of a list in a message",
     "judge.statistics.CONFIDENCE": "of the intervals that a dossier prints; nothing is decided by it",
     "judge.phrases.DETAIL": "characters of a message",
@@ -375,11 +374,6 @@ def doubting(by, values=32):
     return test_triage.name_of(now, test_triage.SURE)
 
 
-def latency(times):
-    found = triage.triage(KNOWN, [KNOWN], latency=times)
-    return found.name if found else ""
-
-
 def repeated_cases(count):
     """Return how many of so many wrong cases a confirmation repeats."""
     t = test_schedule
@@ -500,7 +494,6 @@ CROSSINGS: Mapping[str, Crossing] = {
     "judge.recordings.triage.NEAR_TIE": Crossing(
         lambda m: test_triage.fork(m).certainty, triage.NEAR_TIE - 0.001, "possible", triage.NEAR_TIE, "likely"
     ),
-    "judge.recordings.triage.SLOWER": Crossing(latency, triage.SLOWER - 0.01, "", triage.SLOWER, "latency only"),
     "judge.recordings.triage._loop: repeats of a short part": Crossing(
         lambda n: called("Z" + "abcdefghijkl" * n), 5, "", 6, "repetition loop"
     ),

@@ -68,7 +68,7 @@ def turn(engine, name: str, number: int) -> Iterator[tuple[str, str, bool]]:
     engine.add(run(name, now, probe="recorded", recordings=(recording,)))
     yield "run", name, not store.problem
     event = Event(device=DEVICE, kind="story", name=name, first=now, last=now)
-    engine.watch.happened([event], [("stories", {"device": DEVICE}, 1.0)], {"log": name})
+    engine.watch.history.record([event], [("stories", {"device": DEVICE}, 1.0)], {"log": name})
     yield "event", name, not store.problem
     poll = run(f"poll-{name}", now, probe="host_telemetry")
     yield "poll", poll.id, store.add_poll(poll, {Outcome.COMPLETED: 1})
@@ -135,7 +135,7 @@ def full(state_dir: str) -> None:
 def upgrade(state_dir: str, statement: str) -> None:
     """Open a store and die in the middle of its migrations; print "upgraded" where they have fewer statements."""
     before = deadly(int(statement))
-    migrations = [lambda db, m=m: (db.set_trace_callback(before), m(db)) for m in MIGRATIONS]
+    migrations = {v: lambda db, m=m: (db.set_trace_callback(before), m(db)) for v, m in MIGRATIONS.items()}
     clocks = time.time, time.monotonic
     with Store(Path(state_dir), clocks, 10**9, Store.open.__kwdefaults__["keep"], MIGRATIONS) as store:
         store._database.migrations = migrations

@@ -111,7 +111,7 @@ def computed(
         return series.run(request, 60.0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 8))])
 def test_no_context_is_opened_on_another_device(tmp_path, count):
     """Listing opens none; a run opens one, on its own device, where the device is number 0."""
     cards = Cards(tmp_path, count)
@@ -161,10 +161,15 @@ recording._time(device, Kernel, ())
     [
         ("exact_matmul", ("float32/permute/square/nn",)),
         ("recorded_kernels", ("gemm/float32/decode1",)),
-        ("canary_prompts", ("float32/decode",)),
-        ("exact_attention", ("float32/onehot/prefill/math",)),
-        ("exact_canary", ("float32/decode/b1/eager",)),
-        ("exact_integer", ()),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (
+                ("canary_prompts", ("float32/decode",)),
+                ("exact_attention", ("float32/onehot/prefill/math",)),
+                ("exact_canary", ("float32/decode/b1/eager",)),
+                ("exact_integer", ()),
+            )
+        ),
     ],
 )
 def test_a_card_tells_how_long_it_worked(tmp_path, probe, cases):
@@ -220,9 +225,9 @@ def test_a_worker_leaves_no_work_on_its_device(tmp_path):
     ("error", "outcome"),
     [
         ("CUDA error: uncorrectable ECC error encountered", Outcome.DEVICE_ERROR),
-        ("CUDA error: unspecified launch failure", Outcome.DEVICE_ERROR),
         ("CUDA out of memory. Tried to allocate 2.00 GiB.", Outcome.OUT_OF_MEMORY),
-        ("CUDA error: something that nobody foresaw", Outcome.ERRORED),
+        pytest.param("CUDA error: unspecified launch failure", Outcome.DEVICE_ERROR, marks=pytest.mark.slow),
+        pytest.param("CUDA error: something that nobody foresaw", Outcome.ERRORED, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_card_raises_is_the_cards(tmp_path, error, outcome):

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from canaryd.judge.recordings import cases
-from canaryd.judge.recordings.baseline import (
-    SLACK,
-    deviation,
-    key_of,
-)
+from canaryd.judge.recordings.baseline import SLACK, deviation, key_of
 from canaryd.judge.recordings.record import Record, known_digests
 
 

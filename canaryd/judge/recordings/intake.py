@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from canaryd.facts import Recording
-from canaryd.judge.recordings.baseline import (
-    IDLE,
-    LOADED,
-    Baseline,
-    Key,
-    count_run,
-    deviation,
-    key_of,
-    learn,
-)
+from canaryd.judge.recordings.baseline import IDLE, LOADED, Baseline, Key, count_run, deviation, key_of, learn
 from canaryd.judge.recordings.record import known_digests
 from canaryd.judge.recordings.triage import BROKEN, triage
 from canaryd.model import Run
@@ -60,10 +51,7 @@ def intake(run: Run, baselines: Mapping[Key, Baseline], *, learns: bool) -> tupl
                 strange, beside = key in unknown, bool(exact - {key})
                 changed[key] = count_run(own, run, recording.condition, strange=strange, beside=beside)
     names = tuple(dict.fromkeys(recording.case for recording in unknown.values()))
-    return (
-        replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))),
-        changed,
-    )
+    return (replace(run, recordings=tuple(kept.values()), unknown=names, learnt=tuple(dict.fromkeys(learnt))), changed)
 
 
 def _certainly_broken(recording: Recording) -> bool:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from canaryd.facts import Recording
+from canaryd.judge.findings import finding
 from canaryd.judge.phrases import count
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, key_of
 from canaryd.judge.recordings.intake import is_comparable
@@ -24,12 +25,10 @@ def uncompared(record: Record) -> Iterator[Finding]:
     recorded = [(run, recording) for run in runs.values() for recording in run.recordings]
     if not recorded or _compared(record, runs) or any(_has_earlier_chain(record, *each) for each in recorded):
         return
-    yield Finding(
-        rule="nothing-compared",
-        state=State.UNKNOWN,
-        cause=Cause.UNDETERMINED,
-        message="No result was compared yet: no baseline was ready for the newest run.",
-        action=f"Wait for the next run, or run it now: canaryd check --device {record.device.name}",
+    yield finding(
+        *("nothing-compared", State.UNKNOWN, Cause.UNDETERMINED),
+        "No result was compared yet: no baseline was ready for the newest run.",
+        f"Wait for the next run, or run it now: canaryd check --device {record.device.name}",
         probe=recorded[-1][0].probe,
         runs=(recorded[-1][0].id,),
     )
@@ -72,10 +71,8 @@ def learning(record: Record) -> Iterator[Finding]:
     for probe, counts in sorted(samples.items()):
         least = f"at least {min(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
         have = "has" if len(counts) == 1 else "have"
-        message = (
-            f"Baseline not ready: {count(len(counts), 'case')} {have} {least} of {LEARN} samples; not checked yet."
-        )
-        yield Finding(rule="baseline-learning", state=State.HEALTHY, cause=Cause.NONE, message=message, probe=probe)
+        text = f"Baseline not ready: {count(len(counts), 'case')} {have} {least} of {LEARN} samples; not checked yet."
+        yield finding("baseline-learning", State.HEALTHY, Cause.NONE, text, probe=probe)
 
 
 def text_alone(record: Record) -> Iterator[Finding]:
@@ -86,28 +83,20 @@ def text_alone(record: Record) -> Iterator[Finding]:
             found[probe].append(own.is_text_only)
     for probe, blind in found.items():
         if any(blind):
-            yield Finding(
-                rule="recording-text-only",
-                state=State.HEALTHY,
-                cause=Cause.NONE,
-                message=f"Judged by text alone: no log probabilities in {sum(blind)} of {count(len(blind), 'case')}.",
-                evidence=("A fault that changes no word is not seen.",),
-                probe=probe,
-            )
+            text = f"Judged by text alone: no log probabilities in {sum(blind)} of {count(len(blind), 'case')}."
+            unseen = "A fault that changes no word is not seen."
+            yield finding("recording-text-only", State.HEALTHY, Cause.NONE, text, "", unseen, probe=probe)
 
 
 def _fresh(probe: str, baselines: Sequence[Baseline]) -> Finding:
     """Return the finding on baselines of an endpoint that are new."""
     what = count(len(baselines), "case")
     exact = sum(b.stable(IDLE) for b in baselines)
-    return Finding(
-        rule="baseline-fresh",
-        state=State.HEALTHY,
-        cause=Cause.NONE,
-        message=f"New baseline: {what} learnt within the last week; not confirmed by another source.",
-        evidence=(
-            "A model that was broken from the start would pass.",
-            f"{exact} of {len(baselines)} are compared bit by bit, the others within their usual variation.",
-        ),
+    return finding(
+        *("baseline-fresh", State.HEALTHY, Cause.NONE),
+        f"New baseline: {what} learnt within the last week; not confirmed by another source.",
+        "",
+        "A model that was broken from the start would pass.",
+        f"{exact} of {len(baselines)} are compared bit by bit, the others within their usual variation.",
         probe=probe,
     )

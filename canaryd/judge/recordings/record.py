@@ -12,13 +12,7 @@ from typing import NamedTuple
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.facts import Recording
 from canaryd.judge.recordings import cases
-from canaryd.judge.recordings.baseline import (
-    Baseline,
-    Deviation,
-    Key,
-    deviation,
-    key_of,
-)
+from canaryd.judge.recordings.baseline import Baseline, Deviation, Key, deviation, key_of
 from canaryd.model import Device, Outcome, Run
 
 

@@ -13,17 +13,9 @@ from dataclasses import dataclass
 
 from canaryd.facts import LINKS, Recording
 from canaryd.judge.case import freshness
+from canaryd.judge.findings import RUNS_NAMED, finding
 from canaryd.judge.phrases import and_more, count, listed
-from canaryd.judge.recordings.baseline import (
-    EVERY,
-    IDLE,
-    LEARN,
-    Baseline,
-    Key,
-    LinkChange,
-    changed_links,
-    key_of,
-)
+from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, Key, LinkChange, changed_links, key_of
 from canaryd.judge.recordings.intake import is_comparable
 from canaryd.judge.recordings.learning import learning, text_alone, uncompared
 from canaryd.judge.recordings.record import (
@@ -45,8 +37,6 @@ from canaryd.model import Cause, Finding, Rival, Run, State
 ALPHA = 1e-3
 """Probability at which a healthy device may fail a test of unknown vectors, each time it is made (ours): by re-runs
 9.5e-4 at most; by their frequency 1.4 % within 1,000 runs at the bound."""
-RUNS_NAMED = 16
-"""Newest run ids listed in one finding."""
 NEXT_RUN = "Wait for the next run; it shows whether the results match the baseline again."
 MODEL_LINKS = LINKS[: LINKS.index("prompt") + 1]
 """Links that make it another model: an operator should confirm that the change was intended. A prompt that the server
@@ -157,13 +147,11 @@ def _departure(record: Record, probe: str, together: Sequence[_Weighed], cases: 
             evidence += [f"Kind of wrong answer: {kind.name}.", next_test]
         evidence += blame.evidence
     where = f"(case {newest.recording.case}{and_more(len(cases))})"
-    return Finding(
-        rule=_DEPARTURE_RULES[worst.state],
-        state=worst.state,
-        cause=cause,
-        message=f"{probe} {worst.differs} {where}{worst.outcome}.",
-        action=action,
-        evidence=tuple(evidence),
+    return finding(
+        *(_DEPARTURE_RULES[worst.state], worst.state, cause),
+        f"{probe} {worst.differs} {where}{worst.outcome}.",
+        action,
+        *evidence,
         probe=probe,
         repro=newest.run.repeat,
         runs=tuple(dict.fromkeys(o.run.id for each in cases for o in each.outliers))[-RUNS_NAMED:],
@@ -399,13 +387,11 @@ def _chain_change(
         cause = Cause.HARNESS
         evidence.append("The rest was not recorded and may have changed too.")
     names = listed([change.link for change in changes]) or "the probe"
-    return Finding(
-        rule="chain-changed",
-        state=State.UNKNOWN if unknown else State.HEALTHY,
-        cause=cause,
-        message=f"{run.probe} results changed after a change of {names} (case {recording.case}{and_more(len(cases))}).",
-        action=action,
-        evidence=tuple(evidence),
+    return finding(
+        *("chain-changed", State.UNKNOWN if unknown else State.HEALTHY, cause),
+        f"{run.probe} results changed after a change of {names} (case {recording.case}{and_more(len(cases))}).",
+        action,
+        *evidence,
         probe=run.probe,
         runs=(run.id,),
     )

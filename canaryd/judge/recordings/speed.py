@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from canaryd.judge import brief
+from canaryd.judge.findings import finding
 from canaryd.judge.phrases import listed
 from canaryd.judge.recordings.baseline import IDLE, LOADED
 from canaryd.judge.recordings.record import Record
@@ -76,13 +77,11 @@ def slow(record: Record) -> Iterator[Finding]:
 
 def _finding(series: _Series, speed: _Speed, why: str) -> Finding:
     present, usual = f"{speed.present:.3g} s", f"{speed.usual:.3g} s"
-    return Finding(
-        rule="endpoint-slow",
-        state=State.DEGRADED,
-        cause=Cause.ENVIRONMENT,
-        message=f"Slow: {in_words(series.key)} is {present}, {speed.times:.1f} times the usual {usual}.",
-        action="Look for other load, throttling or a lost cache.",
-        evidence=(f"Medians of the newest {NEWEST} runs and of the {speed.before} runs before.", why),
+    return finding(
+        *("endpoint-slow", State.DEGRADED, Cause.ENVIRONMENT),
+        f"Slow: {in_words(series.key)} is {present}, {speed.times:.1f} times the usual {usual}.",
+        "Look for other load, throttling or a lost cache.",
+        *(f"Medians of the newest {NEWEST} runs and of the {speed.before} runs before.", why),
         probe=series.probe,
         runs=(speed.newest.id,),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from canaryd.facts import Recording
+from canaryd.judge.findings import finding
 from canaryd.judge.recordings.baseline import Baseline, key_of
 from canaryd.judge.recordings.record import Peer, Record, devices_behind, known_digests
 from canaryd.judge.recordings.triage import BROKEN, Symptom, triage
@@ -37,13 +38,13 @@ def symptom(record: Record) -> Iterator[Finding]:
             continue
         reported.add(found.name)
         lasts = found.certainty == "certain" and known is not None and _lasts(record, probe, case, known)
-        yield Finding(
-            rule="broken-output",
-            state=(State.FAULTY if lasts else State.SUSPECT) if complete else State.UNKNOWN,
-            cause=Cause.UNDETERMINED if complete or known is None else Cause.SOFTWARE,
-            message=f"Broken output in case {case}: {found.name} ({found.evidence}).",
-            action=f"Run: {found.command}",
-            evidence=_evidence(record, found, complete=complete),
+        yield finding(
+            "broken-output",
+            (State.FAULTY if lasts else State.SUSPECT) if complete else State.UNKNOWN,
+            Cause.UNDETERMINED if complete or known is None else Cause.SOFTWARE,
+            f"Broken output in case {case}: {found.name} ({found.evidence}).",
+            f"Run: {found.command}",
+            *_evidence(record, found, complete=complete),
             probe=probe,
             repro=run.repeat,
             runs=(run.id,),

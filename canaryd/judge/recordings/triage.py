@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
@@ -43,8 +43,6 @@ DOUBT = 2.0
 """Nats by which the mean log probability of the answer is below the known one. Ours."""
 NEAR_TIE = 0.13
 """Nats: twice the 6.2e-2 by which prefill and decode in bfloat16 differed; both candidates may move."""
-SLOWER = 1.5
-"""Times the usual latency. Ours."""
 
 _LEAK = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|begin_of_text|start_header_id|end_header_id|user|assistant|system|end)\|>"
@@ -78,7 +76,7 @@ class Symptom:
     """What kind of fault an answer shows, and what to do about it."""
 
     name: str
-    """Of `BROKEN`, "coherent but different" or "latency only"."""
+    """Of `BROKEN`, or "coherent but different"."""
     certainty: Certainty
     evidence: str
     """What was seen, with its numbers."""
@@ -88,10 +86,6 @@ class Symptom:
     next_boundary: str
     command: str
     """What to run next."""
-    position: int | None = None
-    """Where the answer first differs from the known one, in tokens (in characters where there are no tokens)."""
-    margin: float | None = None
-    """The known answer's margin there, in nats."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +116,10 @@ CAUSES: Mapping[str, LikelyCause] = {
         ("sampling", "server", "sampling settings changed", "wrong temperature or penalty"),
         ("server", "server", "server upgraded or in a bad state", "a bad cache entry stays until a restart"),
         ("batch", "server", "another batch, cache or kernel path", "rounding decides near ties"),
-        ("load", "server", "load, queueing or a small KV cache", "requests wait; results stay right"),
         ("attention", "attention kernel", "attention or KV cache computes wrongly", "earlier tokens are read wrongly"),
         ("rope", "attention kernel", "positions wrong (rope_theta, scaling)", "fluent at first, wrong later"),
         ("peer", "all-reduce/multi-device", "transfers between devices lose data", "peer copies, IOMMU, links"),
         ("device", "device", "the device computes wrongly", "exact tests show it"),
-        ("clocks", "device", "throttled clocks or a degraded link", "results stay right but come late"),
     )
 }
 SHOWN_BY: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -274,7 +266,7 @@ RULES: tuple[_Rule, ...] = (
 )  # fmt: skip
 
 BROKEN = frozenset(rule.name for rule in RULES)
-"""Symptoms that no healthy stack shows; answers that are only different or slow are not among them."""
+"""Symptoms that no healthy stack shows; answers that are only different are not among them."""
 
 
 def triage(
@@ -283,14 +275,13 @@ def triage(
     *,
     others: Mapping[str, str] | None = None,
     devices: int = 1,
-    latency: float | None = None,
     device: str = "DEVICE",
 ) -> Symptom | None:
     """Return the symptom of an answer; None where it has none.
 
     `known`: right answers of the same case. `others`: other devices or endpoints that answered the same case → the name
-    of their symptom, "" for none. `devices`: how many devices compute `now` together. `latency`: time over the usual
-    time. `device`: the name to put into the command.
+    of their symptom, "" for none. `devices`: how many devices compute `now` together. `device`: the name to put
+    into the command.
     """
     others = others or {}
     excluded = _excluded(now, known)
@@ -305,7 +296,7 @@ def triage(
         position, unit, margin = _first_difference(now, known)
         tie = margin is not None and margin < NEAR_TIE
         at = "unknown margin" if margin is None else f"margin {margin:.3g} nats"
-        found = _symptom(
+        return _symptom(
             "coherent but different",
             "possible" if tie or margin is None else "likely",
             f"differs from the known answer from {unit} {position} on, {at}{', a near tie' if tie else ''}",
@@ -315,10 +306,6 @@ def triage(
             devices,
             device,
         )
-        return replace(found, position=position, margin=margin)
-    if known and latency is not None and latency >= SLOWER:
-        evidence = f"the known answer, in {latency:.2g} times the usual time"
-        return _symptom("latency only", "certain", evidence, ("load", "clocks"), "", others, devices, device)
     return None
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from canaryd.judge.findings import finding
 from canaryd.judge.phrases import and_more, count, listed
 from canaryd.judge.recordings.baseline import EVERY, Baseline
 from canaryd.judge.recordings.record import Record
@@ -57,24 +58,15 @@ def _may_vote(baseline: Baseline) -> bool:
 def _outvoted(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     own, _, differ = votes[0]
     device, others = record.device.name, listed(differ)
-    return Finding(
-        rule="recording-outvoted",
-        state=State.SUSPECT,
-        cause=Cause.HARDWARE,
-        message=f"{device} differs from {count(len(differ), 'identical device')} ({_where(own, votes)}).",
-        action=f"Run: canaryd check --level deep --device {device}",
-        evidence=(
-            f"Most identical devices with the same software agree on other results: {others}.",
-            f"{device} has given its results since it was first recorded: it may have been faulty from the start.",
-        ),
+    kernel = Rival(cause=Cause.SOFTWARE, why=f"another kernel: {others} run the same software", rejected=True)
+    return finding(
+        *("recording-outvoted", State.SUSPECT, Cause.HARDWARE),
+        f"{device} differs from {count(len(differ), 'identical device')} ({_where(own, votes)}).",
+        f"Run: canaryd check --level deep --device {device}",
+        f"Most identical devices with the same software agree on other results: {others}.",
+        f"{device} has given its results since it was first recorded: it may have been faulty from the start.",
         probe=probe,
-        rivals=(
-            Rival(
-                cause=Cause.SOFTWARE,
-                why=f"another kernel: {others} run the same software",
-                rejected=True,
-            ),
-        ),
+        rivals=(kernel,),
     )
 
 
@@ -87,14 +79,12 @@ def _disputed(record: Record, probe: str, votes: Sequence[_Vote]) -> Finding:
     if not _names_kernels(record, own):
         evidence.append("It is not known which kernels ran; the devices may have chosen different ones.")
     evidence.append("Or record the same on another host and import it here: canaryd baseline import.")
-    return Finding(
-        rule="recording-disputed",
-        state=State.UNKNOWN,
-        cause=Cause.UNDETERMINED,
-        message=f"{device} and {count(len(differ), 'identical device')} disagree ({_where(own, votes)});"
+    return finding(
+        *("recording-disputed", State.UNKNOWN, Cause.UNDETERMINED),
+        f"{device} and {count(len(differ), 'identical device')} disagree ({_where(own, votes)});"
         " no majority shows which is right.",
-        action="Run: canaryd check --level deep",
-        evidence=tuple(evidence),
+        "Run: canaryd check --level deep",
+        *evidence,
         probe=probe,
         rivals=(
             Rival(cause=Cause.HARDWARE, why="one of them computes wrongly: exact tests show it", rejected=False),
@@ -135,12 +125,10 @@ def unwitnessed(record: Record) -> Iterator[Finding]:
         if not witnesses(own, record.voters(own)):
             alone[own.probe].append(own)
     for probe, baselines in sorted(alone.items()):
-        yield Finding(
-            rule="baseline-unwitnessed",
-            state=State.HEALTHY,
-            cause=Cause.NONE,
-            message=f"Baselines of {count(len(baselines), 'case')} are not confirmed by another device or a reference.",
-            action="Import the same baselines from another host: canaryd baseline import",
-            evidence=("They are this device's own first results. If it was faulty then, its faults count as right.",),
+        yield finding(
+            *("baseline-unwitnessed", State.HEALTHY, Cause.NONE),
+            f"Baselines of {count(len(baselines), 'case')} are not confirmed by another device or a reference.",
+            "Import the same baselines from another host: canaryd baseline import",
+            "They are this device's own first results. If it was faulty then, its faults count as right.",
             probe=probe,
         )

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from canaryd.formatting import format_duration
-from canaryd.judge.telemetry.signals import DAY, HELD, Signs, finding, recovery, sentence, source_of
+from canaryd.judge.findings import finding
+from canaryd.judge.telemetry.signals import DAY, HELD, Signs, recovery, sentence, source_of
 from canaryd.model import Cause, Event, Finding, State
 
 MACHINE_CHECKS = 10

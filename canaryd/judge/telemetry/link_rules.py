@@ -7,17 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from canaryd.formatting import format_duration
-from canaryd.judge.telemetry.signals import (
-    DAY,
-    HELD,
-    MINUTE,
-    TRAINING,
-    Signs,
-    clears_after,
-    finding,
-    recovery,
-    source_of,
-)
+from canaryd.judge.findings import finding
+from canaryd.judge.telemetry.signals import DAY, HELD, MINUTE, TRAINING, Signs, clears_after, recovery, source_of
 from canaryd.model import Cause, Event, Finding, State
 
 BIT_ERROR_RATE = 1e-12

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from canaryd.formatting import format_duration
+from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, finding, recovery, returns
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns
 from canaryd.model import Cause, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from canaryd.formatting import format_duration
 from canaryd.judge.clock import POLL_AHEAD
+from canaryd.judge.findings import finding
 from canaryd.judge.phrases import count, reason_of
 from canaryd.judge.telemetry.events import HARMFUL
 from canaryd.judge.telemetry.host_rules import (
@@ -40,7 +41,6 @@ from canaryd.judge.telemetry.signals import (
     MINUTE,
     Signs,
     clears_after,
-    finding,
     lost_because,
     recovery,
     returns,

@@ -16,7 +16,7 @@ from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import numbers, within
-from canaryd.model import Cause, Device, Event, Finding, Reason, Run, State
+from canaryd.model import Cause, Device, Event, Reason, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 HELD = 30 * DAY
@@ -229,21 +229,6 @@ class Signs:
 def stale_after(period: float) -> float:
     """Return the age in seconds beyond which a poll is stale; one missed poll is no gap (ours)."""
     return max(120.0, 5 * period)
-
-
-def finding(
-    rule: str, state: State, cause: Cause, message: str, action: str, *evidence: str, probe: str = ""
-) -> Finding:
-    """Return a finding that rests on telemetry; empty sentences of the evidence are dropped."""
-    return Finding(
-        rule=rule,
-        state=state,
-        cause=cause,
-        message=message,
-        action=action,
-        evidence=tuple(filter(None, evidence)),
-        probe=probe,
-    )
 
 
 def sentence(text: str) -> str:

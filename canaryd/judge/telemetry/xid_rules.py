@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from canaryd.formatting import format_duration
+from canaryd.judge.findings import finding
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.signals import (
     DAY,
@@ -19,7 +20,6 @@ from canaryd.judge.telemetry.signals import (
     Incident,
     Signs,
     decode_xid,
-    finding,
     recovery,
     returns,
     sentence,

@@ -12,15 +12,11 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-NATURES = ("application", "either", "hardware", "driver", "link", "thermal-power", "informational", "unused")
-"""What an Xid points to, in our reading. "either": an application or the hardware, which exact tests can tell apart;
-"driver": NVIDIA's software or firmware; "unused": the catalogue does not use the code."""
-GRADES = ("none", "application", "reset", "reboot", "inspect", "rma")
-"""What has to be done, from least to most."""
+from canaryd.config.values import GRADES
+
 UNKNOWN = "unknown"
 """Stands for a grade where no source gives one."""
 
@@ -101,13 +97,10 @@ _COMBINED = (144, 145, 146, 147, 148)
 """Xids whose error status is a set of bits. In 149 and 150 it is one value."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Xid:
+class Xid(NamedTuple):
     """One code of the catalogue."""
 
     code: int
-    mnemonic: str
-    """NVIDIA's name for it; "" for a code that is not in the catalogue."""
     title: str
     """What happened, in our words."""
     immediate: str
@@ -115,15 +108,16 @@ class Xid:
     investigatory: str
     """NVIDIA's bucket for finding the cause; "" where it gives none."""
     nature: str
-    """One of `NATURES`; our reading."""
+    """What it points to, in our reading: "application", "hardware", "either" (exact tests can tell these two apart),
+    "link", "thermal-power", "informational", "driver" (NVIDIA's software or firmware), or "unused" by the catalogue."""
     grade: str
     """One of `GRADES`, or "unknown"; derived from `immediate` by `_grade`."""
 
     @property
     def advice(self) -> str:
         """NVIDIA's two buckets in one clause, to follow "NVIDIA's catalogue: "; without a full stop."""
-        if self.code not in XIDS:
-            return f"this code is not in canaryd's copy, which ends at {len(XIDS)}"
+        if self.code not in catalogue():
+            return f"this code is not in canaryd's copy, which ends at {len(catalogue())}"
         if self.nature == "unused":
             return "not used on Ampere and newer GPUs; an older GPU may use it"
         if not self.immediate:
@@ -133,8 +127,7 @@ class Xid:
         return f"{BUCKETS[self.immediate]}; to find the cause: {BUCKETS[self.investigatory]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class NvlinkRow:
+class NvlinkRow(NamedTuple):
     """One row of NVIDIA's table for Xid 144 to 150."""
 
     code: int
@@ -155,8 +148,7 @@ class NvlinkRow:
         return _GRADE_OF[self.bucket]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
+class Decoded(NamedTuple):
     """The rows of NVIDIA's table that match one message of Xid 144 to 150."""
 
     rows: tuple[NvlinkRow, ...]
@@ -177,8 +169,7 @@ class Decoded:
         return "; ".join(rows) + assumed
 
 
-@dataclass(frozen=True, kw_only=True)
-class SXid:
+class SXid(NamedTuple):
     """One code of an NVSwitch. The message itself, not the code, shows whether the error was fatal."""
 
     code: int
@@ -201,59 +192,31 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
-def _xids() -> dict[int, Xid]:
+def catalogue() -> Mapping[int, Xid]:
+    """Return code → what the catalogue says, for 1 to 172; the file is read on first use."""
     return {
-        code: Xid(
-            code=code,
-            mnemonic=mnemonic,
-            title=title,
-            immediate=immediate,
-            investigatory=investigatory,
-            nature=nature,
-            grade=_grade(code, immediate, nature),
-        )
-        for code, mnemonic, title, immediate, investigatory, nature in _data()["xids"]
+        code: Xid(code, title, immediate, investigatory, nature, _grade(code, immediate, nature))
+        for code, _, title, immediate, investigatory, nature in _data()["xids"]
     }
-
-
-class _Catalogue(Mapping[int, Xid]):
-    """The codes by number; the file is read on first use."""
-
-    def __getitem__(self, code: int) -> Xid:
-        return _xids()[code]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(_xids())
-
-    def __len__(self) -> int:
-        return len(_xids())
-
-
-XIDS: Mapping[int, Xid] = _Catalogue()
-"""Code → what the catalogue says, for 1 to 172."""
 
 
 def explain(code: int | None) -> Xid:
     """Return the entry of an Xid; of a code that is not in the catalogue (None: no number) one of grade "unknown"."""
     number = -1 if code is None else code
-    known = XIDS.get(number)
-    if known is not None:
-        return known
-    title = "newer than canaryd's copy of NVIDIA's catalogue" if number > len(XIDS) else "not a code of NVIDIA's"
-    return Xid(
-        code=number, mnemonic="", title=title, immediate="", investigatory="", nature="informational", grade=UNKNOWN
-    )
+    newer = number > len(catalogue())
+    title = "newer than canaryd's copy of NVIDIA's catalogue" if newer else "not a code of NVIDIA's"
+    return catalogue().get(number) or Xid(number, title, "", "", "informational", UNKNOWN)
 
 
 @functools.cache
 def _sxids() -> dict[int, SXid]:
-    return {code: SXid(code=code, listed=listed, title=title) for code, listed, title in _data()["sxids"]}
+    return {code: SXid(code, listed, title) for code, listed, title in _data()["sxids"]}
 
 
 def explain_sxid(code: int | None) -> SXid:
     """Return the entry of an SXid; one that is listed as "unknown" for a code that is in no list (None: no number)."""
     number = -1 if code is None else code
-    return _sxids().get(number) or SXid(code=number, listed=UNKNOWN, title="not in NVIDIA's public lists")
+    return _sxids().get(number) or SXid(number, UNKNOWN, "not in NVIDIA's public lists")
 
 
 def decode(code: int, unit: str, intr_info: str, error_status: str, driver: str = "") -> Decoded:
@@ -265,33 +228,25 @@ def decode(code: int, unit: str, intr_info: str, error_status: str, driver: str 
     """
     info, status = _word(intr_info), _word(error_status)
     if info is None or status is None:
-        return Decoded(rows=(), assumed=False)
+        return Decoded((), assumed=False)
     branch = re.match(r"[0-9]{2,5}(?=\.|$)", driver)
     encodings = ("V2", "V1") if branch is None else ("V2",) if int(branch[0]) >= _V2_FROM else ("V1",)
     for encoding in encodings:
         rows = tuple(_rows(code, unit, info, status, encoding))
         if rows:
-            return Decoded(rows=rows, assumed=branch is None)
-    return Decoded(rows=(), assumed=False)
+            return Decoded(rows, assumed=branch is None)
+    return Decoded((), assumed=False)
 
 
 def _rows(code: int, unit: str, info: int, status: int, encoding: str) -> Iterator[NvlinkRow]:
-    for row_code, names, v1, v2, statuses, bucket, investigatory, severity, origin in _data()["nvlink5"]:
+    for row_code, names, v1, v2, statuses, *advice in _data()["nvlink5"]:
         if (
             row_code == code
             and (not unit or unit == names or unit in names.split("/"))
             and _fits(v2 if encoding == "V2" else v1, info)
             and (not statuses or any(_holds(code, status, int(wanted, 16)) for wanted in statuses))
         ):
-            yield NvlinkRow(
-                code=code,
-                unit=names,
-                encoding=encoding,
-                bucket=bucket,
-                investigatory=investigatory,
-                severity=severity,
-                origin=origin,
-            )
+            yield NvlinkRow(code, names, encoding, *advice)
 
 
 def _fits(pattern: str, word: int) -> bool:

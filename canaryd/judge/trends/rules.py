@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from canaryd.formatting import DAY, number, quantity
+from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.readings import in_words
 from canaryd.judge.trends.change import FALSE_ALARMS, LOOKS, NORMAL, SPLITS, Change, change, step
 from canaryd.judge.trends.days import HEAT, SHOWN, Course, Courses, Key, followed
@@ -291,16 +292,10 @@ def _finding(
     excuse: str,
 ) -> Finding:
     """Return a finding on a series; with an `excuse`, a sentence that explains the change, it is a note."""
-    return Finding(
-        rule=rule,
-        state=State.HEALTHY if excuse else State.DEGRADED,
-        cause=Cause.NONE if excuse else cause,
-        message=message,
-        action="" if excuse else action,
-        evidence=tuple(filter(None, (f"Not counted against the device: {excuse}" if excuse else "", *evidence))),
-        probe=key.probe,
-        rivals=tuple(rivals),
-    )
+    if not excuse:
+        return finding(rule, State.DEGRADED, cause, message, action, *evidence, probe=key.probe, rivals=rivals)
+    why = f"Not counted against the device: {excuse}"
+    return finding(rule, State.HEALTHY, Cause.NONE, message, "", why, *evidence, probe=key.probe, rivals=rivals)
 
 
 def _times(key: Key, before: float, after: float) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.worker.canary.capture import BUILT_IN, Capture, built_in, name_of, place_of, read
-from canaryd.worker.canary.model import Cache, Canary
+from canaryd.worker.canary.model import Canary, KeyValues
 from canaryd.worker.numeric.tensors import FORMATS, bits, need_torch, torch
 
 SCHEMA = "canaryd.compare/1"
@@ -348,7 +348,7 @@ def _replay(capture: Capture, model: Canary, prompt: str) -> dict[str, float]:
         if forced:
             watched.forward(tokens)
         else:
-            cache = Cache(watched, 1, tokens.shape[1] + chosen.shape[1] - 1)
+            cache = KeyValues(*watched.cached(1, tokens.shape[1] + chosen.shape[1] - 1))
             watched.forward(tokens, cache)
             for i in range(chosen.shape[1] - 1):
                 watched.forward(chosen[:, i : i + 1], cache)

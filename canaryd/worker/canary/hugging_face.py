@@ -24,16 +24,14 @@ from canaryd.free_memory import of_host
 from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.canary import checkpoint
+from canaryd.worker.canary.model import DTYPES
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import bits, torch, torch_device
 from canaryd.worker.telemetry.sysfs import path_setting
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "eager")
-PATHS = ("decode", "forced")
-"""Continuations are decoded token by token from the KV cache, or given and scored in one pass."""
 MEMORY = 0.9
 """Share of the free memory that a model may take by default (our choice)."""
 HEADROOM = 512 << 20

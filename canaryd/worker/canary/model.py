@@ -90,13 +90,6 @@ class KeyValues:
         self.used += count
 
 
-class Cache(KeyValues):
-    """The keys and values of a canary."""
-
-    def __init__(self, model: Canary, rows: int, length: int) -> None:
-        super().__init__(*model.cached(rows, length))
-
-
 class Canary:
     """A model with its weights in one format on one device."""
 
@@ -193,7 +186,7 @@ def decode(model: Canary, prompts: Any, count: int) -> tuple[Any, Any]:
 
     Returns tokens (rows, count) and the logits (rows, count, vocabulary) that each was chosen by.
     """
-    cache = Cache(model, prompts.shape[0], prompts.shape[1] + count - 1)
+    cache = KeyValues(*model.cached(prompts.shape[0], prompts.shape[1] + count - 1))
     logits = [model.forward(prompts, cache)[:, -1]]
     tokens = [logits[0].argmax(-1)]
     while len(tokens) < count:

@@ -10,6 +10,7 @@ from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.operands import Problem, build
+from canaryd.worker.numeric.products import label_of
 from canaryd.worker.numeric.tensors import bits
 from canaryd.worker.runtime.interface import Operation
 
@@ -24,7 +25,7 @@ def controls(bench: Bench) -> None:
     with bench.runtime.strict(bench.device):
         for source, target in PAIRS:
             problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
-            name = source if source == target else f"{source}>{target}"
+            name = label_of(source, target)
             _one(bench, f"{name}/wrong golden", source, target, _with_wrong_golden(problem), None)
             if bench.seen[-1].seen is Seen.REFUSED:
                 continue

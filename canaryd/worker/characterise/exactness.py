@@ -20,7 +20,7 @@ from canaryd.worker.numeric import attention
 from canaryd.worker.numeric.cases import refusal
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.operands import CONTENTS, Product, build
-from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, multiply
+from canaryd.worker.numeric.products import FORMAT_PAIRS, LAYOUTS, label_of, multiply
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, torch
@@ -110,11 +110,6 @@ LIBRARIES = {
 """Other kernels for one product: backends that have the choice, and how it is made."""
 
 
-def label(source: str, target: str) -> str:
-    """Return the name of a pair of formats."""
-    return source if source == target else f"{source}>{target}"
-
-
 def switches_of(source: str) -> list[Switch]:
     """Return the switches that concern an operand format."""
     return [s for s in SWITCHES if source.startswith(s.sources)]
@@ -130,7 +125,7 @@ def product_of(device: Device, source: str, target: str, content: str, layout: s
 def products(source: str, target: str, bench: Bench) -> None:
     """Verify one pair of formats in every content, layout and shape, by each library, and with each switch on."""
     source = float8(bench.device, source)
-    name = label(source, target)
+    name = label_of(source, target)
     if source == "tfloat32" and bench.device.unit != "cuda":
         bench.add(name, Claim.STRICT, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
         return
@@ -166,13 +161,12 @@ def _varied(
     bench: Bench, source: str, target: str, what: str, backends: tuple[str, ...], choose: Any, compute: Any
 ) -> None:
     """Measure a pair of formats once more, under a switch or in another library."""
-    name = f"{label(source, target)}/{what}"
+    name = f"{label_of(source, target)}/{what}"
     if bench.device.backend not in backends:
         bench.add(name, Claim.OPEN, Seen.NOT_OFFERED, f"not offered here: {what} is for {', '.join(backends)}")
         return
     try:
-        context = choose()
-        with context:
+        with choose():
             for content, shape in itertools.product(CONTENTS, ("tile", "deep")):
                 problem = _builder(bench.device, source, target, content, "nt", SHAPES[shape])
                 bench.verify(f"{name}/{content}/nt/{shape}", problem, compute, Claim.OPEN)
@@ -207,7 +201,7 @@ def _refusal(bench: Bench, name: str, spec: attention.Attention, compute: Any) -
     return ""
 
 
-PRODUCT_PARTS = tuple((label(s, t), partial(products, s, t)) for s, t in FORMAT_PAIRS)
+PRODUCT_PARTS = tuple((label_of(s, t), partial(products, s, t)) for s, t in FORMAT_PAIRS)
 ATTENTION_PARTS = tuple(
     (runtime, kernel.lower(), partial(attentions, kernel))
     for runtime in RUNTIMES

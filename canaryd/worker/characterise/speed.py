@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
-from canaryd.worker.characterise.exactness import label, product_of
+from canaryd.worker.characterise.exactness import product_of
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.operands import Problem, build
-from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
+from canaryd.worker.numeric.products import FORMAT_PAIRS, label_of, multiply
 from canaryd.worker.numeric.seeds import derive, mix64
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import bits, strict_switches, synchronize, torch, torch_device, upload
@@ -31,7 +31,7 @@ def recall(bench: Bench) -> None:
     """Inject each fault many times, on the device, and count how often the comparison sees what changed."""
     with bench.runtime.strict(bench.device):
         for source, target in _offered(bench, Claim.STRICT):
-            name = label(source, target)
+            name = label_of(source, target)
             problem = build(product_of(bench.device, source, target, "dense", "nt", (64, 64, 128, 0)), SEED)
             for fault in (*(f.name for f in faults.FAULTS.values()), RESULT, OPERAND):
                 if not bench.out_of_time(f"{name}/{fault}", Claim.STRICT):
@@ -44,7 +44,7 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
     for given, target in FORMAT_PAIRS:
         source = float8(bench.device, given)
         if source == "tfloat32" and bench.device.unit != "cuda":
-            bench.add(label(source, target), claim, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
+            bench.add(label_of(source, target), claim, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
             continue
         try:
             problem = build(product_of(bench.device, source, target, "permute", "nt", (32, 32, 32, 0)), SEED)
@@ -54,7 +54,7 @@ def _offered(bench: Bench, claim: Claim) -> list[tuple[str, str]]:
         except DeviceFailed:
             raise
         except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
-            bench.note_error(label(source, target), claim, caught)
+            bench.note_error(label_of(source, target), claim, caught)
         else:
             found.append((source, target))
     return found
@@ -93,8 +93,8 @@ def throughput(bench: Bench) -> None:
         took: dict[str, float] = {}
         for size in SIZES:
             for source, target in offered:
-                name = f"{label(source, target)}/{size}"
-                expected = GROWTH * took.get(label(source, target), 0.0)
+                name = f"{label_of(source, target)}/{size}"
+                expected = GROWTH * took.get(label_of(source, target), 0.0)
                 if expected > bench.left:
                     text = f"it would take {expected:.0f} s, and {bench.left:.0f} s are left"
                     bench.add(name, Claim.OPEN, Seen.NOT_REACHED, text)
@@ -104,7 +104,7 @@ def throughput(bench: Bench) -> None:
                     _speed(bench, name, source, target, size)
                 except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
                     bench.note_error(name, Claim.OPEN, caught)
-                took[label(source, target)] = bench.clock() - started
+                took[label_of(source, target)] = bench.clock() - started
 
 
 def _speed(bench: Bench, name: str, source: str, target: str, size: int) -> None:

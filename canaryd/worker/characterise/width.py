@@ -15,10 +15,10 @@ from typing import Any
 
 from canaryd.facts import Claim, Seen
 from canaryd.worker.characterise.bench import SEED, Bench, DeviceFailed
-from canaryd.worker.characterise.exactness import label, switches_of
+from canaryd.worker.characterise.exactness import switches_of
 from canaryd.worker.numeric.characterised import accumulator
 from canaryd.worker.numeric.integers import below, permutation
-from canaryd.worker.numeric.products import FORMAT_PAIRS, multiply
+from canaryd.worker.numeric.products import FORMAT_PAIRS, label_of, multiply
 from canaryd.worker.numeric.stack import float8
 from canaryd.worker.numeric.tensors import FORMATS, Format, torch
 from canaryd.worker.runtime.interface import Operation
@@ -123,7 +123,7 @@ def widths(bench: Bench) -> None:
 
 
 def _pair(bench: Bench, source: str, target: str) -> None:
-    name = label(source, target)
+    name = label_of(source, target)
     if source == "tfloat32" and bench.device.unit != "cuda":
         bench.add(name, Claim.STRICT, Seen.NOT_OFFERED, "TF32 is a format of NVIDIA's tensor cores")
         return

@@ -109,8 +109,8 @@ class Twins:
 
 
 @functools.lru_cache(maxsize=8)
-def twins(bits: int, count: int = 16) -> tuple[Twins, ...]:
-    """Return `count` twins with gains of `bits` significant bits; the same in every run."""
+def twins(bits: int) -> tuple[Twins, ...]:
+    """Return 16 twins with gains of `bits` significant bits; the same in every run."""
     found: list[Twins] = []
     low, high = 1 << (bits - 1), (1 << bits) - 1
     for attempt in range(4096):
@@ -118,7 +118,7 @@ def twins(bits: int, count: int = 16) -> tuple[Twins, ...]:
         solutions = _solutions(a, c) if a != c else None
         if solutions:
             found.append(Twins(a, c, solutions))
-        if len(found) == count:
+        if len(found) == 16:
             return tuple(found)
     raise Unfit(f"only {len(found)} twins of {bits} bits")
 

@@ -102,8 +102,6 @@ class Proof:
 
     logits: Any
     """Float64 (positions, vocabulary): exact."""
-    residuals: list[Any]
-    """Float64 (positions, hidden): the residual stream after the embedding and after every block."""
     operators: dict[str, Operator]
     witnessed: bool
     """False when float64 products disagreed with the integers: this host is in doubt."""
@@ -131,14 +129,13 @@ class Walk:
         self._values = {}
         self._check_norm_divisor()
         x = self._weight("model.embed_tokens.weight")[torch.tensor(tokens)]
-        residuals = [self._keep("embedding", self._see("embedding", x, live=True)).float64()]
+        self._keep("embedding", self._see("embedding", x, live=True))
         for i in range(self.shape.layers):
             for block, place in ((self._attention, f"{i}.middle"), (self._mlp, f"{i}.out")):
                 x = self._keep(place, self._see("residual", (x + block(i, x)).reduced(), live=True))
-                residuals.append(x.float64())
         seen = self._keep("norm", self._norm(x, "model.norm"))
         logits = self._keep("logits", self._linear("logits", "lm_head", seen))
-        return Proof(logits.float64(), residuals, self.operators, self.witnessed, self._values)
+        return Proof(logits.float64(), self.operators, self.witnessed, self._values)
 
     def _keep(self, place: str, x: Exact) -> Exact:
         if self.keep:
@@ -300,8 +297,3 @@ class Walk:
         active = Exact(torch.where(is_open, gate.whole * up.whole, 0), gate.shift + up.shift)
         active = self._keep(f"{i}.active", self._see("active", active.reduced()))
         return self._keep(f"{i}.down", self._linear("down", f"{module}.down_proj", active, live=True))
-
-
-def prove(shape: Shape, weights: Mapping[str, Any], tokens: list[int]) -> Proof:
-    """Return what every engine must compute for a text; raises `Inexact` where some format or order would round."""
-    return Walk(shape, weights).prove(tokens)

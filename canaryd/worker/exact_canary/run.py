@@ -61,10 +61,6 @@ class Runner:
             tokens.append(self._see("word", self.operators.choose(logits[-1])))
         return self.operators.join(tokens), self.operators.join(logits)
 
-    def score(self, whole: Any, count: int) -> Any:
-        """Return the logits (rows, count, vocabulary) of the last `count` positions of whole texts, in one pass."""
-        return self.forward(whole, last=count)
-
     def _see(self, name: str, tensor: Any) -> Any:
         return tensor if self.watch is None else self.watch(name, tensor)
 

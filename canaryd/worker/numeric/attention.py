@@ -133,7 +133,7 @@ def build(spec: Attention, seed: int) -> Problem:
     member = _groups(spec, seed, size)  # (B, G, S): which group a key belongs to; masked decoys share a group
     ask = _asked(spec, seed, size)  # (B, H, L): which group a query asks for
     values = _values(spec, seed, member, size)  # (B, G, S, D) int64
-    allowed = _allowed(spec, seed, size)
+    allowed = _allowed(spec)
     gap = GAP_FLOAT64 if spec.form.name == "float64" else GAP
     if spec.content in ("rising", "falling"):
         query, key = _ladder(spec, seed, gap)
@@ -224,7 +224,7 @@ def _asked(spec: Attention, seed: int, size: int) -> Any:
     return torch.where(groups > 0, 1 + raw % groups.clamp(min=1), 0)
 
 
-def _allowed(spec: Attention, seed: int, size: int) -> Any:  # noqa: ARG001  one signature for the builders
+def _allowed(spec: Attention) -> Any:
     allowed = torch.ones((spec.L, spec.S), dtype=torch.bool)
     if spec.mask == "causal":
         return allowed.tril()

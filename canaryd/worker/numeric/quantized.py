@@ -178,7 +178,7 @@ def _codes_of_fp8(seed: int, shape: tuple[int, int], at: Any) -> Any:
 
 
 def _meant(packing: Packing, codes: Any) -> Any:
-    """Return what codes stand for before scale and offset, as whole numbers of the unit that `_unit` gives."""
+    """Return what codes stand for before scale and offset, as whole numbers."""
     if packing.mode == "affine":
         return codes
     size = 8 + (codes & 7) << (codes >> 3 & 15) - 6 if packing.mode == "mxfp8" else torch.tensor(FP4)[codes & 7]

@@ -21,8 +21,8 @@ from canaryd.model import TORCH, Device
 from canaryd.probe import Skip
 from canaryd.worker import visible
 
-OLDEST = {"cpu": (2, 6), "cuda": (2, 6), "rocm": (2, 6), "mps": (2, 6), "xpu": (2, 6), "npu": (2, 6)}
-"""Oldest torch per backend. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
+OLDEST = (2, 6)
+"""Oldest torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
 bound of rms_norm in 16 bits. On accelerators 2.4 also gives a pair for a scaled product, and devices have no uuid."""
 
 torch: Any = None
@@ -37,7 +37,7 @@ except Exception as error:  # noqa: BLE001  a broken installation raises anythin
 def need_torch() -> None:
     """Raise `Skip` with the reason and the remedy where torch is missing."""
     if torch is None:
-        oldest = ".".join(map(str, min(OLDEST.values())))
+        oldest = ".".join(map(str, OLDEST))
         remedy = f"Name an interpreter that has torch {oldest} or newer in worker.python (or worker.runtimes)"
         raise Skip(f"{why_no_torch}. {remedy}")
 
@@ -46,8 +46,8 @@ def need_torch() -> None:
 def need_version(backend: str) -> None:
     """Raise `Skip` where this torch is older than the backend needs."""
     found = tuple(int(number) for number in re.findall(r"\d+", str(torch.__version__))[:2])
-    if found < OLDEST[backend]:
-        oldest = ".".join(map(str, OLDEST[backend]))
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise Skip(f"torch {torch.__version__} is too old for {backend}: point worker.python at {oldest} or newer")
 
 

@@ -59,7 +59,8 @@ def verify_all(
     session = Session(ctx)
     if not (fixed or fresh):
         raise Skip(none_supported(ctx.device, "case of this probe", *refused))
-    fixed, fresh = _asked_for(ctx, fixed, fresh)
+    kept = restrict(ctx, [*fixed, *fresh])
+    fixed, fresh = [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
     for want in ctx.cases:
         if not any(selects(want, case.name) for case in (*fixed, *fresh)):
             yield Skipped(case=want, reason="no case here has this name")
@@ -107,11 +108,6 @@ def verify_all(
     met = [case for case in fixed if case.name not in session.refused]
     if met and not ctx.cases and len(session.digests) == len(met):
         yield Reading(name="golden_fingerprint", value=combine(session.digests), unit="1")
-
-
-def _asked_for(ctx: Context, fixed: Sequence[Case], fresh: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    kept = restrict(ctx, [*fixed, *fresh])
-    return [c for c in kept if c.fixed], [c for c in kept if not c.fixed]
 
 
 def case_seed(ctx: Context, case: Case) -> int:

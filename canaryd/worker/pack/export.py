@@ -45,10 +45,7 @@ FORMATS = {
 """Format → kind and contents. Partial sums fit the format itself, so no runtime may round one, however narrow it adds.
 Of float64 three contents: the pack stays below 5 MiB (ours)."""
 NEEDS = {
-    "float32": ["products and sums that float32 holds are not rounded"],
-    "float64": ["products and sums that float64 holds are not rounded"],
-    "float16": ["products and sums that float16 holds are not rounded"],
-    "bfloat16": ["products and sums that bfloat16 holds are not rounded"],
+    **{f: [f"products and sums that {f} holds are not rounded"] for f in ("float32", "float64", "float16", "bfloat16")},
     "int8": ["products of int8 are added in 32 bits or more, without saturation of pairs where the content is wide"],
 }
 """Format of the operands → what a runtime must guarantee, beside: no Strassen-like algorithm, no change of format."""

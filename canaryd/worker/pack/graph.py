@@ -11,7 +11,8 @@ KINDS = {"float32": 1, "int8": 3, "int32": 6, "float16": 10, "float64": 11}
 IR, OPSET = 8, 13
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Return a number as LEB128, as WebAssembly writes it too."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -20,12 +21,12 @@ def _varint(value: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
+    return varint(field << 3) + varint(value)
 
 
 def _bytes(field: int, content: bytes | str) -> bytes:
     data = content.encode() if isinstance(content, str) else content
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
+    return varint(field << 3 | 2) + varint(len(data)) + data
 
 
 def _value(name: str, form: str, shape: tuple[int, ...]) -> bytes:

@@ -6,6 +6,8 @@ not used, so the plain multiplier and adder of the processor compute.
 
 from __future__ import annotations
 
+from canaryd.worker.pack.graph import varint
+
 I32 = 0x7F
 # local.get, local.set, i32.const, i32.add, i32.mul, i32.ge_u, block, loop, br, br_if, end
 GET, SET, CONST, ADD, MUL, GE = 0x20, 0x21, 0x41, 0x6A, 0x6C, 0x4F
@@ -20,20 +22,12 @@ A, B, C, M, N, K, ROW, COLUMN, TERM, P, Q, S = range(12)
 """Parameters (addresses of a, b and the result; sizes) and locals (counters, addresses, sum)."""
 
 
-def _number(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
 def _vector(items: list[bytes]) -> bytes:
-    return _number(len(items)) + b"".join(items)
+    return varint(len(items)) + b"".join(items)
 
 
 def _section(number: int, content: bytes) -> bytes:
-    return bytes([number]) + _number(len(content)) + content
+    return bytes([number]) + varint(len(content)) + content
 
 
 def _step(local: int, by: bytes) -> bytes:
@@ -56,7 +50,7 @@ def _function(form: str) -> bytes:
     element = zero + bytes([SET, S]) + row + column + _counted(TERM, K, term)
     element += bytes([GET, C, GET, S, store, align, 0]) + _step(C, width)
     body = _vector([bytes([5, I32]), bytes([1, kind])]) + _counted(ROW, M, _counted(COLUMN, N, element)) + bytes([END])
-    return _number(len(body)) + body
+    return varint(len(body)) + body
 
 
 def module() -> bytes:

@@ -135,7 +135,10 @@ class Operators(Protocol):
 
 
 class Runtime(Protocol):
-    """One way to devices. Arrays are the runtime's own and opaque to everybody else."""
+    """One way to devices. Arrays are the runtime's own and opaque to everybody else.
+
+    What a runtime does not define is as it stands here.
+    """
 
     name: str
     """As in `Device.runtime`."""
@@ -143,16 +146,16 @@ class Runtime(Protocol):
     """The kernels of attention that it can be told to use."""
     left_integers: tuple[str, ...]
     """Formats of A in integer products, whose B is int8."""
-    packings: tuple[Packing, ...]
+    packings: tuple[Packing, ...] = ()
     """How weights may be stored in products with quantised weights; empty where it has no such product."""
-    gathers: bool
+    gathers: bool = False
     """Whether it runs "rows" and "columns", so that a device makes fresh operands itself."""
-    operators: Operators | None
+    operators: Operators | None = None
     """What the exact canary runs on; None where it does not run through this runtime."""
-    pins: bool
+    pins: bool = False
     """Whether work on a CPU runs on the core that the calling thread is pinned to (`tensors.on_core`)."""
 
-    rounds: bool
+    rounds: bool = True
     """Whether it rounds to nearest, ties to even: where not, goldens of class R are not tested through it."""
 
     def devices(self) -> list[Device]:
@@ -190,14 +193,17 @@ class Runtime(Protocol):
         nothing must not find it right already.
         """  # noqa: D205  the sentence needs two lines
 
-    def burst(self, golden: Any) -> int:
-        """Return how many results to compute before one look at their comparisons."""
+    def burst(self, golden: Any) -> int:  # noqa: ARG002
+        """Return how many results to compute before one look at their comparisons: one where each is waited for."""
+        return 1
 
-    def memory(self, device: Device) -> tuple[int | None, int | None]:
+    def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
         """Return the bytes of the device's memory that are free to this process, and all; None where it is not told."""
+        return None, None
 
     def limit_memory(self, device: Device, size: int) -> None:
         """Take at most `size` bytes of the device's memory, where the runtime knows such a limit."""
+        del device, size
 
     def synchronize(self, device: Device) -> None:
         """Wait until the device has finished."""

@@ -21,7 +21,7 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Operation, Unsupported
+from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
 
 jax: Any = None
 jnp: Any = None
@@ -58,17 +58,13 @@ class Array:
     turned: bool = False
 
 
-class Jax:
+class Jax(Runtime):
     """The devices of JAX."""
 
     name = "jax"
     attention_kernels = ("XLA",)
     left_integers = ("int8", "uint8")
-    packings = ()
-    operators = None
-    gathers = False
     pins = False  # a thread of XLA's own computes
-    rounds = True
 
     def __init__(self) -> None:
         """Test no device yet."""
@@ -145,17 +141,6 @@ class Jax:
         """Invert every result where it lies: XLA takes the memory of an array that is donated to it."""
         for result in results:
             _compiled(_inverted, donate_argnums=0)(result.data).block_until_ready()
-
-    def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return one: every result is waited for."""
-        return 1
-
-    def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return nothing: JAX tells what its own allocator may take, and not what is free."""
-        return None, None
-
-    def limit_memory(self, device: Device, size: int) -> None:
-        """Return at once: JAX reads its limit when it starts."""
 
     def synchronize(self, device: Device) -> None:
         """Wait for the device, by a transfer behind everything in its queue."""

@@ -19,7 +19,7 @@ from canaryd.probe import Skip
 from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import flat_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Unsupported
+from canaryd.worker.runtime.interface import Cache, Change, Operation, Packing, Runtime, Unsupported
 
 mx: Any = None
 _why_not = ""
@@ -108,7 +108,7 @@ class _KeyValues(KeyValues):
         return mx.arange(self.used, self.used + count)
 
 
-class Mlx:
+class Mlx(Runtime):
     """The devices of MLX; arrays are its arrays."""
 
     name = "mlx"
@@ -116,9 +116,7 @@ class Mlx:
     left_integers = ("int8",)
     packings = PACKINGS
     operators = MlxOperators()
-    gathers = False
     pins = False  # a thread of MLX's own computes
-    rounds = True
 
     def devices(self) -> list[Device]:
         """Return the CPU, and the GPUs of Metal or CUDA."""
@@ -190,10 +188,6 @@ class Mlx:
         """Overwrite every result."""
         for result in results:
             flat_bits(_seen(result)).fill_(-1 if result.itemsize > 1 else 255)
-
-    def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return one: every result is waited for."""
-        return 1
 
     def memory(self, device: Device) -> tuple[int | None, int | None]:
         """Return what CUDA reports; Metal tells no free memory."""

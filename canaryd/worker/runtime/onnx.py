@@ -19,7 +19,7 @@ from canaryd.model import Device
 from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import flat_bits, host_same_bits, torch, visible_cores
-from canaryd.worker.runtime.interface import Change, Elsewhere, Operation, Unsupported
+from canaryd.worker.runtime.interface import Change, Elsewhere, Operation, Runtime, Unsupported
 
 onnx: Any = None
 ort: Any = None
@@ -69,17 +69,12 @@ class Graph:
     """Name → tensor that is no operand."""
 
 
-class Onnx:
+class Onnx(Runtime):
     """The execution providers of ONNX Runtime; arrays are host tensors, which a session copies to and fro."""
 
     name = "onnx"
     attention_kernels = ("ATTENTION",)
     left_integers = ("int8", "uint8")
-    packings = ()
-    operators = None
-    gathers = False
-    pins = False
-    rounds = True
 
     def __init__(self) -> None:
         """Test no device yet."""
@@ -169,14 +164,6 @@ class Onnx:
         """Overwrite every result."""
         for result in results:
             flat_bits(result).fill_(-1 if result.element_size() > 1 else 255)
-
-    def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return one: every result is waited for."""
-        return 1
-
-    def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return nothing: ONNX Runtime tells no device's memory."""
-        return None, None
 
     def limit_memory(self, device: Device, size: int) -> None:
         """Limit the memory of later sessions, where the provider has an option for it."""

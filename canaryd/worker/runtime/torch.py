@@ -14,7 +14,7 @@ from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
-from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Packing
+from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Runtime
 
 BURST = 8
 """Results computed on an accelerator before one look at their comparisons: one synchronisation for all."""
@@ -107,17 +107,15 @@ def _wide(x: Any) -> Any:
     return x.to(door.torch.float32) if x.element_size() == 2 else x
 
 
-class Torch:
+class Torch(Runtime):
     """The devices of torch; arrays are its tensors."""
 
     name = TORCH
     attention_kernels: tuple[str, ...] = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
     left_integers: tuple[str, ...] = ("int8",)
-    packings: tuple[Packing, ...] = ()
     operators: Operators | None = OPERATORS
     gathers = True
     pins = True
-    rounds = True
 
     def devices(self) -> list[Device]:
         """Return the host's CPU and every accelerator that this torch reaches."""

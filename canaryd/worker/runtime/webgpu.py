@@ -21,7 +21,7 @@ from canaryd.probe import Skip
 from canaryd.worker.numeric import stack as host
 from canaryd.worker.numeric.tensors import bits, flat_bits, torch, visible_cores
 from canaryd.worker.runtime import wgsl
-from canaryd.worker.runtime.interface import Change, Operation, Unsupported
+from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsupported
 
 wgpu: Any = None
 _why_not = ""
@@ -55,16 +55,12 @@ class Array:
         return int(torch.Size(self.shape).numel()) * int(self.dtype.itemsize)
 
 
-class Webgpu:
+class Webgpu(Runtime):
     """The adapters of WebGPU; arrays are buffers."""
 
     name = "webgpu"
     attention_kernels = ()  # WGSL gives exp within 3 + 2 |x| units in the last place: no one right answer
     left_integers = ("int8", "uint8")
-    packings = ()
-    operators = None
-    gathers = False
-    pins = False
     rounds = False
 
     def __init__(self) -> None:
@@ -149,17 +145,6 @@ class Webgpu:
         """Overwrite every result."""
         for result in results:
             self.compute(wgsl.FILL, result.buffer.size // 4, (), result.buffer)
-
-    def burst(self, golden: Any) -> int:  # noqa: ARG002
-        """Return one: every comparison is waited for."""
-        return 1
-
-    def memory(self, device: Device) -> tuple[int | None, int | None]:  # noqa: ARG002
-        """Return nothing: WebGPU tells no device's memory."""
-        return None, None
-
-    def limit_memory(self, device: Device, size: int) -> None:
-        """Return at once: WebGPU has no such limit."""
 
     def synchronize(self, device: Device) -> None:
         """Wait for the device, by reading behind everything in its queue."""

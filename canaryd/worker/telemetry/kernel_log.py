@@ -39,8 +39,6 @@ _HEAD = 64
 class Record:
     """One record of /dev/kmsg."""
 
-    priority: int
-    """0 (emergency) to 7 (debug)."""
     facility: int
     """0 for the kernel. The kernel gives what a process writes to /dev/kmsg another one."""
     sequence: int
@@ -66,10 +64,7 @@ def parse(record: str) -> Record | None:
     raw = found[4][: 4 * LONGEST_TEXT].encode("utf-8", "replace")
     text = _ESCAPE.sub(lambda m: bytes([int(m[1], 16)]), raw).decode("utf-8", "replace")
     text = "".join(c if c.isprintable() else " " for c in text[:LONGEST_TEXT])
-    prefix = int(found[1])
-    return Record(
-        priority=prefix & 7, facility=prefix >> 3, sequence=int(found[2]), usec=int(found[3]), text=text.strip()
-    )
+    return Record(facility=int(found[1]) >> 3, sequence=int(found[2]), usec=int(found[3]), text=text.strip())
 
 
 # --- The log as a stream ---------------------------------------------------------------------------------------------

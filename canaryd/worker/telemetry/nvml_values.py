@@ -11,22 +11,8 @@ from typing import Any
 from canaryd.worker.telemetry.nvml import INVALID, Missing, parse_count
 
 ARCHITECTURES = (
-    *(
-        "",
-        "",
-        "kepler",
-        "maxwell",
-        "pascal",
-        "volta",
-        "turing",
-        "ampere",
-        "ada",
-        "hopper",
-        "blackwell",
-        "",
-        "",
-        "rubin",
-    ),
+    *("", "", "kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "", ""),
+    "rubin",
 )
 """nvmlDeviceArchitecture_t."""
 KINDS = ("corrected", "uncorrected")

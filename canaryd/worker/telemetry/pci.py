@@ -33,8 +33,6 @@ class PciFunction:
     """"NVIDIA", "AMD", "Intel" or "Huawei"."""
     device_id: str
     """The vendor's number for the model, four hex digits, e.g. "2335"."""
-    subsystem: str
-    """Vendor and model of the board, e.g. "10de:18be"; "" where it is not given."""
     driver: str
     """The kernel driver bound to it; "" for none."""
     virtual: bool
@@ -64,17 +62,8 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
                 bus_id=function.name,
                 vendor=vendor,
                 device_id=device_id,
-                subsystem=_subsystem(function),
                 driver=driver.resolve().name if driver.is_symlink() else "",
                 virtual=(function / "physfn").is_symlink(),
             )
         )
     return found
-
-
-def _subsystem(function: Path) -> str:
-    try:
-        vendor, device = read_count(function / "subsystem_vendor"), read_count(function / "subsystem_device")
-    except Unreadable:
-        return ""
-    return f"{vendor:04x}:{device:04x}"

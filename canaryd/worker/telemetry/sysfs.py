@@ -130,13 +130,6 @@ def attempt(
         return Absent(name=reading_key(name, labels), reason=str(error))
 
 
-def measure(
-    name: str, path: Path, unit: str = "", labels: Mapping[str, str] | None = None, scale: float = 1
-) -> Reading | Absent:
-    """Return the number in a file times `scale` as a reading, or why there is none."""
-    return attempt(name, lambda: read_int(path) * scale, unit, labels)
-
-
 def count(name: str, path: Path, labels: Mapping[str, str] | None = None) -> Reading | Absent:
     """Return the count in a file as a reading, or why there is none."""
     return attempt(name, lambda: read_count(path), "1", labels)

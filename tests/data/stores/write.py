@@ -1,7 +1,7 @@
 """Writes a store with the canaryd that is imported, and prints it as SQL: how the files beside this one came to be.
 
-`git archive TAG canaryd | tar x -C OLD` and `PYTHONPATH=OLD python tests/data/stores/write.py > version-N.sql`, with
-TAG 38b9ae2, 25553dd, 28918fa, ff75b26 and 7a46600 for versions 1 to 5. A body is JSON under zlib.
+`git archive TAG canaryd | tar x -C OLD` and `PYTHONPATH=OLD python tests/data/stores/write.py > release-N.sql`, with
+TAG 7a46600 for release 0.1.0. A body is JSON under zlib.
 """
 
 import contextlib
@@ -11,11 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from canaryd import facts, model
+from canaryd import model
 
 try:
+    from canaryd import facts
+    from canaryd.judge.recordings.intake import intake
     from canaryd.store.store import Store
-except ImportError:  # 0.1.0 and older
+except ImportError:  # 0.1.0
+    facts = model
+    from canaryd.recorded import intake
+
     from canaryd.store import Store
 
 NOW = 1_790_000_000.0
@@ -99,32 +104,22 @@ def fill(store):
     store.set_verdict(verdict(model.State.SUSPECT, model.Cause.UNDETERMINED, NOW + 3, found, drill=True))
     if TEXTS:
         fill_texts(store)
-    if hasattr(store, "add_poll"):
-        event = model.Event(device=UUID, kind="xid", name="31", first=NOW, last=NOW, detail="Xid 31")
-        reading = facts.Reading(name="temperature_celsius", value=61, unit="celsius")
-        poll = run("p", NOW + 4, probe="nvidia_telemetry", comparisons=(), readings=(reading,))
-        store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
-        store.set_note("kernel log", "boot:7")
-    if hasattr(store, "set_baselines"):
-        try:
-            from canaryd.judge.recordings.intake import intake
-        except ImportError:
-            from canaryd.recorded import intake
-
-        known = {}
-        for number in range(31):
-            words = {"tokens": ("one", "two"), "values": (-0.1, -0.2 - number // 30), "text": "one two"}
-            digest = f"{16 + number // 30:016x}"
-            recording = facts.Recording(case="story", digest=digest, chain={"checkpoint": "c1"}, **words)
-            told = run(f"e{number:02}", NOW + 10 + number, probe="canary", comparisons=(), recordings=(recording,))
-            told, fresh = intake(told, known, learns=True)
-            known |= fresh
-            store.set_baselines(fresh.values())
-            store.add_run(told)
-    if hasattr(store, "add_ack"):
-        store.add_ack(
-            model.Ack(device=UUID, kind="acknowledged", at=NOW, until=NOW + 60, reason="ticket 4711", by="kim")
-        )
+    event = model.Event(device=UUID, kind="xid", name="31", first=NOW, last=NOW, detail="Xid 31")
+    reading = facts.Reading(name="temperature_celsius", value=61, unit="celsius")
+    poll = run("p", NOW + 4, probe="nvidia_telemetry", comparisons=(), readings=(reading,))
+    store.add_poll(poll, {model.Outcome.COMPLETED: 3}, [event])
+    store.set_note("kernel log", "boot:7")
+    known = {}
+    for number in range(31):
+        words = {"tokens": ("one", "two"), "values": (-0.1, -0.2 - number // 30), "text": "one two"}
+        digest = f"{16 + number // 30:016x}"
+        recording = facts.Recording(case="story", digest=digest, chain={"checkpoint": "c1"}, **words)
+        told = run(f"e{number:02}", NOW + 10 + number, probe="canary", comparisons=(), recordings=(recording,))
+        told, fresh = intake(told, known, learns=True)
+        known |= fresh
+        store.set_baselines(fresh.values())
+        store.add_run(told)
+    store.add_ack(model.Ack(device=UUID, kind="acknowledged", at=NOW, until=NOW + 60, reason="ticket 4711", by="kim"))
 
 
 if __name__ == "__main__":

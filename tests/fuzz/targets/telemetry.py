@@ -51,8 +51,6 @@ SYSFS: Mapping[str, str] = {
     f"{FUNCTION}/vendor": "0x10de",
     f"{FUNCTION}/class": "0x030200",
     f"{FUNCTION}/device": "0x2335",
-    f"{FUNCTION}/subsystem_vendor": "0x10de",
-    f"{FUNCTION}/subsystem_device": "0x18be",
     f"{FUNCTION}/current_link_speed": "32.0 GT/s PCIe",
     f"{FUNCTION}/max_link_speed": "32.0 GT/s PCIe",
     f"{FUNCTION}/current_link_width": "16",

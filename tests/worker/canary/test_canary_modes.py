@@ -16,7 +16,7 @@ from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.canary.fixed import Decoder, Slots, time_limit
 from canaryd.worker.canary.golden import load_golden
-from canaryd.worker.canary.model import DTYPES, Cache
+from canaryd.worker.canary.model import DTYPES, KeyValues
 from canaryd.worker.numeric.stack import cpu, discover
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
@@ -84,7 +84,7 @@ def test_slots_hold_what_a_cache_holds(golden):
     """Token by token, the same keys and values at the same places, zeros behind."""
     model = golden.model.to("cpu", "float64")
     tokens = torch.cat((golden.prompts, golden.tokens), 1)[:2]
-    cache, slots = Cache(model, 2, 30), Slots(*model.cached(2, 30))
+    cache, slots = KeyValues(*model.cached(2, 30)), Slots(*model.cached(2, 30))
     for part in tokens[:, :20].split([16, 1, 1, 1, 1], 1):
         model.forward(part, cache)
         model.forward(part, slots)

@@ -500,7 +500,7 @@ def cache_faults(taken, model, kinds, draw):
         for kind in kinds(number):
             at, changed = next(draw), []
 
-            class Struck(canary_model.Cache):
+            class Struck(canary_model.KeyValues):
                 def extend(self, i, key, value, layer=layer, half=half, kind=kind, at=at, changed=changed):
                     if i == layer and self.used == used:
                         stored = getattr(self, half)[layer]
@@ -509,7 +509,7 @@ def cache_faults(taken, model, kinds, draw):
                     return super().extend(i, key, value)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(canary_model, "Cache", Struck)
+                patch.setattr(canary_model, "KeyValues", Struck)
                 struck = recorded(taken, model, forced=False)
             assert len(changed) == 1
             if changed == [True]:

@@ -237,7 +237,7 @@ def test_a_cache_continues_as_if_all_had_been_given_at_once(golden):
     model = golden.model.to("cpu", "float64")
     tokens = torch.cat((golden.prompts, golden.tokens), 1)[:3]
     whole = model.forward(tokens)
-    cache = canary_model.Cache(model, 3, tokens.shape[1])
+    cache = canary_model.KeyValues(*model.cached(3, tokens.shape[1]))
     parts = [model.forward(part, cache) for part in tokens.split([5, 1, 1, 20, 29], 1)]
     assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-11)
     assert torch.allclose(model.forward(tokens[1:2]), whole[1:2], rtol=0, atol=1e-11)
@@ -646,7 +646,7 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
         for layer, half, kind in itertools.product(range(model.shape.layers), ("keys", "values"), KINDS):
             at = next(draw)
 
-            class Struck(canary_model.Cache):
+            class Struck(canary_model.KeyValues):
                 def extend(self, i, key, value, layer=layer, half=half, kind=kind, at=at):
                     if i == layer and self.used == 24:  # once, in the midst of decoding, in what is already stored
                         stored = getattr(self, half)[layer]
@@ -655,7 +655,7 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
                     return super().extend(i, key, value)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(canary_model, "Cache", Struck)
+                patch.setattr(canary_model, "KeyValues", Struck)
                 judge("KV cache", kind, "decode", *canary_model.decode(model, prompts, count))
     for place in ("weight", "activation", "KV cache", "unseen"):
         print(f"\n{dtype} {place}: " + ", ".join(f"{n} {did}" for (p, did), n in sorted(found.items()) if p == place))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 from canaryd.worker.canary.model import KeyValues  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.prove import prove  # noqa: E402
+from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.tensors import bits, strict_switches  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_the_proof_finds_the_words_that_the_program_gives(shape, anchored):
     """The program alone and the weights in integers choose the same words; the right one leads by 8."""
     model = construct(shape, 21, anchored=anchored)
     words, following, whole = text(model)
-    proof = prove(shape, model.weights, whole)
+    proof = Walk(shape, model.weights).prove(whole)
     assert proof.witnessed
     logits = proof.logits[-len(following) :]
     assert logits.argmax(-1).tolist() == following
@@ -128,7 +128,7 @@ def test_the_proof_agrees_with_plain_python():
     down = linear(f"{layer}.mlp.down_proj", active)
     xs = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(xs, down, strict=True)]
     logits = linear("lm_head", norm(xs))
-    assert prove(shape, model.weights, words).logits.tolist() == [[float(v) for v in row] for row in logits]
+    assert Walk(shape, model.weights).prove(words).logits.tolist() == [[float(v) for v in row] for row in logits]
 
 
 def _raise_lowest_bit(weights, name, at=None):
@@ -149,11 +149,11 @@ def test_the_proof_refuses_what_is_not_exact(model):
         weights = {n: w.clone() for n, w in model.weights.items()}
         _raise_lowest_bit(weights, name, at=whole[5] * TINY.hidden if "embed" in name else None)
         try:
-            proof = prove(TINY, weights, whole)
+            proof = Walk(TINY, weights).prove(whole)
         except Inexact as error:
             refused[name] = str(error)
         else:  # still exact, but then another answer
-            assert not torch.equal(proof.logits, prove(TINY, model.weights, whole).logits), name
+            assert not torch.equal(proof.logits, Walk(TINY, model.weights).prove(whole).logits), name
     assert len(refused) >= len(names) - 1
     assert refused["model.embed_tokens.weight"].startswith("norm: ")
 
@@ -172,7 +172,7 @@ def test_the_proof_names_the_condition_that_is_broken(model, name, factor, reaso
     """Gates that do not saturate, scores that do not vanish or overflow, numbers below float16's range."""
     weights = {**model.weights, name: model.weights[name] * factor}
     with pytest.raises(Inexact, match=reason):
-        prove(TINY, weights, text(model)[2])
+        Walk(TINY, weights).prove(text(model)[2])
 
 
 def test_rotations_must_stand_still(model):
@@ -180,7 +180,7 @@ def test_rotations_must_stand_still(model):
     weights = {n: w.clone() for n, w in model.weights.items()}
     weights["model.layers.0.self_attn.q_proj.weight"][1, :] = 1.0
     with pytest.raises(Inexact, match="rotation: pair 1 turns"):
-        prove(TINY, weights, text(model)[2])
+        Walk(TINY, weights).prove(text(model)[2])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_every_path_gives_the_proved_logits(shape):
     for anchored, kernels in ((True, ("", "FLASH_ATTENTION")), (False, ("", "MATH", "FLASH_ATTENTION"))):
         model = construct(shape, 33, anchored=anchored)
         texts = [text(model, seed, 6) for seed in (1, 2)]
-        golden = torch.stack([prove(shape, model.weights, whole).logits for _, _, whole in texts])
+        golden = torch.stack([Walk(shape, model.weights).prove(whole).logits for _, _, whole in texts])
         for form, kernel, rows in product(FORMATS, kernels, (1, 2)):
             runner = Runner(shape, cast(model, form), kernel)
             with strict_switches(), torch.inference_mode():
@@ -210,7 +210,7 @@ def test_every_path_gives_the_proved_logits(shape):
 def test_a_cache_filled_in_parts_gives_the_same(model):
     """Prefill in two parts of which the second is one word, as a prefix cache leaves it."""
     _, _, whole = text(model)
-    golden = prove(TINY, model.weights, whole).logits
+    golden = Walk(TINY, model.weights).prove(whole).logits
     runner = Runner(TINY, cast(model, "bfloat16"))
     cache = KeyValues(*runner.cached(1, len(whole)))
     with torch.inference_mode():

@@ -16,7 +16,6 @@ from canaryd.worker.telemetry.sysfs import (
     count,
     entries,
     hwmon,
-    measure,
     optional_entries,
     optional_text,
     path_setting,
@@ -126,10 +125,10 @@ def test_a_path_setting_has_its_default():
     assert path_setting({"sysfs": "/tree"}, "sysfs", "/sys") == Path("/tree")
 
 
-def test_a_reading_is_scaled_or_absent(tmp_path):
-    """`measure` and `attempt` give one fact, whatever happens."""
+def test_a_reading_is_given_or_absent(tmp_path):
+    """`attempt` gives one fact, whatever happens."""
     plant(tmp_path, {"f": "1500"})
-    fact = measure("clock_hertz", tmp_path / "f", "hertz", {"domain": "memory"}, 1e6)
+    fact = attempt("clock_hertz", lambda: read_int(tmp_path / "f") * 1e6, "hertz", {"domain": "memory"})
     assert (fact.key, fact.value, fact.unit) == ("clock_hertz{domain=memory}", 1.5e9, "hertz")
     absent = attempt("clock_hertz", lambda: read_int(tmp_path / "g"), "hertz", {"domain": "memory"})
     assert absent.name == "clock_hertz{domain=memory}"
