@@ -105,10 +105,10 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's where PyYAML has it: eight times as fast."""
 OUTCOMES = {outcome.value for outcome in Outcome} - {Outcome.COMPLETED.value}
 KINDS = {"exact", "upload", "golden", "comparator", "link", "recorded", "garbage", "nothing", "selftest", *OUTCOMES}
-"""What may go wrong: a result (exact), all results of an upload, the host's golden, the comparator, a link, a recorded
-case (with `bits` the same departure each time), an endpoint's answer (garbage), all skipped (nothing), a vendor's
-self-test, or how a worker ends. A link of one device or `place` stands for all its links, of two devices for the one
-between them; the event `check` shows it."""
+"""What may go wrong: a result (exact), all results of an upload, the host's golden, the comparator, a link (of one
+device or `place`: all its links; of two devices: the one between them; the event `check` shows it), a recorded case
+(with `bits` the same departure each time), an endpoint's answer (garbage), all skipped (nothing), a vendor's self-test,
+or how a worker ends."""
 Names = tuple[str, ...] | str
 
 
