@@ -85,7 +85,7 @@ def proofs(shape: Shape, seed: int, anchored: bool, rows: int, steps: int, cores
     """Return the proofs of the rows' prompts and continuations; made once by each set of `cores` that asks."""
     made = model(shape, seed, anchored, cores)
     walk = Walk(shape, made.weights)
-    return [walk.prove(text(made, seed, row, steps)) for row in range(rows)]
+    return [walk.prove(text(made, seed, row, steps), steps) for row in range(rows)]
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:
