@@ -2,7 +2,7 @@
 
 Stresses: a whole inference (embedding, norms, rotations, grouped-query attention over a KV cache, SwiGLU, head) with
 dense activations, by prefill and decode, one row and several, eager and through every attention kernel of the runtime,
-compiled, and replayed from a CUDA graph.
+compiled, and replayed from a CUDA graph; a mixture of experts with its router, eager.
 
 Cannot see: what rounding would show (recorded_kernels), large matrices and full load, most faults in rotated or masked
 parts of q and k (docs/exact-canary.md has the measured shares), kernels outside torch and MLX.
@@ -18,7 +18,7 @@ from itertools import product
 from canaryd.probe import Context, Device, Fact, NoCase, ProbeSpec, Skipped
 from canaryd.worker.canary.fixed import FIXED, cannot_be_fixed, compiler, why_not
 from canaryd.worker.exact_canary.cases import EAGER, MOST_ROWS, PATHS, Inference, case, kernels, steps
-from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY
 from canaryd.worker.numeric.attention import Attention, blank
 from canaryd.worker.numeric.tensors import FORMATS as FORMATS_BY_NAME
 from canaryd.worker.runtime import interface
@@ -65,8 +65,20 @@ def run(ctx: Context) -> Iterator[Fact]:
 def every_inference(ctx: Context) -> list[Inference]:
     """Return every inference of a run: all at deep; else rows in rotation, and at quick the path as well.
 
-    Compiling takes long: deep compiles one format and number of rows, in rotation. Graphs are CUDA's and ROCm's.
+    Compiling takes long: deep compiles one format and number of rows, in rotation. Graphs are CUDA's and ROCm's. The
+    mixture of experts is a model of its own: in one format, in rotation, at standard; in none at quick.
     """
+    return [*_of_one_mlp(ctx), *_of_experts(ctx)]
+
+
+def _of_experts(ctx: Context) -> list[Inference]:
+    modes = list(product(FORMATS, PATHS, ROWS))
+    if ctx.level != "deep" and not ctx.cases:
+        modes = modes[ctx.seed % len(modes) :][:1] if ctx.level == "standard" else []
+    return [Inference(*mode, EAGER, steps(EXPERTS, ctx.level), EXPERTS) for mode in modes]
+
+
+def _of_one_mlp(ctx: Context) -> list[Inference]:
     count = steps(TINY, ctx.level)
     if ctx.level == "deep" or ctx.cases:
         modes = list(product(FORMATS, ROWS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from canaryd.worker.exact_canary.layout import ONE, Layout, Port
@@ -60,7 +60,7 @@ class Attention(Block):
                     for plane in (0, 3):
                         self._read_static(matrix, row, plane * self.program.place_bits + bit, w / 2, layer)
                     matrix.add(partner, (self.unit(row, layer), -w / 2))
-                    self._read_static(matrix, partner, self.program.statics - 1, -w / 2, layer)
+                    self._read_static(matrix, partner, self.program.first_route - 1, -w / 2, layer)
         port, table = self._retrieved_port(seed)
         for row in range(values.rows):
             self._read_value(values, row, table[row % s.head // 2], (row // s.head, row % s.head), layer)
@@ -167,6 +167,13 @@ class Mlp(Block):
 
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
         """Return the block's weights by their names below the layer."""
+        return {f"mlp.{name}_proj.weight": weight for name, weight in self.matrices(layer, seed, 0, {}).items()}
+
+    def matrices(self, layer: int, seed: int, flips: int, apart: Mapping[int, int]) -> dict[str, Any]:
+        """Return the matrices gate, up and down.
+
+        The products of value bit b are negated where bit b of `flips` is 1; `apart` is added to dimensions.
+        """
         s, jobs, known = self.shape, self._jobs(), twins(6)
         pick = below(seed, "neuron twins", (s.inner // 2,), len(known)).tolist()
         gate, up = Matrix(self.port, s.inner), Matrix(self.port, s.inner)
@@ -180,11 +187,11 @@ class Mlp(Block):
                 gains.append(gain * OPEN)
         pairs = [(i, i + 1) for i in range(0, s.inner, 2)]
         port = Port(classes, gains, pairs=pairs)
-        down = self._mlp_output(port, [known[p] for p in pick], layer)
+        down = self._mlp_output(port, [known[p] for p in pick], layer, flips, apart)
         return {
-            "mlp.gate_proj.weight": gate.finish(seed + 5, 1024.0, PAIRS),
-            "mlp.up_proj.weight": up.finish(seed + 6, 4.0, PAIRS),
-            "mlp.down_proj.weight": down.finish(seed + 7, 8.0, MOST),
+            "gate": gate.finish(seed + 5, 1024.0, PAIRS),
+            "up": up.finish(seed + 6, 4.0, PAIRS),
+            "down": down.finish(seed + 7, 8.0, MOST),
         }
 
     def _read_job(self, gate: Matrix, up: Matrix, row: int, job: tuple[Hashable, ...], gain: float, layer: int) -> None:
@@ -215,7 +222,7 @@ class Mlp(Block):
         c = options[(row + layer) % len(options)]
         matrix.add(row, (c.first, weight * c.turn), (c.second, -weight * c.turn))
 
-    def _mlp_output(self, port: Port, pairs: list[Twins], layer: int) -> Matrix:
+    def _mlp_output(self, port: Port, pairs: list[Twins], layer: int, flips: int, apart: Mapping[int, int]) -> Matrix:
         down, bits = Matrix(port, self.shape.hidden), self.program.value_bits
 
         def write(row: int, job: Hashable, n: int) -> None:
@@ -224,18 +231,22 @@ class Mlp(Block):
             one, other = pairs[first // 2].weights(n, OPEN)
             down.add(row, (first, one), (first + 1, other))
 
+        constant = dict(apart)
         for c in self.layout.copied:
             name = ("t", c.retrieved // bits, c.retrieved % bits)
             write(c.first, name, -2 * c.turn)
             write(c.second, name, 2 * c.turn)
         for w in self.layout.written:
+            flip = -1 if flips >> w.bit & 1 else 1
             for dim, slot in ((w.first, w.sign * w.turn), (w.second, -w.sign * w.turn)):
-                write(dim, (ONE,), 4 * w.sign)
+                constant[dim] = constant.get(dim, 0) + 4 * w.sign
                 write(dim, ("u", w.bit), -slot)
                 for x, y in itertools.product((1, -1), (1, -1)):
-                    write(dim, ("product", w.bit, x, y), slot * x * y)
+                    write(dim, ("product", w.bit, x, y), slot * x * y * flip)
         for dim in self.layout.units:
-            write(dim, (ONE,), -2)
+            constant[dim] = constant.get(dim, 0) - 2
         for dim, a, b in self.layout.ballast:
-            write(dim, (ONE,), a - b)
+            constant[dim] = constant.get(dim, 0) + a - b
+        for dim, n in constant.items():
+            write(dim, (ONE,), n)
         return down

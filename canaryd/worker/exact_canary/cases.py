@@ -53,7 +53,8 @@ class Inference:
     @property
     def name(self) -> str:
         """The case's name."""
-        return f"{self.form}/{self.path}/b{self.rows}/{self.kernel}@{self.steps}"
+        family = "-experts" if self.shape.experts else ""
+        return f"{self.form}/{self.path}/b{self.rows}/{self.kernel}{family}@{self.steps}"
 
 
 def case(device: Device, inference: Inference, seed: int) -> Case:
@@ -85,7 +86,7 @@ def proofs(shape: Shape, seed: int, anchored: bool, rows: int, steps: int, cores
     """Return the proofs of the rows' prompts and continuations; made once by each set of `cores` that asks."""
     made = model(shape, seed, anchored, cores)
     walk = Walk(shape, made.weights)
-    return [walk.prove(text(made, seed, row, steps)) for row in range(rows)]
+    return [walk.prove(text(made, seed, row, steps), steps) for row in range(rows)]
 
 
 def text(made: Model, seed: int, row: int, steps: int) -> list[int]:

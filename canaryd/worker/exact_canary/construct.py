@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canaryd.worker.exact_canary.blocks import Attention, Mlp
+from canaryd.worker.exact_canary.experts import Experts
 from canaryd.worker.exact_canary.layout import Layout, lay_out, ports
 from canaryd.worker.exact_canary.matrix import Matrix, full
 from canaryd.worker.exact_canary.shape import Plan, Shape, plan
@@ -29,8 +30,8 @@ class Model:
     program: Plan
     seed: int
     statics: Any
-    """Signs (places + 1, statics): a place's code, the codes its even and odd heads look for, its code again, and +1;
-    at last the anchor's."""
+    """Signs (places + 1, statics): a place's code, the codes its even and odd heads look for, its code again, +1,
+    and its pair of experts; at last the anchor's."""
     weights: dict[str, Any]
 
 
@@ -48,7 +49,7 @@ class Maker:
         self.at_a, _ = ports(self.layout, shape, reserve=shape.biased)
         _, at_b = ports(self.layout, shape, reserve=False)
         self.attention = Attention(shape, program, self.layout, self.at_a)
-        self.mlp = Mlp(shape, program, self.layout, at_b)
+        self.mlp = (Experts if shape.experts else Mlp)(shape, program, self.layout, at_b)
         self.codes = self._codes()
 
     def model(self) -> Model:
@@ -78,7 +79,8 @@ class Maker:
         own = place < self.program.prompt
         looked = [torch.where(own, place, place - lag) for lag in self.program.lags]
         words = torch.cat([self.codes[p] for p in (place, *looked, place)], 1)
-        words = torch.cat([words, torch.ones_like(words[:, :1])], 1)
+        route = _signs(place % self.program.routes, self.program.routes.bit_length() - 1)
+        words = torch.cat([words, torch.ones_like(words[:, :1]), route], 1)
         anchor = torch.ones_like(words[:1])
         anchor[:, 3 * self.program.place_bits :] = -1  # contradicts its own code, so that its key is zero
         return torch.cat([words, anchor])

@@ -19,7 +19,7 @@ from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, sp
 from canaryd.worker.exact_canary.gguf import gguf
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.shape import CONTEXT, EPSILON, THETA, TINY, Unfit, like
+from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch, torch
 
@@ -68,8 +68,10 @@ def steps(model: Model) -> int:
 def config(model: Model) -> dict[str, Any]:
     """Return `config.json`. Written for transformers 4 and 5, which name the rotary base differently."""
     s, qwen = model.shape, model.shape.biased
+    kinds = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", MIXTURE: "MixtralForCausalLM"}
+    mixture = {"num_local_experts": s.experts, "num_experts_per_tok": CHOSEN, "sliding_window": None}
     return {
-        "architectures": ["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
+        "architectures": [kinds[s.family]],
         "model_type": s.family,
         "hidden_size": s.hidden,
         "intermediate_size": s.inner,
@@ -92,6 +94,7 @@ def config(model: Model) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
         "torch_dtype": "bfloat16",
+        **(mixture if s.experts else {}),
     }
 
 
@@ -118,7 +121,7 @@ def answers(model: Model, progress: Callable[[float, str], None]) -> list[dict[s
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
         words, count = prompt(model.program, model.seed + number), steps(model)
         following = continuation(model.program, model.shape.layers, words, count)
-        logits = walk.prove(words + following[:-1]).logits[-count:].tolist()
+        logits = walk.prove(words + following[:-1], count).logits[-count:].tolist()
         right = golden.answer(model.program, model.shape, words, count, logits)
         found.append(
             {

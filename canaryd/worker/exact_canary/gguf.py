@@ -14,6 +14,8 @@ from typing import Any
 from canaryd.worker.canary.gguf import sizes, write_gguf
 from canaryd.worker.exact_canary.construct import Model
 from canaryd.worker.exact_canary.expected import word
+from canaryd.worker.exact_canary.shape import CHOSEN, MIXTURE
+from canaryd.worker.numeric.tensors import torch
 
 USER_DEFINED = 4
 """`llama_token_type` of a token that is looked for in the text as it is."""
@@ -21,7 +23,7 @@ USER_DEFINED = 4
 
 def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> bytes:
     """Return the bytes of a file with matrices in `form`; `config` is the model's `config.json`."""
-    shape, family = model.shape, model.shape.family
+    shape, family = model.shape, "llama" if model.shape.family == MIXTURE else model.shape.family
     last = shape.vocabulary - 1  # a word that no right answer has, for what llama.cpp must have; token 11 otherwise
     facts = {
         **sizes(family, config, form),
@@ -39,13 +41,29 @@ def gguf(model: Model, config: dict[str, Any], template: str, form: str) -> byte
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": template,
     }
-    return write_gguf(facts, {name: _turned(model, name, w) for name, w in model.weights.items()}, form)
+    if shape.experts:
+        facts |= {f"{family}.expert_count": shape.experts, f"{family}.expert_used_count": CHOSEN}
+    return write_gguf(facts, _stacked({name: _turned(model, name, w) for name, w in model.weights.items()}), form)
+
+
+def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights in which the experts of a layer are one tensor, in the order of their numbers."""
+    found: dict[str, Any] = {}
+    experts: dict[str, dict[int, Any]] = {}
+    for name, weight in weights.items():
+        layer, among, rest = name.partition(".experts.")
+        if not among:
+            found[name] = weight
+            continue
+        number, _, part = rest.partition(".")
+        experts.setdefault(f"{layer}.experts.{part}", {})[int(number)] = weight
+    return found | {name: torch.stack([some[i] for i in sorted(some)]) for name, some in experts.items()}
 
 
 def _turned(model: Model, name: str, weight: Any) -> Any:
     """Return a weight with its rows in llama.cpp's order."""
     shape = model.shape
     heads = shape.heads if ".q_proj." in name else shape.kv_heads if ".k_proj." in name else 0
-    if not heads or shape.family != "llama":
+    if not heads or shape.family == "qwen2":
         return weight
     return weight.reshape(heads, 2, shape.head // 2, -1).transpose(1, 2).reshape(weight.shape)

@@ -33,6 +33,7 @@ def continuation(program: Plan, layers: int, words: list[int], count: int) -> li
 
     Every place has a state of value bits, which each layer multiplies with two retrieved ones: u[b] t0[b] t1[b'], with
     signs ±1, where t0 and t1 are the states that the two places looked at had at that layer, and b' = b + layer + 1.
+    Where there are experts, bit b changes its sign where bit b of the number of the place's pair of experts is 1.
     """
     bits = program.value_bits
     states: dict[int, list[list[int]]] = {}
@@ -46,7 +47,10 @@ def continuation(program: Plan, layers: int, words: list[int], count: int) -> li
             own = place < program.prompt
             near, far = (state[layer] if own else states[place - lag][layer] for lag in program.lags)
             u = state[layer]
-            state.append([u[b] * near[b] * far[(b + layer + 1) % bits] for b in range(bits)])
+            route = place % program.routes
+            state.append(
+                [(1 - 2 * (route >> b & 1)) * u[b] * near[b] * far[(b + layer + 1) % bits] for b in range(bits)]
+            )
         states[place] = state
         if place >= program.prompt - 1:
             following = sum((bit > 0) << b for b, bit in enumerate(state[-1]))

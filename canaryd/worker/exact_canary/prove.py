@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from canaryd.worker.exact_canary.shape import GAP, THETA, Shape
+from canaryd.worker.exact_canary.shape import CHOSEN, GAP, THETA, Shape
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
 
@@ -121,12 +121,16 @@ class Walk:
     witnessed: bool = True
     keep: bool = False
     """Whether a proof holds the values of every operator too."""
+    _compared: int = 0
     _exact: dict[str, Exact] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
 
-    def prove(self, tokens: list[int]) -> Proof:
-        """Walk one text; raises `Inexact` with the place and the reason where a format would round."""
-        self._values = {}
+    def prove(self, tokens: list[int], compared: int = 0) -> Proof:
+        """Walk one text; raises `Inexact` with the place and the reason where a format would round.
+
+        Only the last `compared` positions are compared, 0 for all: each expert must be used there.
+        """
+        self._values, self._compared = {}, compared
         self._check_norm_divisor()
         x = self._weight("model.embed_tokens.weight")[torch.tensor(tokens)]
         self._keep("embedding", self._see("embedding", x, live=True))
@@ -286,14 +290,54 @@ class Walk:
     def _mlp(self, i: int, x: Exact) -> Exact:
         module = f"model.layers.{i}.mlp"
         seen = self._keep(f"{i}.inner_norm", self._norm(x, f"model.layers.{i}.post_attention_layernorm"))
+        if self.shape.experts:
+            return self._keep(f"{i}.down", self._mixture(i, seen))
+        return self._neurons(f"{i}", [f"{module}.{name}_proj" for name in ("gate", "up", "down")], seen)
+
+    def _neurons(self, place: str, modules: list[str], seen: Exact) -> Exact:
         gate, up = (
-            self._keep(f"{i}.{name}", self._linear(name, f"{module}.{name}_proj", seen, live=True))
-            for name in ("gate", "up")
+            self._keep(f"{place}.{name}", self._linear(name, module, seen, live=True))
+            for name, module in zip(("gate", "up"), modules, strict=False)
         )
         size = gate.float64()
         is_open = size >= OPEN
         if bool((~is_open & (size > CLOSED)).any()):
             raise Inexact(f"gate: one is between {CLOSED:g} and {OPEN:g}")
         active = Exact(torch.where(is_open, gate.whole * up.whole, 0), gate.shift + up.shift)
-        active = self._keep(f"{i}.active", self._see("active", active.reduced()))
-        return self._keep(f"{i}.down", self._linear("down", f"{module}.down_proj", active, live=True))
+        active = self._keep(f"{place}.active", self._see("active", active.reduced()))
+        return self._keep(f"{place}.down", self._linear("down", modules[2], active, live=True))
+
+    def _mixture(self, i: int, seen: Exact) -> Exact:
+        """Return the mean of the two chosen experts' results, each rounded to the format before and after halving."""
+        module = f"model.layers.{i}.block_sparse_moe"
+        logits = self._keep(f"{i}.router", self._linear("router", f"{module}.gate", seen))
+        takes = routes(logits, self._compared)
+        total = Exact(torch.zeros_like(seen.whole), 0)
+        for expert in range(self.shape.experts):
+            words = takes[:, expert].nonzero().view(-1)
+            names = [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
+            out = self._neurons(f"{i}.expert{expert}", names, seen[words])
+            half = self._see("half", Exact(out.whole, out.shift + 1).reduced(), live=True)
+            total = total + Exact(torch.zeros_like(seen.whole).index_copy(0, words, half.whole), half.shift)
+        return self._see("mixture", total.reduced(), live=True)
+
+
+def routes(logits: Exact, compared: int = 0) -> Any:
+    """Return which experts each word takes (words, experts), from exact logits; raise unless every share is ½.
+
+    The two chosen have 0 and all others lose by `GAP` at least. So softmax gives exactly 1 to each of the two before
+    it divides, in every format, whether over all experts (e^-110 is 0 in float32 and below, and vanishes beside 1 in
+    float64) or over the chosen ones; and 2 divides exactly. `_see` has shown that every format holds the logits: it
+    does not matter in which one the router runs. Every expert must be used in the last `compared` words (0: all).
+    """
+    takes = logits.whole == 0
+    least = math.ceil(-GAP * 2.0**logits.shift)
+    if bool(((logits.whole > least) & ~takes).any()):
+        raise Inexact(f"router: an expert is neither at 0 nor {GAP:g} below")
+    number = takes.sum(-1)
+    if bool((number != CHOSEN).any()):
+        raise Inexact(f"router: {int(number.min())} to {int(number.max())} experts tie: wanted {CHOSEN}")
+    unused = (~takes[-compared:].any(0)).nonzero().view(-1).tolist()
+    if unused:
+        raise Inexact(f"router: no compared word takes expert {unused[0]}")
+    return takes

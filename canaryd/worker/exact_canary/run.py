@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canaryd.worker.canary.model import Watch
-from canaryd.worker.exact_canary.shape import EPSILON, THETA, Shape
+from canaryd.worker.exact_canary.shape import CHOSEN, EPSILON, THETA, Shape
 from canaryd.worker.runtime.interface import Cache, Operators
 from canaryd.worker.runtime.torch import OPERATORS
 
@@ -104,6 +104,24 @@ class Runner:
     def _inner(self, i: int, x: Any) -> Any:
         module = f"model.layers.{i}.mlp"
         seen = self._norm(f"{i}.inner_norm", x, f"model.layers.{i}.post_attention_layernorm")
-        gate = self.operators.silu(self._linear(f"{i}.gate", f"{module}.gate_proj", seen))
-        up = self._linear(f"{i}.up", f"{module}.up_proj", seen)
-        return self._linear(f"{i}.down", f"{module}.down_proj", self._see(f"{i}.active", gate * up))
+        if self.shape.experts:
+            return self._see(f"{i}.down", self._mixture(i, seen))
+        return self._neurons(f"{i}", [f"{module}.{part}_proj" for part in ("gate", "up", "down")], seen)
+
+    def _neurons(self, place: str, modules: list[str], seen: Any) -> Any:
+        gate = self.operators.silu(self._linear(f"{place}.gate", modules[0], seen))
+        up = self._linear(f"{place}.up", modules[1], seen)
+        return self._linear(f"{place}.down", modules[2], self._see(f"{place}.active", gate * up))
+
+    def _mixture(self, i: int, seen: Any) -> Any:
+        """Let every expert compute every word, and weigh it with its share: 0 where it was not chosen."""
+        module = f"model.layers.{i}.block_sparse_moe"
+        logits = self._linear(f"{i}.router", f"{module}.gate", seen)
+        shares, chosen = self.operators.route(logits, CHOSEN)
+        shares, chosen = self._see(f"{i}.shares", shares), self._see(f"{i}.chosen", chosen)
+        total = 0
+        for expert in range(self.shape.experts):
+            names = [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
+            share = ((chosen == expert) * shares).sum(-1)[..., None]
+            total = total + self._neurons(f"{i}.expert{expert}", names, seen) * share
+        return total

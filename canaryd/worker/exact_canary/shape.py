@@ -14,6 +14,11 @@ EPSILON = 1e-30
 CONTEXT = 8192
 """Positions for which the still pairs are still."""
 FAMILIES = ("llama", "qwen2")
+"""Families with one MLP in a layer."""
+MIXTURE = "mixtral"
+"""The family whose layers have experts in place of the MLP."""
+CHOSEN = 2
+"""Experts that each word goes through."""
 
 
 class Unfit(ValueError):
@@ -32,11 +37,17 @@ class Shape:
     layers: int
     vocabulary: int
     family: str = "llama"
+    experts: int = 0
+    """Experts in each layer; 0 where it has one MLP."""
 
     def __post_init__(self) -> None:
         """Raise `Unfit` for sizes that no model of this family has."""
-        if self.family not in FAMILIES:
-            raise Unfit(f"family {self.family!r}: there are {', '.join(FAMILIES)}")
+        if self.family not in (*FAMILIES, MIXTURE):
+            raise Unfit(f"family {self.family!r}: there are {', '.join((*FAMILIES, MIXTURE))}")
+        if self.family == MIXTURE and (self.experts < 2 * CHOSEN or self.experts.bit_count() != 1):
+            raise Unfit(f"{self.experts} experts: wanted a power of two from {2 * CHOSEN} on")
+        if self.family != MIXTURE and self.experts:
+            raise Unfit(f"{self.experts} experts: family {self.family} has none")
         if self.heads < 2 or self.heads % self.kv_heads:
             raise Unfit(f"{self.heads} heads on {self.kv_heads} KV heads: wanted at least two, and whole groups")
         if self.hidden % 16 or self.head % 2 or self.inner % 2 or self.hidden < 128:
@@ -81,6 +92,8 @@ class Plan:
 
     A tie is exact where a kernel scales scores after their sum, or by a power of two before it.
     """
+    routes: int = 1
+    """Pairs of experts: a word goes through pair number place modulo `routes`."""
 
     @property
     def places(self) -> int:
@@ -104,7 +117,12 @@ class Plan:
 
     @property
     def statics(self) -> int:
-        """How many static bits a word has: own place, two places to look at, own place again, and "no anchor"."""
+        """How many static bits a word has: own place, two to look at, own again, "no anchor", pair of experts."""
+        return self.first_route + self.routes.bit_length() - 1
+
+    @property
+    def first_route(self) -> int:
+        """The static bit that is the lowest of a word's pair of experts."""
         return 4 * self.place_bits + 1
 
     @property
@@ -115,6 +133,10 @@ class Plan:
 
 TINY = Shape(hidden=256, heads=4, kv_heads=2, head=64, inner=256, layers=3, vocabulary=1152)
 """The shipped model: made from its seed in a fraction of a second."""
+EXPERTS = Shape(
+    hidden=256, heads=4, kv_heads=2, head=64, inner=128, layers=2, vocabulary=1152, family=MIXTURE, experts=4
+)
+"""The shipped mixture of experts."""
 
 
 def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
@@ -129,17 +151,22 @@ def plan(shape: Shape, *, anchored: bool | None = None) -> Plan:
         raise Unfit(f"vocabulary {shape.vocabulary} and {shape.still} still pairs: room for less than 16 places")
     if shape.head // 2 < value_bits + 1 or shape.inner // 2 < 1 + 7 * value_bits:
         raise Unfit(f"head {shape.head} or inner {shape.inner}: too small for values of {value_bits} bits")
+    routes = max(1, shape.experts // CHOSEN)
+    if routes > 1 << value_bits:
+        raise Unfit(f"{shape.experts} experts: at most {CHOSEN << value_bits} with values of {value_bits} bits")
     prompt = min(24, (1 << place_bits) * 3 // 8)
     exact = math.isqrt(shape.head) ** 2 == shape.head and math.isqrt(shape.head).bit_count() == 1
-    return Plan(place_bits, value_bits, prompt, (3, prompt), exact if anchored is None else anchored)
+    return Plan(place_bits, value_bits, prompt, (3, prompt), exact if anchored is None else anchored, routes)
 
 
 def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
     """Return the sizes of a served model from its `config.json`, with at most `layers` layers."""
     kind = str(config.get("model_type", ""))
-    family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}.get(kind)
+    family = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", MIXTURE: MIXTURE}.get(kind)
     if family is None:
-        raise Unfit(f"model_type {kind!r}: wanted llama, mistral or qwen2")
+        raise Unfit(f"model_type {kind!r}: wanted llama, mistral, mixtral or qwen2")
+    if family == MIXTURE and config["num_experts_per_tok"] != CHOSEN:
+        raise Unfit(f"num_experts_per_tok {config['num_experts_per_tok']}: wanted {CHOSEN}")
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     return Shape(
@@ -151,6 +178,7 @@ def like(config: Mapping[str, Any], layers: int = 4) -> Shape:
         layers=min(layers, int(config["num_hidden_layers"])),
         vocabulary=int(config["vocab_size"]),
         family=family,
+        experts=int(config["num_local_experts"]) if family == MIXTURE else 0,
     )
 
 

@@ -121,6 +121,12 @@ class Operators(Protocol):
     def silu(self, x: Any) -> Any:
         """Return x times its sigmoid."""
 
+    def route(self, logits: Any, count: int) -> tuple[Any, Any]:
+        """Return the `count` most probable experts (…, count) of logits (…, experts): their shares, and which they are.
+
+        The shares add up to 1; they are computed in float32 at least.
+        """
+
     def choose(self, logits: Any) -> Any:
         """Return the words (rows, positions) with the largest logits, int64."""
 

@@ -79,6 +79,11 @@ class MlxOperators:
         """See `Operators.silu`."""
         return x * mx.sigmoid(x)
 
+    def route(self, logits: Any, count: int) -> tuple[Any, Any]:
+        """See `Operators.route`; softmax over the chosen experts alone, as in mlx-lm."""
+        chosen = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+        return mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1, precise=True), chosen
+
     def choose(self, logits: Any) -> Any:
         """See `Operators.choose`."""
         return mx.argmax(logits, axis=-1).astype(mx.int64)

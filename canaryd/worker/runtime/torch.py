@@ -77,6 +77,11 @@ class TorchOperators:
         """See `Operators.silu`."""
         return door.torch.nn.functional.silu(x)
 
+    def route(self, logits: Any, count: int) -> tuple[Any, Any]:
+        """See `Operators.route`; softmax over all experts comes first, as in transformers and vLLM."""
+        shares, chosen = door.torch.softmax(_wide(logits), -1).topk(count, -1)
+        return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype), chosen
+
     def choose(self, logits: Any) -> Any:
         """See `Operators.choose`."""
         return logits.argmax(-1)

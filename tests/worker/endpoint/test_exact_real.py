@@ -20,7 +20,7 @@ from canaryd.worker.canary import checkpoint  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
-from canaryd.worker.exact_canary.shape import TINY  # noqa: E402
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
 from tests.servers import beside, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
@@ -88,6 +88,16 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
     """The cache's format, the attention kernel, the size of a batch."""
     export(construct(TINY, 2), tmp_path / "canary", form=form)
     with serving("llama", tmp_path / "canary", tmp_path, *options) as server:
+        compared = ask(server, tmp_path / "canary", seed=0)
+    assert sum(c.trials for c in compared) == 60
+    assert [c for c in compared if c.wrong] == []
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float32"])
+def test_llama_cpp_serves_a_mixture_of_experts(tmp_path, form):
+    """Every answer of the stacked experts is right."""
+    export(construct(EXPERTS, 1), tmp_path / "canary", form=form)
+    with serving("llama", tmp_path / "canary", tmp_path) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
     assert sum(c.trials for c in compared) == 60
     assert [c for c in compared if c.wrong] == []

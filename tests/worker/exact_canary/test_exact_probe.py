@@ -1,6 +1,7 @@
 """The probe `exact_canary`, and the faults that it must see."""
 
 import importlib.util
+import itertools
 import shutil
 from dataclasses import replace
 
@@ -60,12 +61,13 @@ def test_all_cases_are_reached(probe):
     """Standard has every format, path and kernel; deep every row too, and one compiled; an unknown case is refused."""
     names = {level: [i.name for i in probe.every_inference(Context(device=cpu(), level=level, seed=3, budget=1.0))]
              for level in ("quick", "standard", "deep")}  # fmt: skip
-    assert (len(names["standard"]), len(names["deep"])) == (40, 81)
+    assert (len(names["standard"]), len(names["deep"])) == (41, 97)
     assert [name for name in names["deep"] if "/compiled/" in name] == ["float32/compiled/b2/eager@40"]
     asked = Context(device=replace(cpu(), backend="cuda"), level="deep", seed=3, budget=1.0)
     assert sum("/graph/" in i.name for i in probe.every_inference(asked)) == 8
     assert set(names["standard"]) < set(names["deep"])
     assert len(names["quick"]) < 20
+    assert [sum("-experts@" in name for name in names[level]) for level in names] == [0, 1, 16]
     with pytest.raises(Skip, match="no case matches float8"):
         facts(probe, Comparison, cases=("float8",))
 
@@ -119,10 +121,11 @@ def test_the_model_is_right_through_mlx(probe, mlx):
     """Every format, decoded and in one pass, eager and by MLX's own attention, one row and two; nothing is compiled."""
     asked = Context(device=mlx, level="deep", seed=3, budget=1.0)
     names = [i.name for i in probe.every_inference(asked)]
-    assert len(names) == 4 * 2 * 2 * 2
-    assert {name.split("/")[3].partition("@")[0] for name in names} == {"eager", "fast"}
+    assert len(names) == 4 * 2 * 2 * (2 + 1)
+    assert {name.split("/")[3].partition("@")[0] for name in names} == {"eager", "fast", "eager-experts"}
     wanted = tuple(f"{form}/{path}/b2/{kernel}" for form in probe.FORMATS
-                   for path, kernel in (("decode", "eager"), ("decode", "fast"), ("forced", "fast")))  # fmt: skip
+                   for path, kernel in (("decode", "eager"), ("decode", "fast"), ("forced", "fast"),
+                                        ("decode", "eager-experts"), ("forced", "eager-experts")))  # fmt: skip
     found = facts(probe, Comparison, device=mlx, cases=wanted)
     assert {c.case.partition("@")[0] for c in found} == set(wanted)
     assert not [c.case for c in found if c.wrong]
@@ -135,6 +138,16 @@ def test_a_drill_is_found_through_mlx(probe, mlx, fault):
     """In MLX's result, or in the final norm's weights in its memory."""
     found = facts(probe, Comparison, device=mlx, drill=fault, cases=("float16/decode/b1/fast",))
     assert any(c.wrong for c in found)
+
+
+def test_a_mixture_of_experts_is_right_and_a_drill_in_it_is_found(probe):
+    """In every format, both ways and for one row and two, as the probe runs it."""
+    modes = itertools.product(probe.FORMATS, ("decode", "forced"), probe.ROWS)
+    wanted = tuple(f"{form}/{path}/b{rows}/eager-experts" for form, path, rows in modes)
+    found = facts(probe, Comparison, cases=wanted)
+    assert {c.case.partition("@")[0] for c in found} == set(wanted)
+    assert not [c.case for c in found if c.wrong]
+    assert any(c.wrong for c in facts(probe, Comparison, drill="flip", cases=("bfloat16/decode/b2/eager-experts",)))
 
 
 @pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])

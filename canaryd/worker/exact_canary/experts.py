@@ -1,0 +1,62 @@
+"""The experts of a mixture, in place of a layer's MLP: pairs of which every word takes one (docs/exact-canary.md).
+
+Both experts of a pair write what an MLP would write; beside it one adds to every dimension what the other takes away.
+So half of both is right, and an expert beside a strange one is wrong everywhere. Pairs negate different value bits, so
+a strange pair gives another word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from canaryd.worker.exact_canary.blocks import PAIRS, Mlp
+from canaryd.worker.exact_canary.matrix import Matrix
+from canaryd.worker.exact_canary.shape import CHOSEN
+from canaryd.worker.numeric.integers import below, permutation
+from canaryd.worker.numeric.seeds import derive
+
+SIZES = (33, 63)
+"""Odd numbers of 6 bits; twice one is the weight of a bit, and each wrong bit costs four times: at least 132."""
+NOISE = 64.0
+"""Size of the router's cancelling weights: even their lowest bit unbalances a tie."""
+
+
+class Experts(Mlp):
+    """A router, and the experts that it chooses from."""
+
+    def weights(self, layer: int, seed: int) -> dict[str, Any]:
+        """Return the block's weights by their names below the layer."""
+        count = self.shape.experts
+        order = permutation(seed, "experts", count).tolist()
+        router = Matrix(self.port, count)
+        found: dict[str, Any] = {}
+        for number, expert in enumerate(order):
+            route, side = divmod(number, CHOSEN)
+            self._read_route(router, expert, route, layer, seed)
+            apart = self._apart(derive(seed, f"pair {route}"), 1 - 2 * side)
+            matrices = self.matrices(layer, derive(seed, f"expert {expert}"), route, apart)
+            for name, weight in zip(("w1", "w3", "w2"), matrices.values(), strict=True):
+                found[f"block_sparse_moe.experts.{expert}.{name}.weight"] = weight
+        return {"block_sparse_moe.gate.weight": router.finish(seed + 9, NOISE, PAIRS), **found}
+
+    def _read_route(self, router: Matrix, expert: int, route: int, layer: int, seed: int) -> None:
+        """Let an expert's logit be 0 for words of this pair, and lose `4 * size` for each bit that another has."""
+        bits = self.program.routes.bit_length() - 1
+        low, high = SIZES
+        sizes = below(seed, f"router {expert}", (bits,), (high - low) // 2 + 1).tolist()
+        for bit, drawn in enumerate(sizes):
+            weight = 2.0 * (low + 2 * drawn)
+            options = [c for c in self.layout.copied if c.static == self.program.first_route + bit]
+            c = options[(expert + layer) % len(options)]
+            wanted = 1 if route >> bit & 1 else -1  # behind the norm, first + second is sign * s / 2
+            router.add(expert, (c.first, 2 * weight * wanted * c.sign), (c.second, 2 * weight * wanted * c.sign))
+            router.add(expert, (self.unit(expert + bit, layer), -weight))
+
+    def _apart(self, seed: int, side: int) -> dict[int, int]:
+        """Return what one side of a pair adds to each dimension, and the other takes away: no result becomes 0."""
+        signs = (side * (2 * below(seed, "apart", (self.shape.hidden,), 2) - 1)).tolist()
+        apart = dict(enumerate(signs))
+        for dim, a, b in self.layout.ballast:
+            if abs(a - b) == 1:
+                apart[dim] *= 2
+        return apart
