@@ -328,7 +328,7 @@ def test_every_inference_of_the_exact_canary_runs(monkeypatch):
     for inference in deep:
         case = cases.case(HOPPER, replace(inference, steps=3), 1)
         # The right answer takes longest, and is the same for all kernels that take the same model.
-        key = (inference.form, inference.path, inference.rows, inference.kernel == "math")
+        key = (inference.shape, inference.form, inference.path, inference.rows, inference.kernel == "math")
         problem = built[key] = built.get(key) or case.build(0)
         with fake(torch):
             result = case.compute(upload(problem.operands, HOPPER), None)
