@@ -373,7 +373,7 @@ def test_the_nearest_known_answer_counts():
 
 
 def test_a_known_answer_shows_nothing():
-    """Nothing is said of it."""
+    """An answer that is known has no symptom."""
     assert triage(KNOWN, [KNOWN]) is None
 
 
