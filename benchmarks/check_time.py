@@ -1,24 +1,53 @@
-"""How long a person waits for `canaryd check --level quick`: wall time from the command to its exit, start included."""
+"""How long a person waits for `canaryd check`, and how much it verifies: wall time from the command to its exit.
+
+With `--beside DIR`, a checkout of another version: its check follows each of this one's, on the same machine in the
+same run. Operations are counted from what each left in its own record: the shape of every compared product, and how
+many results had it. Raw: float32 products of 2048 by torch.matmul, unverified, before the first check.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from canaryd.worker.numeric.tensors import torch
 
 TARGET = 15.0
 """Seconds that the verdict of a quick check may take on a machine without accelerators."""
+SIZE = 2048
+"""Of the raw products."""
 
 
-def check(level: str, config: Path | None) -> tuple[float, dict[str, Any]]:
-    """Run one check on an empty state directory; return seconds and its answer. Ends the program where there is none.
+@dataclass(frozen=True)
+class Checked:
+    """One check."""
+
+    seconds: float
+    state: str
+    products: float
+    """Seconds of all runs of `exact_matmul`, start of the worker included."""
+    operations: float
+    """Of its floating-point products that were verified, 2MNK each."""
+    float32: float
+    """Of these, operands and results in float32."""
+    device: float | None
+    """Share of `products` that the device computed them; None where a version does not say."""
+
+
+def check(level: str, config: Path | None, tree: Path) -> Checked:
+    """Run one check of a tree on an empty state directory; end the program where it ran nothing.
 
     The exit status alone would not do: a crash of the interpreter also ends with 1.
     """
@@ -27,19 +56,51 @@ def check(level: str, config: Path | None) -> tuple[float, dict[str, Any]]:
         started = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "canaryd", "check", *words],
-            cwd=common.ROOT,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
             capture_output=True,
             text=True,
             check=False,
         )
         seconds = time.perf_counter() - started
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-        if any(device["runs"] for device in answer["devices"]):
-            return seconds, answer
-    except (ValueError, LookupError, TypeError):
-        pass
-    sys.exit(f"canaryd check ended with {done.returncode} and no run:\n{(done.stdout + done.stderr)[-2000:]}")
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+            runs = [run for device in answer["devices"] for run in device["runs"]]
+        except (ValueError, LookupError, TypeError):
+            runs = []
+        if not runs:
+            sys.exit(f"canaryd check ended with {done.returncode} and no run:\n{(done.stdout + done.stderr)[-2000:]}")
+        products = [run for run in runs if run["probe"] == "exact_matmul"]
+        took = sum(run["seconds"] for run in products)
+        told = [run["device_seconds"] for run in products if run.get("device_seconds") is not None]
+        share = sum(told) / took if told and took else None
+        return Checked(seconds, answer["state"], took, *_verified(Path(state) / "canaryd.db"), share)
+
+
+def _verified(database: Path) -> tuple[float, float]:
+    """Return the operations of compared floating-point products by the record: of all formats, and of float32."""
+    every = single = 0.0
+    with sqlite3.connect(database) as record:
+        bodies = [body for (body,) in record.execute("SELECT body FROM runs WHERE probe = 'exact_matmul'")]
+    for body in bodies:
+        run = json.loads(body if isinstance(body, str) else zlib.decompress(body))
+        for compared in run["comparisons"]:
+            sizes = {name: int(value) for name, value in re.findall(r"\b([BMNK])=(\d+)", compared["shape"])}
+            form = compared["case"].partition("/")[0]
+            if not {"M", "N", "K"} <= set(sizes) or "int" in form:
+                continue
+            count = 2.0 * sizes.get("B", 1) * sizes["M"] * sizes["N"] * sizes["K"] * compared.get("trials", 1)
+            every += count
+            single += count if form == "float32" else 0.0
+    return every, single
+
+
+def raw_rate() -> float:
+    """Return operations per second of unverified float32 products."""
+    a, b = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
+    out = torch.empty(SIZE, SIZE)
+    times = [common.seconds(lambda: torch.matmul(a, b, out=out)) for _ in range(20)]
+    return 2.0 * SIZE**3 / statistics.median(times)
 
 
 def main() -> None:
@@ -48,32 +109,67 @@ def main() -> None:
     parser.add_argument("--level", choices=("quick", "standard", "deep"), default="quick")
     parser.add_argument("--config", type=Path, help="configuration of the check (default: none)")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--beside", type=Path, help="checkout of another version, checked in turn")
     arguments = parser.parse_args()
     facts = common.machine()
-    times: list[float] = []
-    states: list[str] = []
+    trees = {"this one": common.ROOT} | ({arguments.beside.name: arguments.beside} if arguments.beside else {})
+    raw = raw_rate()
+    found: dict[str, list[Checked]] = {name: [] for name in trees}
     for _ in range(arguments.runs):
-        seconds, answer = check(arguments.level, arguments.config)
-        times.append(seconds)
-        states.append(answer["state"])
-        print(f"{seconds:.1f} s, {answer['state']}", flush=True)
+        for name, tree in trees.items():
+            found[name].append(checked := check(arguments.level, arguments.config, tree.resolve()))
+            print(f"{name}: {checked.seconds:.1f} s, {checked.state}", flush=True)
+    longest = max(c.seconds for c in found["this one"])
     judged = "no target"
     if arguments.level == "quick":
-        judged = f"{'reached' if max(times) <= TARGET else 'missed'} (every run ≤ {TARGET:g} s)"
-    body = common.table(
-        ["level", "runs", "shortest", "median", "longest", "verdicts", "target"],
+        judged = f"{'reached' if longest <= TARGET else 'missed'} (every run ≤ {TARGET:g} s)"
+    times = common.table(
+        ["version", "level", "runs", "shortest", "median", "longest", "verdicts", "target"],
         [
             [
-                arguments.level,
-                len(times),
-                *(f"{t:.1f} s" for t in (min(times), statistics.median(times), max(times))),
-                ", ".join(sorted(set(states))),
-                judged,
+                *(name, arguments.level, len(checks)),
+                *(f"{t([c.seconds for c in checks]):.1f} s" for t in (min, statistics.median, max)),
+                ", ".join(sorted({c.state for c in checks})),
+                judged if name == "this one" else "",
             ]
+            for name, checks in found.items()
         ],
     )
-    data = {"seconds": times, "verdicts": states, "judged": judged}
-    common.write(arguments.out, f"check_time-{arguments.level}", "Time of a check", facts, body, data)
+    rows = [[name, *_rates(checks)] for name, checks in found.items() if all(c.products for c in checks)]
+    body = f"{times}\n\nProducts verified by `exact_matmul` (medians). Raw float32 at {SIZE}: "
+    body += f"{1e-9 * raw:.1f} Gflop/s.\n\n"
+    heads = [
+        "version",
+        "seconds",
+        "device's share",
+        "Gflop",
+        "of it float32",
+        "Gflop/s",
+        "float32 over the whole check",
+    ]
+    body += common.table(heads, rows)
+    data = {
+        "raw": raw,
+        "judged": judged,
+        "checks": {name: [vars(c) for c in checks] for name, checks in found.items()},
+    }
+    title = f"check_time-{arguments.level}{'-beside' if arguments.beside else ''}"
+    common.write(arguments.out, title, "Time of a check", facts, body, data)
+
+
+def _rates(checks: list[Checked]) -> list[str]:
+    def median(values: list[float]) -> float:
+        return statistics.median(values)
+
+    shares = [c.device for c in checks if c.device is not None]
+    return [
+        f"{median([c.products for c in checks]):.1f} s",
+        f"{100 * median(shares):.0f} %" if shares else "not told",
+        f"{1e-9 * median([c.operations for c in checks]):.1f}",
+        f"{1e-9 * median([c.float32 for c in checks]):.1f}",
+        f"{1e-9 * median([c.operations / c.products for c in checks]):.1f}",
+        f"{1e-9 * median([c.float32 / c.seconds for c in checks]):.2f} Gflop/s",
+    ]
 
 
 if __name__ == "__main__":
