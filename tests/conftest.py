@@ -1,5 +1,6 @@
 """What every test may rely on, and skips said aloud."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -41,6 +42,7 @@ for name in list(os.environ):  # what the user has set for canaryd is not for th
     ):
         del os.environ[name]
 sys.dont_write_bytecode = False  # a canaryd that is compiled at each start takes twice as long to start
+gc.disable()  # until all tests are collected: nothing of that is garbage
 os.umask(0o022)  # a configuration that a group may write is refused
 hypothesis.settings.register_profile("canaryd", deadline=None)  # a machine under load is slow
 hypothesis.settings.load_profile("canaryd")
@@ -61,6 +63,7 @@ def _has_gpu() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, and skip what this machine cannot run, with a reason that the summary prints."""
+    gc.enable()
     ranks = {ROOT / "tests" / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
     marks = {
