@@ -170,11 +170,15 @@ def in_process_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[st
         ("like", "native", words.likes),
     )
     if words.runtime == "mlx":
-        wanted = (("tiny", "strict", words.seeds), ("tiny", "tf32", words.others))
+        wanted = (
+            ("tiny", "strict", words.seeds),
+            ("tiny", "tf32", words.others),
+            ("like", "strict", words.likes),
+        )
     elif words.runtime == "onnx":
         if reason := exact_onnx.why_not():
             return [], [f"ONNX Runtime: {reason}"]
-        wanted = (("tiny", "native", words.seeds),)
+        wanted = (("tiny", "native", words.seeds), ("like", "native", words.likes))
     jobs = [
         (size, instructions, 1 + part * seeds // cores, (part + 1) * seeds // cores - part * seeds // cores)
         for size, instructions, seeds in wanted
@@ -263,12 +267,15 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
         if not KINDS[name].found():
             absent.append(f"{KINDS[name].program}: not installed (scripts/servers DIR {name})")
             continue
-        for size, shape, seeds in (("tiny", TINY, words.served), ("like", LIKE, words.likes)):
+        for size, shape, seeds, answers in (
+            ("tiny", TINY, words.served, words.answers),
+            ("like", LIKE, words.likes, words.likes * ASKED * 2),
+        ):
             found: Counter[tuple[str, str]] = Counter()
             for seed in range(1, seeds + 1):
                 print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
                 with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work:
-                    found += served(name, construct(shape, seed), words.answers // seeds, Path(work))
+                    found += served(name, construct(shape, seed), answers // seeds, Path(work))
                 print(dict(found), file=sys.stderr, flush=True)
             for how in ("alone", "beside 8 clients") if seeds else ():
                 of = [found[how, kind] for kind in ("cold", "warm", "at once")]
@@ -285,7 +292,9 @@ def main() -> None:
     parser.add_argument("--compiled", type=int, default=1, help="of these compiled (default: %(default)s)")
     parser.add_argument("--likes", type=int, default=0, help="models of a real one's sizes (default: %(default)s)")
     parser.add_argument("--served", type=int, default=2, help="models for each server (default: %(default)s)")
-    parser.add_argument("--answers", type=int, default=480, help="answers of each server (default: %(default)s)")
+    parser.add_argument(
+        "--answers", type=int, default=480, help="answers of each server, tiny models (default: %(default)s)"
+    )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no model in process after so many")
     parser.add_argument(
