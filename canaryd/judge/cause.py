@@ -167,13 +167,13 @@ TABLE: tuple[Row, ...] = (
         lambda s: s.served and s.served.inconstant,
         Cause.UNDETERMINED,
         lambda _: (
-            "Cause unknown: its wrong answers to one question differ. A bug of the engine or a rare fault does that."
+            "Cause unknown: its wrong answers to one question differ. It may be a bug of the engine or a rare fault."
         ),
     ),
     Row(
         lambda s: s.served and s.served.right and not s.served.untested,
         Cause.SOFTWARE,
-        lambda s: f"The exact tests have passed since on what serves it: {names(_behind(s).right)}.",
+        lambda s: f"The devices that serve it have passed the exact tests since: {names(_behind(s).right)}.",
     ),
     Row(
         lambda s: s.served,
@@ -267,7 +267,7 @@ TABLE: tuple[Row, ...] = (
         Cause.UNDETERMINED,
         lambda s: (
             f"Cause unknown: the same part computes correctly through {names(s.views)}. "
-            "Either the kernels of this runtime are wrong, or a unit that only they use."
+            "Either the kernels of this runtime are wrong, or a part of the chip that only they use."
         ),
     ),
     Row(lambda _: True, Cause.UNDETERMINED, lambda _: "Cause unknown: no identical device here to compare with."),

@@ -39,7 +39,7 @@ class By(str, enum.Enum):
     WITNESS = "witness"
     """A device of another host, of the same backend and model, has met it on this stack."""
     CONTRADICTION = "contradiction"
-    """This device gave right and wrong results for the same bytes: by its own word the golden holds."""
+    """This device gave right and wrong results for the same bytes, so the golden holds."""
 
 
 @functools.lru_cache(maxsize=4096)

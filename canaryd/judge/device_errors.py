@@ -17,9 +17,9 @@ REPEATS = 2
 
 
 def device_error(case: Case) -> Iterator[Finding]:
-    """The device failed while it computed: suspect when that repeats or siblings run the same, never the harness.
+    """The device failed while it computed: suspect when that repeats, or when a sibling completes the same.
 
-    Where no sibling runs the same either, the software that all of them share is the cause. Only what this device has
+    Where siblings fail too and none completes it, the software that they share is the cause. Only what this device has
     completed on this software, at that level, can repeat: a kernel that reads beyond its operands fails every time.
     """
     errors = _errors(case, case.runs)
@@ -47,8 +47,8 @@ def device_error(case: Case) -> Iterator[Finding]:
     repeated = sum(any(_is_same(r, *each) for each in done) for r in alone) >= REPEATS
     if erring and not sound:
         state, cause = State.UNKNOWN, Cause.SOFTWARE
-        who = f"{count(len(erring), 'identical device')} failed alike, and none ran it."
-        action = "Check what they share: driver, libraries, the server beside them"
+        who = f"{count(len(erring), 'identical device')} failed too, and none completed it."
+        action = "Check what they share: driver, libraries, server"
     else:
         state = State.SUSPECT if repeated or (sound and alone) else State.UNKNOWN
         cause = Cause.HARDWARE if repeated and sound and not erring else Cause.UNDETERMINED
@@ -61,7 +61,7 @@ def device_error(case: Case) -> Iterator[Finding]:
     newest = errors[-1]
     times = f" in {len(errors)} runs" if len(errors) >= REPEATS else ""
     message = f"The device failed while {newest.probe} computed on it{times}: {reason_of(newest)}"
-    clears = f"Clears {format_duration(case.policy.repeat_window)} after the last one, when every probe has completed."
+    clears = f"Clears {format_duration(case.policy.repeat_window)} after the last error, if every probe has completed."
     yield make_finding("device-error", state, cause, message, action, newest, (who, clears))
 
 
@@ -80,7 +80,7 @@ def _seldom(case: Case) -> Iterator[Finding]:
                 f"{reason_of(newest)}",
                 f"Take it out of service and read the kernel log: {KERNEL_LOG}",
                 newest,
-                (f"{count(sound, 'identical device')} never failed so.", f"Clears {watch} after it stops."),
+                (f"{count(sound, 'identical device')} never failed this way.", f"Clears {watch} after it stops."),
             )
 
 

@@ -29,16 +29,16 @@ DOUBTS = {
 """How the finding about a golden in doubt begins."""
 PROVEN = {
     By.SHIPPED: "it rounds nothing, so it is exact on devices of this kind",
-    By.ACCEPTED: "an operator accepted it as characterised on {}",
-    By.ITSELF: "this device itself passed it on this software",
-    By.SIBLING: "a sibling passed it on this software, {}",
+    By.ACCEPTED: "an operator accepted it as exact on {}",
+    By.ITSELF: "this device itself passed it before on this software",
+    By.SIBLING: "an identical device of this host passed it on this software, {}",
     By.WITNESS: "an identical device of another host passed it on this software, {}",
     By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
 """By what a class is characterised, in words."""
 SETTLED = (
-    "To settle it, test another {} with the same software, in this host or in another one "
-    "(there canaryd baseline export, here canaryd baseline import)."
+    "To settle it, test another {} with the same software. If it is in another host, "
+    "run canaryd baseline export there and canaryd baseline import here."
 )
 INCONSTANT = "Its wrong results differ for the same bytes: the device is broken, or a kernel is not deterministic."
 CPU_FIRST = "Run canaryd check --device cpu first: it tests the CPU"
@@ -120,9 +120,13 @@ def host_in_doubt(case: Case) -> Iterator[Finding]:
             State.UNKNOWN,
             Cause.HARDWARE,
             f"The host's CPU was wrong too, within {window} of this device's mismatch",
-            f"Until then this device is at most suspect. {CPU_FIRST}",
+            CPU_FIRST,
             doubted,
-            (f"CPU: {cpus or 'not in the list of devices'}.", f"Newest: {describe(doubted[-1])}."),
+            (
+                "Its mismatches of that time do not confirm a fault of this device.",
+                f"CPU: {cpus or 'not in the list of devices'}.",
+                f"Newest: {describe(doubted[-1])}.",
+            ),
         )
 
 

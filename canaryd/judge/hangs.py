@@ -69,9 +69,9 @@ def _seldom(case: Case, probe: str) -> Iterator[Finding]:
 
 
 def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Sequence[Run], int]:
-    """Return the first run of each time that a probe ended so, and how many siblings never did.
+    """Return the first run of each time that a probe had one of `outcomes`, and how many siblings never had one.
 
-    Nothing where the times are too few, a sibling ended so too, or chance would put so many on one device.
+    Nothing where the times are too few, a sibling had one too, or chance would put so many on one device.
     """
 
     def ended(runs: Sequence[Run]) -> list[Run]:

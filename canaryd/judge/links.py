@@ -28,13 +28,13 @@ def wrong_ends(mismatches: Mapping[str, Sequence[Mismatch]]) -> Ends:
 
 
 def errs_with_a_third(ends: Ends, uuid: str) -> bool:
-    """Return whether a device is wrong with two others or more, none of which is wrong with anybody else."""
+    """Return whether a device's links to two or more others are wrong, and those have no other wrong link."""
     peers = ends.get(uuid, frozenset())
     return len(peers) > 1 and all(ends[peer] == {uuid} for peer in peers)
 
 
 def is_the_other_ends(ends: Ends, mismatch: Mismatch) -> bool:
-    """Return whether the device at the other end of a link is at fault, which errs with a third."""
+    """Return whether the device at the other end of a wrong link is at fault: its link to a third is wrong too."""
     return errs_with_a_third(ends, mismatch.comparison.peer)
 
 
@@ -47,7 +47,7 @@ def links_of(ends: Ends, uuid: str, known: Mapping[str, Device], mismatches: Seq
     """Return what is known of wrong links between a device and others."""
     peers = names(known[p].name if p in known else p for p in {m.comparison.peer for m in mismatches})
     if errs_with_a_third(ends, uuid):
-        return Links(True, f"Data between it and {peers} is wrong; these are right with all others.")
+        return Links(True, f"Data between it and {peers} is wrong; its peers are right with all others.")
     return Links(False, f"Cause unknown: data between it and {peers} is wrong; either end or the link may be at fault.")
 
 

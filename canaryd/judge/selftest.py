@@ -18,7 +18,7 @@ SHOWN = 8
 def vendor_selftest(case: Case) -> Iterator[Finding]:
     """The newest self-test that gave results has a failed test: suspect, until a later one has none.
 
-    The tool judges by its own limits, of speed and settings too, so whose fault it is stays open: exact goldens decide
+    The tool judges by its own limits, of speed and settings too, so the cause stays undetermined: exact goldens decide
     whether the device computes wrong numbers.
     """
     runs = [r for r in case.runs if r.probe == PROBE and r.outcome is Outcome.COMPLETED]
@@ -38,7 +38,7 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
         State.SUSPECT,
         Cause.UNDETERMINED,
         f"The vendor's self-test ({tool}) failed {count(len(failed), 'test')} of {len(results)}: {listed}",
-        "Take it out of service; send the vendor the tool's output with the dossier",
+        "Take it out of service; send the vendor the tool's output and what canaryd report writes",
         run,
         [*(f"{name}: {told[name]}" for name in names[:SHOWN] if told.get(name)), "Clears when a later one passes."],
     )

@@ -16,7 +16,7 @@ class Behind(NamedTuple):
     name: str
     runs: Sequence[Run]
     doubted: bool
-    """Whether its own verdict holds something against it."""
+    """Whether its own verdict has findings against it."""
 
 
 def scene(behind: Iterable[Behind], runs: Iterable[Run], mismatches: Sequence[Mismatch], command: str) -> Scene:

@@ -1,4 +1,4 @@
-"""Whether the evidence supports an operator's word that wrong results were the software's."""
+"""Whether the evidence supports `canaryd ack --software`: the software caused the wrong results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from canaryd.model import Cause
 
 
 def missing(case: Case) -> str:
-    """Return what the evidence lacks for `canaryd ack --software`, as one sentence; "" where it supports the word.
+    """Return what the evidence lacks for `canaryd ack --software`, as one sentence; "" where it suffices.
 
-    It needs wrong results of the device itself, only on software that is no longer in use, whose cause is not known to
-    be another; and enough right results on other software since (`supports`).
+    It needs wrong results of the device itself, all on software that is no longer in use and without another known
+    cause; and enough right results on other software since (`supports`).
     """
     groups: dict[object, list[Mismatch]] = defaultdict(list)
     for mismatch in _that_count(case):

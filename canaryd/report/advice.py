@@ -82,7 +82,7 @@ def _accused(status: Status) -> list[DeviceStatus]:
 
 
 def advised(status: Status) -> frozenset[str]:
-    """Return the devices (uuid) about whose worst incident the advice says what to do: nothing else need say so."""
+    """Return the devices (uuid) whose worst incident the advice covers: no other line repeats what to do."""
     worst, unknown = _accused(status), status.state is State.UNKNOWN
     if status.first_tests or all(d.acknowledged for d in worst) or (unknown and status.released_until):
         return frozenset(d.device.uuid for d in worst)
@@ -112,7 +112,7 @@ def _step(devices: Sequence[DeviceStatus]) -> Step:
 
 
 def drills(status: Status) -> list[str]:
-    """Return the drills of the last hour, a line for each kind: nothing of them is anybody's fault."""
+    """Return the drills of the last hour, a line for each kind: none of them is a real fault."""
     alike: dict[tuple[str, bool], list[DeviceStatus]] = {}
     for d in status.devices:
         if d.drill:

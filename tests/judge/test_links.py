@@ -85,7 +85,7 @@ def test_the_end_that_errs_with_a_third_is_at_fault(direction):
     into = {(n, 1) for n in (0, 2, 3)} if direction != "sends" else set()
     first, second, third, fourth = judged(GPUS, out | into)
     assert (second.state, second.cause) == (State.FAULTY, Cause.HARDWARE)
-    assert "Data between it and cuda:0, cuda:2, cuda:3 is wrong; these are right with all others." in whys(second)
+    assert "Data between it and cuda:0, cuda:2, cuda:3 is wrong; its peers are right with all others." in whys(second)
     assert {v.state for v in (first, third, fourth)} == {State.HEALTHY}
 
 
