@@ -28,7 +28,7 @@ ELEMENTS = 24
 """Wrong elements listed on the page; dossier.json has more."""
 PROVEN = {
     "shipped": "it rounds nothing, or healthy processors have been shown to give these bits",
-    "characterise": "an operator accepted it as characterised",
+    "characterise": "an operator accepted it as exact",
     "itself": "this device itself has given the right bits in this class on this software",
     "sibling": "an identical device of this host has given the right bits in this class on this software",
     "witness": "an identical device of another host has given the right bits in this class on this software",

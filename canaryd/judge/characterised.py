@@ -31,7 +31,7 @@ class By(str, enum.Enum):
     SHIPPED = "shipped"
     """It rounds nothing, or it was shown on healthy devices before this release."""
     ACCEPTED = "characterise"
-    """An operator accepted it as characterised."""
+    """An operator accepted it as exact."""
     ITSELF = "itself"
     """This device has met it on this stack."""
     SIBLING = "sibling"
@@ -78,7 +78,7 @@ class Met:
     classes: Mapping[str, float] = field(default_factory=dict)
     """Class → when its golden was first met, in seconds since the epoch."""
     accepted: Mapping[str, str] = field(default_factory=dict)
-    """Class → why an operator accepted it as characterised, for every device of the kind."""
+    """Class → why an operator accepted it as exact, for every device of the kind."""
     imported: bool = False
     """Whether the device belongs to another host."""
     used: float = 0.0
