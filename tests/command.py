@@ -110,8 +110,9 @@ def canaryd(*arguments: object, timeout: float = 120.0, **extra: str) -> Answer:
 
 IN_TURN = """
 import contextlib, encodings.ascii, encodings.idna, encodings.utf_8_sig, io, json, os, sys
-from canaryd.cli.main import main
+from canaryd.cli.main import main, parser
 if len(sys.argv) > 1:  # only now: another user may not be able to read this interpreter's own files
+    parser()
     os.setgroups([])
     os.setgid(int(sys.argv[1]))
     os.setuid(int(sys.argv[1]))

@@ -49,7 +49,7 @@ def test_imports_go_one_way():
 
 def test_the_daemon_and_the_command_line_load_nothing_heavy():
     """No torch, no vendor library, no worker, no probe: the daemon cannot hang on what it has not loaded."""
-    modules = loaded("import canaryd.cli.main, canaryd.daemon.daemon")
+    modules = loaded("import canaryd.cli.main as main, canaryd.daemon.daemon; main.parser()")
     assert not HEAVY & modules
     assert not {module for module in modules if module.startswith("canaryd.worker")}
 
@@ -57,7 +57,7 @@ def test_the_daemon_and_the_command_line_load_nothing_heavy():
 def test_a_check_does_not_pay_for_the_daemon():
     """Scheduler and exposition are loaded by `canaryd run` alone."""
     assert not {"apscheduler", "prometheus_client", "canaryd.daemon.daemon", "canaryd.metrics"} & loaded(
-        "import canaryd.cli.main"
+        "import canaryd.cli.main as main; main.parser()"
     )
 
 

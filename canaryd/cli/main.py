@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from canaryd import __version__
-from canaryd.cli import (
-    ack,
-    baseline,
-    canary,
-    characterise,
-    check,
-    compare,
-    daemon,
-    fleet,
-    listing,
-    pack,
-    report,
-    status,
-)
 from canaryd.cli.arguments import EXIT_STATUS, USAGE, Commands, Parser
 from canaryd.cli.common import complain, overrides
 from canaryd.config import load
@@ -37,16 +25,37 @@ from canaryd.supervisor import capabilities
 EPILOG = EXIT_STATUS.replace("exit status", "exit status of check, status and fleet") + (
     "; of the other commands: see COMMAND --help"
 )
+MODULES = {
+    "check": "check",
+    "drill": "check",
+    "run": "daemon",
+    "release": "daemon",
+    "status": "status",
+    "history": "status",
+    "gate": "status",
+    "report": "report",
+    "ack": "ack",
+    "baseline": "baseline",
+    "capture": "compare",
+    "compare": "compare",
+    "canary": "canary",
+    "pack": "pack",
+    "characterise": "characterise",
+    "fleet": "fleet",
+    "devices": "listing",
+    "probes": "listing",
+    "config": "listing",
+}
+"""Command → the module of this package that has it. Only that one is loaded: all take a quarter of a short command."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the whole command line, or of the module that has this command."""
     top = Parser(prog="canaryd", description="Test whether this machine computes correctly.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"canaryd {__version__}")
     commands = Commands(top)
-    last = (canary, pack, characterise, fleet, listing)
-    for module in (check, daemon, status, report, ack, baseline, compare, *last):
-        module.add_parsers(commands)
+    for name in [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values()):
+        importlib.import_module(f"canaryd.cli.{name}").add_parsers(commands)
     return top
 
 
@@ -54,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     capabilities.withdraw()
     type_with(())
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser(words[0] if words else "").parse_args(words)
     try:
         return _run(options)
     except ConfigError as error:
@@ -70,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "config":
-        return listing.config_command(options)
+        return int(options.function(options))
     loaded = load.load(options.config)
     type_with(_own(options, loaded))
     settings = replace(loaded, **overrides(options))

@@ -16,7 +16,7 @@ import pytest
 
 from canaryd import __version__
 from canaryd.cli.common import use_color
-from canaryd.cli.main import main, parser
+from canaryd.cli.main import MODULES, main, parser
 from canaryd.config import permissions
 from canaryd.supervisor import series
 from tests.command import BUILTIN, ROOT, bare_python, canaryd, configure, in_turn
@@ -28,6 +28,11 @@ COMMANDS = ("check", "drill", "run", "canary", "config", "probes", "devices")
 def common(tmp_path):
     """A configuration with one light probe, and a state directory."""
     return ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
+
+
+def commands_of(top):
+    """Name → parser of each command."""
+    return next(action for action in top._actions if action.dest == "command").choices
 
 
 # --- Help ------------------------------------------------------------------------------------------------------------
@@ -44,15 +49,29 @@ def test_help_lists_every_command():
 
 def test_every_command_explains_its_options():
     """Each option has a text of its own, and the two that all commands take are there."""
-    subparsers = next(action for action in parser()._actions if action.dest == "command")
+    known = commands_of(parser())
     answers = in_turn(*((command, "--help") for command in COMMANDS), COLUMNS="120")
     for command, answer in zip(COMMANDS, answers, strict=True):
         assert (answer.code, answer.err) == (0, ""), command
         assert "--config FILE" in answer.out, command
         assert "--state-dir DIR" in answer.out, command
-        for action in subparsers.choices[command]._actions:
+        for action in known[command]._actions:
             assert action.help or action.choices, action
             assert not action.option_strings or action.option_strings[-1] in answer.out
+
+
+def test_one_command_is_parsed_without_the_modules_of_the_others():
+    """The table names every command, and the module that has it."""
+    assert MODULES.keys() == commands_of(parser()).keys()
+    for command in MODULES:
+        assert command in commands_of(parser(command))
+    found = subprocess.run(
+        [sys.executable, "-c", "from canaryd.cli import main; import sys; main.parser('check'); print(*sys.modules)"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert {name for name in found.stdout.split() if name.startswith("canaryd.cli.")} == {
+        f"canaryd.cli.{name}" for name in ("main", "arguments", "common", "check", "repeat")
+    }
 
 
 def test_version():
@@ -420,8 +439,7 @@ def test_text_fits_the_terminal(tmp_path, columns):
 
 def test_help_fits_80_columns():
     """That of every command."""
-    subparsers = next(action for action in parser()._actions if action.dest == "command")
-    commands = [("--help",), *((name, "--help") for name in subparsers.choices)]
+    commands = [("--help",), *((name, "--help") for name in commands_of(parser()))]
     for command, answer in zip(commands, in_turn(*commands, COLUMNS="80"), strict=True):
         assert answer.code == 0, command
         assert max(map(len, answer.out.splitlines())) <= 80, command
