@@ -120,15 +120,19 @@ class Directory:
         `identity`: what all results in it share. Raises `OSError` where it cannot be written.
         """
         self._parts.mkdir(parents=True, exist_ok=True)
-        mark = self.path / "identity.json"
+        if not self.compare(identity):
+            write(self.path / "identity.json", json.dumps(dict(identity), indent=2) + "\n")
+
+    def compare(self, identity: Mapping[str, str]) -> bool:
+        """Return whether it has an identity; raise `NotOurs` where that differs in one of these names."""
         try:
-            known = json.loads(mark.read_text(encoding="utf-8"))
+            known = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            write(mark, json.dumps(dict(identity), indent=2) + "\n")
-            return
+            return False
         for name, value in identity.items():
             if known.get(name) != value:
                 raise NotOurs(f"its results are of {name} {known.get(name)!r}, not {value!r}")
+        return True
 
     def results(self) -> list[Result]:
         """Return the parts that are whole, in their order. A file that is cut off is not there."""

@@ -14,7 +14,7 @@ from canaryd.characterise import acceptance
 from canaryd.characterise.characterisation import Characterisation, NoSuchPart, Options
 from canaryd.characterise.conversation import Conversation
 from canaryd.characterise.document import Document
-from canaryd.characterise.results import NotOurs, Part, Result, Status
+from canaryd.characterise.results import Directory, NotOurs, Part, Result, Status
 from canaryd.cli.arguments import USAGE, Commands, add_json, add_wait
 from canaryd.cli.check import FAULTS
 from canaryd.cli.common import (
@@ -126,8 +126,8 @@ class Printer(ProgressPrinter):
 
 def characterise_command(options: argparse.Namespace, settings: Config) -> int:
     """Characterise one device; return the exit code."""
-    if options.accept and options.drill:
-        complain("--accept: a drill shows nothing of the device; leave --drill out")
+    if mistake := _mistake(options):
+        complain(mistake)
         return USAGE
     begun, store = time.monotonic(), open_store(settings)
     if is_released("characterise", store):
@@ -179,6 +179,18 @@ def characterise_command(options: argparse.Namespace, settings: Config) -> int:
         store.close()
     code = _concluded(document, work, options)
     return code if accepted else code or exit_code(State.UNKNOWN)
+
+
+def _mistake(options: argparse.Namespace) -> str:
+    """Return what is wrong with the options, as far as this is known before a worker is started."""
+    if options.accept and options.drill:
+        return "--accept: a drill shows nothing of the device; leave --drill out"
+    try:
+        if options.resume:
+            Directory(options.resume).compare({"drill": options.drill})
+    except NotOurs as error:
+        return f"--resume {options.resume}: {error}; name another directory"
+    return ""
 
 
 def _accept(store: Store, document: Document, work: Characterisation) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,7 +18,7 @@ from canaryd.characterise.results import Directory, NotOurs, Part, Result, Statu
 from canaryd.codec import from_json, to_json
 from canaryd.facts import Claim, Observation, Seen
 from canaryd.model import Device, Outcome
-from tests.command import Process, canaryd, eventually, in_turn, running
+from tests.command import Answer, Process, canaryd, eventually, in_turn, running
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a <processor>")
 RIGHT = Observation(name="float32/dense/nt/tile", claim=Claim.STRICT, seen=Seen.RIGHT)
@@ -150,17 +152,47 @@ def written(tmp_path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+class Made(NamedTuple):
+    """A characterisation of this processor that was begun, killed and finished, with --accept each time."""
+
+    directory: Path
+    early: Answer
+    """In too short a time."""
+    killed: Mapping[str, int]
+    """File of a part → when it was written, after the kill."""
+    answer: Answer
+    """At last."""
+
+
+PARTS = ("controls", "width", "memory", "telemetry", "exactness/tfloat32>float32", "cases/exact_integer")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One characterisation for all that is asked of a sound one."""
+    directory = tmp_path_factory.mktemp("made")
+    typed = characterise(directory, "--accept", parts=PARTS)
+    early = canaryd(*characterise(directory, "--accept", "--minutes", "0.05", parts=PARTS))
+    with running(Process(*typed)) as process:
+        eventually((directory / "out/parts/controls.json").exists)
+        process.end(signal.SIGKILL)
+    return Made(directory, early, dated(directory), canaryd(*typed))
+
+
+def dated(directory: Path) -> dict[str, int]:
+    """Return when each part was written."""
+    return {p.name: p.stat().st_mtime_ns for p in (directory / "out/parts").glob("*.json")}
+
+
 @pytest.mark.torch
-def test_a_processor_is_characterised(tmp_path):
+def test_a_processor_is_characterised(made):
     """JSON and page are there, the controls failed, the accumulators are as wide as the goldens assume."""
-    parts = ("controls", "width", "memory", "telemetry", "exactness/tfloat32>float32")
-    answer = canaryd(*characterise(tmp_path, parts=parts))
-    assert answer.code == 0, answer
-    made = written(tmp_path)
-    assert made["verdict"] == "right"
-    assert made["controls"]["did_not_fail"] == 0
-    found = {p["name"]: p for p in made["parts"]}
-    assert found.keys() == {"environment", *parts}
+    assert made.answer.code == 0, made.answer
+    document = written(made.directory)
+    assert document["verdict"] == "right"
+    assert document["controls"]["did_not_fail"] == 0
+    found = {p["name"]: p for p in document["parts"]}
+    assert found.keys() == {"environment", *PARTS}
     widths = {o["name"]: o["values"].get("kept_bits") for o in found["width"]["observations"]}
     assert widths["float64"] == 53
     assert widths["float32"] == 24
@@ -169,8 +201,8 @@ def test_a_processor_is_characterised(tmp_path):
     assert tf32["seen"] == "not_offered"
     assert "not offered here" in tf32["detail"]
     assert found["exactness/tfloat32>float32"]["status"] == "not_tried"
-    assert list((tmp_path / "out").glob("characterise-*.html"))
-    assert [from_json(Result, json.loads(p.read_text())) for p in (tmp_path / "out/parts").glob("*.json")]
+    assert list((made.directory / "out").glob("characterise-*.html"))
+    assert [from_json(Result, json.loads(p.read_text())) for p in (made.directory / "out/parts").glob("*.json")]
 
 
 @pytest.mark.slow
@@ -190,31 +222,27 @@ def test_an_injected_fault_is_a_strict_mismatch_and_exit_status_1(tmp_path):
     assert answer.code == 1
     assert "WRONG" in answer.out
     assert written(tmp_path)["strict"]["wrong"] > 0
-    assert canaryd(*characterise(tmp_path, parts=("controls",))).code == 64  # a drill's results stay apart
+    mixed = canaryd(*characterise(tmp_path))
+    assert (mixed.code, mixed.out) == (64, "")
+    assert f"--resume {tmp_path}/out: its results are of drill 'consistent', not ''; name another" in mixed.err
 
 
 @pytest.mark.torch
-def test_after_a_kill_resume_goes_on_and_repeats_nothing(tmp_path):
+def test_after_a_kill_resume_goes_on_and_repeats_nothing(made):
     """Kill -9 leaves whole parts; the next call carries out the others alone."""
-    parts = ("controls", "exactness/float64", "exactness/float32")
-    with running(Process(*characterise(tmp_path, parts=parts))) as process:
-        eventually((tmp_path / "out/parts/controls.json").exists)
-        process.end(signal.SIGKILL)
-    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out/parts").glob("*.json")}
-    assert "exactness-float32.json" not in before
-    assert canaryd(*characterise(tmp_path, parts=parts)).code == 0
-    assert {p["name"] for p in written(tmp_path)["parts"]} == {"environment", *parts}
-    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out/parts").glob("*.json")}
-    assert {name: after[name] for name in before} == before
+    assert "controls.json" in made.killed
+    assert "memory.json" not in made.killed
+    after = dated(made.directory)
+    assert "memory.json" in after
+    assert {name: after[name] for name in made.killed} == made.killed
 
 
 @pytest.mark.torch
-def test_what_does_not_fit_is_left_and_said(tmp_path):
+def test_what_does_not_fit_is_left_and_said(made):
     """A few seconds are not enough: exit status 3, and the command that goes on."""
-    answer = canaryd(*characterise(tmp_path, "--minutes", "0.05", parts=("controls", "beside")))
-    assert answer.code == 3
-    assert "not done yet:" in answer.err
-    assert "--resume" in answer.err
+    assert made.early.code == 3
+    assert "not done yet:" in made.early.err
+    assert "--resume" in made.early.err
 
 
 def test_mistakes_are_usage_errors(tmp_path):
@@ -249,17 +277,12 @@ def test_classes_that_were_right_are_accepted_and_no_others():
 
 
 @pytest.mark.torch
-def test_accepted_classes_are_stored_and_exported(tmp_path):
+def test_accepted_classes_are_stored_and_exported(made, tmp_path):
     """Not without a control, and never by a drill; then the store has them with the stack that they hold for."""
-    integers = ("cases/exact_integer",)
-    assert canaryd(*characterise(tmp_path, "--accept", "--drill", "flip", parts=integers)).code == 64
-    early = canaryd(*characterise(tmp_path, "--accept", parts=integers))
-    assert early.code == 3
-    assert "nothing was accepted" in early.err
-    answer = canaryd(*characterise(tmp_path, "--accept", parts=("controls", *integers)))
-    assert answer.code == 0, answer
-    assert "classes accepted" in answer.err
-    exported = canaryd("baseline", "export", "--state-dir", tmp_path / "state")
+    assert canaryd(*characterise(tmp_path, "--accept", "--drill", "flip")).code == 64
+    assert "nothing was accepted, because this characterisation is incomplete" in made.early.err
+    assert "classes accepted" in made.answer.err
+    exported = canaryd("baseline", "export", "--state-dir", made.directory / "state")
     (met,) = exported.document["met"]
     assert met["probe"] == "exact_integer"
     assert any(name.startswith("int64/gather/fresh@") for name in met["accepted"])
