@@ -13,6 +13,10 @@ from tests.command import ROOT, canaryd, configure, in_turn
 torch = pytest.importorskip("torch", reason="captures are made with torch")
 pytestmark = pytest.mark.torch
 
+from canaryd.compare import exact  # noqa: E402
+from canaryd.compare.captures import table  # noqa: E402
+from canaryd.worker.canary import compare  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -39,17 +43,17 @@ def test_two_captures_of_one_device_are_equal(place):
 
 
 def test_a_fault_is_named_by_layer_and_operator(place):
-    """In the table, as JSON, and on a page that needs nothing from elsewhere."""
+    """In the table (which the test above prints), as JSON, and on a page that needs nothing from elsewhere."""
     directory, common = place
     page = directory / "page.html"
     files = (directory / "a.safetensors", directory / "hurt.safetensors")
-    done = canaryd("compare", *files, "--report", page, *common)
+    done = canaryd("compare", *files, "--report", page, "--json", *common)
     assert done.code == 2
-    told = " ".join(done.out.split())
+    told = " ".join(table(done.document).split())
     assert told.startswith("FAULT: B is wrong; A is consistent with its inputs. First at layer 2, operator down")
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
-    verdict = canaryd("compare", *files, "--json", *common).document["verdict"]
+    verdict = done.document["verdict"]
     assert (verdict["kind"], verdict["first_layer"], verdict["first_operator"]) == ("fault", "2", "down")
 
 
@@ -112,21 +116,25 @@ def test_a_lone_device_is_compared_with_the_truth(place):
 
 
 def test_a_fault_of_a_lone_device_is_named(place):
-    """By layer, operator, position, element and bit, with exit status 2; the same as JSON, and its capture."""
+    """By layer, operator, position, element and bit, with exit status 2; as JSON, in text, and with its capture.
+
+    That the command prints the text is shown by the test above.
+    """
     directory, common = place
     path = directory / "wrong.safetensors"
     words = ("capture", "--exact", "--dtype", "float32", "--drill", "2.down", "--seed", "4")
-    done = canaryd(*words, "-o", path, *common)
+    done = canaryd(*words, "-o", path, "--json", *common)
     assert (done.code, done.err) == (2, "")
-    first, where, *_, last = done.out.splitlines()
+    lines = exact.text(done.document).splitlines()
+    first, where, *_, last = lines
     assert first == "FAULT: cpu:0, layer 2, down projection."
     assert re.fullmatch(r"  position \d+, element \d+, bit 23: wanted -?[\d.]+, got -?[\d.]+", where)
     assert last == "DRILL: one value was changed on purpose at 2.down."
-    assert len(done.out.splitlines()) <= 6
-    found = canaryd(*words, "--json", *common).document
+    assert len(lines) <= 6
+    found = done.document
     assert (found["schema"], found["verdict"], found["seed"]) == ("canaryd.exact_capture/1", "wrong", 4)
     (fault,) = [ran["fault"] for ran in found["ran"] if ran["fault"]]
     table = (ROOT / "docs/compare.md").read_text()
     assert [name for part in (found, *found["ran"], fault) for name in part if f"`{name}" not in table] == []
     assert (fault["place"]["layer"], fault["place"]["operator"], fault["bits"]) == ("2", "down", [23])
-    assert canaryd("compare", path, path, *common).out.startswith("EQUAL")
+    assert compare.answer({"a": str(path), "b": str(path)}, lambda *_: None)["verdict"]["kind"] == "equal"
