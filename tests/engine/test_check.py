@@ -20,7 +20,18 @@ import pytest
 from canaryd.model import Device, Outcome, Run, State
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import new_run_id
-from tests.command import ROOT, Process, bare_python, canaryd, catalogue, configure, eventually, intervals, running
+from tests.command import (
+    ROOT,
+    Process,
+    bare_python,
+    canaryd,
+    catalogue,
+    configure,
+    eventually,
+    in_turn,
+    intervals,
+    running,
+)
 from tests.documented import objects, unexplained
 
 SCHEMA = json.loads((ROOT / "docs/check.schema.json").read_text())
@@ -219,7 +230,7 @@ def test_what_cannot_be_repeated_says_why(tmp_path):
         store.add_run(run)
         store.add_run(dataclasses.replace(run, id=other, device="GPU-elsewhere", drill=""))
         store.add_poll(dataclasses.replace(run, id=poll, probe="host_telemetry", drill=""), {})
-    for name, *more, words in (
+    wrong = (
         ("abc", "that is not the id of a run"),
         (young, f"no such run in {state}; type it on the node that made it"),
         (old, "no such run is on record; clean runs are kept for 45 days, failures for 400 days"),
@@ -227,8 +238,10 @@ def test_what_cannot_be_repeated_says_why(tmp_path):
         (drill, "that run is a drill; type canaryd drill --config"),
         (other, "it tested another node's device (GPU-elsewhere), which this host does not have"),
         (young, "--seed", 3, "--repeat tests as the run did; leave out --seed"),
-    ):
-        answer = canaryd("check", "--repeat", name, *more, "--config", config, "--state-dir", state)
+    )
+    common = ("--config", config, "--state-dir", state)
+    answers = in_turn(*(("check", "--repeat", *typed, *common) for *typed, _ in wrong))
+    for (*_, words), answer in zip(wrong, answers, strict=True):
         assert (answer.code, answer.out) == (64, ""), answer.err
         assert words in answer.err
         assert len(answer.err.splitlines()) == 1, answer.err
@@ -240,8 +253,8 @@ def test_a_repetition_on_a_clean_device_does_not_acquit_it(tmp_path):
     """The record is shared: the next check says what the last one found."""
     once = {"records": {"settings": {"log": str(tmp_path / "log"), "wrong": 1}}}
     options = ("--config", configure(tmp_path, "records", each=once), "--state-dir", tmp_path / "state", "--json")
-    assert canaryd("check", *options).document["state"] == "suspect"
-    second = canaryd("check", *options)
+    first, second = in_turn(("check", *options), ("check", *options))
+    assert first.document["state"] == "suspect"
     assert (second.code, second.document["state"]) == (2, "suspect")
     assert all(run["wrong_trials"] == 0 for run in second.document["devices"][0]["runs"])
 
@@ -259,7 +272,8 @@ def test_a_drill_of_memory_says_memory(tmp_path, fault, said):
 
     The drill says that this is its success, and asks for nothing.
     """
-    (tmp_path / "canaryd.yaml").write_text(json.dumps({"probes": {"memory_sweep": {"settings": {"mebibytes": 1}}}}))
+    settings = {"probes": {"memory_sweep": {"settings": {"mebibytes": 1}}}, "judge": {"confirm_runs": 1}}
+    (tmp_path / "canaryd.yaml").write_text(json.dumps(settings))  # the three retests are those of `drill` above
     common = ("--config", tmp_path / "canaryd.yaml", "--state-dir", tmp_path / "state")
     answer = canaryd("drill", "--fault", fault, "--device", "cpu:0", *common)
     assert answer.code == 2, answer.out
@@ -299,45 +313,44 @@ def test_a_torch_that_aborts_is_told_once(tmp_path):
     each = {name: {"enabled": True} for name in ("exact_matmul", "exact_attention")}
     config = configure(tmp_path, "passes", each=each, worker=worker)
     common = ("--config", config, "--state-dir", tmp_path / "state")
-    answer = canaryd("check", *common)
+    asked = (("--probe", "exact_matmul"), ("--device", "cuda:0"), ("--probe", "nonsense", "--device", "cpu:0"))
+    answer, told, *others, last = in_turn(*(("check", *more, *common) for more in ((), ("--json",), *asked)))
     assert answer.code == 3
     assert answer.out.count("SIGABRT") == 1, answer.out
     assert bare_python() in "".join(answer.out.split())
     assert len((answer.out + answer.err).splitlines()) < 30
-    document = valid(canaryd("check", "--json", *common).document)
+    document = valid(told.document)
     assert [text for text in document["problems"] if bare_python() in text] == document["problems"]
     assert len(document["problems"]) == 1
     assert [f["message"] for f in document["devices"][0]["findings"] if bare_python() in f["message"]]
-    for wanted in (("--probe", "exact_matmul"), ("--device", "cuda:0")):
-        answer = canaryd("check", *wanted, *common)
+    for answer in others:
         assert (answer.code, answer.out) == (3, "")
         assert "could not be loaded" in answer.err or "no such device" in answer.err
         assert answer.err.count("SIGABRT") == 1
-    assert canaryd("check", "--probe", "nonsense", "--device", "cpu:0", *common).code == 3
+    assert last.code == 3
 
 
-@pytest.mark.parametrize(
-    ("probe", "outcome"), [("crashes", Outcome.CRASHED), ("raises", Outcome.ERRORED), ("skips", Outcome.SKIPPED)]
-)
-def test_what_did_not_complete_is_unknown(tmp_path, probe, outcome):
+def test_what_did_not_complete_is_unknown(tmp_path):
     """Exit 3 with a finding that says what happened."""
-    common = ("--config", configure(tmp_path, probe), "--state-dir", tmp_path / "state")
-    answer = canaryd("check", "--json", *common)
-    assert answer.code == 3
-    (device,) = valid(answer.document)["devices"]
-    assert [run["outcome"] for run in device["runs"]] == [outcome.value]
-    assert probe in {finding["probe"] for finding in device["findings"]}
+    outcomes = {"crashes": Outcome.CRASHED, "raises": Outcome.ERRORED, "skips": Outcome.SKIPPED}
+    common = ("--config", configure(tmp_path, *outcomes))
+    typed = [("check", "--json", "--probe", name, "--state-dir", tmp_path / name, *common) for name in outcomes]
+    for (probe, outcome), answer in zip(outcomes.items(), in_turn(*typed), strict=True):
+        assert answer.code == 3
+        (device,) = valid(answer.document)["devices"]
+        assert [run["outcome"] for run in device["runs"]] == [outcome.value]
+        assert probe in {finding["probe"] for finding in device["findings"]}
 
 
 def test_an_unwritable_state_directory_costs_the_record_only(tmp_path):
     """The check runs, judges, and says that it is unrecorded."""
     (tmp_path / "file").touch()
     config = configure(tmp_path, "passes")
-    answer = canaryd("check", "--config", config, "--state-dir", tmp_path / "file/state")
+    common = ("--config", config, "--state-dir", tmp_path / "file/state")
+    answer, told = in_turn(("check", *common), ("check", "--json", *common))
     assert answer.code == 0
     assert "problem: unrecorded:" in answer.out
-    document = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "file/state").document
-    assert any(problem.startswith("unrecorded: ") for problem in valid(document)["problems"])
+    assert any(problem.startswith("unrecorded: ") for problem in valid(told.document)["problems"])
 
 
 def test_a_device_that_cannot_be_had_is_unknown(tmp_path):
@@ -497,17 +510,26 @@ def test_a_check_repeats_rounds_for_as_long_as_it_is_told(tmp_path):
     assert len(seeds) > 2
 
 
-def test_the_report_file_holds_the_object(tmp_path):
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """One check by one light probe, without telemetry: (answer, text of the report file)."""
+    directory = tmp_path_factory.mktemp("light")
+    config = configure(directory, "passes")
+    (directory / "kernel.log").unlink()
+    options = ("--report", directory / "report.json", "--config", config, "--state-dir", directory / "state")
+    answer = canaryd("check", "--json", *options)
+    return answer, (directory / "report.json").read_text()
+
+
+def test_the_report_file_holds_the_object(light):
     """The same as --json prints, byte for byte."""
-    options = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
-    answer = canaryd("check", "--json", "--report", tmp_path / "report.json", *options)
-    assert (tmp_path / "report.json").read_text() == answer.out
+    answer, report = light
+    assert report == answer.out
 
 
-def test_a_disabled_probe_is_listed_with_its_reason(tmp_path):
+def test_a_disabled_probe_is_listed_with_its_reason(light):
     """Disabled is not OK, and not forgotten."""
-    options = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
-    (device,) = valid(canaryd("check", "--json", *options).document)["devices"]
+    (device,) = valid(light[0].document)["devices"]
     reasons = {part["probe"]: part["reason"] for part in device["skipped"] if part["case"] == "*"}
     assert reasons["exact_matmul"] == "disabled in the configuration"
 
@@ -577,11 +599,8 @@ def test_the_schema_refuses_what_is_not_a_report(tmp_path):
         assert not VALIDATOR.is_valid(bad), (path, field)
 
 
-def test_telemetry_that_is_switched_off_is_told(tmp_path):
+def test_telemetry_that_is_switched_off_is_told(light):
     """A device that nobody listens to is not checked in that respect, and the report says so; so is an unread log."""
-    config = configure(tmp_path, "passes")
-    (tmp_path / "kernel.log").unlink()
-    answer = canaryd("check", "--json", "--config", config, "--state-dir", tmp_path / "state")
-    left_out = answer.document["not_checked"]
+    left_out = light[0].document["not_checked"]
     assert "telemetry: no telemetry probe ran for cpu:0" in left_out
     assert any(text.startswith("kernel log: ") and "kernel.log" in text for text in left_out)
