@@ -18,7 +18,7 @@ from canaryd.characterise.results import Directory, NotOurs, Part, Result, Statu
 from canaryd.codec import from_json, to_json
 from canaryd.facts import Claim, Observation, Seen
 from canaryd.model import Device, Outcome
-from tests.command import Answer, Process, canaryd, eventually, in_turn, running
+from tests.command import Answer, Process, canaryd, configure, eventually, in_turn, running
 
 CPU = Device(uuid="CPU-1", backend="cpu", index=0, model="a <processor>")
 RIGHT = Observation(name="float32/dense/nt/tile", claim=Claim.STRICT, seen=Seen.RIGHT)
@@ -252,10 +252,9 @@ def test_mistakes_are_usage_errors(tmp_path):
     assert [answer.code for answer in answers] == [64] * len(mistakes)
 
 
-@pytest.mark.torch
 def test_a_part_that_does_not_exist_is_a_usage_error(tmp_path):
-    """It is told with those there are, and no directory of results is begun."""
-    answer = canaryd(*characterise(tmp_path, parts=("exactnes",)))
+    """It is told with those there are, with or without torch, and no directory of results is begun."""
+    answer = canaryd(*characterise(tmp_path, "--config", configure(tmp_path), parts=("exactnes",)))
     assert answer.code == 64
     assert "--part exactnes: no such part; choose from environment, controls" in answer.err
     assert 'did you mean "exactness"?' in answer.err

@@ -21,7 +21,7 @@ from canaryd.worker.canary.gguf import ggml_name  # noqa: E402
 from canaryd.worker.canary.model import read_safetensors  # noqa: E402
 from canaryd.worker.exact_canary import expected  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
-from canaryd.worker.exact_canary.export import export  # noqa: E402
+from canaryd.worker.exact_canary.export import answer, export  # noqa: E402
 from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 
@@ -168,7 +168,6 @@ BAD = (
     (("{0}/out", "--like", "{0}/missing"), 64, "No such file"),
     (("{0}/out", "--like", "{0}/full/file"), 64, "not a JSON object"),
     (("{0}/out", "--like", "{0}/odd.json"), 64, "multiples of 16"),
-    (("{0}/out", "--like", "{0}/short.json"), 64, "has no hidden_size"),
 )
 """What is typed ("{0}" is the test's directory), the exit status, and what is said."""
 
@@ -179,7 +178,6 @@ def test_bad_input_gets_one_clear_line(common, tmp_path):
     (tmp_path / "full" / "file").write_text("x")
     odd = {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 2, "intermediate_size": 64}
     (tmp_path / "odd.json").write_text(json.dumps({**odd, "num_hidden_layers": 2, "vocab_size": 700}))
-    (tmp_path / "short.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2}))
     typed = [("canary", "export", *(word.format(tmp_path) for word in arguments), *common) for arguments, _, _ in BAD]
     for (arguments, code, said), done in zip(BAD, in_turn(*typed), strict=True):
         assert done.code == code, (arguments, done)
@@ -187,6 +185,13 @@ def test_bad_input_gets_one_clear_line(common, tmp_path):
         assert line.startswith("canaryd: ")
         assert said in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_size_that_is_not_there_is_named():
+    """The command says it as it says that sizes do not fit (above)."""
+    short = {"model_type": "llama", "num_attention_heads": 2}
+    arguments = {"directory": "/nonexistent", "like": short, "layers": 4, "seed": 1, "no_anchor": False, "gguf": ""}
+    assert answer(arguments, lambda *_: None) == {"mistake": "has no hidden_size"}
 
 
 def test_without_torch_it_says_what_to_do(tmp_path):

@@ -27,10 +27,15 @@ FORMATS = ("int64", "float32", "bfloat16")
 WORDS = 1 << 10
 
 
-def three_ends(_ctx=None):
-    """Three processes on the cores that there are: enough to tell a link from its ends."""
+def ends(count):
+    """Return so many processes on the cores that there are."""
     cores = visible_cores()
-    return [End(f"core {n}", n, cpu(), cores[n % len(cores)]) for n in range(3)]
+    return [End(f"core {n}", n, cpu(), cores[n % len(cores)]) for n in range(count)]
+
+
+def three_ends(_ctx=None):
+    """Enough to tell a link from its ends."""
+    return ends(3)
 
 
 def sent(monkeypatch, *cases, drill="", seed=7):
@@ -97,10 +102,10 @@ def test_a_confirmation_sends_only_its_case(monkeypatch):
 
 def test_a_member_that_dies_ends_the_run_and_all_others():
     """The error names it, and no process is left."""
-    with Group(three_ends(), 1, WORDS, None) as members:
-        members._members[2].kill()
-        with pytest.raises(RuntimeError, match=r"core [012]"):
-            members.do(steps_of(3, FORMATS))
+    with Group(ends(2), 1, WORDS, None) as members:
+        members._members[1].kill()
+        with pytest.raises(RuntimeError, match=r"core [01]"):
+            members.do(steps_of(2, FORMATS))
     assert left_over() == []
 
 
@@ -118,16 +123,16 @@ def test_members_end_with_the_worker_that_started_them():
     """Also when it is killed alone, in the middle of a step: each watches its standard input."""
     code = (
         "import sys, time\n"
-        "from tests.worker.links.test_group import three_ends, WORDS\n"
+        "from tests.worker.links.test_group import ends, WORDS\n"
         "from canaryd.worker.links.group import Group\n"
-        "with Group(three_ends(), 1, WORDS, None) as members:\n"
+        "with Group(ends(2), 1, WORDS, None) as members:\n"
         "    print(*[m.pid for m in members._members], flush=True)\n"
         "    time.sleep(60)\n"
     )
     argv = [sys.executable, "-c", code]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
         pids = worker.stdout.readline().split()
-        assert len(pids) == 3
+        assert len(pids) == 2
         worker.kill()
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
