@@ -148,9 +148,12 @@ def test_config_check_says_everything_at_once(tmp_path):
 
 def test_config_check_refuses_an_endpoint_without_an_address(tmp_path):
     """Whatever else it is given; exit 64. A name alone is a heading."""
-    for settings, code in (({"timeout": "60s"}, 64), ({"apis": ["chat"]}, 64), (None, 0)):
-        config = configure(tmp_path, endpoints={"main": settings})
-        answer = canaryd("config", "check", "--config", config)
+    rows = (({"timeout": "60s"}, 64), ({"apis": ["chat"]}, 64), (None, 0))
+    files = [tmp_path / f"{number}.yaml" for number in range(len(rows))]
+    for (settings, _), file in zip(rows, files, strict=True):
+        configure(tmp_path, endpoints={"main": settings}).rename(file)
+    answers = in_turn(*(("config", "check", "--config", file) for file in files))
+    for (_, code), answer in zip(rows, answers, strict=True):
         assert (answer.code, "endpoints.main: url is missing" in answer.err) == (code, code == 64), answer
 
 
@@ -207,16 +210,18 @@ def test_config_check_says_that_a_worker_command_is_not_there(tmp_path):
 
 def test_config_check_refuses_an_interpreter_that_cannot_run(tmp_path):
     """One that is not there, is no program, or that the service's user may not reach: exit 64, with its name."""
-    config, text = tmp_path / "canaryd.yaml", tmp_path / "python3"
+    text = tmp_path / "python3"
     text.write_text("no program\n")
-    for python, words in (("/nonexistent/python", "no such file"), (text, "may not read and execute")):
-        config.write_text(json.dumps({"worker": {"python": str(python)}}))
-        answer = canaryd("config", "check", "--config", config)
+    rows = (("/nonexistent/python", "no such file"), (text, "may not read and execute"), (sys.executable, ""))
+    files = [tmp_path / f"{number}.yaml" for number in range(len(rows))]
+    for (python, _), file in zip(rows, files, strict=True):
+        file.write_text(json.dumps({"worker": {"python": str(python)}}))
+    *refused, accepted = in_turn(*(("config", "check", "--config", file) for file in files))
+    for (python, words), file, answer in zip(rows, files, refused, strict=False):
         assert (answer.code, answer.out) == (64, "")
-        assert answer.err.startswith(f"canaryd: {config}: worker.python: {python}: ")
+        assert answer.err.startswith(f"canaryd: {file}: worker.python: {python}: ")
         assert words in answer.err
-    config.write_text(json.dumps({"worker": {"python": sys.executable}}))
-    assert canaryd("config", "check", "--config", config).code == 0
+    assert accepted.code == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask for another user")
@@ -295,17 +300,16 @@ def test_wrong_use_is_told_in_words(tmp_path):
 @pytest.mark.parametrize("command", ["check", "drill"])
 def test_an_unknown_device_or_probe_is_told_with_those_there_are(common, command):
     """Both at once; exit 64, and nothing has run."""
-    answer = canaryd(command, "--device", "cuda:99", "--device", "cpu", "--probe", "exact_matmull", *common)
+    unknown = (command, "--device", "cuda:99", "--device", "cpu", "--probe", "exact_matmull", *common)
+    answer, misspelt = in_turn(unknown, (command, "--device", "cpu0", "--probe", "pases", *common))
     assert (answer.code, answer.out) == (64, "")
     assert "--device cuda:99: no such device; this host has cpu:0" in answer.err
     assert "--probe exact_matmull: no such probe; choose from passes" in answer.err
-    near = canaryd(command, "--device", "cpu0", "--probe", "pases", *common).err
-    assert '--device cpu0: no such device; this host has cpu:0; did you mean "cpu:0"?' in near
-    assert '--probe pases: no such probe; choose from passes; did you mean "passes"?' in near
+    assert '--device cpu0: no such device; this host has cpu:0; did you mean "cpu:0"?' in misspelt.err
+    assert '--probe pases: no such probe; choose from passes; did you mean "passes"?' in misspelt.err
 
 
-@pytest.mark.parametrize("command", [("check",), ("run", "--listen", "127.0.0.1:0"), ("probes",), ("devices",)])
-def test_a_database_of_a_newer_canaryd_is_left_alone(common, command):
+def test_a_database_of_a_newer_canaryd_is_left_alone(common):
     """Exit 64 with the way out; the file is not touched."""
     state = common[-1]
     state.mkdir()
@@ -313,10 +317,11 @@ def test_a_database_of_a_newer_canaryd_is_left_alone(common, command):
         db.execute("PRAGMA user_version = 99")
     db.close()
     before = (state / "canaryd.db").read_bytes()
-    answer = canaryd(*command, *common)
-    assert (answer.code, answer.out) == (64, "")
-    assert "was written by a newer canaryd" in answer.err
-    assert "upgrade canaryd, or choose another --state-dir" in answer.err
+    answers = in_turn(*((command, *common) for command in ("check", "probes", "devices")))
+    for answer in (*answers, canaryd("run", "--listen", "127.0.0.1:0", *common)):
+        assert (answer.code, answer.out) == (64, "")
+        assert "was written by a newer canaryd" in answer.err
+        assert "upgrade canaryd, or choose another --state-dir" in answer.err
     assert (state / "canaryd.db").read_bytes() == before
 
 
@@ -428,8 +433,9 @@ def test_text_fits_the_terminal(tmp_path, columns):
     """Sentences are broken where the terminal ends; a command to type is not broken."""
     config = configure(tmp_path, "skips", "mismatches")
     common = ("--config", config, "--state-dir", tmp_path / "state")
-    for command in (("check",), ("check", "-v"), ("status",), ("status", "-v"), ("history", "-v")):
-        answer = canaryd(*command, *common, COLUMNS=str(columns))
+    commands = (("check",), ("check", "-v"), ("status",), ("status", "-v"), ("history", "-v"))
+    answers = in_turn(*((*command, *common) for command in commands), COLUMNS=str(columns))
+    for command, answer in zip(commands, answers, strict=True):
         lines = [line for line in answer.out.splitlines() if not line.lstrip().startswith("canaryd ")]
         lines = [line for line in lines if str(tmp_path) not in line]  # of a command within a sentence, to be copied
         assert len(lines) > 5
@@ -448,9 +454,9 @@ def test_help_fits_80_columns():
 def test_details_are_shown_on_request(tmp_path):
     """What was skipped and not tested is counted or named in one line; -v lists each with its reason."""
     common = ("--config", configure(tmp_path, "passes"), "--state-dir", tmp_path / "state")
-    brief = canaryd("check", *common).out.replace("\n", " ")  # the line is folded where it is long
+    short, long = in_turn(("check", *common), ("check", "-v", *common))
+    brief, full = short.out.replace("\n", " "), long.out  # the line is folded where it is long
     assert re.search(r" \d+ things were not tested: \d+ probes skipped, [^:]*\(-v lists them\) verdict: ", brief)
-    full = canaryd("check", "-v", *common).out
     assert "  skipped exact_matmul: disabled in the configuration\n" in full
     assert len(re.findall("^not tested: ", full, re.MULTILINE)) > 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,11 +21,25 @@ from tests.command import ROOT, canaryd, configure, environment
 LONG = "a_directory_whose_name_is_long_enough_to_be_wrapped"
 
 
-def shown(columns: int, *arguments: object) -> list[str]:
-    """Return the lines of a command on a terminal of so many columns, without colours."""
+AFTER = "-- the next command --"
+COMMANDS = f"""
+import json, sys
+from canaryd.cli.main import main
+for command in json.loads(sys.argv[1]):
+    try:
+        main(command)
+    except SystemExit:
+        pass
+    print({AFTER!r}, flush=True)
+"""
+
+
+def shown(columns: int, *commands: Sequence[object]) -> list[list[str]]:
+    """Return the lines of each command on a terminal of so many columns, without colours; one process types them."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    argv = [sys.executable, "-m", "canaryd", *map(str, arguments)]
+    typed = json.dumps([[str(word) for word in command] for command in commands])
+    argv = [sys.executable, "-c", COMMANDS, typed]
     with subprocess.Popen(argv, cwd=ROOT, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         read = b""
@@ -34,7 +50,11 @@ def shown(columns: int, *arguments: object) -> list[str]:
             pass
         process.wait(60)
     os.close(ours)
-    return re.sub(r"\x1b\[[0-9;]*m", "", read.decode()).replace("\r\n", "\n").split("\n")
+    assert process.returncode == 0, read.decode()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", read.decode()).replace("\r\n", "\n")
+    *each, last = text.split(f"{AFTER}\n")
+    assert (len(each), last) == (len(commands), ""), text
+    return [one.split("\n") for one in each]
 
 
 @pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
@@ -42,14 +62,15 @@ def test_every_line_fits_the_terminal(tmp_path, columns):
     """Verdicts, lists, answers and mistakes; only a command to type or a path to copy stays whole."""
     config = configure(tmp_path, "passes", "mismatches", "records")
     common = ("--config", config, "--state-dir", tmp_path / "state")
-    canaryd("check", *common)
-    for command in (
+    commands = (
+        ("check",),  # the first one finds an empty record
         *(("check",), ("status",), ("status", "-v"), ("history",), ("gate",), ("probes",), ("baseline", "list")),
         *(("baseline", "show"), ("release",), ("ack", "cpu:0", "--reason", "seen"), ("gate", "--device", "cuda:9")),
         *(("ack", "cuda:9", "--reason", "seen"), ("config", "check"), ("drill", "--probe", "mismatches")),
         *(("check", "--level", "quickly"), ("baseline", "list", "cuda:9"), ("--help",), ("check", "--probe", LONG)),
-    ):
-        lines = shown(columns, *command, *(() if command == ("--help",) else common))
+    )
+    typed = [(*command, *(() if command == ("--help",) else common)) for command in commands]
+    for command, lines in zip(commands, shown(columns, *typed), strict=True):
         assert "".join(lines), command
         for line in lines:
             for moving in line.split("\r"):  # a progress bar is drawn over itself

@@ -191,6 +191,8 @@ def answers(directory):
         ]
         found |= dict(zip(reading, in_turn(*(typed[n] for n in reading)), strict=True))
         unchanged = held(directory) == before
+        others = [n for n in range(len(TABLE)) if n not in found and typed[n][0] != "run"]
+        found |= dict(zip(others, in_turn(*(typed[n] for n in others)), strict=True))
         found |= {n: canaryd(*typed[n]) for n in range(len(TABLE)) if n not in found}
     return found, unchanged
 
