@@ -1031,7 +1031,7 @@ def drilled(tmp_path_factory):
     loaded = replace(load.load(settings), state_dir=directory / "state")
     with Store.open(directory / "state") as store:
         engine = Engine(loaded, store)
-        engine.discover()
+        engine.recall()
         device = next(d for d in engine.devices.values() if d.backend == "cpu")
         now = store.runs(device.uuid, drill=True)[-1].started + 60
         yield written(store, directory, device, engine, drill=True, now=now)

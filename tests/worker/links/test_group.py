@@ -33,14 +33,12 @@ def ends(count):
     return [End(f"core {n}", n, cpu(), cores[n % len(cores)]) for n in range(count)]
 
 
-def three_ends(_ctx=None):
-    """Enough to tell a link from its ends."""
-    return ends(3)
+def sent(monkeypatch, *cases, drill="", seed=7, count=3):
+    """The comparisons of a run over so many ends: (wrong, right), and its readings by name.
 
-
-def sent(monkeypatch, *cases, drill="", seed=7):
-    """The comparisons of a run over three ends: (wrong, right), and its readings by name."""
-    monkeypatch.setattr(group, "ends_of", three_ends)
+    Three are enough to tell a link from its ends.
+    """
+    monkeypatch.setattr(group, "ends_of", lambda _: ends(count))
     ctx = Context(device=cpu(), level="quick", seed=seed, budget=1e-9, cases=cases, drill=drill)
     facts = list(group.send_around(ctx, WORDS, FORMATS))
     found = [f for f in facts if isinstance(f, Comparison)]
@@ -91,9 +89,9 @@ def test_a_corrupted_pair_is_named(monkeypatch, seed):
 
 def test_a_confirmation_sends_only_its_case(monkeypatch):
     """Over all links, because the others show whether the data or the link is wrong."""
-    _, right, _ = sent(monkeypatch, "int64/walking/send@65536")
+    _, right, _ = sent(monkeypatch, "int64/walking/send@65536", count=2)
     assert {c.case for c in right} == {f"int64/walking/send@{WORDS}"}
-    assert len(right) == 6
+    assert [c.place.numbers for c in right] == [(0, 1), (1, 0)]
     with pytest.raises(NoCase, match="no case matches int64/nonsense"):
         sent(monkeypatch, "int64/nonsense")
     with pytest.raises(Skip, match="unknown fault 'flip'; there is wrong-link"):
@@ -111,7 +109,7 @@ def test_a_member_that_dies_ends_the_run_and_all_others():
 
 def test_a_member_that_hangs_is_named(monkeypatch):
     """Neither a link nor a device may hold the worker longer than its steps may take."""
-    with Group(three_ends(), 1, WORDS, None) as members:
+    with Group(ends(3), 1, WORDS, None) as members:
         members._members[1].send_signal(signal.SIGSTOP)
         monkeypatch.setattr(group, "STEP", 0.5)
         with pytest.raises(RuntimeError, match="no answer from core 1 within 1 s"):
