@@ -222,7 +222,8 @@ def test_an_injected_fault_is_a_strict_mismatch_and_exit_status_1(tmp_path):
     assert answer.code == 1
     assert "WRONG" in answer.out
     assert written(tmp_path)["strict"]["wrong"] > 0
-    mixed = canaryd(*characterise(tmp_path))
+    without_torch = configure(tmp_path)  # it is told before a worker with torch is asked
+    mixed = canaryd(*characterise(tmp_path, "--config", without_torch))
     assert (mixed.code, mixed.out) == (64, "")
     assert f"--resume {tmp_path}/out: its results are of drill 'consistent', not ''; name another" in mixed.err
 
