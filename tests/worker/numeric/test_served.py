@@ -137,7 +137,7 @@ def test_a_kernel_that_is_wrong_from_some_size_up_is_found_by_the_models_sizes(m
     """The products of a quick check are smaller in every layout and every shape but one, which may be long enough."""
     monkeypatch.setattr(interface, "of", lambda _: WrongWhenLong())
     settings = {"shapes_of": [str(model)]} if served else {}
-    ctx = context(model, budget=0.5, cases=("float32",), settings=settings)
+    ctx = context(model, budget=0.5, cases=("float32/dense",), settings=settings)
     wrong = {f.case for f in exact_matmul.run(ctx) if isinstance(f, Comparison) and f.wrong}
     assert {case.split("/")[2].partition("-")[0] for case in wrong} - {"long"} == ({"down"} if served else set())
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from canaryd.facts import Comparison, Reading, Skipped, Subject
-from canaryd.probe import Context, Skip
+from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import characterised, evidence, faults, indexing, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands
@@ -555,6 +555,22 @@ def test_an_unknown_case_or_fault_is_a_reason_to_skip():
         numeric_cases.restrict(context("a/bx"), [replace(small(), name="a/b@1")])
     with pytest.raises(Skip, match="unknown fault 'melt'; there are flip, zero"):
         list(verify_all(context(drill="melt"), [small()], [], None))
+
+
+def test_a_run_limited_to_cases_tries_no_other_format(probes):
+    """A retest asks nothing else of a bad device. Where no format has such a case, the reason names some there are."""
+    module = probes["exact_matmul"]
+    ctx = context("float32/permute/fixed24", "float64/dense/decode/nn")
+    facts = list(module.run(ctx))
+    speeds = {f.name for f in facts if isinstance(f, Reading) and f.name.startswith("speed_")}
+    assert speeds == {"speed_float32", "speed_float64"}
+    assert not [f for f in facts if isinstance(f, Skipped)]
+    whole = list(module.run(context("int8>int32")))
+    assert {c.case.rpartition("/nt")[0] for c in comparisons(whole)} >= {"int8>int32/narrow/fresh"}
+    assert not [f for f in whole if isinstance(f, Reading) and f.name.startswith("speed_")]
+    for unknown in ("float33", "tfloat32"):  # no such format; one that processors lack
+        with pytest.raises(NoCase, match=f"no case matches {unknown}; it has e.g. float"):
+            list(module.run(context(unknown)))
 
 
 def test_a_name_that_no_case_has_is_told_beside_those_that_ran():
