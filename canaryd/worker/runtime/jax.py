@@ -25,9 +25,11 @@ from canaryd.worker.runtime.interface import Change, Operation, Runtime, Unsuppo
 
 jax: Any = None
 jnp: Any = None
+np: Any = None
 _why_not = ""
 try:
     import jax  # type: ignore[no-redef,unused-ignore]
+    import numpy as np  # type: ignore[no-redef,unused-ignore]
     from jax import numpy as jnp  # type: ignore[no-redef,unused-ignore]
 
     jax.config.update("jax_enable_x64", True)  # else float64 and int64 become half as wide, silently
@@ -157,9 +159,9 @@ class Jax(Runtime):
         stored = (tensor.transpose(-1, -2) if turned else tensor).contiguous()
         name = str(stored.dtype).removeprefix("torch.")
         raw = ctypes.string_at(stored.data_ptr(), stored.nbytes)
-        with jax.default_device(self._device):
-            flat = jnp.frombuffer(raw, dtype=name) if raw else jnp.zeros(0, dtype=name)
-            return Array(jax.device_put(flat.reshape(tuple(stored.shape)), self._device).block_until_ready(), turned)
+        # By NumPy, which JAX needs anyway: JAX would compile a program for each new shape.
+        held = np.frombuffer(raw, dtype=jnp.dtype(name)).reshape(tuple(stored.shape))
+        return Array(jax.device_put(held, self._device, may_alias=False).block_until_ready(), turned)
 
 
 def _found(unit: str) -> list[Any]:

@@ -65,12 +65,6 @@ def computes(device, name):
         pytest.skip("WGSL's exp has no one right answer")
 
 
-@pytest.fixture
-def nowhere():
-    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed in this interpreter")
-    return NOWHERE
-
-
 def context(device, *cases, drill="", budget=0.2, seed=11):
     return Context(device=device, level="quick", seed=seed, budget=budget, cases=cases, drill=drill)
 
@@ -89,13 +83,12 @@ def case_of(probes, probe, device):
     return f"{ONE[probe]}/{kernel.lower()}/none"
 
 
-def run(probe, device, **more):
-    """Run a probe through a real worker of this interpreter."""
+def run(series, probe, device, **more):
+    """Run a probe through the real worker of a series."""
     path = ROOT / "probes" / f"{probe}.py"
-    with Series(WorkerSpec(), instruction_set=more.pop("instruction_set", "")) as series:
-        spec = series.describe([path]).probes[path]
-        request = RunRequest(probe_path=path, spec=spec, device=device, level="quick", seed=1, budget=0.5, **more)
-        return series.run(request, 120.0)
+    spec = series.describe([path]).probes[path]
+    request = RunRequest(probe_path=path, spec=spec, device=device, level="quick", seed=1, budget=0.2, **more)
+    return series.run(request, 120.0)
 
 
 # --- Clean ------------------------------------------------------------------------------------------------------------
@@ -105,7 +98,7 @@ def run(probe, device, **more):
 def test_a_clean_run_is_clean_and_meets_the_shipped_digests(probes, device, name):
     """Through every runtime the same bytes give the same bits as through torch."""
     computes(device, name)
-    facts = list(probes[name].run(context(device, budget=1.0)))
+    facts = list(probes[name].run(context(device)))
     found = comparisons(facts)
     assert found
     assert not [c.case for c in found if c.wrong]
@@ -215,9 +208,15 @@ def test_what_was_compared_is_spoilt(device):
     assert bits(runtime.download(result)).eq(-1).all()
 
 
-def test_a_drill_is_pinned_to_the_runtime_and_its_device(device):
-    """A confirmed fault makes this device faulty; the same processor stays healthy through torch."""
-    bad = run("exact_integer", device, drill="consistent")
+def test_devices_are_found_and_a_drill_is_pinned_to_one(device):
+    """A worker finds them as this process does; `card` is the host's CPU as torch sees it, and is not accused."""
+    with Series(WorkerSpec()) as series:
+        reach = series.reach(device.runtime)
+        cpu = next(d for d in series.describe([]).devices if d.backend == "cpu")
+        bad = run(series, "exact_integer", device, drill="consistent")
+    assert reach.problem == ""
+    assert device.uuid in {d.uuid for d in reach.devices}
+    assert {d.card for d in reach.devices if d.unit == "cpu"} == {cpu.uuid}
     assert bad.outcome is Outcome.COMPLETED, bad.detail
     assert bad.wrong
     assert bad.device == device.uuid != device.card
@@ -241,7 +240,8 @@ def test_mlx_is_tested_strictly_and_as_it_serves(way):
     """Each way has a worker of its own, says so in its stack, and leaves the other way's operands out."""
     device, (value, given, left) = mlx(), WAYS[way]
     assert way in device.instruction_sets
-    done = run("exact_matmul", device, instruction_set=way)
+    with Series(WorkerSpec(), instruction_set=way) as series:
+        done = run(series, "exact_matmul", device)
     assert done.outcome is Outcome.COMPLETED, done.detail
     assert not done.wrong
     assert done.stack["MLX_ENABLE_TF32"] == value
@@ -306,25 +306,34 @@ def test_a_product_of_such_a_size_is_right_through_mlx(monkeypatch):
 # --- ONNX Runtime -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def fell_back():
+    """A run of each probe on a provider that computes nothing here, by one worker."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed in this interpreter")
+    with Series(WorkerSpec()) as series:
+        return {name: run(series, name, NOWHERE) for name in ONE}
+
+
 @pytest.mark.parametrize("name", ONE)
-def test_a_provider_that_fell_back_is_no_evidence(nowhere, name):
+def test_a_provider_that_fell_back_is_no_evidence(fell_back, name):
     """The worker skips the run and names the nodes and who ran them; the judge says unknown, never healthy."""
-    done = run(name, nowhere)
+    done = fell_back[name]
     assert done.outcome is Outcome.SKIPPED, done.detail
     assert not done.comparisons
     assert "AzureExecutionProvider did not take" in done.detail
     assert "ran on CPUExecutionProvider" in done.detail
     if name == "exact_matmul":
         assert "1:Gemm ran on CPUExecutionProvider" in done.detail
-    node = Node(devices={nowhere.uuid: nowhere}, runs={nowhere.uuid: (done,)})
-    verdict = decide(Case(device=nowhere, node=node, wanted={name: 1800.0}, policy=JudgePolicy(), now=done.started + 9))
+    node = Node(devices={NOWHERE.uuid: NOWHERE}, runs={NOWHERE.uuid: (done,)})
+    verdict = decide(Case(device=NOWHERE, node=node, wanted={name: 1800.0}, policy=JudgePolicy(), now=done.started + 9))
     assert verdict.state is State.UNKNOWN
     assert verdict.cause is Cause.ENVIRONMENT
     assert any("did not take" in f.message for f in verdict.findings)
 
 
-def test_a_session_without_a_record_of_placement_is_no_evidence(nowhere, monkeypatch):
+def test_a_session_without_a_record_of_placement_is_no_evidence(monkeypatch):
     """Where nothing was recorded nobody knows where a node ran, though the result may be right."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed in this interpreter")
     from canaryd.worker.runtime import onnx
 
     runtime = interface.named("onnx")
@@ -423,13 +432,3 @@ def test_an_interpreter_without_the_package_is_said_in_one_line(name):
     assert "\n" not in reach.problem
     assert f"{bare_python()} cannot import" in reach.problem
     assert "pip install" in reach.problem
-
-
-def test_devices_are_found_and_belong_to_the_processor(device):
-    """A worker finds them as this process does; `card` is the host's CPU as torch sees it."""
-    with Series(WorkerSpec()) as series:
-        reach = series.reach(device.runtime)
-        cpu = next(d for d in series.describe([]).devices if d.backend == "cpu")
-    assert reach.problem == ""
-    assert device.uuid in {d.uuid for d in reach.devices}
-    assert {d.card for d in reach.devices if d.unit == "cpu"} == {cpu.uuid}
