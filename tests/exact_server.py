@@ -7,6 +7,7 @@ computation (a flipped bit in a live weight, products that err now and then) and
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import threading
@@ -23,6 +24,8 @@ from canaryd.worker.canary.model import KeyValues, read_safetensors
 from canaryd.worker.exact_canary.expected import Expected, load, spell, tokens_of
 from canaryd.worker.exact_canary.run import Runner
 
+GENERATED: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, Any]]]] = {}
+"""What a model is → prompt → the words that follow it: a server that computes as one before it need not do so again."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → an integer of that size."""
 
@@ -84,6 +87,12 @@ class Traits:
     reports: Mapping[str, Any] = field(default_factory=dict)
     """What /server_info says, as SGLang's does."""
 
+    @property
+    def computing(self) -> tuple[object, ...]:
+        """The traits on which words and logits depend where chance has no part in them."""
+        changed = (self.flipped, dict(self.quantised), self.noise)
+        return (self.form, *changed, self.penalty, self.repetition, self.raw, self.scale)
+
 
 class Model:
     """An exact canary in memory, with the server's traits."""
@@ -93,9 +102,9 @@ class Model:
         self.traits = traits
         self.chance = random.Random(5)
         self.lock = threading.Lock()
-        self.known: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
-        """Prompt → the words that follow it: the same again, unless chance has a part in it."""
-        weights, _ = read_safetensors((directory / "model.safetensors").read_bytes())
+        stored = (directory / "model.safetensors").read_bytes()
+        self.known = GENERATED.setdefault((hashlib.sha256(stored).digest(), *map(str, traits.computing)), {})
+        weights, _ = read_safetensors(stored)
         self.weights = {name: w.to(getattr(torch, traits.form)) for name, w in weights.items()}
         for part, bits in traits.quantised.items():
             for name in (n for n in self.weights if part in n):
