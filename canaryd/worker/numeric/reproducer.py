@@ -87,6 +87,17 @@ import sys
 import warnings
 from pathlib import Path
 
+CORE = "$core"  # the processor's core that was wrong; any: none is known
+parser = argparse.ArgumentParser()  # before torch, which takes seconds to load
+parser.add_argument("device", help="as torch calls it: cpu, cuda:0, xpu:0, …")
+parser.add_argument("runs", nargs="?", type=int, default=$runs)
+parser.add_argument("--core", default=CORE, help="CPU: run on this core alone; default: $core")
+options = parser.parse_args()
+if options.runs < 1:
+    parser.error(f"RUNS is {options.runs}: wanted 1 or more")
+if options.core != "any" and options.core not in map(str, os.sched_getaffinity(0)):
+    parser.error(f"core {options.core} is not usable here: --core N names another, --core any pins to none")
+
 # The libraries read these when they start: what would change numbers goes, and the kernels are the same.
 for name in $unset:
     os.environ.pop(name, None)
@@ -100,7 +111,6 @@ except (ImportError, OSError) as error:
     print(f"not run: torch cannot be loaded in {sys.executable}: {error}", file=sys.stderr)
     sys.exit(2)
 
-CORE = "$core"  # the processor's core that was wrong; any: none is known
 HERE = Path(__file__).resolve().parent
 
 
@@ -125,17 +135,8 @@ $before    return $compute
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("device", help="as torch calls it: cpu, cuda:0, xpu:0, …")
-    parser.add_argument("runs", nargs="?", type=int, default=$runs)
-    parser.add_argument("--core", default=CORE, help="CPU: run on this core alone; default: $core")
-    options = parser.parse_args()
     where = options.device
-    if options.runs < 1:
-        parser.error(f"RUNS is {options.runs}: wanted 1 or more")
     if options.core != "any":
-        if options.core not in map(str, os.sched_getaffinity(0)):
-            parser.error(f"core {options.core} is not usable here: --core N names another, --core any pins to none")
         os.sched_setaffinity(0, {int(options.core)})
         torch.set_num_threads(1)
         where += f", core {options.core}"
