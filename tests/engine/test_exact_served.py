@@ -30,9 +30,12 @@ NORM = ("model.norm.weight", 7, 3)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """An exported exact canary."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads waits for its cores more than it computes
     path = tmp_path_factory.mktemp("exact") / "canary"
     export(construct(TINY, 3), path)
-    return path
+    yield path
+    torch.set_num_threads(threads)
 
 
 class Host:
