@@ -1,6 +1,7 @@
 """The built-in canary model: its files, its robustness in numbers, the probe, and what injected faults change."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -223,7 +224,7 @@ def test_the_simulated_errors_are_those_that_ship(make, golden, said):
 
 def test_training_learns_from_the_seed(make, monkeypatch, capsys):
     """A few steps of the script's training lower its loss and leave weights that every format holds."""
-    monkeypatch.setattr(make, "STEPS", 8)
+    monkeypatch.setattr(make, "STEPS", 4)
     model = make.train()
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 2
@@ -305,14 +306,19 @@ def test_a_spent_budget_is_said_aloud(probe):
     assert all("budget of 1e-06 s was spent" in f.reason for f in skipped)
 
 
+@pytest.fixture(scope="module")
+def clean(probe):
+    """The digests of a clean run by case, for each seed."""
+    return functools.cache(lambda seed: {r.case: r.digest for r in recordings(probe.run(context(seed=seed)))})
+
+
 @pytest.mark.parametrize("fault", faults.FAULTS)
 @pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_drill_is_detected(probe, fault, seed):
+def test_every_drill_is_detected(probe, clean, fault, seed):
     """Each fault is seen, told in words, and a one-shot fault is gone after fresh uploads."""
     facts = list(probe.run(context(drill=fault, seed=seed)))
     found = comparisons(facts)
-    clean = {r.case: r.digest for r in recordings(probe.run(context(seed=seed)))}
-    struck = {r.case for r in recordings(facts) if r.digest != clean[r.case]}
+    struck = {r.case for r in recordings(facts) if r.digest != clean(seed)[r.case]}
     wrong = [c for c in found if c.wrong]
     assert wrong
     assert {c.subject for c in wrong} == {Subject.DEVICE}
@@ -673,14 +679,15 @@ def test_injected_faults_are_detected_and_the_rest_is_counted(golden, dtype):
 @pytest.mark.parametrize("dtype", canary_model.DTYPES)
 def test_every_struck_weight_is_found_in_memory(probe, golden, dtype):
     """The lowest bit of one element of each tensor: the read-back names the tensor and the element."""
-    session = Session(context())
+    bench = Bench(Session(context()), golden)
+    bench.prepare(dtype)
+    assert not bench.weights(dtype).wrong
     for number, name in enumerate(golden.model.weights):
-        bench = Bench(session, golden)
-        bench.prepare(dtype)
-        assert not bench.weights(dtype).wrong
         tensor = bench.models[dtype].weights[name]
-        bits(tensor).view(-1)[(number * 977) % tensor.numel()] ^= 1
+        struck = (number * 977) % tensor.numel()
+        bits(tensor).view(-1)[struck] ^= 1
         (evidence,) = [bench.weights(dtype).evidence]
+        bits(tensor).view(-1)[struck] ^= 1
         assert evidence.wrong == 1
         assert dict(evidence.bits) == {"0": 1}
         assert evidence.pattern.startswith(f"weights {name} changed in memory; {name}: element [")

@@ -153,7 +153,7 @@ def test_a_mixture_of_experts_is_right_and_a_drill_in_it_is_found(probe):
 @pytest.mark.parametrize("fault", ["flip", "zero", "swap", "nan", "stuck", "consistent"])
 def test_every_drill_is_found(probe, fault):
     """In a result or in the final norm's weights; the same seed finds the same."""
-    first, again = (facts(probe, Comparison, drill=fault, cases=("bfloat16/decode/b1/eager",)) for _ in range(2))
+    first, again = (facts(probe, Comparison, drill=fault, cases=("bfloat16/forced/b1/eager",)) for _ in range(2))
     assert any(c.wrong for c in first)
     assert [(c.case, c.wrong_trials) for c in first] == [(c.case, c.wrong_trials) for c in again]
 
@@ -196,14 +196,19 @@ def test_a_damaged_cache_or_weight_is_seen():
         assert not torch.equal(result, problem.golden), name
 
 
+PLACES = ("embedding", "attention_norm", "output", "middle", "inner_norm", "down", "out", "norm")
+"""Where every bit of a result reaches a logit."""
+
+
 def test_single_bit_faults_are_seen():
     """A sample of benchmarks/observability.py: any bit, any layer and position, in bfloat16."""
     model = construct(TINY, 7)
     with strict_switches(), torch.inference_mode():
         whole = text(model, 7, 0, 12)
-        seen = {place: count.share() for place, count in activations(model, "bfloat16", whole, 96)}
+        struck = activations(model, "bfloat16", whole, 96, (*PLACES, "keys", "values"))
+        seen = {place: count.share() for place, count in struck}
         weights = {place: count.share() for place, count in live_weights(model, "bfloat16", whole, 12)}
-    for place in ("embedding", "attention_norm", "output", "middle", "inner_norm", "down", "out", "norm"):
+    for place in PLACES:
         assert seen[place] >= 0.9, (place, seen)
     assert seen["values, read later"] >= 0.8
     assert seen["keys, read later"] >= 0.8
