@@ -136,7 +136,7 @@ def test_the_model_is_right_through_mlx(probe, mlx):
 @pytest.mark.parametrize("fault", ["flip", "swap", "stuck", "consistent"])
 def test_a_drill_is_found_through_mlx(probe, mlx, fault):
     """In MLX's result, or in the final norm's weights in its memory."""
-    found = facts(probe, Comparison, device=mlx, drill=fault, cases=("float16/decode/b1/fast",))
+    found = facts(probe, Comparison, device=mlx, drill=fault, cases=("float16/forced/b1/fast",))
     assert any(c.wrong for c in found)
 
 
