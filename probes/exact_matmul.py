@@ -10,7 +10,7 @@ the runtime's matmul does not choose; errors rarer than the rate that the run's 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -49,23 +49,15 @@ def run(ctx: Context) -> Iterator[Fact]:
     need_torch()
     speeds: dict[str, float] = {}
     refused: list[str] = []
-    asked = {label for label in _labels(ctx.device) if _is_asked(ctx, label)}
+    asked = partial(_is_asked, ctx)
     yield from _tried(ctx.device, asked, speeds, refused)
     if not speeds:  # the sentence that no case matches names some that there are
-        yield from _tried(ctx.device, _labels(ctx.device) - asked, speeds, refused)
+        yield from _tried(ctx.device, lambda label: not asked(label), speeds, refused)
     fresh, fixed = every_case(ctx, speeds)
     served = list(served_cases(ctx, speeds))
-    told = {*asked, "served"}
-    yield from (s for s in served if isinstance(s, Skipped) and s.case.partition("/")[0] in told)
+    yield from (s for s in served if isinstance(s, Skipped) and (s.case == "served" or asked(s.case.split("/")[0])))
     fresh += (case for case in served if isinstance(case, Case))
     yield from verify_all(ctx, fresh, fixed, GOLDEN, refused)
-
-
-def _labels(device: Device) -> set[str]:
-    """Return every format that a device may multiply."""
-    labels = {label_of(*pair) for pair in format_pairs(device)}
-    labels |= {f"{left}>int32/{content}" for left, content in int8_pairs(device)}
-    return labels | {quantized.label_of(*pair) for pair in quantized.pairs(device)}
 
 
 def _is_asked(ctx: Context, label: str) -> bool:
@@ -73,24 +65,25 @@ def _is_asked(ctx: Context, label: str) -> bool:
     return chosen(ctx, f"{label}/") or any(want.startswith(f"{label}/") for want in ctx.cases)
 
 
-def _tried(device: Device, labels: set[str], speeds: dict[str, float], refused: list[str]) -> Iterator[Fact]:
-    """Let a device multiply each of the formats once; add to `speeds` those that it can, to `refused` why not."""
+def _tried(
+    device: Device, wanted: Callable[[str], bool], speeds: dict[str, float], refused: list[str]
+) -> Iterator[Fact]:
+    """Let a device multiply each wanted format once; add to `speeds` those that it can, to `refused` why not."""
     for source, target in format_pairs(device):
         label = label_of(source, target)
-        if label not in labels:
+        if not wanted(label):
             continue
         if why := unsupported(device, source, target):
             refused.append(why)
             yield Skipped(case=label, reason=why)
             continue
         try:
-            speed = measure_speed(device, computing(device, source, target), FORMATS[source], FORMATS[target])
+            speeds[label] = measure_speed(device, computing(device, source, target), FORMATS[source], FORMATS[target])
         except Exception as error:
             if not is_refusal(error):
                 raise
             yield Skipped(case=label, reason=why_refused(device, error))  # another kernel than the tiny product's
             continue
-        speeds[label] = speed
         yield Reading(name=f"speed_{label}", value=speeds[label], unit="flops per second")
     tiny = {
         f"{left}>int32/{content}": _int8_case(device, left, content, "fresh", (32, 32, 32))
@@ -100,11 +93,9 @@ def _tried(device: Device, labels: set[str], speeds: dict[str, float], refused: 
         quantized.label_of(*pair): quantized.case(device, *pair, "decode", "nt", (1, 128, 128))
         for pair in quantized.pairs(device)
     }
-    for label, case in tiny.items():
-        if label not in labels:
-            continue
+    for label in filter(wanted, tiny):
         saturates = label.endswith(">int32/wide") and device.unit == "cpu" and int8_pairs_saturate()
-        if why := saturates or refusal(device, case.build(1), case.compute):
+        if why := saturates or refusal(device, tiny[label].build(1), tiny[label].compute):
             yield Skipped(case=label, reason=why)
         else:
             speeds[label] = 0.0
