@@ -38,6 +38,7 @@ from canaryd.config.settings import (
 from canaryd.config.values import parse_duration
 from canaryd.engine import schedule
 from canaryd.engine.engine import Engine
+from canaryd.engine.room import Room
 from canaryd.facts import (
     Comparison,
     Doubt,
@@ -511,15 +512,26 @@ class Watcher(Engine):
     def __init__(self, host: Host) -> None:
         """Nothing is touched yet."""
         self.host = host
-        self.carrying = ""
+        self.carrying, self.told = "", False
         super().__init__(
             host.config, Store.open(host.config.state_dir, now=host.clock, monotonic=host.monotonic), clock=host.clock
         )
         self.workers.start = lambda instruction_set="", *_, **__: Simulated(host, instruction_set)
+        self.room = Room(lambda: None)  # simulated workers take no memory
+
+    def take(self, run: Run) -> None:
+        """See whether a run has something to tell."""
+        self.told = bool(run.wrong or run.recordings) or run.outcome is not Outcome.COMPLETED
+        super().take(run)
 
     def decide(self) -> dict[str, Verdict]:
-        """While a device is tested judge it alone, for speed; all are judged at the end of the round."""
-        return {self.carrying: self.verdict(self.carrying)} if self.carrying else super().decide()
+        """While a device is tested judge it alone, after runs that tell of something; for speed.
+
+        All are judged at the end of the round.
+        """
+        if self.carrying:
+            return {self.carrying: self.verdict(self.carrying)} if self.told else {}
+        return super().decide()
 
 
 class Host:

@@ -105,7 +105,7 @@ class Evidence:
         with self._host.mutex:
             runs, now = self._runs.get(uuid, ()), self._host.clock()
             since = self._acks.evidence_since(uuid) if uuid in self._host.devices else 0.0
-            return tuple(run for run in runs if run.started > since and not expired(run, now))
+            return tuple([run for run in runs if run.started > since and not (run.drill and expired(run, now))])
 
     def redated(self, run: Run) -> Run:
         """Return a run with a corrected start where the clock was set back.

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ class Case:
             seen = scene(self, mismatches)
             cause, why, rivals = judge_cause.decide(seen)
             if cause is not Cause.SOFTWARE or not cured(self, mismatches[-1].run):
-                blamed = (replace(h, cause=cause, why=why, rivals=rivals) for h in mismatches)
+                blamed = (h._replace(cause=cause, why=why, rivals=rivals) for h in mismatches)
                 accusations += [h if seen.insistent else self._doubted(h) for h in blamed]
         return tuple(sorted(accusations, key=lambda h: by_time(h.run)))
 
@@ -180,7 +180,7 @@ class Case:
         if not self.host_in_doubt(mismatch.run):
             return mismatch
         why = "The host's CPU was wrong at about the same time: the fault may be the host's."
-        return replace(mismatch, cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
+        return mismatch._replace(cause=Cause.UNDETERMINED, why=why, rivals=(), host_in_doubt=True)
 
     @cached_property
     def confirmed(self) -> list[tuple[list[Mismatch], list[Confirmation]]]:

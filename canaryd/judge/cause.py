@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -35,8 +35,7 @@ Mark = tuple[tuple[tuple[int, ...], str, str], ...] | str
 Results = Mapping[Operands, Sequence[Comparison]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """One wrong comparison, and whose fault it is as far as the peers can tell."""
 
     run: Run
@@ -395,17 +394,21 @@ class Record(NamedTuple):
     """What the usual runs compared."""
 
 
-def results(runs: Iterable[Run], like: Run, counts: Callable[[Comparison], bool]) -> Record | None:
+def results(runs: Iterable[Run], like: Run, own: Collection[int] | None = None) -> Record | None:
     """Return what devices computed with the probe and stack of a run; None where they did not.
 
-    A stack that was not recorded equals none. Only comparisons that `counts` accepts are looked at.
+    A stack that was not recorded equals none. Of wrong comparisons only those whose `id` is in `own` are looked at.
     """
     found: dict[Operands, list[Comparison]] = defaultdict(list)
     failing, trials = 0, Count()
     for run in runs if like.stack else ():
         if run.probe != like.probe or run.probe_version != like.probe_version or run.stack_id != like.stack_id:
             continue
-        mine = [c for c in run.comparisons if c.subject is Subject.DEVICE and counts(c)]
+        mine = [
+            c
+            for c in run.comparisons
+            if c.subject is Subject.DEVICE and (own is None or not c.wrong_trials or id(c) in own)
+        ]
         for comparison in mine:
             found[operands_of(comparison)].append(comparison)
         if run.whole:
@@ -470,13 +473,17 @@ def fails_more(
 
 
 def marks(comparisons: Iterable[Comparison]) -> set[Mark]:
-    """Return what the wrong results look like; a digest shows one only where the first result was wrong for sure."""
-    found: set[Mark] = set()
-    for c in comparisons:
-        if c.wrong:
-            first = c.evidence.first if c.evidence else ()
-            found.add(first or (c.digest if c.wrong_trials == c.trials else ""))
-    return found - {""}
+    """Return what the wrong results look like."""
+    return {mark(c) for c in comparisons if c.wrong} - {""}
+
+
+def mark(wrong: Comparison) -> Mark:
+    """Return what a wrong result looks like, "" where that is not known.
+
+    A digest shows it only where the first result was wrong for sure.
+    """
+    first = wrong.evidence.first if wrong.evidence else ()
+    return first or (wrong.digest if wrong.wrong_trials == wrong.trials else "")
 
 
 def names(listed: Iterable[str]) -> str:

@@ -79,4 +79,4 @@ def _characterised(mismatches: Sequence[Mismatch]) -> tuple[Characterised, ...]:
 
 def strongest(mismatches: Sequence[Mismatch]) -> Mismatch:
     """Return the newest of the mismatches whose cause ranks first."""
-    return min(reversed(mismatches), key=lambda m: CAUSES.index(m.cause))
+    return next(m for cause in CAUSES for m in reversed(mismatches) if m.cause is cause)

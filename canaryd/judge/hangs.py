@@ -75,8 +75,9 @@ def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Seq
     """
 
     def ended(runs: Sequence[Run]) -> list[Run]:
-        within = [r for r in runs if r.probe == probe and r.whole and r.outcome in outcomes]
-        return sorted((r for r in within if age(r, case.now) <= case.policy.watch), key=lambda r: -age(r, case.now))
+        within = [r for r in runs if r.outcome is not Outcome.COMPLETED and r.probe == probe and r.whole]
+        found = [r for r in within if r.outcome in outcomes and age(r, case.now) <= case.policy.watch]
+        return sorted(found, key=lambda r: -age(r, case.now))
 
     failed = ended(case.runs)
     apart = [r for b, r in zip([None, *failed], failed, strict=False) if b is None or _apart(case, b, r)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ from canaryd.model import Device, Run
 
 DRILL_EXPIRY = 3600.0
 """Seconds after which a drill's runs are forgotten (ours). False alarms: none, drills never meet a real verdict."""
+SHIPPED = Proof(By.SHIPPED)
+by_time = operator.attrgetter("started", "id")
+"""Sorts runs by their start, and those of one moment always alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ class Node:
     def _proof(self, run: Run, comparison: Comparison) -> Proof | None:
         """Return by what the class of a wrong comparison is characterised; None where nobody has met it."""
         if comparison.characterised:
-            return Proof(By.SHIPPED)
+            return SHIPPED
         kind = self.devices[run.device].kind
         if not learns(kind):
             return None
@@ -155,46 +159,39 @@ class Node:
         """
         asked = uuid, like.probe, like.probe_version, like.stack_id, bool(like.stack), shared
         if asked not in self._records:
-            self._records[asked] = judge_cause.results(
-                self.runs[uuid], like, lambda c: shared or not c.wrong or id(c) in self.own
-            )
+            self._records[asked] = judge_cause.results(self.runs[uuid], like, None if shared else self.own)
         return self._records[asked]
 
     @cached_property
-    def _givers(self) -> Mapping[object, set[str]]:
-        """Data with wrong bits → the devices that gave them."""
-        return self._who_gave(itertools.chain.from_iterable(self.accusing.values()))
+    def _unproven(self) -> Mapping[object, Sequence[Mismatch]]:
+        """The mismatches in classes that nobody has met, by data and wrong bits."""
+        return self._by_look(m for ms in self.missed.values() for m in ms if m.proof is None)
 
-    @cached_property
-    def _unproven_givers(self) -> Mapping[object, set[str]]:
-        """The same for mismatches in classes that nobody has met."""
-        return self._who_gave(m for ms in self.missed.values() for m in ms if m.proof is None)
-
-    def _who_gave(self, mismatches: Iterable[Mismatch]) -> Mapping[object, set[str]]:
-        givers: dict[object, set[str]] = defaultdict(set)
+    def _by_look(self, mismatches: Iterable[Mismatch]) -> Mapping[object, Sequence[Mismatch]]:
+        found: dict[object, list[Mismatch]] = defaultdict(list)
         for mismatch in mismatches:
-            for mark in judge_cause.marks([mismatch.comparison]) if mismatch.run.stack else ():
-                givers[self.data(mismatch), mark].add(mismatch.run.device)
-        return givers
+            if mismatch.run.stack and (mark := judge_cause.mark(mismatch.comparison)):
+                found[self.data(mismatch), mark].append(mismatch)
+        return found
 
     def gave_alike(self, mismatch: Mismatch) -> set[str]:
         """Return the other devices that gave the wrong bits of an unproven mismatch for the same data."""
         if not mismatch.run.stack:
             return set()
-        data = self.data(mismatch)
-        found = (self._unproven_givers.get((data, mark), set()) for mark in judge_cause.marks([mismatch.comparison]))
-        return set().union(*found) - {mismatch.run.device}
+        alike = self._unproven.get((self.data(mismatch), judge_cause.mark(mismatch.comparison)), ())
+        return {m.run.device for m in alike} - {mismatch.run.device}
 
     @cached_property
     def shared(self) -> frozenset[int]:
         """The `id` of every wrong comparison whose bits another device of the kind gave too: no fault of one part."""
         if sum(map(bool, self.accusing.values())) < 2:
             return frozenset()  # at once, since most faults are those of one device
+        looks = self._by_look(itertools.chain.from_iterable(self.accusing.values()))
         return frozenset(
             id(m.comparison)
-            for m in itertools.chain.from_iterable(self.accusing.values())
-            if m.run.stack
-            and any(len(self._givers[self.data(m), mark]) > 1 for mark in judge_cause.marks([m.comparison]))
+            for alike in looks.values()
+            if any(m.run.device != alike[0].run.device for m in alike)
+            for m in alike
         )
 
     @cached_property
@@ -203,6 +200,8 @@ class Node:
 
         Beside shared ones of its probe and software, one counts as its own where a sibling computed the same data.
         """
+        if not self.shared:
+            return frozenset(id(m.comparison) for m in itertools.chain.from_iterable(self.accusing.values()))
         bugs = {
             uuid: {(m.run.probe, m.run.stack_id) for m in mismatches if id(m.comparison) in self.shared}
             for uuid, mismatches in self.accusing.items()
@@ -275,11 +274,6 @@ def node(
 
     counted = {uuid: selected(runs.get(uuid, ())) for uuid in devices}
     return Node(devices=devices, runs=counted, summed=summed or {}, claims=claims or Claims())
-
-
-def by_time(run: Run) -> tuple[float, str]:
-    """Sort runs by their start, and those of one moment always alike."""
-    return run.started, run.id
 
 
 def find_mismatches(runs: Iterable[Run], subject: Subject) -> list[Mismatch]:

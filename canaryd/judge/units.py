@@ -29,9 +29,7 @@ def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) 
         return None
     like = mismatches[-1].run
     kin = [run for run in runs if run.probe == like.probe and run.stack_id == like.stack_id]
-    on_it, elsewhere = (
-        results((_part(run, unit, on_it=on_it) for run in kin), like, lambda _: True) for on_it in (True, False)
-    )
+    on_it, elsewhere = (results((_part(run, unit, on_it=on_it) for run in kin), like) for on_it in (True, False))
     if on_it is None or elsewhere is None:
         return None
     at = {place for cs in elsewhere.results.values() for c in cs for place in units_of(c.place)} - {unit}
@@ -72,6 +70,8 @@ def _shares(comparisons: Iterable[Comparison], unit: Place, *, on_it: bool) -> I
             continue
         within = sum(number == unit.numbers[0] for number in c.place.numbers)
         share, whole = within if on_it else len(c.place.numbers) - within, len(c.place.numbers)
-        if share:
+        if share == whole == 1:
+            yield c
+        elif share:
             right, wrong = c.trials * share // whole, c.wrong_trials * share // whole
             yield replace(c, trials=right, wrong_trials=wrong, uploads=c.uploads * share)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from canaryd.facts import Place, Subject
+from canaryd.facts import UNITS, Place, Subject
 from canaryd.judge.case import Case, results_during
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
 from canaryd.judge.links import is_link
-from canaryd.judge.units import units_of
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
 
@@ -71,15 +70,18 @@ def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
 
     Other runs are left out: of clean ones only sums are kept.
     """
-    wrong, of = Counter[Place](), Counter[Place]()
+    wrong, of = Counter[tuple[str, tuple[int, ...]]](), Counter[tuple[str, tuple[int, ...]]]()
     accused = {id(m.comparison) for m in mismatches}
     for run in {m.run.id: m.run for m in mismatches}.values():
         for c in run.comparisons:
             if c.subject is Subject.COMPARATOR or not (c.place.is_unit or c.subject is Subject.DEVICE):
                 continue
-            parts = [c.place] if is_link(c.place) else [*units_of(c.place)]
-            for place in parts:
-                of[place] += c.trials // len(parts)
-                wrong[place] += c.wrong_trials // len(parts) if id(c) in accused else 0
-    places = sorted(of, key=lambda place: (place.unit, place.numbers))
-    return tuple(PlaceTally(place=place, wrong=wrong[place], of=of[place]) for place in places)
+            unit, numbers = c.place.unit, c.place.numbers
+            parts = [numbers] if is_link(c.place) else [(number,) for number in numbers] if unit in UNITS else ()
+            for part in parts:
+                of[unit, part] += c.trials // len(parts)
+                wrong[unit, part] += c.wrong_trials // len(parts) if id(c) in accused else 0
+    return tuple(
+        PlaceTally(place=Place(unit=unit, numbers=part), wrong=wrong[unit, part], of=of[unit, part])
+        for unit, part in sorted(of)
+    )
