@@ -269,9 +269,12 @@ def test_reruns_that_differ_in_other_cases_each_time_are_departures(of):
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.1, 0.02, 1.0], ids=["1 in 50", "1 in 500", "rare", "permanent"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_check_after_learning_is_healthy_while_recordings_are_unknown(chance, seed):
-    """Whatever the rate of the fault, and whichever cases its re-runs happen to strike; in the end it is a suspect."""
+    """Whatever the rate of the fault, and whichever cases its re-runs happen to strike; in the end it is a suspect.
+
+    Seeds 1 and 2 are other courses of chance of what seed 0 shows at each rate.
+    """
     rng, history = random.Random(f"{chance}/{seed}"), server()
     told = []
     for number in range(40):
