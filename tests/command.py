@@ -142,12 +142,12 @@ def in_turn(*commands: Sequence[object], user: int | None = None, timeout: float
     return [Answer(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def eventually(what: Callable[[], Any], within: float = PATIENCE) -> Any:
-    """Ask until the answer is true and return it; fail after `within` seconds."""
+def eventually(what: Callable[[], Any], within: float = PATIENCE, every: float = 0.1) -> Any:
+    """Ask `every` so many seconds until the answer is true and return it; fail after `within` seconds."""
     end = time.monotonic() + within
     while not (answer := what()):
         assert time.monotonic() < end, f"not within {within} s: {what}"
-        time.sleep(0.05)
+        time.sleep(every)
     return answer
 
 
@@ -230,7 +230,9 @@ class Daemon(Process):
         """Return the first sample of `name` with these labels, None where there is none."""
         status, page = self.get("/metrics")
         assert status == 200
-        for family in text_string_to_metric_families(page):
+        # That of other names is not read: with eight GPUs the page has more than a thousand samples.
+        asked = "".join(f"{line}\n" for line in page.splitlines() if line.startswith(name))
+        for family in text_string_to_metric_families(asked):
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     return float(sample.value)

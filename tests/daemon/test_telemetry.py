@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from canaryd.config.settings import Config, ProbesConfig, ProbeSettings, Telemet
 from canaryd.engine.engine import Engine
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.readings import READINGS, metric
-from canaryd.model import Outcome, State
+from canaryd.model import Finding, Outcome, State
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import RunRequest, WorkerSpec
 from canaryd.supervisor.series import Series
@@ -140,6 +141,16 @@ class Site:
         with Store.open(self.state) as store:
             return store.runs(device)
 
+    def findings(self) -> dict[str, Sequence[Finding]]:
+        """Return what the stored verdict on each device rests on: asked again and again, a command would cost more."""
+        with Store.open(self.state) as store:
+            return {uuid: verdict.findings for uuid, verdict in store.verdicts().items()}
+
+    def rises(self, device: str) -> dict[str, float]:
+        """Return by how much the store says that counters of a device rose."""
+        with Store.open(self.state) as store:
+            return risen((e.kind, e.name, e.count) for e in store.events(device=device))
+
     def triggers(self, device: str) -> str:
         """Return why exact goldens ran out of turn on a device."""
         return "; ".join(run.trigger for run in self.runs(device) if run.trigger)
@@ -152,10 +163,11 @@ def success(daemon: Daemon, device: str, probe: str = "nvidia_telemetry") -> flo
 
 def state_of(daemon: Daemon, device: str) -> tuple[str, str]:
     """Return the state and the cause that /metrics shows of a device."""
-    page = list(text_string_to_metric_families(daemon.get("/metrics")[1]))
+    page = daemon.get("/metrics")[1]
     found = []
     for what in ("state", "cause"):
-        samples = [s for f in page for s in f.samples if s.name == f"canaryd_device_{what}"]
+        asked = "".join(f"{line}\n" for line in page.splitlines() if line.startswith(f"canaryd_device_{what}{{"))
+        samples = [s for f in text_string_to_metric_families(asked) for s in f.samples]
         found.append(next((s.labels[what] for s in samples if s.labels["device"] == device and s.value), ""))
     return found[0], found[1]
 
@@ -171,71 +183,17 @@ def shown(page: str, device: str) -> dict[tuple[str, frozenset], float]:
     }
 
 
+def risen(events: Iterable[tuple[str, str, float]]) -> dict[str, float]:
+    """Return by how much each counter rose, from events as (kind, name, count)."""
+    total: Counter[str] = Counter()  # what happened in two hours of the clock is two events
+    for kind, name, count in events:
+        total[name] += count if kind == "counter" else 0
+    return dict(+total)
+
+
 def spoken(text: str) -> str:
     """Return a text as if its lines had never been wrapped."""
     return " ".join(text.split())
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
-    """Eight GPUs under one daemon, healthy but for a link that has lost half its lanes under load: (site, daemon)."""
-    site = Site(tmp_path_factory.mktemp("fleet"))
-    site.machine.set(5, "utilization.gpu", 90)
-    site.machine.set(5, "pcie_width", 8)  # from the start: it takes a minute to be held against a device
-    with site.daemon() as daemon:
-        for uuid in site.uuids:
-            eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
-        yield site, daemon
-
-
-# --- What a sound machine shows ---------------------------------------------------------------------------------------
-
-
-def test_every_reading_of_every_gpu_is_exported(fleet):
-    """What the probe yields and what /metrics shows are the same names, labels and values."""
-    site, daemon = fleet
-    page = daemon.get("/metrics")[1]
-    series = Series(WorkerSpec(env=dict(site.machine.environment)))
-    settings = {"sysfs": str(site.sysfs)}
-    try:
-        gpus = series.inventory({"nvidia": settings}).devices["nvidia"]
-        assert [gpu.uuid for gpu in gpus] == site.uuids
-        for gpu in gpus:
-            request = RunRequest(
-                probe_path=ROOT / "probes/nvidia_telemetry.py",
-                spec=SPEC,
-                device=gpu,
-                level="quick",
-                seed=0,
-                settings=settings,
-            )
-            run = series.run(request, 20.0)
-            assert run.outcome is Outcome.COMPLETED, run.detail
-            direct = {(metric(r.name), frozenset(r.labels.items())): float(r.value) for r in run.readings}
-            assert len(direct) > 100
-            assert shown(page, gpu.uuid) == direct
-            assert daemon.value("canaryd_readings_absent", device=gpu.uuid) == len(run.absent)
-    finally:
-        series.close()
-
-
-def test_nothing_is_held_between_polls(fleet):
-    """Where persistence is on, each sweep has a worker that ends with it; the daemon itself never holds anything."""
-    site, daemon = fleet
-    begun, idle, longest, holders = time.monotonic(), time.monotonic(), 0.0, set()
-    while time.monotonic() - begun < 2.5 * SWEEP:
-        held = site.machine.holders()
-        holders |= held.keys()
-        now = time.monotonic()
-        longest = max(longest, now - idle)
-        if held:
-            idle = now
-        time.sleep(0.02)
-    assert len(holders) >= 2
-    assert daemon.popen.pid not in holders
-    assert longest > SWEEP / 2
-    assert eventually(lambda: not site.machine.holders() and not holders.intersection(daemon.others()))
-    assert daemon.value("canaryd_device_handles_held") == 0
 
 
 # --- A GPU that falls off the bus -------------------------------------------------------------------------------------
@@ -273,21 +231,20 @@ def test_a_lost_gpu_is_known_after_one_poll(tmp_path, where):
 # --- A call that hangs, and a divided GPU -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """Three GPUs, the first divided in two, under one daemon: (site, daemon, instances)."""
-    site = Site(tmp_path_factory.mktemp("mixed"), gpus=3, timeout="2s")
+def test_instances_are_devices_and_a_call_that_hangs_costs_a_worker(tmp_path):
+    """Three GPUs, the first divided in two, under one daemon; the second begins to hang."""
+    site = Site(tmp_path, gpus=3, timeout="2s")
     site.machine.divide(0, 2)
     instances = [f"MIG-00000000-0000-4000-800{n}-000000000000" for n in range(2)]
     with site.daemon() as daemon:
         for uuid in (*site.uuids, *instances):
             eventually(lambda uuid=uuid: success(daemon, uuid))
-        yield site, daemon, instances
+        instances_are_devices_of_their_own(site, daemon, instances)
+        a_call_that_hangs_costs_a_worker_and_nothing_else(site, daemon)
 
 
-def test_instances_are_devices_of_their_own(mixed):
+def instances_are_devices_of_their_own(site, daemon, instances):
     """They have their own readings and their own runs; the divided GPU is polled, and not asked to compute."""
-    site, daemon, instances = mixed
     for instance in instances:
         eventually(lambda instance=instance: state_of(daemon, instance) == ("healthy", "none"))
         assert daemon.value("canaryd_device_info", device=instance, parent=site.uuids[0]) == 1
@@ -302,9 +259,8 @@ def test_instances_are_devices_of_their_own(mixed):
     assert "xid-application" in {f["rule"] for f in site.status()[instances[1]]["findings"]}
 
 
-def test_a_call_that_hangs_costs_a_worker_and_nothing_else(mixed):
+def a_call_that_hangs_costs_a_worker_and_nothing_else(site, daemon):
     """/metrics answers meanwhile, other GPUs are read on, and of the one that hangs the last success stands still."""
-    site, daemon, _ = mixed
     hung, sound = site.uuids[1:]
     site.machine.hang(1, "nvmlDeviceGetPowerUsage")
     seconds, holding = [], 0
@@ -428,12 +384,6 @@ def test_a_daemon_that_is_killed_counts_everything_once(tmp_path):
     def counted() -> tuple[float | None, ...]:
         return tuple(daemon.value("canaryd_xid_errors_total", device=device, xid=xid) for xid in ("31", "63", "64"))
 
-    def rises() -> dict[str, float]:
-        total: Counter[str] = Counter()  # what happened in two hours of the clock is two events
-        for event in site.status()[device]["events"]:
-            total[event["name"]] += event["count"] if event["kind"] == "counter" else 0
-        return dict(+total)
-
     fault = BROKEN.format("10", "{}", "Ch 00000008")
     counter = "ecc_aggregate_errors_total{kind=corrected,location=dram}"
     with site.daemon() as daemon:
@@ -441,18 +391,20 @@ def test_a_daemon_that_is_killed_counts_everything_once(tmp_path):
         site.hear(fault.format(31), fault.format(31))
         eventually(lambda: counted() == (2, 0, 0))
         site.machine.set(0, "aggregate.corrected.dram", 3)
-        eventually(lambda: rises() == {counter: 3})
+        eventually(lambda: site.rises(device) == {counter: 3}, every=0.5)
         daemon.end(signal.SIGKILL)
         eventually(lambda: not daemon.others())
     site.hear(fault.format(63))
     site.machine.set(0, "aggregate.corrected.dram", 8)
     with site.daemon() as daemon:
-        eventually(lambda: success(daemon, device) and counted() == (2, 1, 0) and rises() == {counter: 8})
+        eventually(lambda: success(daemon, device) and counted() == (2, 1, 0) and site.rises(device) == {counter: 8})
         daemon.end(signal.SIGKILL)
     with site.daemon() as daemon:
         site.hear(fault.format(64))
         eventually(lambda: success(daemon, device) and counted() == (2, 1, 1))
-        assert rises() == {counter: 8}
+        assert site.rises(device) == {counter: 8}
+        told = site.status()[device]["events"]
+        assert risen((e["kind"], e["name"], e["count"]) for e in told) == {counter: 8}
 
 
 def test_what_the_kernel_said_before_the_first_start_is_counted(tmp_path):
@@ -526,6 +478,68 @@ def test_a_gpu_that_cannot_be_asked_is_not_healthy(tmp_path, code, reason):
     assert "verdict: UNKNOWN" in answer.out
 
 
+# --- Eight GPUs under one daemon; last, so that it does not run beside all other tests --------------------------------
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """Eight GPUs under one daemon, healthy but for a link that has lost half its lanes under load: (site, daemon)."""
+    site = Site(tmp_path_factory.mktemp("fleet"))
+    site.machine.set(5, "utilization.gpu", 90)
+    site.machine.set(5, "pcie_width", 8)  # from the start: it takes a minute to be held against a device
+    with site.daemon() as daemon:
+        for uuid in site.uuids:
+            eventually(lambda uuid=uuid: state_of(daemon, uuid) == ("healthy", "none") and success(daemon, uuid))
+        yield site, daemon
+
+
+def test_every_reading_of_every_gpu_is_exported(fleet):
+    """What the probe yields and what /metrics shows are the same names, labels and values."""
+    site, daemon = fleet
+    page = daemon.get("/metrics")[1]
+    series = Series(WorkerSpec(env=dict(site.machine.environment)))
+    settings = {"sysfs": str(site.sysfs)}
+    try:
+        gpus = series.inventory({"nvidia": settings}).devices["nvidia"]
+        assert [gpu.uuid for gpu in gpus] == site.uuids
+        for gpu in gpus:
+            request = RunRequest(
+                probe_path=ROOT / "probes/nvidia_telemetry.py",
+                spec=SPEC,
+                device=gpu,
+                level="quick",
+                seed=0,
+                settings=settings,
+            )
+            run = series.run(request, 20.0)
+            assert run.outcome is Outcome.COMPLETED, run.detail
+            direct = {(metric(r.name), frozenset(r.labels.items())): float(r.value) for r in run.readings}
+            assert len(direct) > 100
+            assert shown(page, gpu.uuid) == direct
+            assert daemon.value("canaryd_readings_absent", device=gpu.uuid) == len(run.absent)
+    finally:
+        series.close()
+
+
+def test_nothing_is_held_between_polls(fleet):
+    """Where persistence is on, each sweep has a worker that ends with it; the daemon itself never holds anything."""
+    site, daemon = fleet
+    begun, idle, longest, holders = time.monotonic(), time.monotonic(), 0.0, set()
+    while time.monotonic() - begun < 2.5 * SWEEP:
+        held = site.machine.holders()
+        holders |= held.keys()
+        now = time.monotonic()
+        longest = max(longest, now - idle)
+        if held:
+            idle = now
+        time.sleep(0.05)
+    assert len(holders) >= 2
+    assert daemon.popen.pid not in holders
+    assert longest > SWEEP / 2
+    assert eventually(lambda: not site.machine.holders() and not holders.intersection(daemon.others()))
+    assert daemon.value("canaryd_device_handles_held") == 0
+
+
 # --- Findings ---------------------------------------------------------------------------------------------------------
 
 FINDINGS = {
@@ -592,12 +606,13 @@ def test_each_finding_reaches_verdict_metric_and_status(provoked):
     site, daemon, host = provoked
     wanted = {site.uuids[gpu]: rules for gpu, rules in FINDINGS.items()} | {host: HOST}
 
-    def found() -> dict[str, dict[str, str]]:
-        return {u: {f["rule"]: f["severity"] for f in d["findings"]} for u, d in site.status().items()}
+    def all_there() -> bool:
+        found = {u: {f.rule: f.state.value for f in findings} for u, findings in site.findings().items()}
+        return all(rules.items() <= found[uuid].items() for uuid, rules in wanted.items())
 
     with contextlib.suppress(AssertionError):  # what is missing is told by the comparison
-        eventually(lambda: all(rules.items() <= found()[uuid].items() for uuid, rules in wanted.items()), within=100)
-    assert found() == wanted
+        eventually(all_there, within=100, every=0.5)
+    assert {u: {f["rule"]: f["severity"] for f in d["findings"]} for u, d in site.status().items()} == wanted
     for gpu, state in STATES.items():
         eventually(lambda gpu=gpu, state=state: state_of(daemon, site.uuids[gpu]) == state)
     eventually(lambda: state_of(daemon, host) == ("suspect", "hardware"))
@@ -606,7 +621,7 @@ def test_each_finding_reaches_verdict_metric_and_status(provoked):
         text = spoken(site.run("status").out)
         return all(spoken(f["message"]) in text for d in site.status().values() for f in d["findings"])
 
-    assert eventually(spelled_out)
+    assert eventually(spelled_out, every=0.5)
     for gpu, code in ((0, "48"), (1, "79"), (2, "31")):
         assert daemon.value("canaryd_xid_errors_total", device=site.uuids[gpu], xid=code) == 1
     assert daemon.value("canaryd_sxid_errors_total", device=host, sxid="20034") == 1
@@ -628,11 +643,10 @@ def test_what_happened_calls_for_exact_goldens(provoked):
     happened = eventually(lambda: site.triggers(host))  # whatever was told first, and what came in the same moment
     assert "machine check" in happened or "uncorrected ECC error" in happened
 
-    def note() -> str:
-        findings = site.status()[site.uuids[2]]["findings"]
-        return next(" ".join(f["evidence"]) for f in findings if f["rule"] == "xid-application")
-
-    eventually(lambda: "Exact tests passed" in note())
+    passed = "Exact tests passed"
+    eventually(lambda: any(passed in " ".join(f.evidence) for f in site.findings()[site.uuids[2]]), every=0.5)
+    findings = site.status()[site.uuids[2]]["findings"]
+    assert passed in next(" ".join(f["evidence"]) for f in findings if f["rule"] == "xid-application")
 
 
 def test_another_driver_is_an_event_a_metric_and_a_trigger(provoked):
