@@ -460,11 +460,12 @@ def test_a_storm_of_sighups_is_a_few_reloads_and_holds_up_no_stop(tmp_path, stat
     nothing_twice(state)
 
 
-def test_sigterm_at_any_moment_of_the_start_leaves_a_sound_record(tmp_path, state):
+@pytest.mark.parametrize("times", [6, pytest.param(24, marks=pytest.mark.slow)])
+def test_sigterm_at_any_moment_of_the_start_leaves_a_sound_record(tmp_path, state, times):
     """Before it serves, the signal ends it as it ends any program; afterwards it stops in order. Nothing is left."""
     config, dice = configure(tmp_path, "passes", each=QUICK), random.Random(7)
     codes = set()
-    for number in range(12):
+    for number in range(times):
         with running(Daemon(config, state)) as daemon:
             if number % 3 == 2:
                 daemon.line("serves http://")
