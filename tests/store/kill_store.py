@@ -5,6 +5,7 @@
 baselines, verdicts, events, polls and acks, one word and one name a line; it kills itself before commit number COMMIT.
 `kill_store.py --full DIR` does the same while no file may grow, then when they may again, and prints all answers.
 `kill_store.py --upgrade DIR STATEMENT` opens a store and kills itself before that statement of its migrations.
+`kill_store.py --forks` reads such arguments, a JSON list a line, and forks a process for each; it imports canaryd once.
 """
 
 import itertools
@@ -143,7 +144,25 @@ def upgrade(state_dir: str, statement: str) -> None:
         print("upgraded", flush=True)
 
 
-if __name__ == "__main__":
-    modes = {"--engine": through_engine, "--full": full, "--upgrade": upgrade}
-    first, *others = sys.argv[1:]
+def forks() -> None:
+    """Fork a process for each line of input, one after the other; print its id, what it prints, and its status."""
+    import canaryd.engine.engine  # noqa: F401 - so that no child does
+
+    for line in sys.stdin:
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            print("ended", os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        print("begun", os.getpid(), flush=True)
+        main(*json.loads(line))
+        return
+
+
+def main(first: str, *others: str) -> None:
+    """Do what the arguments say."""
+    modes = {"--engine": through_engine, "--full": full, "--upgrade": upgrade, "--forks": forks}
     modes[first](*others) if first in modes else runs(first, *others)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
