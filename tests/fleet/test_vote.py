@@ -25,7 +25,7 @@ from canaryd.judge import verdict
 from canaryd.metrics.families import FAMILIES
 from canaryd.model import State
 from tests import documented
-from tests.command import ROOT, canaryd, eventually, free_port
+from tests.command import ROOT, canaryd, eventually, free_port, in_turn
 
 RULES = ROOT / "deploy/prometheus" / vote.RULES
 VALIDATOR = jsonschema.Draft202012Validator(json.loads((ROOT / "docs/fleet.schema.json").read_text()))
@@ -171,7 +171,7 @@ def settled(url, holds):
             return None
         return found if holds(found) else None
 
-    return eventually(look)
+    return eventually(look, every=0.25)
 
 
 def healthy(names="abcd", *, model="M", start=0):
@@ -623,30 +623,32 @@ def test_a_token_that_the_server_repeats_is_not_printed(hostile, tmp_path):
     assert str(caught.value) == "answers 400: bad_data: bad … … b'alice:…'"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "--prometheus"),
-        (["--prometheus", "prometheus:9090"], "is not an address of a Prometheus"),
-        (["--prometheus", "ftp://p:9090"], "is not an address of a Prometheus"),
-        (["--prometheus", "http://user:pw@p:9090"], "use --token-file"),
-        (["--prometheus", "http://p:9090/graph?x=1"], "is not an address of a Prometheus"),
-        (
-            ["--prometheus", "http://p:9090", "--token-file", "/nonexistent"],
-            "--token-file /nonexistent: cannot be read",
-        ),
-        (["--prometheus", "http://p:9090", "--token-file", "/dev/null"], "wanted one line with a token"),
-        (["--prometheus", "https://p:9090", "--ca-file", "/nonexistent"], "--ca-file /nonexistent"),
-        (["--prometheus", "https://p:9090", "--ca-file", "/dev/null"], "--ca-file /dev/null"),
-        (["--prometheus", "http://p:9090", "--timeout", "soon"], "--timeout"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_usage_errors(arguments, said):
+REFUSED = [
+    ([], "--prometheus"),
+    (["--prometheus", "prometheus:9090"], "is not an address of a Prometheus"),
+    (["--prometheus", "ftp://p:9090"], "is not an address of a Prometheus"),
+    (["--prometheus", "http://user:pw@p:9090"], "use --token-file"),
+    (["--prometheus", "http://p:9090/graph?x=1"], "is not an address of a Prometheus"),
+    (["--prometheus", "http://p:9090", "--token-file", "/nonexistent"], "--token-file /nonexistent: cannot be read"),
+    (["--prometheus", "http://p:9090", "--token-file", "/dev/null"], "wanted one line with a token"),
+    (["--prometheus", "https://p:9090", "--ca-file", "/nonexistent"], "--ca-file /nonexistent"),
+    (["--prometheus", "https://p:9090", "--ca-file", "/dev/null"], "--ca-file /dev/null"),
+    (["--prometheus", "http://p:9090", "--timeout", "soon"], "--timeout"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """Return the answers to `REFUSED`, of one process."""
+    return in_turn(*(["fleet", *arguments] for arguments, _ in REFUSED))
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[str(arguments) for arguments, _ in REFUSED])
+def test_wrong_arguments_are_usage_errors(refused, number):
     """Exit 64, before anybody is asked, and no password is repeated."""
-    answer = canaryd("fleet", *arguments)
+    answer = refused[number]
     assert (answer.code, answer.out) == (64, "")
-    assert said in answer.err
+    assert REFUSED[number][1] in answer.err
     assert "pw@" not in answer.err
 
 
