@@ -525,7 +525,7 @@ def test_the_preview_draws_every_panel(seen, tmp_path):
     argv = [sys.executable, "-m", "tools.grafana_preview", "--prometheus", api.url, "--out", tmp_path]
     argv += [
         "--since",
-        "0.03",
+        str(1 / 60),  # panels of steps of a minute have one at its end
         "--scrape",
         "1",
         "--set",
