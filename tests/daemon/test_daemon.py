@@ -100,115 +100,6 @@ def test_stale_evidence_is_no_health(tmp_path, state):
         eventually(lambda: daemon.get("/healthz")[0] == 200)
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """A daemon on a sound device that several tests look at: (daemon, configuration, state directory, log)."""
-    directory = tmp_path_factory.mktemp("watched")
-    log = directory / "log"
-    each = {"records": {"settings": {"log": str(log), "seconds": 0.2, "fingerprint": 77}}}
-    config = configure(directory, "records", "passes", "skips", each=each)
-    with running(Daemon(config, directory / "state")) as daemon:
-        eventually(lambda: daemon.get("/readyz")[0] == 200)
-        yield daemon, config, directory / "state", log
-
-
-def test_the_page_passes_promtool(watched):
-    """`promtool check metrics` has nothing to say about the live page."""
-    promtool = needs("promtool")
-    page = watched[0].get("/metrics")[1]
-    done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_prometheus_scrapes_it(watched, tmp_path):
-    """The target is up, and the device's state can be queried."""
-    program = needs("prometheus")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    target = watched[0].address.removeprefix("http://")
-    jobs = [{"job_name": "canaryd", "static_configs": [{"targets": [target]}]}]
-    config = tmp_path / "prometheus.yml"
-    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
-    argv = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-    prometheus = subprocess.Popen(
-        [*argv, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-    def query(text: str) -> list[dict]:
-        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": text})
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return json.load(answer)["data"]["result"]
-        except OSError:
-            return []
-
-    try:
-        eventually(lambda: query('up{job="canaryd"} == 1'))
-        states = eventually(lambda: query("canaryd_device_state"))
-        assert {sample["metric"]["state"] for sample in states} == {
-            "healthy", "degraded", "unknown", "suspect", "faulty",
-        }  # fmt: skip
-        assert len(eventually(lambda: query("canaryd_golden_fingerprint == 77"))) == 1
-        assert query('canaryd_probe_runs_total{probe="records",outcome="completed"} > 0')
-    finally:
-        prometheus.terminate()
-        prometheus.wait(30)
-
-
-def test_a_check_beside_it_is_counted_and_never_meets_it(watched):
-    """They share the record, and the device's lock."""
-    daemon, config, state, log = watched
-    answer = canaryd("check", "--for", "6s", "--json", "--config", config, "--state-dir", state)
-    runs = [run["id"] for run in answer.document["devices"][0]["runs"] if run["probe"] == "records"]
-    assert len(runs) > 1
-
-    def counted() -> bool:
-        with Store.open(state) as store:
-            stored = len(store.runs(probe="records"))
-        total = daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed")
-        return total is not None and total >= stored - 1  # one may have ended since the page was made
-
-    eventually(counted)
-    assert daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed") > len(runs)
-    times = intervals(log)
-    assert len(times) > len(runs)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
-
-
-def test_a_drill_beside_it_shows_as_a_drill(watched):
-    """Its counters and its state arrive in the metrics; the device stays what it was."""
-    daemon, config, state, _ = watched
-    before = daemon.value("canaryd_probe_mismatches_total", probe="records")
-    answer = canaryd("drill", "--probe", "records", "--config", config, "--state-dir", state)
-    assert answer.code == 2
-    eventually(lambda: daemon.value("canaryd_drill_device_state", state="faulty") == 1)
-    assert daemon.value("canaryd_drill_runs_total", probe="records") == 4
-    assert daemon.value("canaryd_drill_mismatches_total", probe="records") == 4
-    assert daemon.value("canaryd_probe_mismatches_total", probe="records") == before == 0
-    assert daemon.value("canaryd_device_state", state="faulty") == 0
-    assert daemon.value("canaryd_device_state", state="suspect") == 0
-
-
-def test_a_skipped_probe_is_counted_and_keeps_the_device_unknown(watched):
-    """No evidence is not health, and the reason is a finding, not a number."""
-    daemon = watched[0]
-    eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="skips", outcome="skipped"))
-    assert daemon.value("canaryd_device_state", state="healthy") == 0
-    assert daemon.get("/healthz")[0] == 503
-    assert "cpu:0 skips: no evidence yet" in daemon.get("/healthz")[1]
-
-
-def test_it_never_loads_torch(watched):
-    """Neither the file of a library in its memory, nor a heavy module in an interpreter that imports the daemon."""
-    maps = Path(f"/proc/{watched[0].popen.pid}/maps").read_text()
-    assert "libpython" in maps or "python" in maps
-    assert "torch" not in maps
-    code = "import canaryd.cli.main as main, canaryd.daemon.daemon, sys; main.parser(); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
-    assert not {"torch", "numpy", "pynvml", "amdsmi"} & set(json.loads(done.stdout.replace("'", '"')))
-
-
 # --- Starting and stopping -------------------------------------------------------------------------------------------
 
 
@@ -464,3 +355,115 @@ def test_threads_share_one_heap(tmp_path, state, monkeypatch):
             if begin % HEAP == 0 and (middle, end - begin) == (again, HEAP) and (used[0], kept[0]) == ("rw-p", "---p")
         ]
         assert not further
+
+
+# --- Several looks at one daemon; last, so that it does not run beside all other tests --------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A daemon on a sound device that several tests look at: (daemon, configuration, state directory, log)."""
+    directory = tmp_path_factory.mktemp("watched")
+    log = directory / "log"
+    each = {"records": {"settings": {"log": str(log), "seconds": 0.2, "fingerprint": 77}}}
+    config = configure(directory, "records", "passes", "skips", each=each)
+    with running(Daemon(config, directory / "state")) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        yield daemon, config, directory / "state", log
+
+
+def test_the_page_passes_promtool(watched):
+    """`promtool check metrics` has nothing to say about the live page."""
+    promtool = needs("promtool")
+    page = watched[0].get("/metrics")[1]
+    done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_prometheus_scrapes_it(watched, tmp_path):
+    """The target is up, and the device's state can be queried."""
+    program = needs("prometheus")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    target = watched[0].address.removeprefix("http://")
+    jobs = [{"job_name": "canaryd", "static_configs": [{"targets": [target]}]}]
+    config = tmp_path / "prometheus.yml"
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+    argv = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    prometheus = subprocess.Popen(
+        [*argv, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def query(text: str) -> list[dict]:
+        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": text})
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+
+    try:
+        eventually(lambda: query('up{job="canaryd"} == 1'))
+        states = eventually(lambda: query("canaryd_device_state"))
+        assert {sample["metric"]["state"] for sample in states} == {
+            "healthy", "degraded", "unknown", "suspect", "faulty",
+        }  # fmt: skip
+        assert len(eventually(lambda: query("canaryd_golden_fingerprint == 77"))) == 1
+        assert query('canaryd_probe_runs_total{probe="records",outcome="completed"} > 0')
+    finally:
+        prometheus.terminate()
+        prometheus.wait(30)
+
+
+def test_a_check_beside_it_is_counted_and_never_meets_it(watched):
+    """They share the record, and the device's lock."""
+    daemon, config, state, log = watched
+    answer = canaryd("check", "--for", "6s", "--json", "--config", config, "--state-dir", state)
+    runs = [run["id"] for run in answer.document["devices"][0]["runs"] if run["probe"] == "records"]
+    assert len(runs) > 1
+
+    def counted() -> bool:
+        with Store.open(state) as store:
+            stored = len(store.runs(probe="records"))
+        total = daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed")
+        return total is not None and total >= stored - 1  # one may have ended since the page was made
+
+    eventually(counted)
+    assert daemon.value("canaryd_probe_runs_total", probe="records", outcome="completed") > len(runs)
+    times = intervals(log)
+    assert len(times) > len(runs)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+
+
+def test_a_drill_beside_it_shows_as_a_drill(watched):
+    """Its counters and its state arrive in the metrics; the device stays what it was."""
+    daemon, config, state, _ = watched
+    before = daemon.value("canaryd_probe_mismatches_total", probe="records")
+    answer = canaryd("drill", "--probe", "records", "--config", config, "--state-dir", state)
+    assert answer.code == 2
+    eventually(lambda: daemon.value("canaryd_drill_device_state", state="faulty") == 1)
+    assert daemon.value("canaryd_drill_runs_total", probe="records") == 4
+    assert daemon.value("canaryd_drill_mismatches_total", probe="records") == 4
+    assert daemon.value("canaryd_probe_mismatches_total", probe="records") == before == 0
+    assert daemon.value("canaryd_device_state", state="faulty") == 0
+    assert daemon.value("canaryd_device_state", state="suspect") == 0
+
+
+def test_a_skipped_probe_is_counted_and_keeps_the_device_unknown(watched):
+    """No evidence is not health, and the reason is a finding, not a number."""
+    daemon = watched[0]
+    eventually(lambda: daemon.value("canaryd_probe_runs_total", probe="skips", outcome="skipped"))
+    assert daemon.value("canaryd_device_state", state="healthy") == 0
+    assert daemon.get("/healthz")[0] == 503
+    assert "cpu:0 skips: no evidence yet" in daemon.get("/healthz")[1]
+
+
+def test_it_never_loads_torch(watched):
+    """Neither the file of a library in its memory, nor a heavy module in an interpreter that imports the daemon."""
+    maps = Path(f"/proc/{watched[0].popen.pid}/maps").read_text()
+    assert "libpython" in maps or "python" in maps
+    assert "torch" not in maps
+    code = "import canaryd.cli.main as main, canaryd.daemon.daemon, sys; main.parser(); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert not {"torch", "numpy", "pynvml", "amdsmi"} & set(json.loads(done.stdout.replace("'", '"')))
