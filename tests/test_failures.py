@@ -293,9 +293,14 @@ def begun_anew(daemon, state):
             pass
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["directory", "database"])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(True, id="directory", marks=pytest.mark.slow), pytest.param(False, id="database")]
+)
 def test_a_record_that_is_removed_under_a_daemon_is_made_again_and_said(tmp_path, state, whole):
-    """Devices, locks and counters are there again, and the device is unknown: what was found before is not known."""
+    """Devices, locks and counters are there again, and the device is unknown: what was found before is not known.
+
+    A directory that goes is seen by test_a_state_directory_that_comes_back_late_is_begun_anew too.
+    """
     config = configure(tmp_path, "passes", each=QUICK)
     with running(Daemon(config, state)) as daemon:
         ready(daemon)
