@@ -118,7 +118,7 @@ class Prometheus:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(max(0.0, self._left()))
-        if not found:
+        if not found or isinstance(found[0], TimeoutError):  # the socket's own timeout may be a moment earlier
             raise FleetError(f"did not answer within {self.patience:g} s; allow more with --timeout")
         if isinstance(found[0], Exception):
             raise found[0]
@@ -136,7 +136,11 @@ class Prometheus:
                     raise FleetError(f"answers with more than {LARGEST // 1024**2} MiB")
                 return answer.status or 0, body
         except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError) and error.reason.errno is None:
+                raise error.reason from None
             raise FleetError(f"cannot be reached: {_reason(error.reason)}") from error
+        except TimeoutError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise FleetError(f"does not answer like a web server: {_reason(error)}") from error
 

@@ -560,6 +560,14 @@ def test_a_server_that_misbehaves_is_told_of_in_one_sentence(hostile, what, said
     assert time.monotonic() - before < patience + 1
 
 
+def test_a_timeout_of_the_socket_is_a_server_that_did_not_answer(hostile, monkeypatch):
+    """The socket may give up a moment before the clock of the whole query: the sentence is the same."""
+    asked = Prometheus(f"{hostile}/hang", patience=PATIENCE)
+    monkeypatch.setattr(asked, "_left", lambda: PATIENCE if threading.current_thread().name == "MainThread" else 0.1)
+    with pytest.raises(FleetError, match=f"did not answer within {PATIENCE:g} s"):
+        vote.gather(asked)
+
+
 def test_an_answer_that_may_be_partial_is_not_healthy():
     """Thanos and its like answer with what they have, and a warning."""
 

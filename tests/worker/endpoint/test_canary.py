@@ -535,7 +535,7 @@ class Counting:
             with self.lock:
                 self.active -= 1
             if refused and self.refusal is None:
-                time.sleep(1.5)
+                time.sleep(4.5)
             return self.refusal if refused and self.refusal else answer(body)
 
         return route
@@ -635,7 +635,7 @@ def test_a_load_that_a_server_does_not_take_is_halved(refusal):
     """Refused or too slow under our own load: what it took is kept, and the run ends well, saying which it was."""
     counting = Counting(64, 4, refusal)
     with served(counting.around("llama-server")) as server:
-        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"], "timeout": 1.0})
+        facts = run(server.url, baselining=True, budget=100.0, settings={"apis": ["chat"], "timeout": 3.0})
     for each in recordings(facts).values():
         kinds = [recording.condition for recording in each]
         assert kinds[:16] == ["idle"] * 16
