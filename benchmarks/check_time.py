@@ -85,11 +85,11 @@ def _verified(database: Path) -> tuple[float, float]:
     for body in bodies:
         run = json.loads(body if isinstance(body, str) else zlib.decompress(body))
         for compared in run["comparisons"]:
-            sizes = {name: int(value) for name, value in re.findall(r"\b([BMNK])=(\d+)", compared["shape"])}
+            sizes = {name: int(value) for name, value in re.findall(r"\b(batch|M|N|K)=(\d+)", compared["shape"])}
             form = compared["case"].partition("/")[0]
             if not {"M", "N", "K"} <= set(sizes) or "int" in form:
                 continue
-            count = 2.0 * sizes.get("B", 1) * sizes["M"] * sizes["N"] * sizes["K"] * compared.get("trials", 1)
+            count = 2.0 * sizes.get("batch", 1) * sizes["M"] * sizes["N"] * sizes["K"] * compared.get("trials", 1)
             every += count
             single += count if form == "float32" else 0.0
     return every, single
