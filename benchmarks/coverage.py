@@ -82,12 +82,15 @@ def of_case(case: Case, seed: int) -> Seen:
     at = live[torch.randint(len(live), (FLIPS,), generator=torch.Generator().manual_seed(seed % (1 << 63)))]
     i, j, k = at.T
     answer = sums[i, j, -1]
-    golden = bits(answer.to(product.target.dtype))
+    rounded = answer.to(product.target.dtype)
+    golden = bits(rounded)
 
-    def seen(stage: str, values: Any, factor: Any = 1.0) -> Iterable[tuple[tuple[str, int], tuple[float, float]]]:
+    def seen(
+        stage: str, values: Any, factor: Any = 1.0, whole: Any = answer
+    ) -> Iterable[tuple[tuple[str, int], tuple[float, float]]]:
         for bit in range(8 * values.element_size()):
             changed = (_flipped(values, bit) - values.to(torch.float64)) * factor
-            wrong = bits((answer + changed).to(product.target.dtype)) != golden
+            wrong = bits((whole + changed).to(product.target.dtype)) != golden
             ones = ((bits(values) >> bit) & 1) == 1
             yield (stage, bit), (float((wrong & ones).sum()) / FLIPS, float((wrong & ~ones).sum()) / FLIPS)
 
@@ -98,7 +101,7 @@ def of_case(case: Case, seed: int) -> Seen:
             seen("operand B", right, left.to(torch.float64)),
             seen("products", terms[i, j, k].to(torch.float64 if product.source.bits > 12 else torch.float32)),
             seen("partial sums", sums[i, j, k].to(torch.float64 if product.source.bits > 24 else torch.float32)),
-            seen("results", answer.to(product.target.dtype)),
+            seen("results", rounded, whole=rounded.to(torch.float64)),
         )
     )
 

@@ -39,7 +39,7 @@ import psutil
 from benchmarks import common, footprint
 from canaryd.config import load
 from canaryd.daemon import daemon, inventory, publisher, release, rounds
-from canaryd.engine import catalogue, engine, polling
+from canaryd.engine import catalogue, engine, events, polling
 from canaryd.judge import verdict as judge_verdict
 from canaryd.metrics import families
 from canaryd.model import Device, Outcome
@@ -79,7 +79,7 @@ PROBES = {
     "imports": "import canaryd.worker.telemetry.nvidia\ndef run(ctx):\n    yield from ()\n",
     "begins": "import canaryd.worker.telemetry.nvidia, pynvml\npynvml.nvmlInit()\ndef run(ctx):\n    yield from ()\n",
     **{
-        f"reads_{vendor}": f"from canaryd.worker.{vendor} import read\n"
+        f"reads_{vendor}": f"from canaryd.worker.telemetry.{vendor} import read\n"
         "def run(ctx):\n    for _ in read(ctx.device, ctx.settings):\n        pass\n    yield from ()\n"
         for vendor in ("nvidia", "host")
     },
@@ -456,14 +456,14 @@ ITEMS: Sequence[tuple[str, Any, str]] = (
     ("facts from JSON data, checked", supervisor_protocol, "from_json"),
     ("questions and the run around them", supervisor_series.Series, "run"),
     ("comparing a poll with the one before", polling, "changes"),
-    ("what of a poll is worth keeping", polling, "watched"),
+    ("what of a poll is worth keeping", polling, "judged_values"),
     ("store: polls", Store, "add_poll"),
     ("store: verdicts", Store, "set_verdict"),
     ("store: verdicts, reading", Store, "verdicts"),
     ("store: counters, reading", Store, "counters"),
     ("store: runs, reading", Store, "runs"),
     ("store: notes, reading", Store, "note"),
-    ("store: events, reading", polling.Watch, "recall"),
+    ("store: events, reading", events.EventHistory, "recall"),
     ("judging", judge_verdict, "decide"),
     ("evidence for the judge", engine.Engine, "decide"),
     ("the page: views of the devices", publisher.Publisher, "_publish"),
