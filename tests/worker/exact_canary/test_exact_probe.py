@@ -99,6 +99,7 @@ def test_calls_of_fixed_shapes_give_the_proved_logits(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, at the first compilation of a process
 def test_compiled_code_gives_the_proved_logits(probe):
     """One format, made by torch.compile; the second upload is not compiled again."""
     if not shutil.which("g++"):
