@@ -158,9 +158,7 @@ def main() -> None:
 
 
 def _rates(checks: list[Checked]) -> list[str]:
-    def median(values: list[float]) -> float:
-        return statistics.median(values)
-
+    median = statistics.median
     shares = [c.device for c in checks if c.device is not None]
     return [
         f"{median([c.products for c in checks]):.1f} s",

@@ -11,10 +11,14 @@ from canaryd.judge.cause import Mismatch, Record, counted, fails_more, results, 
 from canaryd.model import Run
 
 
+def numbers_of(place: Place) -> tuple[int, ...]:
+    """Return the numbers of a place's cores or SMs; none for any other place."""
+    return place.numbers if place.unit in UNITS else ()
+
+
 def units_of(place: Place) -> Iterator[Place]:
     """Yield the single cores or SMs of a place; nothing for any other place."""
-    if place.unit in UNITS:
-        yield from (Place(unit=place.unit, numbers=(number,)) for number in place.numbers)
+    return (Place(unit=place.unit, numbers=(number,)) for number in numbers_of(place))
 
 
 def lone_unit(runs: Iterable[Run], mismatches: Sequence[Mismatch], enough: int) -> tuple[Place, Place] | None:

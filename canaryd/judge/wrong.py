@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from canaryd.facts import UNITS, Place, Subject
+from canaryd.facts import Place, Subject
 from canaryd.judge.case import Case, results_during
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.cells import cells_in
 from canaryd.judge.findings import strongest
 from canaryd.judge.links import is_link
+from canaryd.judge.units import numbers_of
 from canaryd.model import Confirmation, Outcome, PlaceTally, ProbeTally, Tally, WrongResults
 
 
@@ -76,11 +77,10 @@ def _places(mismatches: Sequence[Mismatch]) -> tuple[PlaceTally, ...]:
         for c in run.comparisons:
             if c.subject is Subject.COMPARATOR or not (c.place.is_unit or c.subject is Subject.DEVICE):
                 continue
-            unit, numbers = c.place.unit, c.place.numbers
-            parts = [numbers] if is_link(c.place) else [(number,) for number in numbers] if unit in UNITS else ()
+            parts = [c.place.numbers] if is_link(c.place) else [(number,) for number in numbers_of(c.place)]
             for part in parts:
-                of[unit, part] += c.trials // len(parts)
-                wrong[unit, part] += c.wrong_trials // len(parts) if id(c) in accused else 0
+                of[c.place.unit, part] += c.trials // len(parts)
+                wrong[c.place.unit, part] += c.wrong_trials // len(parts) if id(c) in accused else 0
     return tuple(
         PlaceTally(place=Place(unit=unit, numbers=part), wrong=wrong[unit, part], of=of[unit, part])
         for unit, part in sorted(of)
