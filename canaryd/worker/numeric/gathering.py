@@ -31,11 +31,18 @@ class Gatherer:
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
         pool_a = a if row_major else a.T.contiguous()
         pool_b = b if column_major else b.T.contiguous()
-        self._pools = runtime.upload((pool_a, pool_b, pools.golden), device)
-        self._ways = (
-            Operation("rows") if row_major else Operation("columns", turned=True),
-            Operation("rows", turned=True) if column_major else Operation("columns"),
-        )
+        pool_a, pool_b, table = runtime.upload((pool_a, pool_b, pools.golden), device)
+        self._pools = pool_a, pool_b, table
+        self._ways = [
+            (
+                Operation("rows") if row_major else Operation("columns", turned=True, together=together),
+                Operation("rows", turned=True) if column_major else Operation("columns", together=together),
+                # Columns first, while there are few rows: whole rows are copied several times faster.
+                Operation("columns", together=together),
+                Operation("rows"),
+            )
+            for together in (1, product.together)
+        ]
         self._kept: list[Any] = [None, None, None, None]
 
     def gather(self, turn: int) -> tuple[Arrays, Any]:
@@ -43,14 +50,18 @@ class Gatherer:
         rows, columns = draw(self._product, self._seed, turn)
         if not self._product.batch:
             rows, columns = rows[0], columns[0]
-        r, c, rows_again, columns_again = self._runtime.upload((rows, columns, rows, columns), self._device)
-        (a, b, table), run, kept = self._pools, self._runtime.run, self._kept
-        kept[0] = run(self._ways[0], (a, r), kept[0])
-        kept[1] = run(self._ways[1], (b, c), kept[1])
-        # Columns first, while there are few rows: whole rows are copied several times faster.
-        kept[2] = run(Operation("columns"), (table, columns_again), kept[2])
-        kept[3] = run(Operation("rows"), (kept[2], rows_again), kept[3])
+        ways = self._ways[turn > 0]
+        drawn = zip(ways, (rows, columns, columns, rows), strict=True)
+        indices = self._runtime.upload(tuple(_of_runs(index, way.together) for way, index in drawn), self._device)
+        run, kept = self._runtime.run, self._kept
+        for at, (way, index) in enumerate(zip(ways, indices, strict=True)):
+            pool = self._pools[at] if at < len(self._pools) else kept[at - 1]
+            kept[at] = run(way, (pool, index), kept[at])
         return (kept[0], kept[1]), kept[3]
+
+
+def _of_runs(index: Any, together: int) -> Any:
+    return index if together == 1 else index[..., ::together] // together
 
 
 def differs(runtime: Runtime, operands: Arrays, golden: Any, right: Problem) -> str:

@@ -13,6 +13,7 @@ refuses to build a problem that breaks it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +29,13 @@ from canaryd.worker.numeric.integers import (
     stream,
 )
 from canaryd.worker.numeric.seeds import derive
-from canaryd.worker.numeric.tensors import Format, bits, torch
+from canaryd.worker.numeric.tensors import WORD, Format, bits, torch
 
 POOL = 128
 """Rows (columns) of a pool: 128 x 128 distinct dot products are enough for variety and cost about a millisecond."""
+
+SHEET = 16
+"""Turns that are drawn at once: a draw costs the host nearly as much as sixteen do (ours)."""
 
 INT8_NARROW = 63
 """|b| ≤ 63 keeps a pair sum of u8 x s8 products at 2 x 255 x 63 = 32,130 < 2**15: CPUs without VNNI add such pairs in
@@ -94,11 +98,18 @@ class Product:
     layout: str = "nn"
     """For A then B: "n" row-major, "t" stored transposed."""
 
-    @property
+    @functools.cached_property
     def of_pools(self) -> Product:
         """The product of the pools, which every product has that draws from them: P x K times K x Q."""
         P, Q = (min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
         return replace(self, M=P, N=Q, batch=0, layout="nn")
+
+    @functools.cached_property
+    def together(self) -> int:
+        """How many neighbours in a pool a turn draws together: as many as fill a `WORD`, 1 where a size forbids it."""
+        count = WORD // min(self.source.dtype.itemsize, self.target.dtype.itemsize)
+        sizes = (self.M, self.N, self.of_pools.M, self.of_pools.N)
+        return 1 if any(size % count for size in sizes) else count
 
     @property
     def elements(self) -> int:
@@ -277,12 +288,19 @@ def _around(seed: int, name: str, n: int, width: int) -> Any:
 
 def _pick(seed: int, name: str, batch: int, n: int, pool: int) -> Any:
     """Assign one of `pool` rows to each of batch x n rows; every pool row is used when there are enough."""
-    count = max(1, batch) * n
+    count = batch * n
     if count <= pool:
-        return permutation(seed, name, pool)[:count].view(max(1, batch), n)
+        return permutation(seed, name, pool)[:count].view(batch, n)
     index = stream(seed, name, (count,)) % pool
     index[permutation(seed, f"{name} all", count)[:pool]] = torch.arange(pool)
-    return index.view(max(1, batch), n)
+    return index.view(batch, n)
+
+
+@functools.lru_cache(maxsize=4)  # rows and columns of one sheet, and of another product beside it
+def _shuffles(seed: int, name: str, count: int, pool: int, together: int) -> Any:
+    """Return the rows of every turn of a sheet, (SHEET, count): the whole pool in random order, again and again."""
+    order = stream(seed, name, (SHEET, -(-count // pool), pool // together)).argsort(-1)
+    return (order.unsqueeze(-1) * together + torch.arange(together)).view(SHEET, -1)[:, :count]
 
 
 def _stored(tensor: Any, how: str) -> Any:
@@ -329,11 +347,17 @@ def make_pools(product: Product, seed: int) -> Problem:
 def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
     """Return which rows (batch, M) and columns (batch, N) of the pools make up the product's operands, int64.
 
-    Every `turn` of a seed draws others; 0 is the first. The batch is 1 where the product has none.
+    Every `turn` of a seed draws others; 0 is the first, whose digests ship with the fixed cases. From then on what a
+    device takes as columns is drawn by `Product.together` neighbours. The batch is 1 where the product has none.
     """
-    stem = derive(seed, f"gather {turn}") if turn else seed
-    P, Q = product.of_pools.M, product.of_pools.N
-    return _pick(stem, "row", product.batch, product.M, P), _pick(stem, "column", product.batch, product.N, Q)
+    P, Q, batch = product.of_pools.M, product.of_pools.N, max(1, product.batch)
+    if turn == 0:
+        return _pick(seed, "row", batch, product.M, P), _pick(seed, "column", batch, product.N, Q)
+    sheet, at = divmod(turn - 1, SHEET)
+    stem = derive(seed, f"gather {sheet}")
+    r = _shuffles(stem, "rows", batch * product.M, P, 1 if product.layout[0] == "n" else product.together)
+    c = _shuffles(stem, "columns", batch * product.N, Q, product.together)
+    return r[at].view(batch, product.M), c[at].view(batch, product.N)
 
 
 def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:

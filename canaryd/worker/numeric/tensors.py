@@ -24,6 +24,8 @@ from canaryd.worker import visible
 OLDEST = (2, 6)
 """Oldest torch. Measured on a healthy CPU: 2.4 cannot copy FP8 under the strict switches, 2.5 breaks the
 bound of rms_norm in 16 bits. On accelerators 2.4 also gives a pair for a scaled product, and devices have no uuid."""
+WORD = 8
+"""Bytes that are compared, and copied where columns are taken one by one, at once."""
 
 torch: Any = None
 why_no_torch = ""
@@ -107,7 +109,8 @@ def words(*tensors: Any) -> tuple[Any, ...]:
     A comparison reads four bfloat16 at once then, and is bound by memory instead of by the number of elements.
     """
     whole = all(
-        t.is_contiguous() and t.nbytes % 8 == 0 and t.storage_offset() * t.element_size() % 8 == 0 for t in tensors
+        t.is_contiguous() and t.nbytes % WORD == 0 and t.storage_offset() * t.element_size() % WORD == 0
+        for t in tensors
     )
     return tuple(t.view(-1).view(torch.int64) if whole else bits(t) for t in tensors)
 

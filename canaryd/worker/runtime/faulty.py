@@ -13,7 +13,7 @@ from canaryd.worker.runtime.interface import Operation
 from canaryd.worker.runtime.torch import Torch
 
 INDICES = 4
-"""Tensors in the upload of a turn's indices (`Gatherer.gather`): rows and columns, for operands and golden."""
+"""Tensors in the upload of a turn's indices (`Gatherer.gather`): A's rows, B's columns, then the golden's of both."""
 TILE = 16
 """Rows and columns of the corner at which a comparator does not look."""
 
@@ -58,7 +58,7 @@ class WrongIndex(Faulty):
 class WrongColumn(WrongIndex):
     """The same in the columns of the golden."""
 
-    which = 3
+    which = 2
 
 
 class StaleRow(Faulty):

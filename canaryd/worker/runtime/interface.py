@@ -71,6 +71,8 @@ class Operation:
     stored as (K, N), not as (N, K)."""
     packing: Packing | None = None
     """quantized: how the weights are stored."""
+    together: int = 1
+    """columns: each index is the number of a run of so many neighbours, which is taken whole."""
 
 
 class Cache(Protocol):

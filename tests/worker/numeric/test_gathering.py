@@ -12,7 +12,7 @@ from canaryd.probe import Context
 from canaryd.worker.numeric import reproducer, verify
 from canaryd.worker.numeric.cases import Case, restrict
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
-from canaryd.worker.numeric.operands import Product, build, make_pools
+from canaryd.worker.numeric.operands import Product, build, draw, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
@@ -60,12 +60,39 @@ def test_the_device_gathers_what_the_host_does(source, batch, layout):
     assert len(seen) == 3
 
 
-def test_fp8_is_gathered_by_its_bits():
-    """Torch indexes no FP8; its bytes can be."""
-    spec = Product("permute", FORMATS["float8_e4m3fn"], FORMATS["bfloat16"], 8, 144, 160, 64, 0, "nt")
-    (a, b), golden = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5).gather(4)
-    right = build(spec, 5, 4)
-    assert all(itertools.starmap(host_same_bits, zip((a, b, golden), (*right.operands, right.golden), strict=True)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("source", "together"), [("float8_e4m3fn", 8), ("bfloat16", 4), ("float64", 1)])
+def test_columns_are_gathered_by_words(source, together, layout):
+    """By as many bytes as the device copies at once: runs of one word of operands, and of one or two of the golden.
+
+    Torch indexes no FP8; its bytes can be.
+    """
+    target = FORMATS["bfloat16" if together == 8 else source]
+    spec = Product("permute", FORMATS[source], target, 8, 144, 160, 64, 0, layout)
+    gatherer = Gatherer(Torch(), cpu(), spec, make_pools(spec, 5), 5)
+    for turn in (0, 4, 20):
+        (a, b), golden = gatherer.gather(turn)
+        right = build(spec, 5, turn)
+        assert all(itertools.starmap(host_same_bits, zip((a, b, golden), (*right.operands, right.golden), strict=True)))
+    assert spec.together == together
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_every_turn_uses_the_whole_pools_in_another_order(batch):
+    """Columns in runs, because they are copied by words; turns 16 and 17 are drawn apart."""
+    spec = Product("dense", FORMATS["bfloat16"], FORMATS["bfloat16"], 8, 144, 160, 64, batch, "nn")
+    turns = [draw(spec, 5, turn) for turn in range(20)]
+    for rows, columns in turns:
+        assert rows.shape == (max(1, batch), 144)
+        assert rows.unique().tolist() == columns.unique().tolist() == list(range(128))
+    assert all((c.view(-1, 4).diff() == 1).all() and (c.view(-1, 4)[:, 0] % 4 == 0).all() for _, c in turns[1:])
+    assert len({str(rows.tolist()) for rows, _ in turns}) == len({str(columns.tolist()) for _, columns in turns}) == 20
+
+
+def test_a_size_that_fills_no_words_is_gathered_one_by_one():
+    """150 columns are no whole runs of four."""
+    assert product("bfloat16").together == 1
+    assert replace(product("bfloat16"), N=152).together == 4
 
 
 def test_a_clean_run_is_one_comparison_over_many_turns():
