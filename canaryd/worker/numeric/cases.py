@@ -13,7 +13,7 @@ from canaryd.model import Device
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric.characterised import accumulator, is_characterised
 from canaryd.worker.numeric.errors import is_refusal
-from canaryd.worker.numeric.operands import Problem, Product, build
+from canaryd.worker.numeric.operands import POOLS, Problem, Product, build
 from canaryd.worker.numeric.products import computing, label_of
 from canaryd.worker.numeric.sizes import stem
 from canaryd.worker.numeric.tensors import FORMATS
@@ -127,8 +127,10 @@ def product_case(
     """Return one float product as a case; `sizes` are M, N, K and batch (0 for none); kind "fixed" has a fixed seed."""
     M, N, K, batch = sizes
     room = accumulator(device, source)
-    product = Product(content, FORMATS[source], FORMATS[target], room.bits, M, N, K, batch, layout)
-    where = f"fixed{room.bits}" if kind == "fixed" else kind
+    fresh = kind != "fixed"
+    sides = (FORMATS[source], FORMATS[target], room.bits, M, N, K, batch)
+    product = Product(content, *sides, layout, POOLS.get(kind, 0))
+    where = kind if fresh else f"fixed{room.bits}"
     name = f"{label_of(source, target)}/{content}/{where}/{layout}@{f'{batch}x' if batch else ''}{M}x{N}x{K}"
     known = is_characterised(device, source, rounds_nothing=content == "permute")
     return Case(
@@ -136,7 +138,7 @@ def product_case(
         partial(build, product),
         computing(device, source, target),
         known,
-        fixed=kind == "fixed",
-        product=None if kind == "fixed" else product,
-        stem="" if kind == "fixed" else stem(name),
+        fixed=not fresh,
+        product=product if fresh else None,
+        stem=stem(name) if fresh else "",
     )

@@ -33,6 +33,9 @@ from canaryd.worker.numeric.tensors import WORD, Format, bits, torch
 
 POOL = 128
 """Rows (columns) of a pool: 128 x 128 distinct dot products are enough for variety and cost about a millisecond."""
+POOLS = {"square": POOL, "prefill": POOL, "batched": POOL, "decode": POOL, "long": POOL // 2}
+"""Kind of product → rows of its pools. The first four have one K and share pools; those of "long" sums cost the host
+several times as much. Other kinds need pools of their own, no larger than the product."""
 
 SHEET = 16
 """Turns that are drawn at once: a draw costs the host nearly as much as sixteen do (ours)."""
@@ -97,18 +100,22 @@ class Product:
     batch: int = 0
     layout: str = "nn"
     """For A then B: "n" row-major, "t" stored transposed."""
+    pool: int = 0
+    """Rows of each pool; 0: as many as the product has, up to `POOL`."""
 
     @functools.cached_property
     def of_pools(self) -> Product:
         """The product of the pools, which every product has that draws from them: P x K times K x Q."""
-        P, Q = (min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
+        P, Q = (self.pool or min(POOL, n * max(1, self.batch)) for n in (self.M, self.N))
         return replace(self, M=P, N=Q, batch=0, layout="nn")
 
     @functools.cached_property
     def together(self) -> int:
         """How many neighbours in a pool a turn draws together: as many as fill a `WORD`, 1 where a size forbids it."""
         count = WORD // min(self.source.dtype.itemsize, self.target.dtype.itemsize)
-        sizes = (self.M, self.N, self.of_pools.M, self.of_pools.N)
+        sizes = [self.N, self.of_pools.N]
+        if self.layout[0] == "t":
+            sizes += [self.M, self.of_pools.M]
         return 1 if any(size % count for size in sizes) else count
 
     @property

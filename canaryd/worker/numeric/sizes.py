@@ -71,7 +71,7 @@ def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, 
     if kind == "prefill":
         return max(32, n // 32 * 16) - ragged, n * 2 - ragged, K, 0
     if kind == "decode":
-        return m, n * 2 - ragged, n * 2, 0
+        return m, n * 2 - ragged, K, 0
     return max(32, n // 2) - ragged, max(32, n // 2), K, 4
 
 

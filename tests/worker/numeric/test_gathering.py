@@ -191,7 +191,7 @@ def test_a_broken_comparator_hides_only_what_it_does_not_look_at_after_the_first
 
 
 def test_cases_of_a_stem_draw_from_the_same_pools():
-    """Square, prefill and batched products of a format and content: made once, twice over; another content is not."""
+    """Square, prefill, batched and decode products of a format and content; long ones and another content do not."""
     context = Context(device=cpu(), level="standard", seed=7, budget=5.0)
     fresh, _ = exact_matmul.every_case(context, {"float32": 1e11})
     session = Session(context)
@@ -202,8 +202,9 @@ def test_cases_of_a_stem_draw_from_the_same_pools():
         assert problem.shape == one.product.shape
         made.append(problem.golden)
     assert [c.name.split("/")[2] for c in fresh[:6]] == [*exact_matmul.KINDS, "square"]
-    assert len({c.product.K for c in fresh[:3]}) == 1
-    assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 3, 4, 5]
+    assert len({c.product.K for c in fresh[:4]}) == 1
+    assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 0, 4, 5]
+    assert [len(golden) for golden in made[3:]] == [128, 64, 128]
     assert all(verify.case_seed(context, c.at(turn)) == verify.case_seed(context, c) for c in fresh for turn in (0, 3))
 
 
