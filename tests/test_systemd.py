@@ -129,7 +129,7 @@ def test_the_exposure_is_low(unit):
 
 ALLOWED = """
 import ctypes, os, struct, sys
-# Linux, seccomp_filter.rst: load the number of the call and its first argument, compare, allow or fail with EAFNOSUPPORT.
+# Linux, seccomp_filter.rst: the number of the call and its first argument are compared; all else gets EAFNOSUPPORT.
 load = lambda at: struct.pack("HBBI", 0x20, 0, 0, at)
 skip = lambda value, yes, no: struct.pack("HBBI", 0x15, yes, no, value)
 end = lambda how: struct.pack("HBBI", 0x06, 0, 0, how)

@@ -253,6 +253,7 @@ def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     word, other, bit = place
     device = faulty_device(name, word, other, (1 << bit) - (1 << 64) * (bit == 63))
     monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(sweep, "_free", lambda _: None)
     monkeypatch.setattr(slices.time, "sleep", device.rested)
     with device:
         wrong, right = swept(context(device=HOPPER, seed=4))
@@ -277,6 +278,7 @@ def test_only_a_word_that_leaks_again_is_a_broken_cell(monkeypatch, pauses, cell
             device.rested(seconds)
 
     monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(sweep, "_free", lambda _: None)
     monkeypatch.setattr(slices.time, "sleep", sleep)
     with device:
         wrong, _ = swept(context("int64/retention", device=HOPPER, seed=4))
