@@ -202,7 +202,7 @@ class Torch(Runtime):
         return free + module.memory_reserved(target), total
 
     def limit_memory(self, device: Device, size: int) -> None:
-        """Limit what torch's allocator takes, where it can: on CUDA and NPUs, and on XPUs from torch 2.10 on."""
+        """Limit what torch's allocator takes, where it can; on XPUs only newer torches can."""
         module = self._module(device)
         if hasattr(module, "mem_get_info") and hasattr(module, "set_per_process_memory_fraction"):
             target = door.torch_device(device)

@@ -74,7 +74,7 @@ def test_a_device_that_tells_no_free_memory_is_tested_nevertheless(xpu):
 
 
 def test_a_torch_that_cannot_limit_memory_tests_without_a_limit(xpu):
-    """torch.xpu has the limit from 2.10 on."""
+    """The limit came to torch.xpu later than the question for free memory."""
     xpu(limits_memory=False)
     limits.make_room(XPU, {"memory": GIB, "free": GIB})
 
