@@ -160,6 +160,12 @@ def test_the_kernel_compiles_for_a_gpu_to_what_it_is_to_test(monkeypatch, tmp_pa
     assert held == stored
 
 
+def test_the_shift_of_a_launch_compiles_nothing_anew(monkeypatch):
+    """Triton makes a kernel of its own for arguments of 1 and for multiples of 16: seconds each, out of the budget."""
+    kernel = load(monkeypatch, interpret=False)
+    assert [p.name for p in kernel.exact_tiles.params if p.do_not_specialize] == ["shift"]
+
+
 # --- What is skipped -------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +218,7 @@ def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
         (RuntimeError("0 active drivers ([]). There should only be one."), "0 active drivers"),
         (RuntimeError("out of resource: shared memory, Required: 99, Hardware limit: 64"), "out of resource"),
         (RuntimeError("PTXAS error: Internal Triton PTX codegen error"), "PTXAS error"),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image is invalid"),
     ],
 )
 def test_what_triton_lacks_on_a_machine_is_no_fault_of_the_device(interpreted, error, reason):
