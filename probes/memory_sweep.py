@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from canaryd.probe import Context, Fact, ProbeSpec
+from canaryd.worker.memory.slices import LARGEST
 from canaryd.worker.memory.sweep import sweep_memory
 from canaryd.worker.toolkit import need_torch
 
@@ -26,6 +27,9 @@ SPEC = ProbeSpec(
 MIB = 1 << 20
 MOST = {"quick": 16 * MIB, "standard": 1024 * MIB, "deep": 1 << 50}
 """Bytes that are swept at most: at deep all that is free, less a reserve."""
+BEYOND_CACHES = LARGEST
+"""The same on an accelerator at level quick. Less would stay in its cache and never reach the memory: the L2 of an H100
+holds 50 MB, of a B200 126 MB, the last cache of an MI300X 256 MB (the vendors' white papers)."""
 PAUSE = {"quick": 0.02, "standard": 0.5, "deep": 5.0}
 """Seconds without a write before `retention` reads."""
 
@@ -33,7 +37,8 @@ PAUSE = {"quick": 0.02, "standard": 0.5, "deep": 5.0}
 def run(ctx: Context) -> Iterator[Fact]:
     """Sweep as much memory as the level, the setting `mebibytes` and the budget beside a server allow."""
     need_torch()
-    yield from sweep_memory(ctx, min(MOST[ctx.level], _setting(ctx)), PAUSE[ctx.level])
+    most = MOST[ctx.level] if ctx.device.unit == "cpu" else max(MOST[ctx.level], BEYOND_CACHES)
+    yield from sweep_memory(ctx, min(most, _setting(ctx)), PAUSE[ctx.level])
 
 
 def _setting(ctx: Context) -> int:

@@ -270,9 +270,18 @@ def test_a_call_on_an_accelerator_goes_on_from_the_call_before(tmp_path):
         with tarfile.open(out / "parts.tar") as parts:
             names = {Path(name).stem for name in parts.getnames() if "/parts/" in name}
         assert names == {"environment", "controls", "memory"} - ({"memory"} if part == "controls" else set())
+        ran = (out / "gpu-tests.txt").stat().st_mtime_ns
     kinds = sorted(file.suffix for file in out.iterdir())
     assert kinds == [".html", ".json", ".tar", ".txt"]
     assert "tests/worker/units/test_kernel.py" in (out / "gpu-tests.txt").read_text()
+    # A call whose time is over keeps its parts, and does not repeat the tests.
+    argv = ["timeout", "--signal=TERM", "20", ROOT / "scripts/accelerator", "cpu:0", out, "--minutes", "5"]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 124
+    assert (out / "gpu-tests.txt").stat().st_mtime_ns == ran
+    assert sorted(file.suffix for file in out.iterdir()) == kinds
+    with tarfile.open(out / "parts.tar") as parts:
+        assert names < {Path(name).stem for name in parts.getnames() if "/parts/" in name}
 
 
 def test_without_torch_the_accelerator_script_says_which_interpreter_lacks_it(tmp_path):

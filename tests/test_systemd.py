@@ -10,6 +10,7 @@ import pwd
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,43 @@ def test_the_exposure_is_low(unit):
     done = run(tool("systemd-analyze"), "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", unit)
     assert done.returncode == 0, done.stdout[-400:]
     assert "Overall exposure level" in done.stdout
+
+
+ALLOWED = """
+import ctypes, os, struct, sys
+# Linux, seccomp_filter.rst: the number of the call and its first argument are compared; all else gets EAFNOSUPPORT.
+load = lambda at: struct.pack("HBBI", 0x20, 0, 0, at)
+skip = lambda value, yes, no: struct.pack("HBBI", 0x15, yes, no, value)
+end = lambda how: struct.pack("HBBI", 0x06, 0, 0, how)
+number = {"x86_64": 41, "aarch64": 198}[os.uname().machine]
+families = [int(word) for word in sys.argv[1].split(",")]
+steps = [load(0), skip(number, 1, 0), end(0x7FFF0000), load(16)]
+steps += [skip(family, len(families) - at, 0) for at, family in enumerate(families)]
+code = ctypes.create_string_buffer(b"".join([*steps, end(0x00050000 | 97), end(0x7FFF0000)]))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+program = Program(len(steps) + 2, ctypes.cast(code, ctypes.c_void_p))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Start a command that may make sockets of some families only, as RestrictAddressFamilies= does."""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("unit", [SERVICE, CHECK], ids=lambda path: path.name)
+def test_the_units_let_processes_meet_over_loopback(unit):
+    """Gloo and NCCL list the interfaces through netlink; without it every gate at level standard was UNKNOWN."""
+    pytest.importorskip("torch", reason="torch is not installed in this interpreter")
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("the number of socket(2) on this machine is not in this test")
+    (line,) = [line for line in settings(unit) if line.startswith("RestrictAddressFamilies=")]
+    families = ",".join(str(int(getattr(socket, name))) for name in line.partition("=")[2].split())
+    meet = "import torch.distributed as d; d.ProcessGroupGloo.create_device(interface='lo')"
+    done = run(sys.executable, "-c", ALLOWED, families, sys.executable, "-c", meet)
+    assert done.returncode == 0, done.stderr[-400:]
+    refused = run(sys.executable, "-c", ALLOWED, "1,2", sys.executable, "-c", "import socket; socket.if_nameindex()")
+    assert "not supported" in refused.stderr
 
 
 def test_every_line_says_why():

@@ -191,7 +191,7 @@ def _same(device: Device, other: Device) -> bool:
     bus, other_bus = (bus_key(d.detail.get("bus_id", "")) for d in (device, other))
     if bus and other_bus:
         return bus == other_bus
-    return other.weak_identity and device.index == other.index  # torch knows only its number
+    return device.index == other.index  # torch does not know its place, and has a name of its own for it
 
 
 def changes(

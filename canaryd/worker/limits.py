@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,9 @@ LONGEST_REST = 0.5
 TAKEN = "busy or unavailable"
 """CUDA's message where the device's compute mode or its holder admits no further process (CUDA Runtime API,
 cudaErrorDevicesUnavailable)."""
+FULL = re.compile(r"(CUDA|HIP) error: out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
+"""What drivers and their libraries say where a device's memory is taken: not even a context may be left. torch's own
+allocator raises an error of a type of its own."""
 ENDPOINT_MEMORY = 1 << 30
 """Most bytes of private memory of a worker that asks a server (ours: as `budget.memory`; it takes about 30 MiB)."""
 SKIPPED = "budget: "
@@ -136,12 +140,12 @@ def check_room(free: int | None, total: int | None, budget: Mapping[str, Any]) -
 def excuse(error: BaseException, *, capped: bool) -> str:
     """Return why an error comes from the budget or from another user of the device; "" for any other error.
 
-    `capped`: whether torch's memory was capped for this run.
+    `capped`: whether this run has a part of an accelerator's memory, and not all.
     """
     text = beginning((str(error).splitlines() or [""])[0], 200)
     if isinstance(error, RuntimeError) and TAKEN in str(error):
         return f"{SKIPPED}the device admits no further process (compute mode, or its holder): {text}"
-    if capped and any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__):
+    if capped and (any(c.__name__ == "OutOfMemoryError" for c in type(error).__mro__) or FULL.search(str(error))):
         return f"{SKIPPED}the run needs more than budget.memory, or the server has taken the rest: {text}"
     return ""
 

@@ -253,8 +253,8 @@ class Runner:
             # Imported before the budget starts, because it loads torch.
             stress = importlib.import_module("canaryd.worker.numeric.stress") if retest else None
             if limited and numeric:
-                limits.make_room(device, limited)
                 capped = device.unit != "cpu"
+                limits.make_room(device, limited)
             context = self._context(request, device)
             sensors: Callable[[], list[Any]] = stress.install(context) if stress is not None else list
             if limited and numeric:

@@ -93,6 +93,22 @@ def test_where_torch_knows_nothing_but_a_number_that_will_do():
     assert (gpu.uuid, gpu.torch_index) == ("XPU-0000:03:00.0", 0)
 
 
+@pytest.mark.parametrize("backend", ["rocm", "xpu"])
+def test_a_device_whose_place_torch_does_not_tell_is_listed_once(backend):
+    """Older torches tell no place of AMD's devices, newer ones a uuid but none of Intel's: all were there twice."""
+    kernels = [
+        Device(uuid=f"K-{n}", backend=backend, index=n, model="MI300X", detail={"bus_id": f"0000:{n}5:00.0"})
+        for n in range(2)
+    ]
+    seen = [Device(uuid=f"T-{n}", backend=backend, index=n, model="MI300X", torch_index=n) for n in range(2)]
+    found = merge(described(CPU, *seen), listing({}, **{"amd" if backend == "rocm" else "intel": kernels}), {})
+    cards = [d for d in found.devices if d.backend == backend]
+    assert [(d.uuid, d.torch_index, d.detail["bus_id"]) for d in cards] == [
+        ("T-0", 0, "0000:05:00.0"),
+        ("T-1", 1, "0000:15:00.0"),
+    ]
+
+
 def test_what_only_torch_sees_for_once_has_not_changed():
     """A GPU that its driver has lost and torch still lists keeps its name, its number and its facts."""
     whole = replace(SEEN, detail={**SEEN.detail, "driver": "580.95", "capability": "9.0", "memory_bytes": "85"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -79,16 +80,18 @@ class Decoder:
         self.count = count
         self.slots = Slots(*model.cached(rows, prompt + count - 1))
         self.token = self.slots.at.new_zeros(rows, 1)
-        self.prefill: Callable[[Any], Any] = self._prefill
-        self.step: Callable[[], Any] = self._step
+        # Not bound methods by default: in a cycle a graph would keep its memory until Python looks for cycles.
+        self.prefill: Callable[[Any], Any] | None = None
+        self.step: Callable[[], Any] | None = None
 
     def __call__(self, prompts: Any) -> tuple[Any, Any]:
         """Return what `decode` returns."""
         self.slots.clear()
-        logits = [self.prefill(prompts).clone()]
+        prefill, step = self.prefill or self._prefill, self.step or self._step
+        logits = [prefill(prompts).clone()]
         tokens = [self.token.clone()]
         while len(tokens) < self.count:
-            logits.append(self.step().clone())
+            logits.append(step().clone())
             tokens.append(self.token.clone())
         return torch.cat(tokens, 1), torch.stack(logits, 1)
 
@@ -100,13 +103,13 @@ class Decoder:
         """Capture the step in a CUDA graph; https://docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"."""
         self.slots.clear()
         with torch.cuda.device(self.token.device):
-            aside = torch.cuda.Stream()
+            aside = _aside(self.token.device)
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # libraries create workspaces at the first call, which must not be captured
                 self._step()
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=aside):
                 logits = self._step()
 
         def replay() -> Any:
@@ -125,6 +128,12 @@ class Decoder:
         last = logits[:, -1]
         self.token.copy_(last.argmax(-1, keepdim=True))
         return last
+
+
+@functools.lru_cache(maxsize=1)
+def _aside(device: Any) -> Any:
+    """Return the one stream of a device on which calls are tried and captured: cuBLAS keeps 32 MiB for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def cannot_be_fixed(error: Exception) -> bool:

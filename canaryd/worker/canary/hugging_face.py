@@ -29,6 +29,7 @@ from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.integers import digest
 from canaryd.worker.numeric.seeds import mix64
 from canaryd.worker.numeric.tensors import bits, torch, torch_device
+from canaryd.worker.runtime import interface
 from canaryd.worker.telemetry.sysfs import path_setting
 
 ATTENTION = ("sdpa", "eager")
@@ -330,10 +331,10 @@ def device_memory(device: Device) -> int:
         return host_memory()
     if target.type == "mps":  # one memory for host and device
         return min(host_memory(), int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()))
-    ask = getattr(getattr(torch, target.type), "mem_get_info", None)
-    if ask is None:
+    free, _ = interface.of(device).memory(device)
+    if free is None:
         raise Skip(f"this torch does not report the free memory of {device.name}: no model is loaded beside a server")
-    return int(ask(target)[0])
+    return free
 
 
 def host_memory() -> int:

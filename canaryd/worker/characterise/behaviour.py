@@ -34,7 +34,7 @@ def memory(bench: Bench) -> None:
     if bench.device.backend == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + CPU_ROOM, limits[1]))
     try:
-        size = BLOCK if device.type == "cpu" else _block(device)
+        size = _block(bench)
         for _ in itertools.repeat(None, 4096):
             held.append(torch.empty(size, dtype=torch.uint8, device=device))
             if bench.left <= 0:
@@ -64,11 +64,10 @@ def _data_bytes() -> int:
     return int(fields["VmData"].split()[0]) << 10
 
 
-def _block(device: Any) -> int:
+def _block(bench: Bench) -> int:
     """Return the size of one allocation: an eighth of the device's memory where that is known."""
-    module = getattr(torch, device.type)
-    total = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else 8 * BLOCK
-    return max(BLOCK, int(total) // 8)
+    _, total = bench.runtime.memory(bench.device)
+    return max(BLOCK, (total or 0) // 8)
 
 
 def spin(bench: Bench) -> None:

@@ -18,6 +18,7 @@ from canaryd.worker.numeric.errors import ErrorKind, kind_of
 from canaryd.worker.numeric.integers import stream
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.tensors import torch, torch_device
+from canaryd.worker.runtime import interface
 
 ALTERNATING = 0x5555555555555555
 FIRST = 64
@@ -233,13 +234,8 @@ def _free(ctx: Context) -> int | None:
     if ctx.device.unit == "cpu":
         free = available()
         return None if free is None else free - max(HOST_RESERVE, free // 8)
-    if ctx.device.runtime != TORCH:
-        return UNTOLD
-    device = torch_device(ctx.device)
-    module: Any = getattr(torch, device.type, None)
-    if not hasattr(module, "mem_get_info"):
-        return None
-    return int(module.mem_get_info(device)[0]) + int(module.memory_reserved(device)) - RESERVE
+    told, _ = interface.of(ctx.device).memory(ctx.device)
+    return UNTOLD if told is None else told - RESERVE
 
 
 def _comparisons(sweep: Sweep, case: str, *, finished: bool) -> Iterator[Comparison]:

@@ -75,17 +75,19 @@ def _cuda() -> list[Device]:
     found = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
-        bus = f"{getattr(props, 'pci_domain_id', 0):04x}:{getattr(props, 'pci_bus_id', 0):02x}:00.0"
+        # Older torches do not tell the place: zeros in its stead would be the place of another device.
+        place = hasattr(props, "pci_bus_id")
+        bus = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:00.0" if place else ""
         uuid = str(getattr(props, "uuid", ""))
         detail = {
-            "bus_id": bus,
+            **({"bus_id": bus} if bus else {}),
             "memory_bytes": str(props.total_memory),
             "capability": f"{props.major}.{props.minor}",
             "multiprocessors": str(props.multi_processor_count),
         }
         found.append(
             Device(
-                uuid=f"GPU-{uuid.removeprefix('GPU-')}" if uuid else f"GPU-at-{socket.gethostname()}-{bus}",
+                uuid=f"GPU-{uuid.removeprefix('GPU-')}" if uuid else f"GPU-at-{socket.gethostname()}-{bus or index}",
                 backend=backend,
                 index=index,
                 torch_index=index,

@@ -12,6 +12,7 @@ from canaryd.worker.canary.model import KeyValues
 from canaryd.worker.numeric import indexing, stack
 from canaryd.worker.numeric import tensors as door
 from canaryd.worker.numeric.attention import attend
+from canaryd.worker.numeric.errors import is_refusal
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import bits, host_same_bits, same_bits, words
 from canaryd.worker.runtime.interface import Cache, Change, Operation, Operators, Runtime
@@ -188,24 +189,30 @@ class Torch(Runtime):
     def memory(self, device: Device) -> tuple[int | None, int | None]:
         """Return what the driver reports; some backends report nothing."""
         module = self._module(device)
-        if module is None:
+        if not hasattr(module, "mem_get_info"):
             return None, None
         target = door.torch_device(device)
-        free, total = module.mem_get_info(target)
+        try:
+            free, total = module.mem_get_info(target)
+        except RuntimeError as error:
+            if not is_refusal(error):
+                raise
+            return None, None  # integrated GPUs of Intel tell no free memory (pytorch issue 194576)
         # Memory that torch kept from an earlier probe of the series will be used again.
         return free + module.memory_reserved(target), total
 
     def limit_memory(self, device: Device, size: int) -> None:
-        """Limit what torch's allocator takes."""
-        if (module := self._module(device)) is not None:
+        """Limit what torch's allocator takes, where it can; on XPUs only newer torches can."""
+        module = self._module(device)
+        if hasattr(module, "mem_get_info") and hasattr(module, "set_per_process_memory_fraction"):
             target = door.torch_device(device)
-            module.set_per_process_memory_fraction(min(1.0, size / module.mem_get_info(target)[1]), target)
+            total = module.get_device_properties(target).total_memory
+            module.set_per_process_memory_fraction(min(1.0, size / total), target)
 
     @staticmethod
     def _module(device: Device) -> Any:
-        """Return torch's module of a backend that reports its memory, None for others and without torch."""
-        module = getattr(door.torch, "cuda" if device.backend == "rocm" else device.backend, None)
-        return module if hasattr(module, "mem_get_info") else None
+        """Return torch's module of a backend, None for those that have none and without torch."""
+        return getattr(door.torch, "cuda" if device.backend == "rocm" else device.backend, None)
 
     def synchronize(self, device: Device) -> None:
         """Wait for the device."""

@@ -14,7 +14,7 @@ WARPS = 4
 """Warps of a block: one on each of an SM's four parts; Hopper's tensor cores take no fewer."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])  # else it is compiled anew for 1 and for multiples of 16
 def exact_tiles(
     a,
     b,

@@ -1,12 +1,16 @@
 """The built-in canary's other ways of execution: calls of fixed shapes, compiled ones, captured ones."""
 
+import contextlib
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +18,7 @@ from canaryd.codec import to_json
 from canaryd.facts import Comparison, Reading, Recording, Skipped
 from canaryd.model import Device
 from canaryd.probe import Context
+from canaryd.worker.canary import fixed
 from canaryd.worker.canary.fixed import Decoder, Slots, time_limit
 from canaryd.worker.canary.golden import load_golden
 from canaryd.worker.canary.model import DTYPES, KeyValues
@@ -78,6 +83,64 @@ def test_calls_of_fixed_shapes_decode_the_same(golden, dtype, rows):
     again = decoder(golden.prompts[rows])
     assert torch.equal(again[0], tokens)
     assert torch.equal(again[1], logits)
+
+
+class Graphs:
+    """What `capture` asks of torch.cuda, computed at once; the streams that it made, and what ran on which."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.calls = [], []
+        stream = SimpleNamespace(wait_stream=lambda _: None)
+        answers = {
+            "device": lambda _: contextlib.nullcontext(),
+            "Stream": lambda _: self.made.append(f"stream {len(self.made)}") or Stream(self.made[-1]),
+            "current_stream": lambda: stream,
+            "stream": lambda given: self.on("try", given),
+            "graph": lambda _, stream=None: self.on("capture", stream),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        fixed._aside.cache_clear()
+
+    @contextlib.contextmanager
+    def on(self, what, stream):
+        self.calls.append((what, stream.name))
+        yield
+
+
+class Stream:
+    def __init__(self, name):
+        self.name = name
+
+    def wait_stream(self, _):
+        pass
+
+
+def test_what_is_captured_was_tried_on_the_same_stream(golden, monkeypatch):
+    """Libraries make a workspace for each stream at its first call: of 32 MiB, and never within a capture."""
+    graphs = Graphs(monkeypatch)
+    model = golden.model.to("cpu", "float32")
+    for _ in range(3):
+        Decoder(model, 1, 16, 4).capture()
+    assert graphs.made == ["stream 0"]
+    assert graphs.calls == 3 * [("try", "stream 0"), ("capture", "stream 0")]
+    fixed._aside.cache_clear()
+
+
+def test_a_captured_graph_goes_with_its_decoder(golden, monkeypatch):
+    """Not when Python next looks for cycles: each holds memory of the device that is only its own."""
+    Graphs(monkeypatch)
+    decoder = Decoder(golden.model.to("cpu", "float32"), 1, 16, 4)
+    decoder.capture()
+    left = weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert left() is None
+    finally:
+        gc.enable()
+    fixed._aside.cache_clear()
 
 
 def test_slots_hold_what_a_cache_holds(golden):

@@ -76,6 +76,19 @@ def test_the_probe_sweeps_what_its_level_says(probe):
     assert probe.MOST["quick"] < probe.MOST["standard"] < probe.MOST["deep"]
 
 
+@pytest.mark.parametrize(
+    ("level", "setting", "wanted"),
+    [("quick", 1 << 20, 256 * MIB), ("quick", 8, 8 * MIB), ("standard", 4096, 1024 * MIB)],
+)
+def test_a_quick_run_on_an_accelerator_goes_beyond_its_cache(monkeypatch, probe, level, setting, wanted):
+    """16 MiB never left the 50 MB of an H100's L2; the setting still lowers it, and one slice is never cut short."""
+    asked = []
+    monkeypatch.setattr(probe, "sweep_memory", lambda _ctx, most, _pause: asked.append(most) or [])
+    list(probe.run(context(device=HOPPER, level=level, settings={"mebibytes": setting})))
+    assert asked == [wanted]
+    assert probe.BEYOND_CACHES == slices.LARGEST
+
+
 def test_a_confirmation_runs_only_the_pattern_that_failed(probe):
     """By the name of the case, whatever size it had; what does not exist is skipped with the names that do."""
     facts = list(probe.run(context("int64/random/sweep@2096896", settings={"mebibytes": 1})))
@@ -253,6 +266,7 @@ def test_a_faulty_device_is_found_and_understood(monkeypatch, name, place):
     word, other, bit = place
     device = faulty_device(name, word, other, (1 << bit) - (1 << 64) * (bit == 63))
     monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(sweep, "_free", lambda _: None)
     monkeypatch.setattr(slices.time, "sleep", device.rested)
     with device:
         wrong, right = swept(context(device=HOPPER, seed=4))
@@ -277,6 +291,7 @@ def test_only_a_word_that_leaks_again_is_a_broken_cell(monkeypatch, pauses, cell
             device.rested(seconds)
 
     monkeypatch.setattr(sweep, "torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(sweep, "_free", lambda _: None)
     monkeypatch.setattr(slices.time, "sleep", sleep)
     with device:
         wrong, _ = swept(context("int64/retention", device=HOPPER, seed=4))

@@ -4,11 +4,12 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from canaryd.model import Device
-from canaryd.worker.numeric.stack import CHOOSERS, library_version, stack
+from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
 SOURCE = "int cublasGetProperty(int part, int *value) { *value = (int[]){12, 8, 4}[part]; return 0; }"
@@ -24,6 +25,22 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
     assert "kernel_choice" not in usual
     monkeypatch.setenv(name, "7")
     assert stack(CUDA, "") == {**usual, "kernel_choice": f"{name}=7"}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("told", "wanted"), [({}, None), ({"pci_domain_id": 1, "pci_bus_id": 101}, "0001:65:00.0")])
+def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, wanted):
+    """Every GPU was at 0000:00:00.0, which stood in the dossier where NVML did not answer."""
+    torch = pytest.importorskip("torch")
+    props = SimpleNamespace(
+        uuid="5d1a0b3e-0000-4000-8000-00000000beef", name="H100", total_memory=1, major=9, minor=0,
+        multi_processor_count=132, **told,
+    )  # fmt: skip
+    answers = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda _: props}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    (gpu,) = [d for d in discover()[0] if d.backend == "cuda"]
+    assert gpu.detail.get("bus_id") == wanted
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -160,6 +160,12 @@ def test_the_kernel_compiles_for_a_gpu_to_what_it_is_to_test(monkeypatch, tmp_pa
     assert held == stored
 
 
+def test_the_shift_of_a_launch_compiles_nothing_anew(monkeypatch):
+    """Triton makes a kernel of its own for arguments of 1 and for multiples of 16: seconds each, out of the budget."""
+    kernel = load(monkeypatch, interpret=False)
+    assert [p.name for p in kernel.exact_tiles.params if p.do_not_specialize] == ["shift"]
+
+
 # --- What is skipped -------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +218,7 @@ def test_without_a_compiler_the_reason_names_the_remedy(interpreted, error):
         (RuntimeError("0 active drivers ([]). There should only be one."), "0 active drivers"),
         (RuntimeError("out of resource: shared memory, Required: 99, Hardware limit: 64"), "out of resource"),
         (RuntimeError("PTXAS error: Internal Triton PTX codegen error"), "PTXAS error"),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image is invalid"),
     ],
 )
 def test_what_triton_lacks_on_a_machine_is_no_fault_of_the_device(interpreted, error, reason):
@@ -243,7 +250,8 @@ def test_every_sm_of_a_gpu_is_seen_and_right(maker):
     device = next(d for d in discover()[0] if d.backend == "cuda")
     facts = list(probe.run(Context(device=device, level="standard", seed=1, budget=20.0)))
     told = {f.name: f.value for f in facts if isinstance(f, Reading)}
-    assert told["units_seen"] == told["units"] == int(device.detail["multiprocessors"])
+    skipped = [f.reason for f in facts if isinstance(f, Skipped)]
+    assert told["units_seen"] == told["units"] == int(device.detail["multiprocessors"]), skipped
     assert not any(c.wrong for c in comparisons(facts))
     tiles = probe.every_kind(Context(device=device, level="quick", seed=1, budget=1.0))[0]
     operands = tuple(operand.to("cuda") for operand in tiles.build(1).operands)
