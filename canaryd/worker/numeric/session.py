@@ -65,7 +65,8 @@ class Session:
     def on_device(self) -> Iterator[None]:
         """Count the block's work as the device's: by events of the device where it has them, else by the run's clock.
 
-        The host's part of a block, such as launching kernels, counts only as long as the device has work meanwhile.
+        Events count from the block's first work on the device to its last, gaps between them included, in which the
+        device waits for the host: the share is an upper bound.
         """
         handed, start = self.ctx.clock(), event(self.ctx.device)
         yield
