@@ -131,9 +131,9 @@ def _mce(text: str) -> Message | None:
     return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
 
 
-_EDAC = re.compile(
+_EDAC = re.compile(  # the page too: a process that is named "EDAC MC0: 1 UE" begins lines of the kernel with that
     r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<count>[0-9]+) (?P<type>[CU])E "
-    r"(?:.{0,200}? on (?P<dimm>[^()]{1,80}?) \()?"
+    r"(?:(?:.{0,200}? )?on (?P<dimm>[^()]{1,80}?) \()?.{0,200}?\bpage:0x"
 )
 _EDAC_OLD = re.compile(
     r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<type>[CU])E (?:page|row)\b(?:.*? labels? \"(?P<dimm>[^\"]{1,80})\")?"
@@ -167,16 +167,17 @@ def _aer(text: str) -> Message | None:
 
 _AMD = (
     rf"(?:amdgpu {PCI}: (?:amdgpu: )?(?:\[drm(?::\w+ \[amdgpu\])?\] )?|\[drm:\w+ \[amdgpu\]\] |amdgpu: )"
-    r"(?:\*ERROR\* )?(?:\{[0-9]+\})?"
+    r"(?:\*ERROR\* )?(?:\{[0-9]+\} ?)?"
 )
-_RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[0-9]+) (?:new )?"
-_NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvswitch|UVM |irq/[0-9]+-nvidia)"
+_RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[1-9][0-9]*) (?:new )?"
+_INTEL = rf"(?:xe|i915) {PCI}: (?:\[drm\] )?(?:\*ERROR\* )?(?:Tile[0-9]+: )?(?:GT[0-9]+: )?(?:GUC: )?"
+_NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvc:|nvswitch|UVM |irq/[0-9]+-nvidia)"
 _AMD_TASK = r"(?:amdgpu|kfd|amd-smi|rocm-smi|irq/[0-9]+-amdgpu|kworker/\S{0,20}amdgpu)"
 _FUNCTION = rf"\S+ {PCI}: "
 _CPU = r"(?:mce: )?CPU(?P<cpu>[0-9]+): "
 _TOTAL = r"temperature (?:is )?above threshold(?:.*total events = (?P<total>[0-9]+))?"
 _NVME = r"nvme (?P<controller>nvme[0-9]+)(?:n[0-9]+)?: "
-_BLOCK = r"hardware errors detected in (?P<block>\w+) block"
+_BLOCK = r"hardware errors (?:and [0-9]+ deferred hardware errors )?detected in (?P<block>\w+) block"
 _BLOCKED = r".{0,40}?:[0-9]+ )blocked for more than (?P<seconds>[0-9]+) seconds"
 _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
     (kind, name, re.compile(pattern))
@@ -198,7 +199,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("driver", "probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
         ("driver", "probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),
         ("driver", "bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
-        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down"),
+        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down(?!/)"),
         ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
         (
             "pcie",
@@ -208,6 +209,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ),
         ("pcie", "not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
         ("pcie", "inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
+        ("mce", "uncorrected", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),
         ("oom", "system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("oom", "cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("nvme", "timeout", _NVME + r"I/O .{1,120}\btimeout\b"),
@@ -219,6 +221,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("thermal", "core", rf"{_CPU}Core {_TOTAL}"),
         ("thermal", "package", rf"{_CPU}Package {_TOTAL}"),
         ("thermal", "critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
+        ("amdgpu", "soft-recovered", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout, but soft recovered"),
         ("amdgpu", "ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
         ("amdgpu", "reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
         ("amdgpu", "reset", rf"{_AMD}GPU reset begin"),
@@ -226,11 +229,17 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("amdgpu", "ras-uncorrected", rf"{_RAS}uncorrectable {_BLOCK}"),
         ("amdgpu", "ras-deferred", rf"{_RAS}deferred {_BLOCK}"),
         ("amdgpu", "ras-corrected", rf"{_RAS}correctable {_BLOCK}"),
-        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:RAS: )?uncorrectable hardware event\b"),
+        ("amdgpu", "ras-uncorrected", rf"{_AMD}[Uu]ncorrectable hardware error\b"),
+        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:GPU reset for \w+ )?RAS poison consumption\b"),
         ("amdgpu", "bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
         ("amdgpu", "bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
         ("amdgpu", "init-failed", rf"{_AMD}Fatal error during GPU init"),
         ("amdgpu", "lost", rf"{_AMD}device lost from bus"),
+        ("intel", "hang", rf"{_INTEL}Engine reset: engine_class=(?P<engine>\w{{1,20}})"),
+        ("intel", "hang", rf"{_INTEL}Timedout job: .{{1,200}}? flags=0x[0-9a-f]+(?P<cut>,? in .*)?"),
+        ("intel", "hang", rf"{_INTEL}GPU HANG: ecode [0-9a-fx:]+(?P<cut>, in .*)?"),
+        ("intel", "reset-failed", rf"{_INTEL}(?:Engine reset (?:request )?failed|Failed to reset chip)"),
+        ("intel", "reset-failed", rf"{_INTEL}CRITICAL: Xe has declared device \S{{1,40}} as wedged"),
         ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
         ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
         (

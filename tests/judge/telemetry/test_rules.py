@@ -1144,6 +1144,7 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
         (rise("pcie_replays_total"), ""),
         (event("amdgpu", "ring-timeout"), "amdgpu ring-timeout"),
         (event("amdgpu", "ras-corrected"), ""),
+        (event("intel", "hang"), "Intel hang"),
         (event("oom", "system"), ""),
     ],
 )
@@ -1180,7 +1181,7 @@ NAMES = [
 ]
 KINDS = [
     *("counter", "reset", "boot", "change", "flag", "condition", "counter-fell", "xid", "sxid", "mce", "edac", "aer"),
-    *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "driver", "hang", "clock", "lockup", "?"),
+    *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "intel", "driver", "hang", "clock", "lockup", "?"),
 ]
 AGES = st.floats(-DAY, 40 * DAY)
 EVENTS = st.builds(

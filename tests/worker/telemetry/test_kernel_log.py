@@ -188,11 +188,13 @@ def test_details_become_fields():
         "severity": "fatal",
         "link": "63",
     }
-    assert fields("EDAC MC2: 7 CE memory read error on DIMM_B1 (channel:0 slot:0)") == {
-        "controller": "2",
-        "count": "7",
-        "dimm": "DIMM_B1",
-    }
+    place = "page:0x12 offset:0x0 grain:64 syndrome:0x0)"
+    for middle, dimm in (
+        ("memory read error on DIMM_B1 (channel:0 slot:0", "DIMM_B1"),
+        ("on mc#2row#0 (row:0", "mc#2row#0"),
+    ):
+        wanted = {"controller": "2", "count": "7", "dimm": dimm}
+        assert fields(f"EDAC MC2: 7 CE {middle} {place}") == wanted
 
 
 @given(
