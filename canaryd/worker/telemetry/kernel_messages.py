@@ -113,6 +113,12 @@ _MCE = re.compile(
     r"(?P<status>[0-9a-f]{1,16})\b"
 )
 _APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
+_APEI_PART = re.compile(
+    rf"\{{[0-9]+\}}\[Hardware Error\]:\s+(?:section_type: (?P<section>\w[\w ,/-]{{0,60}})|device_id: {PCI}\s*$)"
+)
+_AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
+PCI_EXPRESS = "PCIe error"
+"""The section of a report of the firmware that concerns a device on PCI Express."""
 
 
 def _mce(text: str) -> Message | None:
@@ -129,6 +135,24 @@ def _mce(text: str) -> Message | None:
             "mce", "corrected" if found["severity"] == "corrected" else "uncorrected", "", text, found.groupdict()
         )
     return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
+
+
+def firmware_part(announced: Message, text: str) -> Message | None:
+    """Return what a further line adds to an error that the firmware (APEI) announced; None for any other line.
+
+    The severity comes first, then the section, then the device: an error on PCI Express is that device's, not the
+    processor's.
+    """
+    found = _APEI_PART.match(text)
+    if not found or text.partition("[")[0] != announced.text.partition("[")[0]:
+        return None
+    severity, head = announced.fields["severity"], announced.text.partition(",")[0]
+    if section := found["section"]:
+        return announced._replace(text=f"{head}, {section}", fields={"severity": severity, "section": section})
+    if announced.fields.get("section") != PCI_EXPRESS:
+        return None
+    bus = bus_id(found["bus"])
+    return Message("aer", _AER_OF[severity], bus, f"{announced.text}, device {bus}", {})
 
 
 _EDAC = re.compile(  # the page too: a process that is named "EDAC MC0: 1 UE" begins lines of the kernel with that
