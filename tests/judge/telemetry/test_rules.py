@@ -446,6 +446,8 @@ SCENARIOS = {
     "Xid 999 a day ago": lambda: (sign(xid(999, DAY + 1)), []),
     "Xid 92": lambda: (sign(xid(92)), [("xid-noted", HEALTHY, H)]),
     "Xid 92 a day ago": lambda: (sign(xid(92, DAY + 1)), []),
+    "Xid 157, a part without a spare": lambda: (sign(xid(157)), [("xid-noted", HEALTHY, H)]),
+    "Xid 161, a memory channel without a spare": lambda: (sign(xid(161)), [("xid-noted", HEALTHY, H)]),
     "fatal SXid": lambda: (sign(sxid(20034, "fatal")), [("sxid", DEGRADED, H)]),
     "SXid": lambda: (sign(sxid(12028, "non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
     "SXid of unknown severity": lambda: (sign(sxid(12028, "unknown")), [("sxid", HEALTHY, H)]),
