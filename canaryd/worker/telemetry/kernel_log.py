@@ -37,6 +37,8 @@ TICK = 0.5
 _CHUNK = 65_536
 _BATCH = 256
 """Records read from the device before a position is yielded."""
+STORM = 10.0
+"""Seconds after which a device that always has more was read to its present end: the rest is newer."""
 _HEAD = 64
 """Bytes at a file's start that show whether its contents are still the same."""
 
@@ -84,6 +86,10 @@ class _Source(Protocol):
         """Return what is there now (b"" for nothing), and whether the log started again from its beginning."""
         ...
 
+    def caught_up(self) -> bool:
+        """Return whether all that was there at the opening has been read, though there may be more."""
+        ...
+
     def wait(self, seconds: float) -> None:
         """Return when there may be more, at the latest after `seconds`."""
         ...
@@ -97,6 +103,7 @@ class _Device:
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        self._opened = time.monotonic()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
@@ -114,6 +121,9 @@ class _Device:
             records.append(record)
         return b"".join(records), False
 
+    def caught_up(self) -> bool:
+        return time.monotonic() - self._opened >= STORM
+
     def wait(self, seconds: float) -> None:
         self._poll.poll(seconds * 1000)
 
@@ -128,6 +138,7 @@ class _File:
         self._path = path
         self._descriptor = descriptor
         self._offset = 0
+        self._present = os.fstat(descriptor).st_size
         self._head = b""
         self.missing = False
         """Whether nothing was at the path at the newest read."""
@@ -162,6 +173,9 @@ class _File:
         os.close(self._descriptor)
         self._descriptor, self._offset, self._head = new, 0, b""
         return True
+
+    def caught_up(self) -> bool:
+        return self._offset >= self._present
 
     def holds(self, sequence: int) -> bool:
         """Return whether any record in the file is as new as `sequence`."""
@@ -225,6 +239,9 @@ class _Log:
             wanted = f"set telemetry.kernel_log to {usual}a file with records in its format"
             raise FileNotFoundError(f"{self._path}: no kernel log there; {wanted}")
         return data, restarted
+
+    def caught_up(self) -> bool:
+        return self._source is not None and self._source.caught_up()
 
     def wait(self, seconds: float) -> None:
         self._source.wait(seconds) if self._source else time.sleep(seconds)
@@ -408,6 +425,8 @@ def follow(
                 if was_idle:  # lines of one report arrive one by one
                     yield from reader.release()
             was_idle = not data
+            if until_end and log.caught_up():  # what comes after it would never end in a storm of lines
+                break
             if data or (log.is_open and time.monotonic() - reported >= beat):
                 reported = time.monotonic()
                 yield reader.position

@@ -576,6 +576,22 @@ def test_a_line_that_is_news_is_dated_as_news(boot_id, log):
         assert began - 1.5 < record.at <= time.time()
 
 
+def test_the_present_end_is_reached_while_lines_pour_in(boot_id, log):
+    """A check reads what is there when it begins, and does not run after a storm that is faster than it."""
+    numbers = itertools.count(1)
+
+    def stop() -> bool:
+        number = next(numbers)
+        feed(log, line(number))
+        return number > 50
+
+    feed(log, line(0))
+    found = list(follow(str(log), boot_id=boot_id, until_end=True, stop=stop))
+    assert next(numbers) < 10
+    assert isinstance(found[-1], LogPosition)
+    assert found[-1].sequence >= 0
+
+
 def test_it_stops_when_it_is_told_to(boot_id, log):
     """With a last position."""
     feed(log, line(1))
@@ -657,6 +673,20 @@ ssize_t read(int fd, void *data, size_t size)
     return real(fd, data, size);
 }
 """
+
+
+def test_a_device_that_never_runs_dry_is_read_for_a_while(boot_id, terminal, monkeypatch):
+    """What was there when it was opened was read or overwritten long before."""
+    monkeypatch.setattr(kernel_log, "STORM", 0.2)
+    master, path = terminal
+    began = time.monotonic()
+
+    def stop() -> bool:
+        os.write(master, line(1).encode())
+        return time.monotonic() - began > 20
+
+    list(follow(path, boot_id=boot_id, until_end=True, stop=stop))
+    assert time.monotonic() - began < 10
 
 
 def test_an_overrun_is_survived_and_counted(boot_id, terminal, tmp_path):
