@@ -355,6 +355,10 @@ LINES: Mapping[tuple[str, str], Line] = {
         *(State.DEGRADED, Cause.UNDETERMINED),
         *("The device did not finish its work in time", "Check the application, then the device."),
     ),
+    ("amdgpu", "queue-hung"): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("The device did not give up its work in time", "Check the application, then the device."),
+    ),
     ("amdgpu", "soft-recovered"): Line(
         *(State.HEALTHY, Cause.UNDETERMINED),
         *("The driver ended a job that hung, and the device went on", "Check the application."),

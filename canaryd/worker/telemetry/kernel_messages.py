@@ -247,6 +247,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("thermal", "critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
         ("amdgpu", "soft-recovered", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout, but soft recovered"),
         ("amdgpu", "ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
+        ("amdgpu", "queue-hung", rf"{_AMD}(?:MES|The cp) might be in (?:an )?unrecoverable state"),
         ("amdgpu", "reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
         ("amdgpu", "reset", rf"{_AMD}GPU reset begin"),
         ("amdgpu", "fault", rf"{_AMD}\[(?P<hub>\w+)\] (?:[\w-]+ )?page fault (?:\(.*?(?P<cut>,? for process .*)|\()"),
