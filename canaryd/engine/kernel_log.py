@@ -20,7 +20,7 @@ from canaryd.store.store import Store
 from canaryd.supervisor import killed
 from canaryd.supervisor.series import Series
 
-OWN = frozenset({"xid", "off-bus", "amdgpu", "driver"})
+OWN = frozenset({"xid", "off-bus", "amdgpu", "intel", "driver"})
 """Kinds of records that are about an accelerator and nothing else."""
 OF_PROCESSES = frozenset({"application", "either"})
 """Natures of Xids that a process can cause by being killed at work; what else happens then is the device's."""

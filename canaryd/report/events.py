@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "elsewhere": "kernel log",
     "flag": "",
     "hang": "driver hung",
+    "intel": "Intel driver",
     "lockup": "processor stuck",
     "mce": "machine check",
     "nvme": "disk",

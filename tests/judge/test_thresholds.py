@@ -750,7 +750,6 @@ NO_LIMITS: Mapping[str, set[float]] = {
     "judge.statistics.interval": {2},  # tails
     "judge.trends.change.chance": {4},  # above it 1 is returned without counting: far from every threshold
     "judge.telemetry.xid_rules.xid_repeated": {13, 31},  # Xids with a workflow of NVIDIA's
-    "judge.telemetry.xid_rules.xid_noted": {92},  # an Xid
     "judge.telemetry.xid_rules._repeated": {45},  # an Xid
     "judge.telemetry.rules.throttled": {2},  # how far back events are taken, beyond the window that is counted
     "judge.telemetry.link_rules.nvlink_errors": {2},  # as above

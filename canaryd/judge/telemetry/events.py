@@ -212,7 +212,7 @@ def _trigger(event: Event) -> str:
     if event.name in ("corrected", "ras-corrected"):
         return ""
     reasons = {"reset": "reset", "boot": "reboot", "mce": "machine check", "edac": "uncorrected ECC error"}
-    reasons |= {"thermal": "throttled", "amdgpu": f"amdgpu {event.name}"}
+    reasons |= {"thermal": "throttled", "amdgpu": f"amdgpu {event.name}", "intel": f"Intel {event.name}"}
     return reasons.get(event.kind, "")
 
 

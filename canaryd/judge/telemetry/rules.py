@@ -355,6 +355,14 @@ LINES: Mapping[tuple[str, str], Line] = {
         *(State.DEGRADED, Cause.UNDETERMINED),
         *("The device did not finish its work in time", "Check the application, then the device."),
     ),
+    ("amdgpu", "queue-hung"): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("The device did not give up its work in time", "Check the application, then the device."),
+    ),
+    ("amdgpu", "soft-recovered"): Line(
+        *(State.HEALTHY, Cause.UNDETERMINED),
+        *("The driver ended a job that hung, and the device went on", "Check the application."),
+    ),
     ("amdgpu", "reset-failed"): Line(
         State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
     ),
@@ -368,6 +376,13 @@ LINES: Mapping[tuple[str, str], Line] = {
     ("amdgpu", "fault"): Line(
         *(State.HEALTHY, Cause.UNDETERMINED),
         *("The device met a bad address; an application can cause that", "Check the application."),
+    ),
+    ("intel", "hang"): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("The device did not finish its work in time", "Check the application, then the device."),
+    ),
+    ("intel", "reset-failed"): Line(
+        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
     ),
     ("amdgpu", "reset"): Line(State.HEALTHY, Cause.UNDETERMINED, "The driver reset the device", ""),
 }

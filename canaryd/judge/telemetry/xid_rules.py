@@ -146,14 +146,15 @@ def xid_unknown(signs: Signs) -> Iterator[Finding]:
 
 
 def xid_noted(signs: Signs) -> Iterator[Finding]:
-    """Xid 92 asks for no action, but it reports many corrected errors."""
+    """An Xid of the hardware that asks for no action at once: many corrected errors, a part retired or not."""
     for incident in signs.incidents:
-        if incident.xid.code == 92 and incident.grade == "none" and signs.now - incident.last <= DAY:
+        is_noted = incident.grade == incident.xid.grade == "none" and incident.xid.nature == "hardware"
+        if is_noted and signs.now - incident.last <= DAY:
             yield finding(
                 *("xid-noted", State.HEALTHY, Cause.HARDWARE),
                 f"Xid {incident.code}: {incident.xid.title}.",
                 "",
-                "The error counters show the rate.",
+                "Error counters and repairs show more.",
                 *_evidence(signs, incident),
                 "Clears after a day.",
             )

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Protocol
 
 from canaryd.facts import LogPosition, LogRecord
-from canaryd.worker.telemetry.kernel_messages import LONGEST_TEXT, PCI, bus_id, classify, process_of
+from canaryd.worker.telemetry.kernel_messages import (
+    LONGEST_TEXT,
+    PCI,
+    PCI_EXPRESS,
+    Message,
+    bus_id,
+    classify,
+    firmware_part,
+    process_of,
+)
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LONGEST_LINE = 16_384
@@ -28,6 +37,8 @@ TICK = 0.5
 _CHUNK = 65_536
 _BATCH = 256
 """Records read from the device before a position is yielded."""
+STORM = 10.0
+"""Seconds after which a device that always has more was read to its present end: the rest is newer."""
 _HEAD = 64
 """Bytes at a file's start that show whether its contents are still the same."""
 
@@ -75,6 +86,10 @@ class _Source(Protocol):
         """Return what is there now (b"" for nothing), and whether the log started again from its beginning."""
         ...
 
+    def caught_up(self) -> bool:
+        """Return whether all that was there at the opening has been read, though there may be more."""
+        ...
+
     def wait(self, seconds: float) -> None:
         """Return when there may be more, at the latest after `seconds`."""
         ...
@@ -88,6 +103,7 @@ class _Device:
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        self._opened = time.monotonic()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
@@ -105,6 +121,9 @@ class _Device:
             records.append(record)
         return b"".join(records), False
 
+    def caught_up(self) -> bool:
+        return time.monotonic() - self._opened >= STORM
+
     def wait(self, seconds: float) -> None:
         self._poll.poll(seconds * 1000)
 
@@ -119,6 +138,7 @@ class _File:
         self._path = path
         self._descriptor = descriptor
         self._offset = 0
+        self._present = os.fstat(descriptor).st_size
         self._head = b""
         self.missing = False
         """Whether nothing was at the path at the newest read."""
@@ -153,6 +173,9 @@ class _File:
         os.close(self._descriptor)
         self._descriptor, self._offset, self._head = new, 0, b""
         return True
+
+    def caught_up(self) -> bool:
+        return self._offset >= self._present
 
     def holds(self, sequence: int) -> bool:
         """Return whether any record in the file is as new as `sequence`."""
@@ -217,6 +240,9 @@ class _Log:
             raise FileNotFoundError(f"{self._path}: no kernel log there; {wanted}")
         return data, restarted
 
+    def caught_up(self) -> bool:
+        return self._source is not None and self._source.caught_up()
+
     def wait(self, seconds: float) -> None:
         self._source.wait(seconds) if self._source else time.sleep(seconds)
 
@@ -264,7 +290,9 @@ class _Reader:
         self._lost = 0
         self._garbled = 0
         self._held: LogRecord | None = None
-        """A machine check that was announced without its severity; the next lines may contain it."""
+        """An error that was announced without its severity or its place; the next lines may contain it."""
+        self._firmware: Message | None = None
+        """The newest error that the firmware announced, with the section that is being told."""
         self._uuids: dict[str, str] = {}
 
     @property
@@ -292,11 +320,11 @@ class _Reader:
             if self._newest >= 0:
                 self._lost += max(0, record.sequence - self._newest - 1)
             self.floor = self._newest = record.sequence
-            if self._held and record.facility == 0:
-                if message and message.kind == "mce" and message.name != "logged":
-                    self._held = None
-                elif message or "[Hardware Error]" not in record.text:  # keep the order: the held record goes first
-                    yield from self.release()
+            if record.facility == 0:
+                part = self._part(record.text)
+                if part is None:
+                    yield from self._settle(record.text, message)
+                message = message or part
             if message is None:
                 continue
             if process := process_of(record.text):
@@ -306,13 +334,38 @@ class _Reader:
             # The kernel's clock stops while the machine sleeps, and no time server corrects its drift.
             at = min(now, max(since, now - since_boot + record.usec / 1e6))
             found = LogRecord(boot=self.boot, sequence=record.sequence, at=at, **message._asdict())
-            if message.kind == "mce" and message.name == "logged":
+            is_firmwares = message.kind == "mce" and "severity" in message.fields and part is None
+            if is_firmwares:
+                self._firmware = message
+            if is_firmwares or (message.kind, message.name) == ("mce", "logged"):
                 self._held = found
             else:
                 yield found
 
+    def _part(self, text: str) -> Message | None:
+        """Return the error that the firmware announced, once a line shows whom it concerns."""
+        found = firmware_part(self._firmware, text) if self._firmware else None
+        if found is None:
+            return None
+        if found.kind == "mce":
+            self._firmware = found
+            if found.fields["section"] == PCI_EXPRESS:  # a line further down names the device
+                return None
+        if self._held and self._held.name != "logged":
+            self._held = None
+        return found
+
+    def _settle(self, text: str, message: Message | None) -> Iterator[LogRecord]:
+        """End the wait for more about an announced error where a line shows that nothing more comes."""
+        is_announced = self._held is not None and self._held.name == "logged"
+        if is_announced and message and message.kind == "mce" and message.name != "logged":
+            self._held = None
+        elif message or (is_announced and "[Hardware Error]" not in text):
+            yield from self.release()  # keep the order: the held record goes first
+
     def release(self) -> Iterator[LogRecord]:
-        """Yield the announced machine check that no further line explained."""
+        """Yield the announced error that no further line explained."""
+        self._firmware = None
         if self._held:
             held, self._held = self._held, None
             yield held
@@ -351,7 +404,7 @@ def follow(
     reader, lines = _Reader(present, after if boot == present else -1), _Lines()
     log = _Log(path, patience=beat, at_once=until_end)
     reported = time.monotonic()
-    since = 0.0
+    since, was_idle = 0.0, False
     try:
         while not stop():
             if log.open(reader.floor):
@@ -369,7 +422,11 @@ def follow(
             else:
                 # Everything there has been read, so what comes next is new. The second allows for a clock being slewed.
                 since = looked - 1.0
-                yield from reader.release()
+                if was_idle:  # lines of one report arrive one by one
+                    yield from reader.release()
+            was_idle = not data
+            if until_end and log.caught_up():  # what comes after it would never end in a storm of lines
+                break
             if data or (log.is_open and time.monotonic() - reported >= beat):
                 reported = time.monotonic()
                 yield reader.position

@@ -113,6 +113,12 @@ _MCE = re.compile(
     r"(?P<status>[0-9a-f]{1,16})\b"
 )
 _APEI = re.compile(r"\{[0-9]+\}\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)")
+_APEI_PART = re.compile(
+    rf"\{{[0-9]+\}}\[Hardware Error\]:\s+(?:section_type: (?P<section>\w[\w ,/-]{{0,60}})|device_id: {PCI}\s*$)"
+)
+_AER_OF = {"corrected": "correctable", "recoverable": "nonfatal", "fatal": "fatal"}
+PCI_EXPRESS = "PCIe error"
+"""The section of a report of the firmware that concerns a device on PCI Express."""
 
 
 def _mce(text: str) -> Message | None:
@@ -131,9 +137,27 @@ def _mce(text: str) -> Message | None:
     return Message("mce", "logged", "", text, {}) if _MCE_LOGGED.match(text) else None
 
 
-_EDAC = re.compile(
+def firmware_part(announced: Message, text: str) -> Message | None:
+    """Return what a further line adds to an error that the firmware (APEI) announced; None for any other line.
+
+    The severity comes first, then the section, then the device: an error on PCI Express is that device's, not the
+    processor's.
+    """
+    found = _APEI_PART.match(text)
+    if not found or text.partition("[")[0] != announced.text.partition("[")[0]:
+        return None
+    severity, head = announced.fields["severity"], announced.text.partition(",")[0]
+    if section := found["section"]:
+        return announced._replace(text=f"{head}, {section}", fields={"severity": severity, "section": section})
+    if announced.fields.get("section") != PCI_EXPRESS:
+        return None
+    bus = bus_id(found["bus"])
+    return Message("aer", _AER_OF[severity], bus, f"{announced.text}, device {bus}", {})
+
+
+_EDAC = re.compile(  # the page too: a process that is named "EDAC MC0: 1 UE" begins lines of the kernel with that
     r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<count>[0-9]+) (?P<type>[CU])E "
-    r"(?:.{0,200}? on (?P<dimm>[^()]{1,80}?) \()?"
+    r"(?:(?:.{0,200}? )?on (?P<dimm>[^()]{1,80}?) \()?.{0,200}?\bpage:0x"
 )
 _EDAC_OLD = re.compile(
     r"EDAC (?:\w+ )?MC(?P<controller>[0-9]+): (?P<type>[CU])E (?:page|row)\b(?:.*? labels? \"(?P<dimm>[^\"]{1,80})\")?"
@@ -167,16 +191,17 @@ def _aer(text: str) -> Message | None:
 
 _AMD = (
     rf"(?:amdgpu {PCI}: (?:amdgpu: )?(?:\[drm(?::\w+ \[amdgpu\])?\] )?|\[drm:\w+ \[amdgpu\]\] |amdgpu: )"
-    r"(?:\*ERROR\* )?(?:\{[0-9]+\})?"
+    r"(?:\*ERROR\* )?(?:\{[0-9]+\} ?)?"
 )
-_RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[0-9]+) (?:new )?"
-_NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvswitch|UVM |irq/[0-9]+-nvidia)"
+_RAS = rf"{_AMD}(?:socket: (?P<socket>[0-9]+), die: (?P<die>[0-9]+),? )?(?P<count>[1-9][0-9]*) (?:new )?"
+_INTEL = rf"(?:xe|i915) {PCI}: (?:\[drm\] )?(?:\*ERROR\* )?(?:Tile[0-9]+: )?(?:GT[0-9]+: )?(?:GUC: )?"
+_NVIDIA_TASK = r"(?:nvidia|nv[-_]|nvc:|nvswitch|UVM |irq/[0-9]+-nvidia)"
 _AMD_TASK = r"(?:amdgpu|kfd|amd-smi|rocm-smi|irq/[0-9]+-amdgpu|kworker/\S{0,20}amdgpu)"
 _FUNCTION = rf"\S+ {PCI}: "
 _CPU = r"(?:mce: )?CPU(?P<cpu>[0-9]+): "
 _TOTAL = r"temperature (?:is )?above threshold(?:.*total events = (?P<total>[0-9]+))?"
 _NVME = r"nvme (?P<controller>nvme[0-9]+)(?:n[0-9]+)?: "
-_BLOCK = r"hardware errors detected in (?P<block>\w+) block"
+_BLOCK = r"hardware errors (?:and [0-9]+ deferred hardware errors )?detected in (?P<block>\w+) block"
 _BLOCKED = r".{0,40}?:[0-9]+ )blocked for more than (?P<seconds>[0-9]+) seconds"
 _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
     (kind, name, re.compile(pattern))
@@ -198,7 +223,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("driver", "probe-failed", rf"nvidia: probe of {PCI} failed with error (?P<error>-[0-9]+)"),
         ("driver", "probe-failed", rf"nvidia {PCI}: probe with driver nvidia failed with error (?P<error>-[0-9]+)"),
         ("driver", "bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
-        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down"),
+        ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down(?!/)"),
         ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
         (
             "pcie",
@@ -208,6 +233,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ),
         ("pcie", "not-ready", _FUNCTION + r"not ready [0-9]+ms after .{1,40}; giving up"),
         ("pcie", "inaccessible", _FUNCTION + r"(?:Unable to|can't) change power state from .{1,60}device inaccessible"),
+        ("mce", "uncorrected", r"mce: Uncorrected hardware memory error in (?:user|kernel)-access"),
         ("oom", "system", r"Out of memory(?: \([a-z_]+\))?: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("oom", "cgroup", r"Memory cgroup out of memory: Kill(?:ed)? process(?P<cut> [0-9]+ \(.*\)|.*)"),
         ("nvme", "timeout", _NVME + r"I/O .{1,120}\btimeout\b"),
@@ -219,18 +245,26 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("thermal", "core", rf"{_CPU}Core {_TOTAL}"),
         ("thermal", "package", rf"{_CPU}Package {_TOTAL}"),
         ("thermal", "critical", r"thermal (?P<zone>thermal_zone[0-9]+): .{0,40}critical temperature reached"),
+        ("amdgpu", "soft-recovered", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout, but soft recovered"),
         ("amdgpu", "ring-timeout", rf"{_AMD}ring (?P<ring>\S{{1,40}}) timeout"),
+        ("amdgpu", "queue-hung", rf"{_AMD}(?:MES|The cp) might be in (?:an )?unrecoverable state"),
         ("amdgpu", "reset-failed", rf"{_AMD}GPU reset(?:(?:\([0-9]+\))? failed| end with ret = -[0-9]+)"),
         ("amdgpu", "reset", rf"{_AMD}GPU reset begin"),
         ("amdgpu", "fault", rf"{_AMD}\[(?P<hub>\w+)\] (?:[\w-]+ )?page fault (?:\(.*?(?P<cut>,? for process .*)|\()"),
         ("amdgpu", "ras-uncorrected", rf"{_RAS}uncorrectable {_BLOCK}"),
         ("amdgpu", "ras-deferred", rf"{_RAS}deferred {_BLOCK}"),
         ("amdgpu", "ras-corrected", rf"{_RAS}correctable {_BLOCK}"),
-        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:RAS: )?uncorrectable hardware event\b"),
+        ("amdgpu", "ras-uncorrected", rf"{_AMD}[Uu]ncorrectable hardware error\b"),
+        ("amdgpu", "ras-uncorrected", rf"{_AMD}(?:GPU reset for \w+ )?RAS poison consumption\b"),
         ("amdgpu", "bad-pages", rf"{_AMD}Saved bad pages.{{0,40}}reaches threshold"),
         ("amdgpu", "bad-pages", rf"{_AMD}RAS records.{{0,40}}exceed threshold"),
         ("amdgpu", "init-failed", rf"{_AMD}Fatal error during GPU init"),
         ("amdgpu", "lost", rf"{_AMD}device lost from bus"),
+        ("intel", "hang", rf"{_INTEL}Engine reset: engine_class=(?P<engine>\w{{1,20}})"),
+        ("intel", "hang", rf"{_INTEL}Timedout job: .{{1,200}}? flags=0x[0-9a-f]+(?P<cut>,? in .*)?"),
+        ("intel", "hang", rf"{_INTEL}GPU HANG: ecode [0-9a-fx:]+(?P<cut>, in .*)?"),
+        ("intel", "reset-failed", rf"{_INTEL}(?:Engine reset (?:request )?failed|Failed to reset chip)"),
+        ("intel", "reset-failed", rf"{_INTEL}CRITICAL: Xe has declared device \S{{1,40}} as wedged"),
         ("hang", "nvidia", rf"INFO: task (?P<cut>{_NVIDIA_TASK}{_BLOCKED}"),
         ("hang", "amdgpu", rf"INFO: task (?P<cut>{_AMD_TASK}{_BLOCKED}"),
         (

@@ -446,6 +446,8 @@ SCENARIOS = {
     "Xid 999 a day ago": lambda: (sign(xid(999, DAY + 1)), []),
     "Xid 92": lambda: (sign(xid(92)), [("xid-noted", HEALTHY, H)]),
     "Xid 92 a day ago": lambda: (sign(xid(92, DAY + 1)), []),
+    "Xid 157, a part without a spare": lambda: (sign(xid(157)), [("xid-noted", HEALTHY, H)]),
+    "Xid 161, a memory channel without a spare": lambda: (sign(xid(161)), [("xid-noted", HEALTHY, H)]),
     "fatal SXid": lambda: (sign(sxid(20034, "fatal")), [("sxid", DEGRADED, H)]),
     "SXid": lambda: (sign(sxid(12028, "non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
     "SXid of unknown severity": lambda: (sign(sxid(12028, "unknown")), [("sxid", HEALTHY, H)]),
@@ -1144,6 +1146,7 @@ def test_a_line_of_the_kernel_log_keeps_its_fields():
         (rise("pcie_replays_total"), ""),
         (event("amdgpu", "ring-timeout"), "amdgpu ring-timeout"),
         (event("amdgpu", "ras-corrected"), ""),
+        (event("intel", "hang"), "Intel hang"),
         (event("oom", "system"), ""),
     ],
 )
@@ -1180,7 +1183,7 @@ NAMES = [
 ]
 KINDS = [
     *("counter", "reset", "boot", "change", "flag", "condition", "counter-fell", "xid", "sxid", "mce", "edac", "aer"),
-    *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "driver", "hang", "clock", "lockup", "?"),
+    *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "intel", "driver", "hang", "clock", "lockup", "?"),
 ]
 AGES = st.floats(-DAY, 40 * DAY)
 EVENTS = st.builds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -188,11 +189,13 @@ def test_details_become_fields():
         "severity": "fatal",
         "link": "63",
     }
-    assert fields("EDAC MC2: 7 CE memory read error on DIMM_B1 (channel:0 slot:0)") == {
-        "controller": "2",
-        "count": "7",
-        "dimm": "DIMM_B1",
-    }
+    place = "page:0x12 offset:0x0 grain:64 syndrome:0x0)"
+    for middle, dimm in (
+        ("memory read error on DIMM_B1 (channel:0 slot:0", "DIMM_B1"),
+        ("on mc#2row#0 (row:0", "mc#2row#0"),
+    ):
+        wanted = {"controller": "2", "count": "7", "dimm": dimm}
+        assert fields(f"EDAC MC2: 7 CE {middle} {place}") == wanted
 
 
 @given(
@@ -338,6 +341,82 @@ def test_a_held_announcement_is_not_passed_by_the_position(boot_id, log):
     assert isinstance(items[1], LogPosition)
     assert items[1].sequence == 1
     assert [r.sequence for r in read(log, boot_id, after=1)[0]] == [2]
+
+
+FIRMWARE = "{7}[Hardware Error]: "
+
+
+def firmware(start: int, severity: str, *lines: str) -> list[str]:
+    """The records of an error that the firmware reports through APEI, from number `start` on."""
+    texts = ["Hardware error from APEI Generic Hardware Error Source: 1", f"event severity: {severity}", *lines]
+    return [line(start + i, FIRMWARE + text) for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("severity", "name"), [("corrected", "correctable"), ("recoverable", "nonfatal"), ("fatal", "fatal")]
+)
+def test_an_error_that_the_firmware_found_on_pci_express_is_that_devices(boot_id, log, severity, name):
+    """It is no machine check of the host's processor, whatever lies between its lines."""
+    part = ("  section_type: PCIe error", "  version: 3.0", "  device_id: 0000:5e:00.0", "  class_code: 010802")
+    feed(log, *firmware(1, severity, " Error 0, type: x"), line(4, "a line of another processor"))
+    live = Live(log, boot_id)
+    feed(log, *(line(5 + i, FIRMWARE + text) for i, text in enumerate(part)), line(9))
+    assert live.news() == ([7, 9], LogPosition(boot=BOOT, sequence=9))
+    found, _ = read(log, boot_id)
+    assert (found[0].kind, found[0].name, found[0].bus_id) == ("aer", name, "0000:5e:00.0")
+    assert "PCIe error" in found[0].text
+    assert severity in found[0].text
+
+
+def test_any_other_error_that_the_firmware_found_is_the_hosts(boot_id, log):
+    """Memory, or a kind that is not told; a report with two sections counts for both."""
+    memory = ("  section_type: memory error", "  physical_address: 0x0000000040fa6000")
+    both = ("  section_type: PCIe error", "  device_id: 0000:5e:00.0", *memory)
+    feed(log, *firmware(1, "recoverable", *memory), *firmware(5, "recoverable"), line(7))
+    feed(log, *firmware(8, "corrected", *both), *firmware(14, "corrected"))
+    records, position = read(log, boot_id)
+    told = [(r.sequence, r.kind, r.name, r.fields.get("section", "")) for r in records]
+    assert told == [
+        (3, "mce", "uncorrected", "memory error"),
+        (6, "mce", "uncorrected", ""),
+        (7, "xid", "7", ""),
+        (11, "aer", "correctable", ""),
+        (12, "mce", "corrected", "memory error"),
+        (15, "mce", "corrected", ""),
+    ]
+    assert position.sequence == 15
+    assert [r.sequence for r in read(log, boot_id, after=position.sequence)[0]] == []
+
+
+def test_another_message_ends_a_report_of_the_firmware(boot_id, log):
+    """Records keep their order, and the position passes none that waits: nothing counts twice after a restart."""
+    part = ("  section_type: PCIe error", "  device_id: 0000:5e:00.0")
+    logged = "mce: [Hardware Error]: Machine check events logged"
+    feed(log, *firmware(1, "fatal", *part), line(5, logged), line(6, FIRMWARE + "  section_type: memory error"))
+    stream = follow(str(log), boot_id=boot_id, beat=0.01)
+    first, position = next(stream), next(stream)
+    stream.close()
+    assert (first.sequence, position.sequence) == (4, 4)
+    assert [(r.sequence, r.name) for r in read(log, boot_id)[0]] == [(4, "fatal"), (5, "logged")]
+    assert [r.sequence for r in read(log, boot_id, after=4)[0]] == [5]
+
+
+def test_a_report_of_the_firmware_that_is_still_being_written_waits(boot_id, log):
+    """Its lines arrive one by one: the severity alone says nothing yet, and the position does not pass it."""
+    feed(log, *firmware(1, "fatal"))
+    rest = [line(3, FIRMWARE + "  section_type: PCIe error"), line(4, FIRMWARE + "  device_id: 0000:5e:00.0")]
+    looks = itertools.count()
+
+    def stop() -> bool:
+        if next(looks) == 2:  # after a look that found nothing
+            feed(log, *rest)
+        return False
+
+    stream = follow(str(log), boot_id=boot_id, beat=0.2, stop=stop)
+    assert next(stream) == LogPosition(boot=BOOT, sequence=1)
+    record = next(item for item in stream if isinstance(item, LogRecord))
+    stream.close()
+    assert (record.kind, record.sequence) == ("aer", 4)
 
 
 def test_another_boot_is_read_from_its_start(boot_id, log):
@@ -497,6 +576,22 @@ def test_a_line_that_is_news_is_dated_as_news(boot_id, log):
         assert began - 1.5 < record.at <= time.time()
 
 
+def test_the_present_end_is_reached_while_lines_pour_in(boot_id, log):
+    """A check reads what is there when it begins, and does not run after a storm that is faster than it."""
+    numbers = itertools.count(1)
+
+    def stop() -> bool:
+        number = next(numbers)
+        feed(log, line(number))
+        return number > 50
+
+    feed(log, line(0))
+    found = list(follow(str(log), boot_id=boot_id, until_end=True, stop=stop))
+    assert next(numbers) < 10
+    assert isinstance(found[-1], LogPosition)
+    assert found[-1].sequence >= 0
+
+
 def test_it_stops_when_it_is_told_to(boot_id, log):
     """With a last position."""
     feed(log, line(1))
@@ -578,6 +673,20 @@ ssize_t read(int fd, void *data, size_t size)
     return real(fd, data, size);
 }
 """
+
+
+def test_a_device_that_never_runs_dry_is_read_for_a_while(boot_id, terminal, monkeypatch):
+    """What was there when it was opened was read or overwritten long before."""
+    monkeypatch.setattr(kernel_log, "STORM", 0.2)
+    master, path = terminal
+    began = time.monotonic()
+
+    def stop() -> bool:
+        os.write(master, line(1).encode())
+        return time.monotonic() - began > 20
+
+    list(follow(path, boot_id=boot_id, until_end=True, stop=stop))
+    assert time.monotonic() - began < 10
 
 
 def test_an_overrun_is_survived_and_counted(boot_id, terminal, tmp_path):
