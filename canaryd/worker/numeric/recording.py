@@ -7,9 +7,9 @@ import ctypes
 import hashlib
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from canaryd.facts import (
@@ -24,7 +24,6 @@ from canaryd.facts import (
     Subject,
     reading_key,
 )
-from canaryd.model import Device
 from canaryd.probe import Absent, Fact
 from canaryd.worker.numeric import cases as numeric_cases
 from canaryd.worker.numeric import error_bounds, evidence, verify
@@ -36,11 +35,10 @@ from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.serving_kernels import MAKER, Kernel
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
-    event,
     host_same_bits,
     on_core,
-    seconds_between,
     synchronize,
+    timed,
     torch,
     torch_device,
 )
@@ -185,7 +183,8 @@ class Recorder:
             self.session.injector.before(kernel.name, operands, 0)
             if not made.seconds:
                 kernel.compute(*operands)
-            result, seconds = _time(ctx.device, kernel, operands)
+            call, wait = partial(kernel.compute, *operands), partial(synchronize, ctx.device)
+            result, seconds = timed(ctx.device, call, wait)
         made.seconds.append(seconds)
         self.session.injector.after(kernel.name, result)
         self._launches.ask(kernel.name, lambda: kernel.compute(*operands))
@@ -304,18 +303,6 @@ def _group(name: str) -> str:
     """Return the first parts of a name: kind and format, of attention kind, kernel and format."""
     parts = name.partition("@")[0].split("/")
     return "/".join(parts[: 3 if parts[0] == "sdpa" else 2])
-
-
-def _time(device: Device, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[Any, float]:
-    """Return the result of one call and the seconds it took: by the device's own events where it has them."""
-    if (start := event(device)) is not None:
-        result = kernel.compute(*operands)
-        return result, seconds_between(start, event(device))
-    synchronize(device)
-    begun = time.perf_counter()
-    result = kernel.compute(*operands)
-    synchronize(device)
-    return result, time.perf_counter() - begun
 
 
 @contextlib.contextmanager

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from canaryd.model import Device
 from canaryd.probe import Context
 from canaryd.worker.numeric.integers import below
 from canaryd.worker.numeric.operands import Product, build
-from canaryd.worker.numeric.tensors import Format
+from canaryd.worker.numeric.tensors import Format, has_events, timed
 from canaryd.worker.runtime import interface
 
 SECONDS = {"quick": 0.004, "standard": 0.03, "deep": 0.25}
 """Seconds for one product, per level: at most a tenth of a case's share, so that each golden is used many times."""
 LARGEST = {"quick": 512, "standard": 2048, "deep": 4096}
 """Largest side of a square product, per level: beyond it, making the golden costs more than it is worth."""
+SIDE, SIDE_BY_EVENTS = 192, 1024
+"""Side of the cube that measures the speed. A fast device is done with 192 before its own clock, which counts half
+microseconds, sees much of it."""
 LONG = 5
 """How many times longer than its sides the sums of a "long" product are. Libraries share such sums among several
 blocks: MLX on Metal from three times on (mlx/backend/metal/matmul.cpp)."""
@@ -26,22 +29,16 @@ LARGEST_LONG = 2048
 
 
 def measure_speed(device: Device, compute: Callable[..., Any], source: Format, target: Format) -> float:
-    """Return floating-point operations per second of this device for products of these formats, by a 192-cube.
+    """Return floating-point operations per second of this device for products of these formats, by a cube.
 
     The best of three after one unmeasured product, which includes loading the kernels.
     """
-    n = 192
+    n = SIDE_BY_EVENTS if has_events(device) else SIDE
     product = Product("permute", source, target, 8, n, n, n, 0, "nt")
     runtime = interface.of(device)
     operands = runtime.upload(build(product, 1).operands, device)
-    best = float("inf")
-    for attempt in range(4):
-        started = time.perf_counter()
-        compute(operands, None)
-        runtime.synchronize(device)
-        if attempt:
-            best = min(best, time.perf_counter() - started)
-    return 2.0 * n**3 / best
+    call, wait = partial(compute, operands, None), partial(runtime.synchronize, device)
+    return 2.0 * n**3 / min([timed(device, call, wait)[1] for _ in range(4)][1:])
 
 
 def choose(ctx: Context, speed: float, kind: str, name: str) -> tuple[int, int, int, int]:
