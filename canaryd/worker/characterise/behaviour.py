@@ -17,8 +17,8 @@ from canaryd.worker.numeric.operands import build
 from canaryd.worker.numeric.products import multiply
 from canaryd.worker.numeric.tensors import strict_switches, synchronize, torch, torch_device
 
-CPU_ROOM = 1 << 30
-"""Bytes that this process may take beyond what it has, so that a processor's memory runs out here alone (ours)."""
+ROOM = 1 << 30
+"""Bytes that this process may take beyond what it has, so that memory runs out here and not for a server (ours)."""
 BLOCK = 256 << 20
 """Bytes of one allocation."""
 WIDTH, LAYERS, BATCH = {"cpu": 192}, 16, 8
@@ -27,21 +27,24 @@ WIDE = 4096
 
 
 def memory(bench: Bench) -> None:
-    """Fill the device's memory until it runs out: that must be called so, and right answers must follow."""
-    device = torch_device(bench.device)
+    """Take memory until there is no more: that must be called so, and right answers must follow.
+
+    A limit makes it run out for this process alone, where torch can set one; elsewhere it is the device's last.
+    """
+    device, (_, total) = torch_device(bench.device), bench.runtime.memory(bench.device)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     held: list[Any] = []
     if bench.device.backend == "cpu":
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + CPU_ROOM, limits[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + ROOM, limits[1]))
     try:
-        size = _block(bench)
+        bench.runtime.limit_memory(bench.device, ROOM)
         for _ in itertools.repeat(None, 4096):
-            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+            held.append(torch.empty(BLOCK, dtype=torch.uint8, device=device))
             if bench.left <= 0:
                 break
-        bench.add("memory runs out", Claim.OPEN, Seen.NOT_REACHED, f"{len(held) * size:,} bytes were taken in time")
+        bench.add("memory runs out", Claim.OPEN, Seen.NOT_REACHED, f"{len(held) * BLOCK:,} bytes were taken in time")
     except Exception as caught:  # noqa: BLE001  whatever a device raises is a result
-        kind, taken = kind_of(caught), len(held) * size
+        kind, taken = kind_of(caught), len(held) * BLOCK
         held.clear()
         good = kind is ErrorKind.MEMORY
         text = "" if good else f"taken for {kind.value}: {beginning(str(caught), 200)}"
@@ -51,6 +54,7 @@ def memory(bench: Bench) -> None:
     finally:
         held.clear()
         resource.setrlimit(resource.RLIMIT_DATA, limits)
+        bench.runtime.limit_memory(bench.device, total or ROOM)
         if hasattr(getattr(torch, device.type, None), "empty_cache"):
             getattr(torch, device.type).empty_cache()
     with strict_switches():
@@ -62,12 +66,6 @@ def _data_bytes() -> int:
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123  not a path to compute with
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return int(fields["VmData"].split()[0]) << 10
-
-
-def _block(bench: Bench) -> int:
-    """Return the size of one allocation: an eighth of the device's memory where that is known."""
-    _, total = bench.runtime.memory(bench.device)
-    return max(BLOCK, (total or 0) // 8)
 
 
 def spin(bench: Bench) -> None:

@@ -143,3 +143,18 @@ def test_without_the_tool_the_part_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Skip, match="not installed"):
         vendor_tool(Bench(Device(uuid="GPU-1", backend="cuda", index=0, model="a card"), 10.0))
+
+
+def test_memory_runs_out_for_this_process_alone(monkeypatch):
+    """A GPU that is filled to its end takes the memory of the server beside it: a limit ends the allocations first."""
+    from canaryd.worker.characterise import behaviour
+
+    limited, own = [], bench()
+    monkeypatch.setattr(own.runtime, "memory", lambda device: (6 << 30, 16 << 30))
+    monkeypatch.setattr(own.runtime, "limit_memory", lambda device, size: limited.append(size))
+    behaviour.memory(own)
+    assert limited == [1 << 30, 16 << 30]
+    first, *after = own.seen
+    assert (first.claim, first.seen) == (Claim.STRICT, Seen.RIGHT)
+    assert first.values["taken_bytes"] <= 1 << 30
+    assert [o.seen for o in after] == [Seen.RIGHT]
