@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.daemon.snapshot import STEADY, fingerprints, newest_readings
+from canaryd.daemon.snapshot import STEADY, fingerprints, last_success, newest_readings
 from canaryd.facts import Reading, Recording
 from canaryd.model import Device, Outcome, Run
 
@@ -135,3 +135,17 @@ def test_readings_do_not_jump_between_instruction_sets():
     assert [r.value for r in newest_readings(CPU, [*runs, timed(2, 1.5, "native")])] == [1.5]
     gpu = Device(uuid="GPU-1", backend="cuda", index=0, model="H100")
     assert [r.value for r in newest_readings(gpu, [timed(0, 1.0, ""), timed(1, 2.0, "")])] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("readings", "changes", "found"),
+    [
+        ((Reading(name="bandwidth", value=9.0),), {}, {"fan": 5.0}),
+        ((Reading(name="trials", value=0),), {}, {}),
+        ((), {}, {}),
+        ((Reading(name="bandwidth", value=9.0),), {"outcome": Outcome.CRASHED}, {}),
+    ],
+)
+def test_a_probe_of_readings_alone_succeeds(readings, changes, found):
+    """It is evidence to the judge; without a last success the alert CanarydProbeStale would fire for ever."""
+    assert last_success([replace(run(5, None, probe="fan", **changes), readings=readings)]) == found

@@ -11,6 +11,7 @@ from canaryd.engine import budget
 from canaryd.engine.engine import Engine
 from canaryd.facts import Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
+from canaryd.judge.coverage import has_looked
 from canaryd.judge.phrases import count
 from canaryd.judge.telemetry.signals import Poll
 from canaryd.judge.verdict import fault_rate_bound
@@ -47,11 +48,7 @@ def device_view(
         verdict=verdict,
         drill_verdict=engine.drill_verdict(uuid) if len(plain) < len(runs) else None,
         last_runs={r.probe: r for r in plain},
-        last_success={
-            r.probe: r.started
-            for r in plain
-            if r.outcome is Outcome.COMPLETED and (r.trials or r.recordings) and not (r.wrong or r.unknown)
-        },
+        last_success=last_success(plain),
         fault_rate=fault_rate_bound(plain),
         fingerprints=fingerprints(plain),
         periods=engine.periods(device),
@@ -64,6 +61,15 @@ def device_view(
         drifts=engine.drifts(uuid),
         budget=None if device.is_endpoint else budget_view(engine.account, uuid),
     )
+
+
+def last_success(runs: Iterable[Run]) -> dict[str, float]:
+    """Return probe → start of its newest run (oldest first) that looked at something and found nothing wrong.
+
+    A probe may yield readings alone.
+    """
+    clean = (r for r in runs if r.outcome is Outcome.COMPLETED and not (r.wrong or r.unknown))
+    return {r.probe: r.started for r in clean if r.recordings or has_looked(r)}
 
 
 def health(engine: Engine, now: float) -> Health:

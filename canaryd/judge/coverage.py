@@ -11,7 +11,7 @@ from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
 from canaryd.judge.findings import finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
-from canaryd.model import TORCH, Cause, Finding, Outcome, State
+from canaryd.model import TORCH, Cause, Finding, Outcome, Run, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
@@ -123,12 +123,16 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
             yield make_finding("stale-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, completed[-1])
 
 
+def has_looked(run: Run) -> bool:
+    """Return whether a completed run compared a result of the device, or read something from it."""
+    idle = not run.readings or any(r.name == "trials" and r.value == 0 for r in run.readings)
+    return not idle or any(c.subject is Subject.DEVICE for c in run.comparisons)
+
+
 def checked_nothing(case: Case) -> Iterator[Finding]:
     """A run completed without looking at anything: skipped parts are fine, skipping all of them is not evidence."""
     for run in case.current:
-        idle = not run.readings or any(r.name == "trials" and r.value == 0 for r in run.readings)
-        compared = any(c.subject is Subject.DEVICE for c in run.comparisons)
-        if run.outcome is Outcome.COMPLETED and idle and not compared:
+        if run.outcome is Outcome.COMPLETED and not has_looked(run):
             reason = f": {run.skipped[0].case} was skipped, {run.skipped[0].reason}" if run.skipped else ""
             text = f"{run.probe} completed but checked nothing{reason}"
             yield make_finding(
