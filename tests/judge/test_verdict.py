@@ -995,6 +995,15 @@ def test_a_sibling_that_is_right_rejects_every_rival():
     assert found == {(S, "a wrong kernel"): True, (Cause.HARNESS, "a wrong reference"): True, (H, NEAR): True}
 
 
+def test_a_sibling_that_computed_the_same_is_not_said_to_be_missing():
+    """It is right where this device is wrong now and then: that tells too little, and is no lack of a sibling."""
+    sibling = (TWIN, [run(HOUR, right(), of=TWIN)])
+    found = ask(run(2 * HOUR, right()), run(HOUR, wrong()), fresh(), peers=[sibling])
+    kernel = next(r for r in found.findings[0].rivals if r.cause is S)
+    assert (found.cause, kernel.rejected) == (U, False)
+    assert kernel.why == "a wrong kernel: the identical devices have not run long enough to tell: cuda:1"
+
+
 HOST, NEAR = "the host's memory, CPU or PCIe", "the host's memory or CPU"
 
 
