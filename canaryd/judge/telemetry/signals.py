@@ -6,7 +6,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
@@ -29,6 +29,8 @@ TRAINING = 10 * MINUTE
 RECURRENCES = 2
 """Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `HELD`: gpud's
 escalation to an inspection of the hardware."""
+TOGETHER = HOUR
+"""Seconds within which devices of one host that are lost are lost together (ours): heat takes one after the other."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
 OFF_BUS, CONTAINED, ADVICE = 79, 94, 154
@@ -98,6 +100,8 @@ class Signs:
     """When the newest exact test with a wrong result started; None without one."""
     now: float
     policy: TelemetryConfig
+    beside: Mapping[str, Sequence[Event]] = field(default_factory=dict)
+    """Name → the events of each other device of this host."""
 
     @cached_property
     def facts(self) -> Mapping[str, tuple[Reading, float, float]]:
@@ -215,6 +219,15 @@ class Signs:
         """The events in which the kernel or the driver lost the device from the bus."""
         found = [*self.seen("off-bus"), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
         return sorted(found, key=lambda e: e.last)
+
+    def lost_with(self, loss: Event) -> list[str]:
+        """Return the other devices of this host that were lost within `TOGETHER` of one of the `losses`."""
+        others = {name: replace(self, events=tuple(events), beside={}).losses for name, events in self.beside.items()}
+        return [
+            name
+            for name, losses in sorted(others.items())
+            if any(e.first - TOGETHER <= loss.last and loss.first <= e.last + TOGETHER for e in losses)
+        ]
 
     @cached_property
     def contained(self) -> list[Event]:

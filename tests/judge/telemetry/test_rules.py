@@ -249,6 +249,31 @@ SCENARIOS = {
     "off the bus again after a month": lambda: (
         sign(xid(79, 31 * DAY), boot(30.5 * DAY), xid(79, DAY), boot(HOUR), passed=60), [],
     ),
+    "off the bus with another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus more than an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR + 1)]}), [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus again after a reboot, each time with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY), xid(79, DAY)]}),
+        [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus again after a reboot, once with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY)]}),
+        [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus with another, and twice alone": lambda: (
+        sign(
+            xid(79, 9 * DAY), boot(8 * DAY), xid(79, 5 * DAY), boot(4 * DAY), xid(79, DAY),
+            beside={"cuda:1": [xid(79, 9 * DAY)]},
+        ),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "only another is off the bus": lambda: (sign(beside={"cuda:1": [xid(79, DAY)]}), []),
     "Xid 79 graded by the configuration": lambda: (sign(xid(79), policy=policy(xids={"79": "none"})), []),
     # memory of an accelerator
     "row remap failed": lambda: (sign(only={"row_remap_failed": 1}), [("row-remap-failed", FAULTY, H)]),
