@@ -134,15 +134,19 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
             f"Clears after {format_duration(HELD)} without another.",
         )
         return
-    events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]
-    events += [e for e in wiped if not signs.passed(e.last)]
-    standing = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected" and r.value]
+    volatile = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected"]
+    standing = [r for r in volatile if r.value]
+    # While nothing was lost since the last reset, the lifetime count rose before it, though no poll came in between.
+    early = ECC[1:] if volatile and not standing else ()
+    came = [(e.first if e.reading in early else e.last, e) for e in (*rises, *logged)]
+    held = [(at, e) for at, e in came if not signs.cleared(at, signs.resets)]
+    events = [*(e for _, e in held), *(e for e in wiped if not signs.passed(e.last))]
     if not events and not standing:
         return
     labels = [*(e.labels for e in events), *(r.labels for r in standing)]
     where = sorted({of.get("location", "the device's memory") for of in labels})
     when = max((e.last for e in events), default=None)
-    before_reset = max((e.last for e in events if e.kind != "reset"), default=0.0 if events else None)
+    before_reset = max((at for at, _ in held), default=0.0 if events else None)
     action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)
     yield finding(
         *("uncorrected-error", State.SUSPECT, Cause.HARDWARE),

@@ -331,6 +331,16 @@ SCENARIOS = {
     "a reset that wiped out an uncorrected error, and a pass": lambda: (
         sign(wiped(), passed=60), [],
     ),
+    "uncorrected, and rebooted before the next poll": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, and rebooted before the next poll, and a pass": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60), [],
+    ),
+    "uncorrected, rebooted before the next poll, and again since": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60, only={UE: 1}),
+        [("uncorrected-error", SUSPECT, H)],
+    ),
     "Xid 94": lambda: (sign(xid(94)), [("uncorrected-error", SUSPECT, H)]),
     "Xid 94, reset and passed": lambda: (sign(xid(94), reset(120), passed=60), []),
     "amdgpu's uncorrected error": lambda: (
@@ -512,6 +522,13 @@ SCENARIOS = {
     "320 replays two hours ago": lambda: (sign(rise("pcie_replays_total", 320, ago=2 * HOUR)), []),
     "fatal PCI Express error": lambda: (sign(rise(AER("fatal"), ago=DAY)), [("pcie-aer", SUSPECT, H)]),
     "fatal PCI Express error, reset and passed": lambda: (sign(rise(AER("fatal"), ago=DAY), reset(120), passed=60), []),
+    "fatal PCI Express error, with a reset": lambda: (sign(reset(DAY), rise(AER("fatal"), ago=DAY, lasted=15)), []),
+    "fatal PCI Express error, 9 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 9 * MINUTE)), [],
+    ),
+    "fatal PCI Express error, 11 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 11 * MINUTE)), [("pcie-aer", SUSPECT, H)],
+    ),
     "nonfatal PCI Express error": lambda: (sign(event("aer", "nonfatal")), [("pcie-aer", DEGRADED, H)]),
     "nonfatal PCI Express error two days ago": lambda: (sign(event("aer", "nonfatal", 2 * DAY)), []),
     "NVLink recovers": lambda: (sign(rise(LINK("recovery"), ago=60)), [("nvlink-errors", DEGRADED, H)]),
