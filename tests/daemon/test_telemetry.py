@@ -543,7 +543,7 @@ def test_nothing_is_held_between_polls(fleet):
 # --- Findings ---------------------------------------------------------------------------------------------------------
 
 FINDINGS = {
-    0: {"row-remap-failed": "faulty", "xid-recovery": "suspect"},
+    0: {"row-remap-failed": "faulty", "uncorrected-error": "suspect"},
     1: {"sram-threshold": "faulty", "gpu-lost": "suspect"},
     2: {"row-remap-pending": "degraded", "xid-application": "healthy"},
     3: {"uncorrected-error": "suspect", "recovery-action": "suspect"},

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns, source_of
 from canaryd.model import Cause, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
@@ -122,7 +122,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen("reset", HELD, ECC[0], kind="uncorrected")
-    logged = [*signs.contained, *signs.named("amdgpu", "ras-uncorrected")]
+    logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
     if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
         yield finding(
             *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
@@ -153,6 +153,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
         f"Uncorrected memory error in {', '.join(where)}.",
         action,
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
+        *(source_of(e) for e in events if e in logged),
         "Recommended: reset (NVIDIA's memory error management).",
         clears,
     )

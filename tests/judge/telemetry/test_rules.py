@@ -438,15 +438,26 @@ SCENARIOS = {
     "Xid 31 that the configuration takes for RMA": lambda: (
         sign(xid(31), policy=policy(xids={"31": "rma"})), [("xid-inspect", FAULTY, H)],
     ),
-    "Xid 95": lambda: (sign(xid(95, DAY)), [("xid-recovery", SUSPECT, H)]),
-    "Xid 95, reset": lambda: (sign(xid(95, DAY), reset(HOUR), passed=2 * HOUR), [("xid-recovery", SUSPECT, H)]),
-    "Xid 95, reset and passed": lambda: (sign(xid(95, DAY), reset(HOUR), passed=60), []),
-    "Xid 95 again after a reset": lambda: (
-        sign(xid(95, DAY), reset(HOUR), xid(95, 60)), [("xid-recovery", SUSPECT, H)],
+    "Xid 64": lambda: (sign(xid(64, DAY)), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset": lambda: (sign(xid(64, DAY), reset(HOUR), passed=2 * HOUR), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset and passed": lambda: (sign(xid(64, DAY), reset(HOUR), passed=60), []),
+    "Xid 64 again after a reset": lambda: (
+        sign(xid(64, DAY), reset(HOUR), xid(64, 60)), [("xid-recovery", SUSPECT, H)],
     ),
-    "Xid 95 again after two resets": lambda: (
-        sign(xid(95, DAY), reset(5 * HOUR), xid(95, 4 * HOUR), boot(HOUR), xid(95, 60)),
+    "Xid 64 again after two resets": lambda: (
+        sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
+    ),
+    "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
+    "one memory error under four codes": lambda: (
+        sign(*(xid(code, DAY) for code in (48, 171, 94, 95)), rise(UE, ago=DAY)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "memory errors again after two resets, under other codes": lambda: (
+        sign(xid(48, DAY), reset(5 * HOUR), xid(94, 4 * HOUR), boot(HOUR), xid(95, 60)),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "Xid 95 that the configuration grades": lambda: (
+        sign(xid(95), policy=policy(xids={"95": "reboot"})), [("xid-recovery", SUSPECT, H)],
     ),
     "contained memory errors again after a reset": lambda: (
         sign(xid(94, DAY), reset(HOUR), xid(94, 60)), [("uncorrected-error", SUSPECT, H)],
@@ -811,10 +822,10 @@ def test_an_xid_of_an_application_tells_what_exact_goldens_said():
 
 def test_a_suspicion_tells_how_far_its_way_out_is():
     """Before the reset it asks for one, after it for a pass alone."""
-    before = message(sign(xid(95)), "xid-recovery")
+    before = message(sign(xid(64)), "xid-recovery")
     assert "Drain the device and reset it." in before
     assert "Clears after a reset and then a clean exact test." in before
-    after = message(sign(xid(95), reset(60)), "xid-recovery")
+    after = message(sign(xid(64), reset(60)), "xid-recovery")
     assert "Run an exact test: canaryd check --device cuda:0" in after
     assert "There was a reset since." in after
     assert "Clears after a reboot and then a clean exact test." in message(sign(xid(168), reset(60)), "xid-recovery")
@@ -824,6 +835,7 @@ def test_a_suspicion_tells_how_far_its_way_out_is():
 def test_an_uncorrected_error_is_named_once():
     """Volatile and aggregate counter of one error are one place in words."""
     assert message(sign(rise(UE), rise(AGGREGATE_UE), only={UE: 1}), "uncorrected-error").count("dram") == 1
+    assert "Kernel log: NVRM: Xid: 95." in message(sign(xid(95)), "uncorrected-error")
 
 
 def test_stale_telemetry_names_the_reason():
