@@ -886,6 +886,20 @@ SCENARIOS = {
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), acks=[said("acknowledged", 3 * HOUR)]),
         SUSPECT, U, {"exact-mismatch", "acknowledged"},
     ),
+    "a self-test whose failure is known fails alike again": lambda: (
+        ask(
+            vendors(3 * HOUR, "pass", "fail"), vendors(HOUR, "pass", "fail"), fresh(),
+            acks=[said("acknowledged", 2 * HOUR, rule="vendor-selftest")],
+        ),
+        UNKNOWN, U, {"vendor-selftest", "acknowledged"},
+    ),
+    "a self-test whose failure is known fails in another test too": lambda: (
+        ask(
+            vendors(3 * HOUR, "pass", "fail"), vendors(HOUR, "fail", "fail"), fresh(),
+            acks=[said("acknowledged", 2 * HOUR, rule="vendor-selftest")],
+        ),
+        SUSPECT, U, {"vendor-selftest", "acknowledged"},
+    ),
     "a suspicion of another kind than the one that is known": lambda: (
         ask(fresh(), recordings=[DEPARTED], acks=[said("acknowledged", HOUR)]),
         SUSPECT, H, {"recording-departed", "acknowledged"},
@@ -948,8 +962,8 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def said(kind, ago, until=NOW + DAY):
-    rules = ("exact-mismatch",) * (kind == "acknowledged")
+def said(kind, ago, until=NOW + DAY, rule="exact-mismatch"):
+    rules = (rule,) * (kind == "acknowledged")
     return Ack(device="GPU-a", kind=kind, at=NOW - ago, until=until, reason="seen, ticket 4711", rules=rules)
 
 
