@@ -589,7 +589,7 @@ def provoke(site: Site) -> None:
         BROKEN.format("12", 31, "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x7"),
         "nvidia-nvswitch1: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 63 LTSSM Fault Up",
         "mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 1: be00000000000000",
-        "EDAC MC0: 1 UE memory read error on A1 (channel:0 slot:0)",
+        "EDAC MC0: 1 UE memory read error on A1 (channel:0 slot:0 page:0x1f2e3d offset:0x0 grain:32)",
     )
 
 
