@@ -176,7 +176,7 @@ class Decisions:
         tested = (runs, *map(self._evidence.of, instances))
         wrong = [r for each in tested for r in each if r.wrong and not r.drill]
         since = self._acks.evidence_since(device.uuid)
-        return Signs(
+        signs = Signs(
             device=device,
             polls=polls,
             events=tuple(e for e in self._watch.history.of(device) if e.last > since),
@@ -185,6 +185,10 @@ class Decisions:
             now=host.clock(),
             policy=host.config.telemetry,
         )
+        if not signs.losses:  # only then the events of all others are asked for
+            return signs
+        others = (d for d in host.devices.values() if d.part != device.part)
+        return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
         """Return what the inventory noticed of the other devices of this host."""

@@ -357,6 +357,8 @@ def _software(scene: Scene) -> Rival:
     if scene.company:
         why = f"a wrong kernel: {names(scene.company)} began to fail at about the same time"
         return of(why, Shown.TOGETHER, scene.company)
+    if scene.siblings:
+        return of(f"a wrong kernel: the identical devices have not run long enough to tell: {names(scene.siblings)}")
     return of("a wrong kernel: no identical device has computed the same on the same software")
 
 

@@ -41,7 +41,10 @@ FAMILIES = (
     ),
     Family(
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
-        explains=("telemetry-stale", "stale-evidence", "no-evidence", "not-completed", "unreached", "device-error"),
+        explains=(
+            *("telemetry-stale", "stale-evidence", "no-evidence", "not-completed", "unreached", "device-error"),
+            *("xid-recovery", "recovery-action"),
+        ),
     ),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),

@@ -104,7 +104,7 @@ class Node:
         self.site.hear(
             BROKEN.format("12", 31, "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted"),
             BROKEN.format("13", 48, "An uncorrectable double bit error (DBE) has been detected on GPU"),
-            "EDAC MC0: 20 CE memory read error on A1 (channel:0 slot:0)",
+            "EDAC MC0: 20 CE memory read error on A1 (channel:0 slot:0 page:0x1f2e3d offset:0x0 grain:32)",
         )
 
     def upgrade(self, daemon: Daemon) -> None:

@@ -76,7 +76,7 @@ NOT_THRESHOLDS = {
     "judge.telemetry.events.LARGEST": "what no counter of a driver can show is no number",
     "judge.telemetry.events.NVLINK5": "Xids",
     "judge.telemetry.signals.OFF_BUS": "an Xid",
-    "judge.telemetry.signals.CONTAINED": "an Xid",
+    "judge.telemetry.signals.MEMORY_LOST": "Xids",
     "judge.telemetry.signals.ADVICE": "an Xid",
 }
 """What introspection finds and no line of the document tells, each with its reason."""

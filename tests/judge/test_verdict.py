@@ -886,6 +886,20 @@ SCENARIOS = {
         ask(run(2 * HOUR, wrong(), right(9)), fresh(), acks=[said("acknowledged", 3 * HOUR)]),
         SUSPECT, U, {"exact-mismatch", "acknowledged"},
     ),
+    "a self-test whose failure is known fails alike again": lambda: (
+        ask(
+            vendors(3 * HOUR, "pass", "fail"), vendors(HOUR, "pass", "fail"), fresh(),
+            acks=[said("acknowledged", 2 * HOUR, rule="vendor-selftest")],
+        ),
+        UNKNOWN, U, {"vendor-selftest", "acknowledged"},
+    ),
+    "a self-test whose failure is known fails in another test too": lambda: (
+        ask(
+            vendors(3 * HOUR, "pass", "fail"), vendors(HOUR, "fail", "fail"), fresh(),
+            acks=[said("acknowledged", 2 * HOUR, rule="vendor-selftest")],
+        ),
+        SUSPECT, U, {"vendor-selftest", "acknowledged"},
+    ),
     "a suspicion of another kind than the one that is known": lambda: (
         ask(fresh(), recordings=[DEPARTED], acks=[said("acknowledged", HOUR)]),
         SUSPECT, H, {"recording-departed", "acknowledged"},
@@ -948,8 +962,8 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def said(kind, ago, until=NOW + DAY):
-    rules = ("exact-mismatch",) * (kind == "acknowledged")
+def said(kind, ago, until=NOW + DAY, rule="exact-mismatch"):
+    rules = (rule,) * (kind == "acknowledged")
     return Ack(device="GPU-a", kind=kind, at=NOW - ago, until=until, reason="seen, ticket 4711", rules=rules)
 
 
@@ -993,6 +1007,15 @@ def test_a_sibling_that_is_right_rejects_every_rival():
     sibling = (TWIN, [run(HOUR, right(), of=TWIN)])
     found = rivals(ask(run(HOUR, wrong()), fresh(), peers=[sibling]))
     assert found == {(S, "a wrong kernel"): True, (Cause.HARNESS, "a wrong reference"): True, (H, NEAR): True}
+
+
+def test_a_sibling_that_computed_the_same_is_not_said_to_be_missing():
+    """It is right where this device is wrong now and then: that tells too little, and is no lack of a sibling."""
+    sibling = (TWIN, [run(HOUR, right(), of=TWIN)])
+    found = ask(run(2 * HOUR, right()), run(HOUR, wrong()), fresh(), peers=[sibling])
+    kernel = next(r for r in found.findings[0].rivals if r.cause is S)
+    assert (found.cause, kernel.rejected) == (U, False)
+    assert kernel.why == "a wrong kernel: the identical devices have not run long enough to tell: cuda:1"
 
 
 HOST, NEAR = "the host's memory, CPU or PCIe", "the host's memory or CPU"

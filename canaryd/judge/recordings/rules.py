@@ -28,7 +28,7 @@ from canaryd.judge.recordings.record import (
 )
 from canaryd.judge.recordings.rounds import Round, rate_of_any, rounds
 from canaryd.judge.recordings.speed import slow
-from canaryd.judge.recordings.symptoms import symptom, triaged
+from canaryd.judge.recordings.symptoms import symptom, triaged, was_broken
 from canaryd.judge.recordings.votes import outvoted, unwitnessed
 from canaryd.judge.statistics import outlasts, tail
 from canaryd.judge.watch import is_over
@@ -91,7 +91,10 @@ def departed(record: Record) -> Iterator[Finding]:
     for probe, cases in by_probe.items():
         every = sorted((o for outliers in cases.values() for o in outliers), key=lambda o: o.run.started)
         together = [_alone(record, every), _weigh_runs(record, probe, cases)]
-        yield _departure(record, probe, [*filter(None, together)], [_weigh(record, c) for c in cases.values()])
+        found = _departure(record, probe, [*filter(None, together)], [_weigh(record, c) for c in cases.values()])
+        yield found
+        if found.state is State.SUSPECT:
+            yield from was_broken(record, every[-1])
 
 
 def _alone(record: Record, outliers: Sequence[Observation]) -> _Weighed | None:
@@ -324,7 +327,7 @@ def _peers_by_result(record: Record, outliers: Sequence[Observation]) -> tuple[l
                 clean.add(name)
             elif o.is_outlier:
                 odd.add(name)
-    return sorted(clean - odd), sorted(alike)
+    return sorted(clean - odd - alike), sorted(alike)
 
 
 # --- Changes of the chain --------------------------------------------------------------------------------------------

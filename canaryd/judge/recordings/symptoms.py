@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from canaryd.facts import Recording
 from canaryd.judge.findings import finding
 from canaryd.judge.recordings.baseline import Baseline, key_of
-from canaryd.judge.recordings.record import Peer, Record, devices_behind, known_digests
+from canaryd.judge.recordings.record import Observation, Peer, Record, devices_behind, known_digests
 from canaryd.judge.recordings.triage import BROKEN, Symptom, triage
 from canaryd.model import Cause, Finding, Run, State
 
@@ -48,6 +48,22 @@ def symptom(record: Record) -> Iterator[Finding]:
             probe=probe,
             repro=run.repeat,
             runs=(run.id,),
+        )
+
+
+def was_broken(record: Record, newest: Observation) -> Iterator[Finding]:
+    """A note where the newest answer that departed was broken and known ones came since: what it was still holds."""
+    found = None
+    if newest.baseline.since and not newest.recording.of_kernel:
+        found = triaged(record, newest.run, newest.recording, newest.baseline)
+    if found is not None and found.name in BROKEN:
+        yield finding(
+            *("broken-output", State.HEALTHY, Cause.NONE),
+            f"Earlier output was broken in case {newest.recording.case}: {found.name} ({found.evidence}).",
+            "",
+            "It has given known answers since.",
+            probe=newest.run.probe,
+            runs=(newest.run.id,),
         )
 
 

@@ -51,7 +51,8 @@ def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
     """The link to the host reports errors that it could not correct."""
     for severity, state in (("fatal", State.SUSPECT), ("nonfatal", State.DEGRADED)):
         events = [*signs.rises("pcie_aer_errors_total", severity=severity), *signs.named("aer", severity)]
-        events = [e for e in events if not signs.cleared(e.last, signs.resets)]
+        settled = [e for e in events if signs.trained(e, -math.inf, signs.now)]
+        events = [e for e in settled if not signs.cleared(e.last, signs.resets)]
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
             action, clears = "Check seating and slot, then reset the device.", "Clears after a day."

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.events import within
-from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns
+from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns, source_of
 from canaryd.model import Cause, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
@@ -122,7 +122,7 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
     wiped = signs.seen("reset", HELD, ECC[0], kind="uncorrected")
-    logged = [*signs.contained, *signs.named("amdgpu", "ras-uncorrected")]
+    logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
     if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
         yield finding(
             *("uncorrected-error", State.FAULTY, Cause.HARDWARE),
@@ -134,21 +134,26 @@ def uncorrected_error(signs: Signs) -> Iterator[Finding]:
             f"Clears after {format_duration(HELD)} without another.",
         )
         return
-    events = [e for e in (*rises, *logged) if not signs.cleared(e.last, signs.resets)]
-    events += [e for e in wiped if not signs.passed(e.last)]
-    standing = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected" and r.value]
+    volatile = [r for r in signs.readings(ECC[0]) if r.labels.get("kind") == "uncorrected"]
+    standing = [r for r in volatile if r.value]
+    # While nothing was lost since the last reset, the lifetime count rose before it, though no poll came in between.
+    early = ECC[1:] if volatile and not standing else ()
+    came = [(e.first if e.reading in early else e.last, e) for e in (*rises, *logged)]
+    held = [(at, e) for at, e in came if not signs.cleared(at, signs.resets)]
+    events = [*(e for _, e in held), *(e for e in wiped if not signs.passed(e.last))]
     if not events and not standing:
         return
     labels = [*(e.labels for e in events), *(r.labels for r in standing)]
     where = sorted({of.get("location", "the device's memory") for of in labels})
     when = max((e.last for e in events), default=None)
-    before_reset = max((e.last for e in events if e.kind != "reset"), default=0.0 if events else None)
+    before_reset = max((at for at, _ in held), default=0.0 if events else None)
     action, clears = recovery(signs, before_reset, signs.resets, DRAIN_AND_RESET)
     yield finding(
         *("uncorrected-error", State.SUSPECT, Cause.HARDWARE),
         f"Uncorrected memory error in {', '.join(where)}.",
         action,
         "Counted since the driver was loaded." if when is None else f"Last at {signs.moment(when)}.",
+        *(source_of(e) for e in events if e in logged),
         "Recommended: reset (NVIDIA's memory error management).",
         clears,
     )

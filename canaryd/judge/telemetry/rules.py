@@ -117,21 +117,28 @@ def telemetry_stale(signs: Signs) -> Iterator[Finding]:
 
 
 def gpu_lost(signs: Signs) -> Iterator[Finding]:
-    """The driver or the kernel lost the device; the finding stands until a reboot and an exact pass."""
+    """The driver or the kernel lost the device; the finding stands until a reboot and an exact pass.
+
+    What other devices of this host were lost with it for is no fault of its own: they share power, cooling and PCIe.
+    """
     lost = [f"{probe}: {why}" for probe, poll in sorted(signs.polls.items()) if (why := lost_because(poll.newest))]
     events = signs.losses
     times = [t for e in events for t in (e.first, e.last)] + [signs.now] * bool(lost)
     if not times:
         return
+    company = signs.lost_with(events[-1]) if events else []
+    alone = [t for e in events if not signs.lost_with(e) for t in (e.first, e.last)]
+    alone += [signs.now] * (bool(lost) and not company)
     answers = any(p.completed is not None and p.completed.started > max(times) for p in signs.polls.values())
     what = [
+        f"Lost at about the same time: {', '.join(company)}. What they share may be at fault." if company else "",
         *(f"{text.rstrip('.')}." for text in lost),
         _identity(signs.device),
         *(f"Last event at {signs.moment(e.last)}." for e in events[-1:]),
         *(source_of(e) for e in events[-1:]),
         "The device answers again." if answers else "",
     ]
-    if (back := returns(times, signs.boots)) >= 1:
+    if (back := returns(alone, signs.boots)) >= 1:
         yield finding(
             *("gpu-lost", State.FAULTY, Cause.HARDWARE),
             f"The device was lost again after {count(back, 'reboot')} within {format_duration(HELD)}.",
@@ -141,10 +148,12 @@ def gpu_lost(signs: Signs) -> Iterator[Finding]:
             f"Clears after {format_duration(HELD)}.",
         )
     elif lost or not signs.cleared(max(times), signs.boots):
-        action, clears = recovery(signs, max(times), signs.boots, "Restart the machine.")
+        shared = "Check the power, cooling and PCIe switch that they share, then restart the machine."
+        action, clears = recovery(signs, max(times), signs.boots, shared if company else "Restart the machine.")
+        with_others = f" with {count(len(company), 'other device')}" if company else ""
         yield finding(
-            *("gpu-lost", State.SUSPECT, Cause.HARDWARE),
-            f"The driver or the kernel lost the device{'; it answers again' if answers else ''}.",
+            *("gpu-lost", State.SUSPECT, Cause.UNDETERMINED if company else Cause.HARDWARE),
+            f"The driver or the kernel lost the device{with_others}{'; it answers again' if answers else ''}.",
             action,
             *what,
             "Recommended: reboot (NVIDIA's Xid catalogue).",

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from canaryd.config.settings import TelemetryConfig
@@ -29,10 +29,12 @@ TRAINING = 10 * MINUTE
 RECURRENCES = 2
 """Resets or reboots after which the same Xid, or an uncorrected memory error, has come back within `HELD`: gpud's
 escalation to an inspection of the hardware."""
+TOGETHER = HOUR
+"""Seconds within which devices of one host that are lost are lost together (ours): heat takes one after the other."""
 DRAIN_AND_RESET = "Drain the device and reset it."
 """What to do where a reset helps."""
-OFF_BUS, CONTAINED, ADVICE = 79, 94, 154
-"""Xids with a meaning of their own: the GPU left the bus, a memory error was contained, the driver gives advice."""
+OFF_BUS, MEMORY_LOST, ADVICE = (79,), (48, 94, 95, 140, 171, 172), (154,)
+"""Xids with a meaning of their own: the GPU left the bus, memory lost data, the driver gives advice."""
 RECOVERY_ACTIONS = {"none": "none", "reboot": "reboot"}
 """Action in Xid 154's line → grade; every other one calls for a reset, the stricter reading where it is not known."""
 
@@ -98,6 +100,8 @@ class Signs:
     """When the newest exact test with a wrong result started; None without one."""
     now: float
     policy: TelemetryConfig
+    beside: Mapping[str, Sequence[Event]] = field(default_factory=dict)
+    """Name → the events of each other device of this host."""
 
     @cached_property
     def facts(self) -> Mapping[str, tuple[Reading, float, float]]:
@@ -203,9 +207,9 @@ class Signs:
     def incidents(self) -> list[Incident]:
         """The Xids by code and grade. Xid 154 is the driver's advice: only the newest one holds."""
         groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
-        events = [e for e in self.seen("xid") if e not in (*self.losses, *self.contained)]
-        advice = [e for e in events if e.code == ADVICE]
-        for event in (*(e for e in events if e.code != ADVICE), *advice[-1:]):
+        events = [e for e in self.seen("xid") if e not in (*self.losses, *self.memory_lost)]
+        advice = [e for e in events if e.code in ADVICE]
+        for event in (*(e for e in events if e.code not in ADVICE), *advice[-1:]):
             number = -1 if event.code is None else event.code
             groups[number, _grade(event, self.device, self.policy)].append(event)
         return [Incident(xid=xids.explain(c), grade=g, events=tuple(es)) for (c, g), es in sorted(groups.items())]
@@ -216,14 +220,23 @@ class Signs:
         found = [*self.seen("off-bus"), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
         return sorted(found, key=lambda e: e.last)
 
-    @cached_property
-    def contained(self) -> list[Event]:
-        """The events in which the driver contained an uncorrected memory error to one application."""
-        return self._with_own_rule(CONTAINED)
+    def lost_with(self, loss: Event) -> list[str]:
+        """Return the other devices of this host that were lost within `TOGETHER` of one of the `losses`."""
+        others = {name: replace(self, events=tuple(events), beside={}).losses for name, events in self.beside.items()}
+        return [
+            name
+            for name, losses in sorted(others.items())
+            if any(e.first - TOGETHER <= loss.last and loss.first <= e.last + TOGETHER for e in losses)
+        ]
 
-    def _with_own_rule(self, code: int) -> list[Event]:
-        """Return the events of an Xid with a rule of its own; none where the configuration grades that Xid."""
-        return [] if str(code) in self.policy.xids else [e for e in self.seen("xid") if e.code == code]
+    @cached_property
+    def memory_lost(self) -> list[Event]:
+        """The events in which the driver reported an uncorrected memory error: under several codes, one fault."""
+        return self._with_own_rule(MEMORY_LOST)
+
+    def _with_own_rule(self, codes: Sequence[int]) -> list[Event]:
+        """Return the events of Xids with a rule of their own, without those that the configuration grades."""
+        return [e for e in self.seen("xid") if e.code in codes and str(e.code) not in self.policy.xids]
 
 
 def stale_after(period: float) -> float:
@@ -275,7 +288,7 @@ def _grade(event: Event, device: Device, policy: TelemetryConfig) -> str:
     if str(event.code) in policy.xids:
         return policy.xids[str(event.code)]
     action = event.fields.get("action", "")
-    if event.code == ADVICE and action:
+    if event.code in ADVICE and action:
         return RECOVERY_ACTIONS.get(action, "reset")
     return (decode_xid(event, device) or xids.explain(event.code)).grade
 

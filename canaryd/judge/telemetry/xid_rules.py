@@ -91,10 +91,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         if back >= RECURRENCES and incident.cause is Cause.HARDWARE:
             yield finding(
                 *("xid-recurring", State.FAULTY, Cause.HARDWARE),
-                (
-                    f"{incident} came back after {back} resets or reboots"
-                    f" (limit {RECURRENCES} in {format_duration(HELD)})."
-                ),
+                f"{incident} came back after {back} resets (limit {RECURRENCES} in {format_duration(HELD)}).",
                 "Inspect the hardware and run the field diagnostic.",
                 f"Last at {signs.moment(incident.last)}.",
                 "Recommended: RMA (gpud's escalation rule, adopted by canaryd).",

@@ -341,6 +341,15 @@ def test_a_sibling_with_the_same_new_bits_accuses_the_software():
     assert (found.state, found.cause) == (State.SUSPECT, Cause.SOFTWARE)
 
 
+def test_a_sibling_that_was_wrong_alike_and_recovered_too_does_not_accuse_the_device():
+    """It gave the same new bits, and known ones since, as the device itself did."""
+    history, sibling = departed(*[STRANGE] * 3, of=GPU), departed(of=dataclasses.replace(GPU, uuid="GPU-b"))
+    for each in (history, sibling):
+        each.add(HOUR / 4, GOOD)
+    found = history.found(**{"cuda:1": sibling})["recording-departed"]
+    assert (found.state, found.cause) == (State.SUSPECT, Cause.SOFTWARE)
+
+
 def test_a_sibling_on_another_chain_says_nothing():
     """Its bits are those of another model."""
     sibling = History(dataclasses.replace(GPU, uuid="GPU-b")).learn(DAY, recording(chain={"checkpoint": "c2"}))
@@ -598,6 +607,18 @@ def test_certain_garbage_for_two_rounds_is_faulty(apart, state):
     assert history.found()["broken-output"].state is state
     history.add(HOUR / 2, GOOD)
     assert "broken-output" not in history.found()
+
+
+def test_an_answer_that_was_broken_is_still_told_as_such_while_it_is_held_against_the_server():
+    """The server is right again, and suspect for what it said; a note keeps what that was."""
+    history = departed(*[BANG] * 3, strange=BANG)
+    assert history.found()["broken-output"].state is State.SUSPECT
+    history.add(HOUR / 4, GOOD)
+    found = history.found()
+    assert (found["recording-departed"].state, found["broken-output"].state) == (State.SUSPECT, State.HEALTHY)
+    history.add(HOUR / 8, STRANGE)
+    history.add(HOUR / 9, GOOD)
+    assert "broken-output" not in history.found(), "the newest wrong answer was not broken"
 
 
 @pytest.mark.parametrize(("times", "state"), [(5, State.HEALTHY), (6, State.SUSPECT)])

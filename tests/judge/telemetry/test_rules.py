@@ -249,6 +249,31 @@ SCENARIOS = {
     "off the bus again after a month": lambda: (
         sign(xid(79, 31 * DAY), boot(30.5 * DAY), xid(79, DAY), boot(HOUR), passed=60), [],
     ),
+    "off the bus with another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus more than an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR + 1)]}), [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus again after a reboot, each time with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY), xid(79, DAY)]}),
+        [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus again after a reboot, once with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY)]}),
+        [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus with another, and twice alone": lambda: (
+        sign(
+            xid(79, 9 * DAY), boot(8 * DAY), xid(79, 5 * DAY), boot(4 * DAY), xid(79, DAY),
+            beside={"cuda:1": [xid(79, 9 * DAY)]},
+        ),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "only another is off the bus": lambda: (sign(beside={"cuda:1": [xid(79, DAY)]}), []),
     "Xid 79 graded by the configuration": lambda: (sign(xid(79), policy=policy(xids={"79": "none"})), []),
     # memory of an accelerator
     "row remap failed": lambda: (sign(only={"row_remap_failed": 1}), [("row-remap-failed", FAULTY, H)]),
@@ -305,6 +330,16 @@ SCENARIOS = {
     ),
     "a reset that wiped out an uncorrected error, and a pass": lambda: (
         sign(wiped(), passed=60), [],
+    ),
+    "uncorrected, and rebooted before the next poll": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, and rebooted before the next poll, and a pass": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60), [],
+    ),
+    "uncorrected, rebooted before the next poll, and again since": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60, only={UE: 1}),
+        [("uncorrected-error", SUSPECT, H)],
     ),
     "Xid 94": lambda: (sign(xid(94)), [("uncorrected-error", SUSPECT, H)]),
     "Xid 94, reset and passed": lambda: (sign(xid(94), reset(120), passed=60), []),
@@ -403,15 +438,26 @@ SCENARIOS = {
     "Xid 31 that the configuration takes for RMA": lambda: (
         sign(xid(31), policy=policy(xids={"31": "rma"})), [("xid-inspect", FAULTY, H)],
     ),
-    "Xid 95": lambda: (sign(xid(95, DAY)), [("xid-recovery", SUSPECT, H)]),
-    "Xid 95, reset": lambda: (sign(xid(95, DAY), reset(HOUR), passed=2 * HOUR), [("xid-recovery", SUSPECT, H)]),
-    "Xid 95, reset and passed": lambda: (sign(xid(95, DAY), reset(HOUR), passed=60), []),
-    "Xid 95 again after a reset": lambda: (
-        sign(xid(95, DAY), reset(HOUR), xid(95, 60)), [("xid-recovery", SUSPECT, H)],
+    "Xid 64": lambda: (sign(xid(64, DAY)), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset": lambda: (sign(xid(64, DAY), reset(HOUR), passed=2 * HOUR), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset and passed": lambda: (sign(xid(64, DAY), reset(HOUR), passed=60), []),
+    "Xid 64 again after a reset": lambda: (
+        sign(xid(64, DAY), reset(HOUR), xid(64, 60)), [("xid-recovery", SUSPECT, H)],
     ),
-    "Xid 95 again after two resets": lambda: (
-        sign(xid(95, DAY), reset(5 * HOUR), xid(95, 4 * HOUR), boot(HOUR), xid(95, 60)),
+    "Xid 64 again after two resets": lambda: (
+        sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
+    ),
+    "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
+    "one memory error under four codes": lambda: (
+        sign(*(xid(code, DAY) for code in (48, 171, 94, 95)), rise(UE, ago=DAY)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "memory errors again after two resets, under other codes": lambda: (
+        sign(xid(48, DAY), reset(5 * HOUR), xid(94, 4 * HOUR), boot(HOUR), xid(95, 60)),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "Xid 95 that the configuration grades": lambda: (
+        sign(xid(95), policy=policy(xids={"95": "reboot"})), [("xid-recovery", SUSPECT, H)],
     ),
     "contained memory errors again after a reset": lambda: (
         sign(xid(94, DAY), reset(HOUR), xid(94, 60)), [("uncorrected-error", SUSPECT, H)],
@@ -489,6 +535,13 @@ SCENARIOS = {
     "320 replays two hours ago": lambda: (sign(rise("pcie_replays_total", 320, ago=2 * HOUR)), []),
     "fatal PCI Express error": lambda: (sign(rise(AER("fatal"), ago=DAY)), [("pcie-aer", SUSPECT, H)]),
     "fatal PCI Express error, reset and passed": lambda: (sign(rise(AER("fatal"), ago=DAY), reset(120), passed=60), []),
+    "fatal PCI Express error, with a reset": lambda: (sign(reset(DAY), rise(AER("fatal"), ago=DAY, lasted=15)), []),
+    "fatal PCI Express error, 9 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 9 * MINUTE)), [],
+    ),
+    "fatal PCI Express error, 11 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 11 * MINUTE)), [("pcie-aer", SUSPECT, H)],
+    ),
     "nonfatal PCI Express error": lambda: (sign(event("aer", "nonfatal")), [("pcie-aer", DEGRADED, H)]),
     "nonfatal PCI Express error two days ago": lambda: (sign(event("aer", "nonfatal", 2 * DAY)), []),
     "NVLink recovers": lambda: (sign(rise(LINK("recovery"), ago=60)), [("nvlink-errors", DEGRADED, H)]),
@@ -771,10 +824,10 @@ def test_an_xid_of_an_application_tells_what_exact_goldens_said():
 
 def test_a_suspicion_tells_how_far_its_way_out_is():
     """Before the reset it asks for one, after it for a pass alone."""
-    before = message(sign(xid(95)), "xid-recovery")
+    before = message(sign(xid(64)), "xid-recovery")
     assert "Drain the device and reset it." in before
     assert "Clears after a reset and then a clean exact test." in before
-    after = message(sign(xid(95), reset(60)), "xid-recovery")
+    after = message(sign(xid(64), reset(60)), "xid-recovery")
     assert "Run an exact test: canaryd check --device cuda:0" in after
     assert "There was a reset since." in after
     assert "Clears after a reboot and then a clean exact test." in message(sign(xid(168), reset(60)), "xid-recovery")
@@ -784,6 +837,7 @@ def test_a_suspicion_tells_how_far_its_way_out_is():
 def test_an_uncorrected_error_is_named_once():
     """Volatile and aggregate counter of one error are one place in words."""
     assert message(sign(rise(UE), rise(AGGREGATE_UE), only={UE: 1}), "uncorrected-error").count("dram") == 1
+    assert "Kernel log: NVRM: Xid: 95." in message(sign(xid(95)), "uncorrected-error")
 
 
 def test_stale_telemetry_names_the_reason():

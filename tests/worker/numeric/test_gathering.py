@@ -12,7 +12,7 @@ from canaryd.probe import Context
 from canaryd.worker.numeric import reproducer, verify
 from canaryd.worker.numeric.cases import Case, restrict
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
-from canaryd.worker.numeric.operands import Product, build, draw, make_pools
+from canaryd.worker.numeric.operands import CONTENTS, Product, build, draw, make_pools
 from canaryd.worker.numeric.products import LAYOUTS, multiply
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.stack import cpu
@@ -206,6 +206,22 @@ def test_cases_of_a_stem_draw_from_the_same_pools():
     assert [min(i for i, kept in enumerate(made) if kept is golden) for golden in made] == [0, 0, 0, 0, 4, 5]
     assert [len(golden) for golden in made[3:]] == [128, 64, 128]
     assert all(verify.case_seed(context, c.at(turn)) == verify.case_seed(context, c) for c in fresh for turn in (0, 3))
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_a_quick_run_has_fresh_operands_of_every_content(seed):
+    """Each format leaves half of them out, not the same half as the next one, and the next run has the others."""
+    speeds = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 1e11)
+
+    def drawn(seed):
+        context = Context(device=cpu(), level="quick", seed=seed, budget=3.0)
+        fresh, _ = exact_matmul.every_case(context, speeds)
+        return {tuple(case.name.split("/")[:2]) for case in fresh}
+
+    first, second = drawn(seed), drawn(seed + 1)
+    assert {content for _, content in first} == set(CONTENTS)
+    assert first | second == set(itertools.product(speeds, CONTENTS))
+    assert not first & second
 
 
 def test_a_turn_can_be_asked_for():
