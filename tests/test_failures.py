@@ -821,6 +821,11 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
             assert look(away=5000) == (3600, [True, False])
             leave(2)
             assert look() == (3600, [True, True])
+            site.seen_by_torch.write_text(site.uuids[0])  # the other's fabric is not ready yet, as after a boot
+            assert look() == (60, [True, True])
+            assert look(away=120) == (120, [True, True])
+            leave(2)
+            assert look() == (3600, [True, True])
             site.machine.fail(None, "nvmlInitWithFlags", 9)  # the driver is not loaded
             site.seen_by_torch.write_text("")
             assert look() == (60, [False, False])

@@ -113,6 +113,16 @@ class Host:
         """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""
         return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
 
+    def unreached(self) -> set[str]:
+        """Return the devices that are there and wanted, and that torch does not show: their fabric may not be ready."""
+        return {
+            uuid
+            for uuid, device in self.devices.items()
+            if uuid in self.present
+            and not self.reached(device)
+            and any(self.entries[name].spec.numeric for name in self.periods(device))
+        }
+
     def kin(self, uuid: str) -> frozenset[str]:
         """Return a device and its siblings: those of the same backend and model."""
         of = self.devices.get(uuid)
