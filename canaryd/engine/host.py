@@ -50,6 +50,8 @@ class Host:
     """Why canaryd stops; "" until then."""
     present: set[str] = field(default_factory=set)
     """Devices that this process found at its last discovery."""
+    ran: set[str] = field(default_factory=set)
+    """Devices on which this process has run a probe."""
     in_place: set[str] = field(default_factory=set)
     """Devices that the last successful discovery found, also one before a restart."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
