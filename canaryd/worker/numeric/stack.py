@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from canaryd.facts import beginning
 from canaryd.model import Device
 from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_no_torch
 
@@ -20,8 +21,9 @@ def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
     devices = [cpu()]
     if torch is None:
         return devices, {}, None, why_no_torch
-    devices += [*_cuda(), *_mps(), *_xpu()]
-    return devices, stack(devices[0], ""), str(torch.__version__), None
+    cuda = _cuda()
+    devices += [*cuda, *_mps(), *_xpu()]
+    return devices, {**stack(devices[0], ""), **({} if cuda else _why_no_cuda())}, str(torch.__version__), None
 
 
 def cpu() -> Device:
@@ -97,6 +99,15 @@ def _cuda() -> list[Device]:
             )
         )
     return found
+
+
+def _why_no_cuda() -> dict[str, str]:
+    """Return why torch shows no GPU of NVIDIA or AMD, in its own words: `is_available` turns every error into False."""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+        return {"no_cuda": beginning(str(error), 300)}
+    return {}
 
 
 def _mps() -> list[Device]:

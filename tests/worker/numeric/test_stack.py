@@ -43,6 +43,19 @@ def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, want
     assert gpu.detail.get("bus_id") == wanted
 
 
+@pytest.mark.torch
+def test_torch_says_why_it_shows_no_gpu(monkeypatch):
+    """What `is_available` turns into a bare False, as an NVLink fabric that is not ready."""
+    torch = pytest.importorskip("torch")
+
+    def init():
+        raise RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert discover()[1]["no_cuda"].endswith("Error 802: system not yet initialized")
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_version_of_a_loaded_library_is_its_own(tmp_path):
     """CuBLAS is upgraded without torch; the library itself says which one it is."""
