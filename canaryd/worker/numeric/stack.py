@@ -180,7 +180,6 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
     ):
         match = re.search(pattern, config)
         facts[name] = match.group(1) if match else "none"
-    facts["threads"] = str(torch.get_num_threads())
     if forced := overrides():
         facts["overrides"] = _listed(forced)
     if chosen := {name: os.environ[name] for name in CHOOSERS if os.environ.get(name)}:
@@ -190,6 +189,7 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         facts["int8_pairs"] = "may saturate" if int8_pairs_saturate() else "exact"
         facts["visible_cores"] = str(len(visible_cores()))
+        facts["threads"] = str(torch.get_num_threads())
         facts["microcode"] = device.detail.get("microcode", "not given")
     if device.backend in ("cuda", "rocm"):
         facts["cuda"] = str(torch.version.cuda or torch.version.hip)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from canaryd.model import Device
-from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack
+from canaryd.worker.numeric.stack import CHOOSERS, cpu, discover, library_version, stack
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
 SOURCE = "int cublasGetProperty(int part, int *value) { *value = (int[]){12, 8, 4}[part]; return 0; }"
@@ -25,6 +25,16 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
     assert "kernel_choice" not in usual
     monkeypatch.setenv(name, "7")
     assert stack(CUDA, "") == {**usual, "kernel_choice": f"{name}=7"}
+
+
+@pytest.mark.torch
+def test_the_cores_that_a_container_has_just_now_are_no_part_of_a_gpus_stack(monkeypatch):
+    """A kubelet with static CPU management changes them whenever another pod comes or goes; a GPU's kernels do not."""
+    torch = pytest.importorskip("torch")
+    gpu, host = stack(CUDA, ""), stack(cpu(), "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1234)
+    assert stack(CUDA, "") == gpu
+    assert stack(cpu(), "") == {**host, "threads": "1234"}
 
 
 @pytest.mark.torch
