@@ -789,6 +789,26 @@ def test_a_gpu_that_comes_back_elsewhere_keeps_its_history(tmp_path):
         assert daemon.end()[0] == 0
 
 
+def test_a_release_that_lost_sight_of_a_gpu_is_not_ready(tmp_path):
+    """A roll-out stops at a torch that no longer shows what the release before has tested."""
+    if importlib.util.find_spec("pynvml") is None:
+        pytest.skip("NOT TESTED: nvidia-ml-py is not installed in this interpreter")
+    site = Site(tmp_path / "site", gpus=2)
+    first, second = site.uuids
+    with site.daemon() as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        before = runs_of(daemon, first)
+        assert daemon.end()[0] == 0
+    site.seen_by_torch.write_text(first)
+    with site.daemon() as daemon:
+        eventually(lambda: (runs_of(daemon, first) or 0) > before)
+        assert daemon.get("/readyz")[0] == 503
+        site.seen_by_torch.write_text(f"{first},{second}")
+        daemon.send(signal.SIGHUP)
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        assert daemon.end()[0] == 0
+
+
 def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch):
     """It is looked for after one minute, two, four: as long again as it was away, and an hour at most."""
     if importlib.util.find_spec("pynvml") is None:
@@ -819,6 +839,11 @@ def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch
             assert look(away=120) == (120, [True, False])
             assert look(away=480) == (600, [True, False])
             assert look(away=5000) == (3600, [True, False])
+            leave(2)
+            assert look() == (3600, [True, True])
+            site.seen_by_torch.write_text(site.uuids[0])  # the other's fabric is not ready yet, as after a boot
+            assert look() == (60, [True, True])
+            assert look(away=120) == (120, [True, True])
             leave(2)
             assert look() == (3600, [True, True])
             site.machine.fail(None, "nvmlInitWithFlags", 9)  # the driver is not loaded

@@ -18,8 +18,8 @@ log = logging.getLogger("canaryd")
 REDISCOVER = 3600.0
 """Seconds between two inventories of devices and probes."""
 RETRY = 60.0
-"""Seconds until the next inventory when one found nothing to test, or a device is missing. While a device stays away,
-the next inventory comes after as long again as it was away, an hour at most."""
+"""Seconds until the next inventory when one found nothing to test, or a device is missing or cannot be computed on yet.
+While a device stays away, the next inventory comes after as long again as it was away, an hour at most."""
 SWEEP = 5.0
 """Shortest time, in seconds, between two sweeps of telemetry."""
 LOG_RETRY = 60.0
@@ -55,7 +55,7 @@ class Inventories:
         self._sweep_period = 0.0
         self._kernel_log: threading.Thread | None = None
         self._missing: frozenset[str] = frozenset()
-        """Devices that the last inventory did not find; also "torch" where it could not be asked."""
+        """Devices that the last inventory did not find or could not reach; also "torch" where it could not be asked."""
         self._lost: set[str] = set()
         """Devices in place that the driver had lost at the last sweep."""
         self._missing_since = 0.0
@@ -97,7 +97,9 @@ class Inventories:
     def _wait(self) -> float:
         """Return the seconds to the next inventory."""
         engine, now = self._engine, time.monotonic()
-        missing = frozenset(engine.devices.keys() - engine.present | engine.failing.keys() & {"torch"})
+        missing = frozenset(
+            engine.devices.keys() - engine.present | engine.failing.keys() & {"torch"} | engine.unreached()
+        )
         if missing - self._missing:
             self._missing_since = now
         self._missing = missing

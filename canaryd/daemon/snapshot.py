@@ -73,15 +73,21 @@ def last_success(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def health(engine: Engine, now: float) -> Health:
-    """Return whether every device in place has fresh evidence, and whether every one has any."""
+    """Return whether every device in place has fresh evidence, and whether this process has tested every one.
+
+    A device that has to wait for a server counts as tested. One that was tested before and that torch no longer shows
+    does not: a release that cannot test is not ready to follow the one that could.
+    """
     reasons = [
         reason
         for uuid, device in sorted(engine.devices.items())
         if uuid in engine.present
         for reason in stale(engine, device, [r for r in engine.evidence(uuid) if not r.drill], now)
     ]
-    ran = {r.device for uuid in engine.devices for r in engine.evidence(uuid) if not r.drill}
-    ready = bool(engine.present and ran) and {u for u in engine.present if engine.reached(engine.devices[u])} <= ran
+    done = engine.ran | {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
+    lost = {uuid for uuid in engine.unreached() if any(r.trials for r in engine.evidence(uuid))}
+    wanted = {uuid for uuid in engine.present if engine.reached(engine.devices[uuid])} | lost
+    ready = bool(engine.present and done) and wanted <= done
     unstored = f"cannot store: {printable(engine.store.problem)}" if engine.store.problem else ""
     return Health(
         healthy=bool(engine.present) and not reasons,

@@ -274,6 +274,7 @@ class Engine(Host):
                 parts = schedule.shares(run, plan, lambda at=run.started: new_run_id(at))  # type: ignore[misc]
                 added = [self.add(part) for part in parts]
                 runs += added
+                self.ran.add(plan.device.uuid)
                 report(1.0, run.outcome.value, added[0])
         finally:
             self.workers.end(series)

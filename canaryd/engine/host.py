@@ -50,6 +50,8 @@ class Host:
     """Why canaryd stops; "" until then."""
     present: set[str] = field(default_factory=set)
     """Devices that this process found at its last discovery."""
+    ran: set[str] = field(default_factory=set)
+    """Devices on which this process has run a probe."""
     in_place: set[str] = field(default_factory=set)
     """Devices that the last successful discovery found, also one before a restart."""
     mutex: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -112,6 +114,16 @@ class Host:
     def reached(self, device: Device) -> bool:
         """Return whether probes can run on a device. The CPU counts without torch: its runs report what is missing."""
         return device.unit == "cpu" or device.is_endpoint or device.runtime != TORCH or device.torch_index is not None
+
+    def unreached(self) -> set[str]:
+        """Return the devices that are there and wanted, and that torch does not show: their fabric may not be ready."""
+        return {
+            uuid
+            for uuid, device in self.devices.items()
+            if uuid in self.present
+            and not self.reached(device)
+            and any(self.entries[name].spec.numeric for name in self.periods(device))
+        }
 
     def kin(self, uuid: str) -> frozenset[str]:
         """Return a device and its siblings: those of the same backend and model."""

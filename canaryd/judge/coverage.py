@@ -76,6 +76,10 @@ def unreached(case: Case) -> Iterator[Finding]:
     else:
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
+        if why := device.detail.get("unseen", ""):
+            text += f"; torch says: {why}"
+        if "Error 802" in why:  # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
+            action = "Start Fabric Manager, which CUDA waits for: systemctl status nvidia-fabricmanager"
     yield finding("unreached", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
 
 

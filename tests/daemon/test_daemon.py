@@ -87,6 +87,21 @@ def test_it_serves_before_the_first_round_ends(tmp_path, state):
         assert daemon.get("/nowhere")[0] == 404
 
 
+def test_a_restart_is_ready_when_it_has_tested_itself(tmp_path, state):
+    """A roll-out waits for what the new release computed; the runs of the release before prove nothing about it."""
+    log = tmp_path / "log"
+    config = configure(tmp_path, "records", each={"records": {"settings": {"log": str(log), "seconds": 3.0}}})
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+        assert daemon.end()[0] == 0
+    before = len(begun(log))
+    with running(Daemon(config, state)) as daemon:
+        eventually(lambda: len(begun(log)) > before)
+        assert daemon.value("canaryd_device_state", state="healthy") == 1
+        assert daemon.get("/readyz") == (503, "waiting for a first run on every device\n")
+        eventually(lambda: daemon.get("/readyz")[0] == 200)
+
+
 def test_stale_evidence_is_no_health(tmp_path, state):
     """When the device cannot be had for longer than the limit: 503 with the age, and 200 again afterwards."""
     config = configure(tmp_path, "records", judge={"stale_after": "3s"})

@@ -103,6 +103,68 @@ def test_a_roll_out_that_does_not_speak_of_the_switch_leaves_it_alone(said, ran)
     assert {name for name, what in tasks.items() if "switch" in name and what != "skipping"} == ran
 
 
+GATE = {"pass": 0, "fail": 2, "unknown": 3}
+"""Decision of `canaryd gate` → its exit status when enforced."""
+BEGAN = 1000
+
+
+def verified(directory: Path, before: str, after: str, *, upgraded: bool, daemon: bool = True, decided: int = 0) -> str:
+    """Run the tasks that end the role on a node; return what Ansible said, "" where the roll-out goes on.
+
+    `before` and `after` are the gate's decisions, `decided` is when its device was judged.
+    """
+    playbook = found("ansible-playbook")
+    program = directory / "canaryd"
+    status = {"daemon_running": daemon, "devices": [{"present": True, "decided": decided}]}
+    said = {"status": (status, 0), "gate": ({"decision": after, "devices": []}, GATE[after])}
+    cases = "".join(f"{name}) echo '{json.dumps(what)}'; exit {code} ;; " for name, (what, code) in said.items())
+    program.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\n")
+    program.chmod(0o755)
+    tasks = (HERE / "roles/canaryd/tasks/verify.yml").read_text().replace("delay: 10", "delay: 0")
+    (directory / "verify.yml").write_text(tasks.replace("/opt/canaryd/bin/canaryd", str(program)))
+    known = {"rc": GATE[before], "stdout": json.dumps({"decision": before})} if before else {"rc": 127, "stdout": ""}
+    given = {
+        "canaryd_patience": 10,
+        "canaryd_began": {"stdout": str(BEGAN)},
+        "canaryd_package": {"changed": upgraded},
+        "canaryd_configured": {"changed": False},
+        "canaryd_before": known,
+    }
+    play = {"hosts": "localhost", "gather_facts": False, "vars": given, "tasks": [{"import_tasks": "verify.yml"}]}
+    (directory / "play.yml").write_text(json.dumps([play]))
+    argv = [playbook, "-c", "local", "-i", "localhost,", "-e", f"ansible_python_interpreter={sys.executable}"]
+    done = subprocess.run(
+        [*argv, directory / "play.yml"], env=environment(playbook), capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stops"),
+    [
+        ("pass", "pass", False),
+        ("pass", "unknown", True),
+        ("pass", "fail", True),
+        ("unknown", "unknown", False),
+        ("fail", "fail", False),
+        ("", "unknown", False),
+    ],
+)
+def test_what_the_new_release_says_decides_whether_the_next_node_follows(tmp_path, before, after, stops):
+    """A release that cannot judge what the one before could stops at its first node, as one that finds faults."""
+    said = verified(tmp_path, before, after, upgraded=False)
+    assert bool(said) is stops, said
+
+
+@pytest.mark.parametrize(
+    ("daemon", "decided", "stops"), [(True, BEGAN, False), (False, BEGAN, True), (True, 999, True)]
+)
+def test_a_release_that_judges_nothing_stops_the_roll_out(tmp_path, daemon, decided, stops):
+    """No daemon, or only verdicts of the release before: the wait for new ones ends as a failure."""
+    said = verified(tmp_path, "pass", "pass", upgraded=True, daemon=daemon, decided=decided)
+    assert bool(said) is stops, said
+
+
 @pytest.mark.parametrize("said", ["", "perhaps"])
 def test_the_playbook_of_the_switch_wants_a_word(said):
     """Neither silence nor its end is anybody's default."""

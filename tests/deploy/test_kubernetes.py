@@ -202,6 +202,24 @@ def test_the_base_has_no_privilege(tmp_path):
     assert not {d["kind"] for d in documents} & {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"}
 
 
+def test_processes_that_meet_have_room_to(tmp_path):
+    """A runtime gives a pod 64 MiB of /dev/shm, and NCCL wants more for eight GPUs (`collectives`)."""
+    documents = build(overlay(tmp_path))
+    (shm,) = [m["name"] for m in container(documents)["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+    (volume,) = [v for v in pod(documents)["volumes"] if v["name"] == shm]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
+def test_nvidias_hooks_may_write_the_containers_root(tmp_path):
+    """They write links and ld.so.cache there: where the runtime makes it read-only first, no container is created."""
+    context = container(build(overlay(tmp_path, "nvidia")))["securityContext"]
+    assert context == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_only_devices_that_need_it_make_it_privileged(tmp_path, name):
     """And then without a capability list that Kubernetes would apply beside it."""

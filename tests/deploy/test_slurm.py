@@ -101,6 +101,18 @@ def test_it_ends_before_slurm_kills_it():
     assert notes * waits[0] + sum(waits[1:]) <= 55
 
 
+def test_it_finds_scontrol_without_a_search_path(tmp_path):
+    """Slurm gives its prolog and epilog none ("Prolog and Epilog Guide"), and Slurm itself may lie below /opt."""
+    assert call(tmp_path, "fail: cuda:3 faulty", 2)[1]
+    script = tmp_path / "gate"
+    script.write_text(script.read_text().replace("/opt/slurm/bin", str(tmp_path / "bin")))
+    (tmp_path / "said").write_text("")
+    bare = {"SLURMD_NODENAME": "n"}
+    done = subprocess.run(["/bin/sh", script], env=bare, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "said").read_text() == "update NodeName=n State=DRAIN Reason=canaryd: cuda:3 faulty\n"
+
+
 def test_a_node_without_canaryd_runs_on(tmp_path):
     """A roll-out of the script before the package must stop no job."""
     assert subprocess.run(["/bin/sh", SCRIPT], env={"PATH": "/nowhere"}, check=False).returncode == 0

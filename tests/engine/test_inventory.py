@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.engine.inventory import PLACEHOLDER, bus_key, changes, merge
+from canaryd.engine.inventory import PLACEHOLDER, UNSEEN, bus_key, changes, merge
 from canaryd.model import Device
 from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description, Listing, Reach
@@ -66,6 +66,20 @@ def test_what_torch_does_not_reach_is_there_all_the_same():
     """A torch without CUDA hides no device from the inventory."""
     found = merge(described(CPU), listing(nvidia=[SEEN]), {})
     assert [d.torch_index for d in found.devices if d.backend == "cuda"] == [None]
+
+
+def test_why_torch_does_not_show_a_gpu_goes_with_it_and_no_further():
+    """In torch's own words; once it shows the GPU, nothing of that is left, and neither is an event."""
+    why = "Error 802: system not yet initialized"
+    hidden = merge(described(CPU, no_cuda=why), listing(nvidia=[SEEN]), {})
+    gpu = next(d for d in hidden.devices if d.backend == "cuda")
+    assert gpu.detail[UNSEEN] == why
+    known = {d.uuid: d for d in hidden.devices}
+    found = merge(described(CPU, TORCH), listing(nvidia=[SEEN]), known, known.keys())
+    assert not any(UNSEEN in d.detail for d in found.devices)
+    assert [e.name for e in changes(known, known.keys(), found.devices, (), NOW)] == []
+    other = merge(described(CPU, no_cuda="another"), listing(nvidia=[SEEN]), known, known.keys())
+    assert changes(known, known.keys(), other.devices, (), NOW) == []
 
 
 def test_torch_alone_will_do():

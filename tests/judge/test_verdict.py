@@ -1078,6 +1078,17 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
     assert (verdict.findings[0].runs, verdict.findings[0].repro) == (("r1",), "canaryd check --repeat r1")
 
 
+def test_why_torch_sees_no_gpu_is_told():
+    """In torch's words; a fabric that is not ready names what CUDA waits for, and no interpreter."""
+    for why, action in (
+        ("Error 802: system not yet initialized", "Start Fabric Manager"),
+        ("Torch not compiled with CUDA enabled", "Set worker.python"),
+    ):
+        found = finding(ask(of=dataclasses.replace(UNREACHED, detail={"unseen": why})), "unreached")
+        assert found.message.endswith(f"nothing was computed on it; torch says: {why}")
+        assert found.action.startswith(action)
+
+
 def test_clean_confirmations_do_not_acquit():
     """After three clean confirmation runs the device is suspect still, and the finding says why."""
     verdict = ask(*confirmations(0, clean=3), fresh())

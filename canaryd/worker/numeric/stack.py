@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from canaryd.facts import beginning
 from canaryd.model import Device
 from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_no_torch
 
@@ -20,8 +21,9 @@ def discover() -> tuple[list[Device], dict[str, str], str | None, str | None]:
     devices = [cpu()]
     if torch is None:
         return devices, {}, None, why_no_torch
-    devices += [*_cuda(), *_mps(), *_xpu()]
-    return devices, stack(devices[0], ""), str(torch.__version__), None
+    cuda = _cuda()
+    devices += [*cuda, *_mps(), *_xpu()]
+    return devices, {**stack(devices[0], ""), **({} if cuda else _why_no_cuda())}, str(torch.__version__), None
 
 
 def cpu() -> Device:
@@ -99,6 +101,15 @@ def _cuda() -> list[Device]:
     return found
 
 
+def _why_no_cuda() -> dict[str, str]:
+    """Return why torch shows no GPU of NVIDIA or AMD, in its own words: `is_available` turns every error into False."""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+        return {"no_cuda": beginning(str(error), 300)}
+    return {}
+
+
 def _mps() -> list[Device]:
     if not torch.backends.mps.is_available():
         return []
@@ -169,7 +180,6 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
     ):
         match = re.search(pattern, config)
         facts[name] = match.group(1) if match else "none"
-    facts["threads"] = str(torch.get_num_threads())
     if forced := overrides():
         facts["overrides"] = _listed(forced)
     if chosen := {name: os.environ[name] for name in CHOOSERS if os.environ.get(name)}:
@@ -179,6 +189,7 @@ def stack(device: Device, instruction_set: str) -> dict[str, str]:
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         facts["int8_pairs"] = "may saturate" if int8_pairs_saturate() else "exact"
         facts["visible_cores"] = str(len(visible_cores()))
+        facts["threads"] = str(torch.get_num_threads())
         facts["microcode"] = device.detail.get("microcode", "not given")
     if device.backend in ("cuda", "rocm"):
         facts["cuda"] = str(torch.version.cuda or torch.version.hip)

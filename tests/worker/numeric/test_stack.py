@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from canaryd.model import Device
-from canaryd.worker.numeric.stack import CHOOSERS, discover, library_version, stack
+from canaryd.worker.numeric.stack import CHOOSERS, cpu, discover, library_version, stack
 
 CUDA = Device(uuid="GPU-1", backend="cuda", index=0, model="Newcomer 1")
 SOURCE = "int cublasGetProperty(int part, int *value) { *value = (int[]){12, 8, 4}[part]; return 0; }"
@@ -28,6 +28,16 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
 
 
 @pytest.mark.torch
+def test_the_cores_that_a_container_has_just_now_are_no_part_of_a_gpus_stack(monkeypatch):
+    """A kubelet with static CPU management changes them whenever another pod comes or goes; a GPU's kernels do not."""
+    torch = pytest.importorskip("torch")
+    gpu, host = stack(CUDA, ""), stack(cpu(), "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1234)
+    assert stack(CUDA, "") == gpu
+    assert stack(cpu(), "") == {**host, "threads": "1234"}
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(("told", "wanted"), [({}, None), ({"pci_domain_id": 1, "pci_bus_id": 101}, "0001:65:00.0")])
 def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, wanted):
     """Every GPU was at 0000:00:00.0, which stood in the dossier where NVML did not answer."""
@@ -41,6 +51,19 @@ def test_a_place_that_torch_does_not_tell_is_not_made_up(monkeypatch, told, want
         monkeypatch.setattr(torch.cuda, name, answer)
     (gpu,) = [d for d in discover()[0] if d.backend == "cuda"]
     assert gpu.detail.get("bus_id") == wanted
+
+
+@pytest.mark.torch
+def test_torch_says_why_it_shows_no_gpu(monkeypatch):
+    """What `is_available` turns into a bare False, as an NVLink fabric that is not ready."""
+    torch = pytest.importorskip("torch")
+
+    def init():
+        raise RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert discover()[1]["no_cuda"].endswith("Error 802: system not yet initialized")
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
