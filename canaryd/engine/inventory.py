@@ -22,13 +22,15 @@ from canaryd.supervisor.protocol import Description, Listing, Reach
 
 PLACEHOLDER = "undriven"
 """`Device.detail` key of a PCI function that looks like an accelerator but has no working driver."""
-UNSEEN = "unseen"
-"""`Device.detail` key of a GPU that its driver lists and torch does not show: why, in torch's words."""
+UNSEEN, UNSEEN_CODE = "unseen", "unseen_code"
+"""`Device.detail` keys of a GPU that its driver lists and torch does not show: why, in torch's words; CUDA's error."""
 BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
-UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER, UNSEEN)
+OF_NOW = (UNSEEN, UNSEEN_CODE)
+"""Keys of `Device.detail` that hold for one inventory alone."""
+UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER, *OF_NOW)
 """Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
 
 
@@ -124,7 +126,8 @@ def merge(
             # CUDA shows a process only one instance. Its worker gets this one, which is number 0 there.
             device = replace(device, torch_index=0)  # noqa: PLW2901
         elif device.backend in ("cuda", "rocm") and (why := described.stack.get("no_cuda")):
-            device = replace(device, detail={**device.detail, UNSEEN: why})  # noqa: PLW2901
+            told = {UNSEEN: why, UNSEEN_CODE: described.stack.get("no_cuda_code", "")}
+            device = replace(device, detail={**device.detail, **told})  # noqa: PLW2901
         found.append(device)
     found += from_torch
     # A device that was present before is missed under its own name, not as an unknown one in its place.
@@ -176,7 +179,7 @@ def on_its_card(device: Device, others: Iterable[Device]) -> Device:
 
 def _filled(device: Device, stack: Mapping[str, str], listing: Listing, known: Mapping[str, Device]) -> Device:
     before = known.get(device.uuid)
-    kept = {name: value for name, value in before.detail.items() if name != UNSEEN} if before else {}
+    kept = {name: value for name, value in before.detail.items() if name not in OF_NOW} if before else {}
     facts = {**stack, **listing.facts} if device.backend == "cpu" else {k: stack[k] for k in ("torch",) if k in stack}
     if before is not None and device.backend != "cpu" and "driver" in kept.keys() - device.detail.keys():
         # Only torch sees it this time; what torch calls its model, memory or address is no change of any.

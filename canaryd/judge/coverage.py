@@ -78,7 +78,8 @@ def unreached(case: Case) -> Iterator[Finding]:
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
         if why := device.detail.get("unseen", ""):
             text += f"; torch says: {why}"
-        if "Error 802" in why:  # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
+        # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
+        if device.detail.get("unseen_code") == "802":
             action = "Start Fabric Manager, which CUDA waits for: systemctl status nvidia-fabricmanager"
     yield finding("unreached", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
 

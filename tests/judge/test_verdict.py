@@ -1080,11 +1080,12 @@ def test_a_suspicion_names_what_where_how_many_and_what_next():
 
 def test_why_torch_sees_no_gpu_is_told():
     """In torch's words; a fabric that is not ready names what CUDA waits for, and no interpreter."""
-    for why, action in (
-        ("Error 802: system not yet initialized", "Start Fabric Manager"),
-        ("Torch not compiled with CUDA enabled", "Set worker.python"),
+    for why, code, action in (
+        ("Error 802: system not yet initialized", "802", "Start Fabric Manager"),
+        ("Torch not compiled with CUDA enabled", "", "Set worker.python"),
     ):
-        found = finding(ask(of=dataclasses.replace(UNREACHED, detail={"unseen": why})), "unreached")
+        told = {"unseen": why, "unseen_code": code}
+        found = finding(ask(of=dataclasses.replace(UNREACHED, detail=told)), "unreached")
         assert found.message.endswith(f"nothing was computed on it; torch says: {why}")
         assert found.action.startswith(action)
 

@@ -106,7 +106,8 @@ def _why_no_cuda() -> dict[str, str]:
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
-        return {"no_cuda": beginning(str(error), 300)}
+        found = re.search(r"Error ([0-9]+):", str(error))  # as CUDA numbers it
+        return {"no_cuda": beginning(str(error), 300), "no_cuda_code": found[1] if found else ""}
     return {}
 
 

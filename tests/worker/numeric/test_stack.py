@@ -63,7 +63,9 @@ def test_torch_says_why_it_shows_no_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert discover()[1]["no_cuda"].endswith("Error 802: system not yet initialized")
+    told = discover()[1]
+    assert told["no_cuda"].endswith("Error 802: system not yet initialized")
+    assert told["no_cuda_code"] == "802"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
