@@ -351,6 +351,7 @@ def make_pools(product: Product, seed: int) -> Problem:
     return made
 
 
+@functools.lru_cache(maxsize=2)  # the device's gather and the host's own want the same
 def draw(product: Product, seed: int, turn: int) -> tuple[Any, Any]:
     """Return which rows (batch, M) and columns (batch, N) of the pools make up the product's operands, int64.
 
@@ -385,8 +386,10 @@ def gather(product: Product, pools: Problem, seed: int, turn: int) -> Problem:
 def gather_golden(product: Product, pools: Problem, seed: int, turn: int) -> Any:
     """Return the golden of the product that a turn draws, (…, M, N), by indexing alone; raises nothing."""
     r, c = draw(product, seed, turn)
-    golden = bits(pools.golden)[r.unsqueeze(-1), c.unsqueeze(-2)]
-    return _as(golden if product.batch else golden[0], product.target.dtype)
+    table = bits(pools.golden)
+    # Columns first, while there are few rows: several times faster than both at once.
+    matrices = [table.index_select(1, columns).index_select(0, rows) for rows, columns in zip(r, c, strict=True)]
+    return _as(torch.stack(matrices) if product.batch else matrices[0], product.target.dtype)
 
 
 def _as(raw: Any, dtype: Any) -> Any:

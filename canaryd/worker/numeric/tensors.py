@@ -6,6 +6,7 @@ can be listed; `need_torch` then skips a numeric probe with the reason.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -313,6 +314,25 @@ def on_core(core: int | None) -> Iterator[None]:
         if can_pin():
             os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
+
+
+def on_two_cores(first: int, second: int, work: Callable[[], Any]) -> tuple[Any, Any]:
+    """Run work twice, on two cores at the same time, as `on_core` does; where there is only one, one after the other.
+
+    Work that raises ends both; its error is raised.
+    """
+    if first == second or not can_pin():
+        with on_core(first):
+            return work(), work()
+
+    def aside() -> Any:
+        os.sched_setaffinity(0, {second})
+        torch.set_num_threads(1)  # OpenMP's of this thread; MKL has one number for all, which is 1 until both are done
+        return work()
+
+    with on_core(first), concurrent.futures.ThreadPoolExecutor(1) as other:
+        twin = other.submit(aside)
+        return work(), twin.result()
 
 
 def synchronize(device: Device) -> None:

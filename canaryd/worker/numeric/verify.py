@@ -30,6 +30,7 @@ from canaryd.worker.numeric.tensors import (
     host_same_bits,
     need_torch,
     on_core,
+    on_two_cores,
     same_bits,
 )
 from canaryd.worker.runtime import interface
@@ -207,8 +208,7 @@ def make_twice(
 ) -> tuple[Problem, list[Comparison]]:
     """Build a problem twice on the host; return it with the comparisons that failed (none on a healthy host)."""
     first, second = session.makers(case.name, core)
-    with on_core(first):
-        problem = case.build(seed)
+    problem, twin = on_two_cores(first, second, partial(case.build, seed))
     doubts = []
 
     def doubt(kind: Doubt, place: Place, text: str, other: Any = None, made: str = "") -> None:
@@ -231,8 +231,6 @@ def make_twice(
             )
         )
 
-    with on_core(second):
-        twin = case.build(seed)
     session.made_twice += can_pin() and first != second
     pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
     if all(host_same_bits(a, b) for a, b in pairs):
