@@ -137,17 +137,13 @@ def _memcmp() -> Any:
     return memcmp
 
 
-FEW_THREADS = 3
-"""Threads up to which memcmp, which uses one, is faster than torch's comparison, which uses all: of 8 MiB it took 0.39
-ms of a core, and torch's 1.06 ms (AMD EPYC, Zen 4)."""
-
-
-def has_few_threads() -> bool:
+def has_one_thread() -> bool:
     """Return whether a processor's results are compared by memcmp, and by torch for the host's own look, or vice versa.
 
-    The two always go different ways.
+    The two always go different ways. memcmp is faster on one thread. Where a product has more, those that memcmp leaves
+    idle fall asleep, and the next product has to wake them (`benchmarks.verified_gemm`).
     """
-    return bool(torch.get_num_threads() <= FEW_THREADS)
+    return bool(torch.get_num_threads() == 1)
 
 
 def torch_device(device: Device) -> Any:

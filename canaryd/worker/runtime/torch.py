@@ -160,7 +160,7 @@ class Torch(Runtime):
     def agree(self, results: list[Any], golden: Any) -> list[bool]:
         """Compare where the results lie; on an accelerator with one synchronisation for all of them."""
         if golden.device.type == "cpu":
-            same = host_same_bits if door.has_few_threads() else same_bits
+            same = host_same_bits if door.has_one_thread() else same_bits
             return [same(result, golden) for result in results]
         *raw, right = words(*results, golden)
         return [not differs for differs in door.torch.stack([(r != right).any() for r in raw]).tolist()]
