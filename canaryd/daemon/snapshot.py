@@ -86,7 +86,9 @@ def health(engine: Engine, now: float) -> Health:
     ]
     done = engine.ran | {uuid for uuid in engine.devices if engine.account.withheld(uuid)}
     lost = {uuid for uuid in engine.unreached() if any(r.trials for r in engine.evidence(uuid))}
-    wanted = {uuid for uuid in engine.present if engine.reached(engine.devices[uuid])} | lost
+    wanted = {
+        uuid for uuid, device in engine.devices.items() if uuid in engine.present and engine.reached(device)
+    } | lost
     ready = bool(engine.present and done) and wanted <= done
     unstored = f"cannot store: {printable(engine.store.problem)}" if engine.store.problem else ""
     return Health(
