@@ -758,11 +758,15 @@ def test_a_hundred_scrapers_and_fifty_slow_clients(tmp_path, state):
 
 # --- Devices ---------------------------------------------------------------------------------------------------------
 
+with_nvml = pytest.mark.skipif(
+    importlib.util.find_spec("pynvml") is None,
+    reason="NOT TESTED: nvidia-ml-py is not installed in this interpreter",
+)
 
+
+@with_nvml
 def test_a_gpu_that_comes_back_elsewhere_keeps_its_history(tmp_path):
     """Gone, then back at another place on the bus: counters and evidence stay with the uuid, and the index follows."""
-    if importlib.util.find_spec("pynvml") is None:
-        pytest.skip("NOT TESTED: nvidia-ml-py is not installed in this interpreter")
     site = Site(tmp_path / "site", gpus=2)
     first, second = site.uuids
     with site.daemon() as daemon:
@@ -789,10 +793,9 @@ def test_a_gpu_that_comes_back_elsewhere_keeps_its_history(tmp_path):
         assert daemon.end()[0] == 0
 
 
+@with_nvml
 def test_a_release_that_lost_sight_of_a_gpu_is_not_ready(tmp_path):
     """A roll-out stops at a torch that no longer shows what the release before has tested."""
-    if importlib.util.find_spec("pynvml") is None:
-        pytest.skip("NOT TESTED: nvidia-ml-py is not installed in this interpreter")
     site = Site(tmp_path / "site", gpus=2)
     first, second = site.uuids
     with site.daemon() as daemon:
@@ -809,10 +812,9 @@ def test_a_release_that_lost_sight_of_a_gpu_is_not_ready(tmp_path):
         assert daemon.end()[0] == 0
 
 
+@with_nvml
 def test_a_gpu_that_comes_back_is_found_without_being_told(tmp_path, monkeypatch):
     """It is looked for after one minute, two, four: as long again as it was away, and an hour at most."""
-    if importlib.util.find_spec("pynvml") is None:
-        pytest.skip("NOT TESTED: nvidia-ml-py is not installed in this interpreter")
     site = Site(tmp_path / "site", gpus=2)
     for name, value in site.machine.environment.items():
         monkeypatch.setenv(name, value)
