@@ -31,8 +31,7 @@ class Gatherer:
         row_major, column_major = product.layout[0] == "n", product.layout[1] == "t"
         pool_a = a if row_major else a.T.contiguous()
         pool_b = b if column_major else b.T.contiguous()
-        pool_a, pool_b, table = runtime.upload((pool_a, pool_b, pools.golden), device)
-        self._pools = pool_a, pool_b, table
+        self._pools = runtime.upload((pool_a, pool_b, pools.golden), device)
         self._ways = [
             (
                 Operation("rows") if row_major else Operation("columns", turned=True, together=together),
