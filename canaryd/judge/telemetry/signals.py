@@ -222,12 +222,15 @@ class Signs:
 
     def lost_with(self, loss: Event) -> list[str]:
         """Return the other devices of this host that were lost within `TOGETHER` of one of the `losses`."""
-        others = {name: replace(self, events=tuple(events), beside={}).losses for name, events in self.beside.items()}
         return [
             name
-            for name, losses in sorted(others.items())
+            for name, losses in sorted(self._losses_beside.items())
             if any(e.first - TOGETHER <= loss.last and loss.first <= e.last + TOGETHER for e in losses)
         ]
+
+    @cached_property
+    def _losses_beside(self) -> Mapping[str, Sequence[Event]]:
+        return {name: replace(self, events=tuple(events), beside={}).losses for name, events in self.beside.items()}
 
     @cached_property
     def memory_lost(self) -> list[Event]:
