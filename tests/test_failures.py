@@ -404,8 +404,8 @@ def test_a_machine_that_slept_is_no_fault_of_its_workers(tmp_path, state):
     each = {"records": {"timeout": "2s", "period": "2s", "settings": {"log": str(log), "seconds": 1.5}}}
     with running(Daemon(configure(tmp_path, "records", each=each), state)) as daemon:
         eventually(lambda: log.exists() and "begin" in log.read_text())
-        workers = daemon.others()
         daemon.send(signal.SIGSTOP)
+        workers = daemon.others()  # which stay, if only as zombies, while nobody reaps them
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
         time.sleep(13)  # the worker's own deadline too
@@ -523,8 +523,10 @@ def test_where_no_process_can_be_started_the_outcome_says_so(tmp_path, state):
     config = configure(tmp_path, "passes", each=QUICK)
     with cgroup("pids", [("pids.max", "max")] * 2) as group, running(Daemon(config, state)) as daemon:
         ready(daemon)
-        for pid in (daemon.popen.pid, *daemon.others()):
-            (group / "cgroup.procs").write_text(f"{pid}\n")
+        (group / "cgroup.procs").write_text(f"{daemon.popen.pid}\n")  # what it starts from now on is there too
+        for pid in daemon.others():
+            with contextlib.suppress(ProcessLookupError):  # a worker that ended meanwhile
+                (group / "cgroup.procs").write_text(f"{pid}\n")
         (group / "pids.max").write_text("1")
         daemon.line("passes errored: 0 results: worker.python")
         daemon.line("healthy → unknown (canaryd itself)")
