@@ -22,7 +22,7 @@ from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
-from tests.servers import beside, serving  # noqa: E402
+from tests.servers import beside, need, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
 ENGINES = ("mlx", "transformers", "llama", "vllm")
@@ -36,13 +36,17 @@ BFLOAT16 = "30"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Exported exact canaries: for an engine's name, the directory that it serves."""
+    """Exported exact canaries: for the name of an engine that is there, the directory that it serves."""
     parent = tmp_path_factory.mktemp("exact")
-    paths = {}
-    for form in ("", "bfloat16"):
-        paths[form] = parent / f"canary{form}"
-        export(construct(TINY, 1), paths[form], form=form)
-    return lambda name: paths["bfloat16" if name == "llama" else ""]
+
+    def exported(name):
+        need(name)
+        form = "bfloat16" if name == "llama" else ""
+        if not (path := parent / f"canary{form}").exists():
+            export(construct(TINY, 1), path, form=form)
+        return path
+
+    return exported
 
 
 def ask(server, directory, seed):
@@ -86,6 +90,7 @@ def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, na
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
 def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(tmp_path, form, options):
     """The cache's format, the attention kernel, the size of a batch."""
+    need("llama")
     export(construct(TINY, 2), tmp_path / "canary", form=form)
     with serving("llama", tmp_path / "canary", tmp_path, *options) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
@@ -96,6 +101,7 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
 @pytest.mark.parametrize("form", ["bfloat16", "float32"])
 def test_llama_cpp_serves_a_mixture_of_experts(tmp_path, form):
     """Every answer of the stacked experts is right."""
+    need("llama")
     export(construct(EXPERTS, 1), tmp_path / "canary", form=form)
     with serving("llama", tmp_path / "canary", tmp_path) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
