@@ -43,9 +43,10 @@ FAMILIES = (
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
         explains=(
             *("telemetry-stale", "stale-evidence", "no-evidence", "not-completed", "unreached", "device-error"),
-            *("xid-recovery", "recovery-action"),
+            *("xid-recovery", "recovery-action", "keeps-failing"),
         ),
     ),
+    Family(leads=("keeps-failing",), explains=("not-completed", "stale-evidence", "no-evidence")),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
         explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),

@@ -788,6 +788,22 @@ SCENARIOS = {
     "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three times in a row, siblings answer": lambda: (hanging("100011"), HEALTHY, Cause.NONE, set()),
+    "hung in its last two runs, siblings answer": lambda: (hanging("111100"), UNKNOWN, U, {"not-completed"}),
+    "hung in its last three runs, siblings answer": lambda: (
+        hanging("111000"), SUSPECT, U, {"keeps-failing", "not-completed", "stale-evidence"},
+    ),
+    "never answered, siblings answer": lambda: (
+        hanging("000"), SUSPECT, U, {"keeps-failing", "no-evidence", "not-completed"},
+    ),
+    "hung in its last three runs, a sibling had one too": lambda: (
+        hanging("111000", "1111101111"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hung in its last three runs, a sibling has run twice since": lambda: (
+        hanging("111000", "11"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hung in its last three runs, alone": lambda: (
+        hanging("111000", ""), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
     "hung three separate times, as a sibling did": lambda: (
         hanging("10110101", "10111111"), UNKNOWN, U, {"keeps-failing"},
     ),
