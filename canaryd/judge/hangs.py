@@ -52,7 +52,7 @@ def _always(case: Case, probe: str, answering: Sequence[Sequence[Run]], met: int
     since = age(hung[-1], case.now)
     done = [sum(r.outcome is Outcome.COMPLETED and age(r, case.now) <= since for r in runs) for runs in answering]
     sound = sum(times >= TIMES for times in done)
-    if 2 * sound <= met:
+    if sound <= met - sound:
         return []
     others = "" if sound == met else f" {met - sound} did not."
     return _suspect(

@@ -117,11 +117,11 @@ def signs(*, remap_failed=0, age=5.0, events=()):
     )
 
 
-def vendors(ago, *results):
+def vendors(ago, *results, of=GPU):
     """Return a run of the vendor's self-test so long ago, with what each of its tests said."""
     given = {"name": "vendor_selftest", "unit": "1"}
     found = (Reading(value=r, labels={"tool": "dcgmi diag", "test": str(n)}, **given) for n, r in enumerate(results))
-    return run(ago, probe="vendor_selftest", readings=tuple(found))
+    return run(ago, probe="vendor_selftest", readings=tuple(found), of=of)
 
 
 def sighted(*hours, gone=1.0, seen=0.25, of=GPU, **changes):
@@ -499,6 +499,25 @@ SCENARIOS = {
     "the vendor's self-test failed": lambda: (
         ask(vendors(HOUR, "pass", "fail"), fresh()), SUSPECT, U, {"vendor-selftest"},
     ),
+    "the vendor's self-test failed the same test on a sibling": lambda: (
+        ask(vendors(HOUR, "pass", "fail"), fresh(), peers=[(TWIN, [vendors(2 * HOUR, "fail", "fail", of=TWIN)])]),
+        UNKNOWN, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test failed a test that a sibling passes": lambda: (
+        ask(vendors(HOUR, "fail", "fail"), fresh(), peers=[(TWIN, [vendors(HOUR, "pass", "fail", of=TWIN)])]),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test fails on two, and a third passes": lambda: (
+        ask(
+            vendors(HOUR, "fail"), fresh(),
+            peers=[(TWIN, [vendors(HOUR, "fail", of=TWIN)]), (THIRD, [vendors(HOUR, "pass", of=THIRD)])],
+        ),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test failed on a sibling two days before": lambda: (
+        ask(vendors(HOUR, "fail"), fresh(), peers=[(TWIN, [vendors(2 * DAY, "fail", of=TWIN)])]),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
     "the vendor's self-test failed once, and passed since": lambda: (
         ask(vendors(DAY, "fail"), vendors(HOUR, "pass"), fresh()), HEALTHY, Cause.NONE, set(),
     ),
@@ -788,7 +807,9 @@ SCENARIOS = {
     "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three times in a row, siblings answer": lambda: (hanging("100011"), HEALTHY, Cause.NONE, set()),
-    "hung in its last two runs, siblings answer": lambda: (hanging("111100"), UNKNOWN, U, {"not-completed"}),
+    "hung in its last two runs, siblings answer": lambda: (
+        hanging("111100"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
     "hung in its last three runs, siblings answer": lambda: (
         hanging("111000"), SUSPECT, U, {"keeps-failing", "not-completed", "stale-evidence"},
     ),
