@@ -525,6 +525,20 @@ SCENARIOS = {
     "comparator twice": lambda: (
         ask(run(9 * DAY, comparator()), run(HOUR, comparator()), fresh()), SUSPECT, H, {"comparator-disagreement"},
     ),
+    "comparator twice, and on another GPU since the same day": lambda: (
+        ask(
+            run(9 * DAY, comparator()), run(HOUR, comparator()), fresh(),
+            peers=[(TWIN, [run(9 * DAY - HOUR, comparator(), of=TWIN)])],
+        ),
+        SUSPECT, U, {"comparator-disagreement"},
+    ),
+    "comparator twice, and on another GPU since two days later": lambda: (
+        ask(
+            run(9 * DAY, comparator()), run(HOUR, comparator()), fresh(),
+            peers=[(TWIN, [run(7 * DAY, comparator(), of=TWIN)])],
+        ),
+        SUSPECT, H, {"comparator-disagreement"},
+    ),
     "comparator twice within a minute": lambda: (
         ask(run(HOUR, comparator()), run(HOUR + 59, comparator()), fresh()), SUSPECT, U, {"comparator-disagreement"},
     ),

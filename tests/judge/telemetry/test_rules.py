@@ -448,6 +448,26 @@ SCENARIOS = {
         sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
     ),
+    "Xid 64 with another device's within an hour": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + HOUR)]}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 64 with another device's Xid 62": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(62, DAY)]}), [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, with another device's once": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY)]},
+        ),
+        [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, always with another device's": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY), xid(64, 4 * HOUR), xid(64, 60)]},
+        ),
+        [("xid-recovery", SUSPECT, U)],
+    ),
     "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
     "one memory error under four codes": lambda: (
         sign(*(xid(code, DAY) for code in (48, 171, 94, 95)), rise(UE, ago=DAY)), [("uncorrected-error", SUSPECT, H)],
