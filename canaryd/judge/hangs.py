@@ -25,13 +25,16 @@ SELDOM = 5
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
-    """A probe hangs or crashes again and again: suspect where siblings always answer, else unknown."""
+    """A probe hangs or crashes again and again: suspect where siblings always answer, else unknown.
+
+    A server is never suspect for it: it is slow or down, and no other server tells whether its answers are right.
+    """
     for probe in sorted(case.wanted):
         recent = _recent(case, case.scheduled(probe))
         siblings = [
             _recent(case, [r for r in runs if r.probe == probe and r.whole])
             for uuid, runs in case.peers.items()
-            if case.devices[uuid].kind == case.device.kind
+            if case.devices[uuid].kind == case.device.kind and not case.device.is_endpoint
         ]
         met = [runs for runs in siblings if runs]
         answering = [runs for runs in met if len(runs) >= TIMES and not any(r.outcome in HANGS for r in runs)]
@@ -116,6 +119,7 @@ def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Seq
         runs
         for uuid, runs in case.peers.items()
         if case.devices[uuid].kind == case.device.kind and case.devices[uuid].part != case.device.part
+        if not case.device.is_endpoint
     ]
     sound = [runs for runs in siblings if any(r.probe == probe and r.outcome is Outcome.COMPLETED for r in runs)]
     chance = (1 + len(sound)) ** (1 - len(apart))

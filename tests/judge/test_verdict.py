@@ -36,6 +36,7 @@ def device(uuid="GPU-a", backend="cuda", index=0, **changes):
 
 GPU, TWIN, THIRD = device(), device("GPU-b", index=1), device("GPU-c", index=2)
 CPU = device("CPU-a", "cpu")
+SERVERS = device("endpoint:a", "endpoint"), device("endpoint:b", "endpoint", 1)
 UNREACHED = device("GPU-u", torch_index=None)
 UNDRIVEN = device("PCI-1", torch_index=None, detail={"bus_id": "0000:65:00.0", "undriven": "no driver is loaded"})
 
@@ -194,8 +195,8 @@ def beside(failing, *siblings):
     return ask(*record(GPU, failing, 1000), fresh(), peers=peers)
 
 
-def hanging(answers, sibling="1111111111", apart=HOUR):
-    """Judge a device that completed ("1") or timed out ("0") in its runs, the newest last, beside a sibling."""
+def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN)):
+    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the other."""
 
     def runs(of, told):
         ends = {"1": {}, "0": {"outcome": Outcome.TIMED_OUT}}
@@ -204,7 +205,7 @@ def hanging(answers, sibling="1111111111", apart=HOUR):
             for n, answer in enumerate(told)
         ]
 
-    return ask(*runs(GPU, answers), peers=[(TWIN, runs(TWIN, sibling))])
+    return ask(*runs(pair[0], answers), of=pair[0], peers=[(pair[1], runs(pair[1], sibling))])
 
 
 def erring(*days, **changes):
@@ -826,6 +827,15 @@ SCENARIOS = {
     ),
     "hung in its last three runs, siblings answer": lambda: (
         hanging("111000"), SUSPECT, U, {"keeps-failing", "not-completed", "stale-evidence"},
+    ),
+    "a server hung in its last three runs, its replica answers": lambda: (
+        hanging("111000", pair=SERVERS), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "a server hung three separate times, its replica answers": lambda: (
+        hanging("10110101", pair=SERVERS), UNKNOWN, U, {"keeps-failing"},
+    ),
+    "a server hung seven times in a month, its replica answers": lambda: (
+        hanging("01" * 7 + "1" * 20, "1" * 34, apart=20 * HOUR, pair=SERVERS), HEALTHY, Cause.NONE, set(),
     ),
     "never answered, siblings answer": lambda: (
         hanging("000"), SUSPECT, U, {"keeps-failing", "no-evidence", "not-completed"},
