@@ -55,6 +55,10 @@ LINES: Mapping[tuple[str, str], Line] = {
     ("pcie", "link-down"): Line(
         State.HEALTHY, Cause.UNDETERMINED, "The PCIe link above the device went down", CHECK_LINK
     ),
+    ("pcie", "contained"): Line(
+        *(State.DEGRADED, Cause.UNDETERMINED),
+        *("The port above the device cut its link off after an error (DPC)", CHECK_LINK),
+    ),
     ("pcie", ""): Line(State.DEGRADED, Cause.UNDETERMINED, "A PCIe device does not answer", CHECK_LINK),
     ("amdgpu", "ring-timeout"): Line(
         *(State.DEGRADED, Cause.UNDETERMINED),
