@@ -293,7 +293,7 @@ def test_the_store_of_a_newer_version_is_refused_and_not_touched(tmp_path):
 
 
 def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path, writers):
-    """Killed before every statement of every migration: a whole version each time, old or new, with all that it had."""
+    """Killed before every statement of every migration: a whole version each time, with all that it had, and a copy."""
     written = None
     for statement in itertools.count(1):
         place = old_store(tmp_path / str(statement))
@@ -301,6 +301,10 @@ def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path, writers):
         writers.begin("--upgrade", place, statement)
         said, code = writers.rest()
         sound(place / "canaryd.db")
+        back = tmp_path / f"back {statement}"
+        back.mkdir()
+        shutil.copy(place / "canaryd.db.version-5", back / "canaryd.db")
+        assert bodies(back, "runs") == written
         with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
         with Store.open(place, migrations={v: m for v, m in MIGRATIONS.items() if v <= version}) as store:

@@ -129,20 +129,6 @@ def fill(state_dir, runs, **options):
         state_dir.unlink()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A filesystem of one mebibyte of its own."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("NOT TESTED: a filesystem of its own needs root and CAP_SYS_ADMIN to mount")
-    yield where
-    subprocess.run(["umount", "--lazy", where], check=True)
-
-
 # What is stored comes back
 
 
