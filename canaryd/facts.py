@@ -58,6 +58,14 @@ class Exactness(str, enum.Enum):
     """Decided by a margin that no healthy device's rounding crosses; no bit pattern is prescribed."""
 
 
+TRIALS, FINGERPRINT, ENDPOINT_SERVER = "trials", "golden_fingerprint", "endpoint_server"
+"""Readings: results that a run compared; what equal results share; the software that a server says it is."""
+DEVICE_SECONDS, HOST_SECONDS = "device_seconds", "host_seconds"
+"""Readings: how long a run used its device, and how long the processor while the device waited."""
+SPEEDS = "speed_"
+"""How readings of a speed begin, whatever they measure."""
+
+
 class _Keyed:
     """The key of a reading, computed once; in a slot, because a dictionary would double its memory."""
 

@@ -83,6 +83,14 @@ ENDPOINT = "endpoint"
 """The backend of a server that answers on behalf of devices."""
 EXACT_ENDPOINT = "exact_endpoint"
 """What probes name among their backends to test a server of an exact canary, whose right answers are known."""
+UNDRIVEN, KERNEL_DRIVER = "undriven", "kernel_driver"
+"""`Device.detail` keys of a PCI function that looks like an accelerator: why nothing drives it; its kernel driver."""
+UNSEEN, UNSEEN_CODE = "unseen", "unseen_code"
+"""`Device.detail` keys of a GPU that its driver lists and torch does not show: why, in torch's words; CUDA's error."""
+NO_CUDA, NO_CUDA_CODE = "no_cuda", "no_cuda_code"
+"""Parts of the stack that a worker tells where its torch shows no GPU: why, in torch's words; CUDA's error."""
+PROHIBITED, EXCLUSIVE = "prohibited", "exclusive"
+"""A compute mode in which nobody may compute; the beginning of those in which one process may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +165,17 @@ class Device:
         return f"{self.backend}:{self.index}" + (f".{instance}" if instance else "")
 
 
+class EventKind:
+    """Kinds of events that canaryd finds itself; those of lines of the kernel log are `LogRecord.kind`."""
+
+    COUNTER, COUNTER_FELL, FLAG, CONDITION = "counter", "counter-fell", "flag", "condition"
+    """Of a reading: it rose, fell or changed, or it held for a while."""
+    RESET, BOOT, CHANGE, RELEASE = "reset", "boot", "change", "release"
+    """Of the device, the host, a part of the stack, and canaryd's hold on the devices."""
+    OFF_BUS = "off-bus"
+    """The device does not answer on its bus: the driver says so, or the kernel log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to a device: an Xid, a counter that rose, a reset, a driver that changed.
@@ -167,7 +186,7 @@ class Event:
     device: str
     """`Device.uuid`."""
     kind: str
-    """"counter", "counter-fell", "flag", "condition", "reset", "boot", "change", "release", or a `LogRecord.kind`."""
+    """One of `EventKind`, or a `LogRecord.kind`."""
     name: str
     """Within the kind: a `Reading.key`, a component, a code. Events of equal device, kind and name are merged."""
     first: float
@@ -521,6 +540,12 @@ class Finding:
     """What the wrong results amount to that it rests on; None where it is about something else."""
 
 
+class AckKind:
+    """What an operator may say of a device."""
+
+    ACKNOWLEDGED, SOFTWARE, REPAIRED, REPLACED = "acknowledged", "software", "repaired", "replaced"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ack:
     """An operator's word on a device: a fault is known or was the software's, or the part was repaired or replaced."""
@@ -528,7 +553,7 @@ class Ack:
     device: str
     """`Device.uuid`."""
     kind: str
-    """"acknowledged", "software", "repaired" or "replaced"."""
+    """One of `AckKind`."""
     at: float
     """Seconds since the epoch."""
     reason: str

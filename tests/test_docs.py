@@ -349,6 +349,14 @@ RUN_ELSEWHERE = {
         "tests/test_install.py::test_a_torch_of_its_own_is_made_beside_and_named_in_the_configuration",
         "needs a root to install into",
     ),
+    "cd /var/lib/canaryd && mkdir newer && mv canaryd.db* newer && mv newer/canaryd.db.version-5 canaryd.db": (
+        "tests/test_boot.py::test_the_debian_package_installs_upgrades_downgrades_and_goes",
+        "needs an older package; the test takes the command from the page",
+    ),
+    "systemctl restart canaryd": (
+        "tests/test_boot.py::test_the_debian_package_installs_upgrades_downgrades_and_goes",
+        "needs systemd; the test starts the service after it",
+    ),
     "podman build -f deploy/container/Containerfile -t canaryd .": (
         "tests/deploy/test_container.py",
         "needs a container engine; the test runs the steps one by one",

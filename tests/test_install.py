@@ -205,13 +205,27 @@ def everything(state: Path) -> dict[str, tuple[int, list[str]]]:
     return {stamp.sub(".TIME", str(path.relative_to(state))): read(path) for path in found}
 
 
+KNOWS = {"a": 5, "b": 6}
+"""Which version of the database each release knows."""
+STATUS = """#!{python} -I
+import sqlite3, sys
+print("canaryd {name}")
+if "status" in sys.argv:
+    db = sqlite3.connect(f"file:{{sys.argv[-1]}}/canaryd.db?immutable=1", uri=True)
+    sys.exit(64 if db.execute("PRAGMA user_version").fetchone()[0] > {version} else 3)
+"""
+
+
 def releases(root: Path, *names: str) -> Path:
-    """Make releases that only tell their names, the first in force and the second before it; return where state is."""
+    """Make releases that tell their names and refuse a newer database, the first in force and the second before it.
+
+    Return where state is.
+    """
     for name in names:
         made = root / "opt/canaryd.releases" / name
         (made / "bin").mkdir(parents=True)
         (made / "bin/python3").symlink_to(sys.executable)
-        (made / "bin/canaryd").write_text(f"#!/bin/sh\necho canaryd {name}\n")
+        (made / "bin/canaryd").write_text(STATUS.format(python=sys.executable, name=name, version=KNOWS[name]))
         (made / "bin/canaryd").chmod(0o755)
         shutil.copytree(ROOT / "systemd", made / "share")
     (root / "opt/canaryd").symlink_to(f"canaryd.releases/{names[0]}")
@@ -231,7 +245,7 @@ def upgrade(root: Path, *steps: str) -> subprocess.CompletedProcess[str]:
         "set -euo pipefail; umask 022",
         f"root={shlex.quote(str(root))}",
         "releases=$root/opt/canaryd.releases opt=$root/opt/canaryd local=$root/usr/local state=$root/var/lib/canaryd",
-        "unit=canaryd.service live='' ran='' kept='' inode=''",
+        "unit=canaryd.service live='' ran=''",
         'say() { echo "$*"; }',
         functions,
         "old=$releases/a new=$releases/b stage=switching",
@@ -243,54 +257,50 @@ def upgrade(root: Path, *steps: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_a_full_disk_during_an_upgrade_leaves_the_history_in_force(tmp_path):
-    """A copy that was not completed is never taken for the one to return to, and leaves nothing behind."""
+BECOMES_NEWER = "PRAGMA user_version = 6; INSERT INTO runs (run) VALUES (1)"
+MIGRATES = f"""cp $state/canaryd.db $state/canaryd.db.version-5
+{shlex.quote(sys.executable)} -c "import sqlite3; sqlite3.connect('$state/canaryd.db').executescript('{BECOMES_NEWER}')"
+"""
+"""What the store of release `b` does when it opens the database of `a`, and its first run."""
+
+
+def test_a_disk_without_room_for_a_copy_of_the_history_is_not_upgraded(tmp_path):
+    """The new release would convert nothing, and work from memory: the one before goes on."""
     state = releases(tmp_path, "a", "b")
     write(state / "canaryd.db", 5, "january", "february")
-    write(state / "before-upgrade/canaryd.db", 4, "january")
     before = everything(state)
-    done = upgrade(tmp_path, FULL, "keep_history", 'activate "$new"')
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "cannot be copied" in done.stderr
+    done = upgrade(tmp_path, "df() { echo Avail; echo 4096; }", "can_convert", "echo upgraded")
+    assert (done.returncode, "upgraded" in done.stdout) == (1, False), done.stdout + done.stderr
+    assert "bytes, and 4096 are free" in done.stderr
     assert "its history is complete" in done.stderr + done.stdout
     assert release(tmp_path).name == "a"
     assert everything(state) == before
-    assert not list(state.glob("before-upgrade.*"))
 
 
 @pytest.mark.parametrize("disk", ["true", FULL])
 def test_an_upgrade_that_has_migrated_is_undone_also_on_a_full_disk(tmp_path, disk):
-    """The copy is moved, which takes no room; the copy for the release before the old one stays, for --rollback."""
+    """The copy that the new release made is moved, which takes no room."""
     state = releases(tmp_path, "a", "b")
     write(state / "canaryd.db", 5, "january", "february")
-    write(state / "before-upgrade/canaryd.db", 4, "january")
-    migrate = (
-        f"{shlex.quote(sys.executable)} -c \"import sqlite3; db = sqlite3.connect('$state/canaryd.db'); "
-        "db.execute('PRAGMA user_version = 6'); db.execute('INSERT INTO runs (run) VALUES (1)'); db.commit()\""
-    )
-    done = upgrade(tmp_path, "keep_history", 'activate "$new"', migrate, disk)
+    done = upgrade(tmp_path, 'activate "$new"', MIGRATES, disk)
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "its history is complete" in done.stderr + done.stdout
     assert release(tmp_path).name == "a"
     assert everything(state) == {
-        "before-upgrade/canaryd.db": (4, ["january"]),
         "canaryd.db": (5, ["january", "february"]),
         "canaryd.db.version-6.TIME": (6, ["january", "february", 1]),
     }
-    assert not list(state.glob("before-upgrade.*"))
 
 
-def test_a_history_that_the_new_release_began_anew_is_undone_too(tmp_path):
-    """Of the same version, and still not the one that was there; without such a change the copy goes again."""
-    anew = 'mv "$state/canaryd.db" "$state/lost"; mv "$root/fresh.db" "$state/canaryd.db"'
-    for name, step in (("same", "true"), ("anew", anew)):
-        root = tmp_path / name
-        state = releases(root, "a", "b")
-        write(state / "canaryd.db", 5, "january")
-        write(root / "fresh.db", 5, "march")
-        done = upgrade(root, "keep_history", step)
-        assert "its history is complete" in done.stderr, done.stderr
-        aside = {"canaryd.db.version-5.TIME": (5, ["march"])} if step == anew else {}
-        assert everything(state) == {"canaryd.db": (5, ["january"])} | aside
+def test_an_upgrade_that_has_not_migrated_is_undone_with_what_was_recorded(tmp_path):
+    """A copy of an earlier migration is not put back where the release before opens what there is."""
+    state = releases(tmp_path, "a", "b")
+    write(state / "canaryd.db", 5, "january", "february")
+    write(state / "canaryd.db.version-4", 4, "january")
+    before = everything(state)
+    done = upgrade(tmp_path, "can_convert", 'activate "$new"')
+    assert "its history is complete" in done.stderr, done.stderr
+    assert everything(state) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"no database"])
@@ -299,7 +309,7 @@ def test_a_history_that_is_damaged_is_not_upgraded(tmp_path, content):
     state = releases(tmp_path, "a", "b")
     state.mkdir(parents=True)
     (state / "canaryd.db").write_bytes(content)
-    done = upgrade(tmp_path, "keep_history", "echo upgraded")
+    done = upgrade(tmp_path, "can_convert", "echo upgraded")
     assert done.returncode == 1, done.stderr
     assert "upgraded" not in done.stdout
     assert [path.name for path in state.iterdir()] == ["canaryd.db"]
@@ -309,30 +319,50 @@ def test_a_history_that_is_damaged_is_not_upgraded(tmp_path, content):
 def test_each_rollback_sets_aside_under_a_name_of_its_own(tmp_path):
     """What was recorded between two upgrades outlives the next way back, within the same second too."""
     state = releases(tmp_path, "b", "a")
-    write(state / "before-upgrade/canaryd.db", 5, "january")
     for run in ("february", "march"):
         write(state / "canaryd.db", 6, "january", run)
+        write(state / "canaryd.db.version-5", 5, "january")
         done = script("install", "--root", tmp_path, "--rollback")
         assert done.returncode == 0, done.stderr
         assert "the database is again as it was" in done.stdout
         assert read(state / "canaryd.db") == (5, ["january"])
         (state / "canaryd.db").unlink()
+        link = tmp_path / "opt/canaryd"
+        link.unlink()
+        link.symlink_to("canaryd.releases/b")
+        (tmp_path / "opt/canaryd.releases/previous").unlink()
+        (tmp_path / "opt/canaryd.releases/previous").symlink_to("a")
     kept = [read(path) for path in state.glob("canaryd.db.version-6.*")]
     assert sorted(kept) == [(6, ["january", "february"]), (6, ["january", "march"])]
-    assert read(state / "before-upgrade/canaryd.db") == (5, ["january"])
+    assert list(state.glob("canaryd.db.version-5*")) == []
 
 
-def test_a_rollback_whose_copy_is_not_whole_changes_nothing(tmp_path):
-    """An empty file in its place (an older script left one on a full disk) does not replace the history."""
+NONE = "canaryd a opens no copy of the history"
+
+
+@pytest.mark.parametrize(
+    ("copies", "said"),
+    [
+        ((), "canaryd a opens no copy of the history"),
+        (
+            (("canaryd.db.version-6", 6), ("canaryd.db.version-5.20260101T000000Z", 5)),
+            "canaryd a opens no copy of the history",
+        ),
+        ((("canaryd.db.version-5", 0),), "it is empty"),
+    ],
+)
+def test_a_rollback_without_a_copy_that_the_older_release_opens_changes_nothing(tmp_path, copies, said):
+    """None, only ones that are newer or were set aside, or one that is not whole."""
     state = releases(tmp_path, "b", "a")
     write(state / "canaryd.db", 6, "january")
-    (state / "before-upgrade").mkdir()
-    (state / "before-upgrade/canaryd.db").touch()
+    for name, version in copies:
+        write(state / name, version, "january")
+    before = everything(state)
     done = script("install", "--root", tmp_path, "--rollback")
     assert done.returncode == 1, done.stderr
-    assert "it is empty" in done.stderr
+    assert said in done.stderr
     assert release(tmp_path).name == "b"
-    assert read(state / "canaryd.db") == (6, ["january"])
+    assert everything(state) == before
 
 
 def test_nothing_in_the_directory_of_the_caller_is_run(tmp_path):
@@ -344,7 +374,7 @@ def test_nothing_in_the_directory_of_the_caller_is_run(tmp_path):
     root = tmp_path / "root"
     state = releases(root, "b", "a")
     write(state / "canaryd.db", 6, "january")
-    write(state / "before-upgrade/canaryd.db", 5, "january")
+    write(state / "canaryd.db.version-5", 5, "january")
     assert script("install", "--root", root, "--rollback", cwd=here).returncode == 0
     assert read(state / "canaryd.db") == (5, ["january"])
     (here / "canaryd-1-py3-none-any.whl").touch()
@@ -358,7 +388,6 @@ class Package:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.state = root / "var/lib/canaryd"
         for name in ("python3", "canaryd"):
             self.stub(root / "opt/canaryd/bin" / name)
         for name in ("systemd-sysusers", "systemd-tmpfiles", "deb-systemd-helper", "deb-systemd-invoke"):
@@ -370,45 +399,16 @@ class Package:
         path.write_text(f"#!/bin/sh\nexit {code}\n")
         path.chmod(0o755)
 
-    def call(self, name: str, *arguments: str, before: str = "true") -> subprocess.CompletedProcess[str]:
+    def call(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text = (ROOT / "packaging/debian" / name).read_text()
         text = re.sub(
             r"(/var/lib/canaryd|/var/cache/canaryd|/etc/canaryd|/etc/prometheus|/opt/canaryd)", rf"{self.root}\1", text
         )
         text = text.replace("/run/systemd/system", f"{self.root}/no")
         (self.root / name).write_text(text)
-        argv = ["bash", "-c", f'{before}; exec sh "$@"', "-", str(self.root / name), *arguments]
+        argv = ["sh", str(self.root / name), *arguments]
         variables = environment(PATH=f"{self.root}/bin:{os.environ['PATH']}")
         return subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=100, check=False)
-
-
-@pytest.mark.skipif(shutil.which("dpkg") is None, reason="dpkg is not installed")
-def test_the_package_copies_the_history_before_a_file_of_it_changes(tmp_path):
-    """On a full disk dpkg is told in time to keep the release before; only an upgrade that is done replaces a copy."""
-    package = Package(tmp_path)
-    state = package.state
-    assert package.call("preinst", "install").returncode == 0
-    write(state / "before-upgrade/canaryd.db", 4, "january")
-    write(state / "canaryd.db", 5, "january", "february")
-    before = everything(state)
-
-    full = package.call("preinst", "upgrade", "1.0", "2.0", before=FULL)
-    assert full.returncode == 1
-    assert "is not upgraded" in full.stderr
-    assert everything(state) == before
-    for arguments in (("abort-upgrade", "1.0", "2.0"), ("abort-install", "1.0", "2.0")):
-        assert package.call("preinst", "upgrade", "1.0", "2.0").returncode == 0
-        assert package.call("postrm", *arguments).returncode == 0
-        assert everything(state) == before
-    for arguments in (("upgrade", "2.0", "1.0"), ("upgrade", "1.0", "1.0"), ("abort-upgrade", "2.0")):
-        assert package.call("preinst", *arguments).returncode == 0
-        assert everything(state) == before
-
-    assert package.call("preinst", "upgrade", "1.0", "2.0").returncode == 0
-    assert package.call("postinst", "configure", "1.0").returncode == 0
-    after = (5, ["january", "february"])
-    assert everything(state) == {"before-upgrade/canaryd.db": after, "canaryd.db": after}
-    assert (state / "before-upgrade").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_package_that_cannot_write_byte_code_is_installed_all_the_same(tmp_path):

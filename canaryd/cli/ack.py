@@ -17,7 +17,7 @@ from canaryd.judge.brief import fold
 from canaryd.judge.case import Case
 from canaryd.judge.node import node
 from canaryd.judge.verdict import exit_code
-from canaryd.model import Ack, Device, State
+from canaryd.model import Ack, AckKind, Device, State
 from canaryd.store.locks import user_name
 from canaryd.store.store import Store
 
@@ -69,16 +69,17 @@ def ack_command(options: argparse.Namespace, settings: Config) -> int:
             return USAGE
         verdict = store.verdict(device.uuid)
         suspicions = [f for f in verdict.findings if f.state is State.SUSPECT or f.acknowledged] if verdict else []
-        kind = next((k for k in ("repaired", "replaced", "software") if getattr(options, k)), "acknowledged")
+        said = (k for k in (AckKind.REPAIRED, AckKind.REPLACED, AckKind.SOFTWARE) if getattr(options, k))
+        kind = next(said, AckKind.ACKNOWLEDGED)
         until = now if options.end else now + options.seconds
         ack = Ack(
             device=device.uuid,
             kind=kind,
             at=now,
-            until=until if kind == "acknowledged" else 0.0,
+            until=until if kind == AckKind.ACKNOWLEDGED else 0.0,
             reason=options.reason.strip(),
             by=os.environ.get("SUDO_USER") or user_name(),
-            rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == "acknowledged" else (),
+            rules=tuple(dict.fromkeys(f.rule for f in suspicions)) if kind == AckKind.ACKNOWLEDGED else (),
         )
         if not (store.writable and store.add_ack(ack)):
             complain(f"ack: not stored: {store.problem or 'cannot write to the database'}")
@@ -121,13 +122,13 @@ def _case(store: Store, settings: Config, device: Device, known: Mapping[str, De
 
 def _effect(ack: Ack, device: Device) -> str:
     """Return what an acknowledgement changes, as a sentence."""
-    if ack.kind == "repaired":
+    if ack.kind == AckKind.REPAIRED:
         return "repaired; earlier failures no longer count. It is unknown until every probe has run on it again"
-    if ack.kind == "software":
+    if ack.kind == AckKind.SOFTWARE:
         return "software; the wrong results no longer count while other software runs. They stay in its history"
-    if ack.kind == "replaced" and device.weak_identity:
+    if ack.kind == AckKind.REPLACED and device.weak_identity:
         return "replaced; earlier results no longer count. It is unknown until every probe has run again"
-    if ack.kind == "replaced":
+    if ack.kind == AckKind.REPLACED:
         return "replaced; once it is gone, it is not reported as missing. While it is still found, its record counts"
     if ack.until <= ack.at:
         return "the acknowledgement has ended"

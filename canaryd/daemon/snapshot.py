@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from canaryd.engine import budget
 from canaryd.engine.engine import Engine
-from canaryd.facts import Reading, printable, stack_id
+from canaryd.facts import FINGERPRINT, Reading, printable, stack_id
 from canaryd.judge import acks, case, clock
 from canaryd.judge.coverage import has_looked
 from canaryd.judge.phrases import count
@@ -215,5 +215,5 @@ def fingerprints(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
 
 def _fingerprint(run: Run) -> int | None:
     """Return a run's fingerprint; None where a probe yields anything under that name that a float cannot hold."""
-    value = next((r.value for r in run.readings if r.name == "golden_fingerprint"), None)
+    value = next((r.value for r in run.readings if r.name == FINGERPRINT), None)
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -12,6 +12,7 @@ from canaryd.dossier.summary import FIRMWARE, PART, PLACES, core_option, cut, sc
 from canaryd.dossier.tables import bullets, facts, soft, table
 from canaryd.dossier.text import counted, flipped, flipped_bits, ranges, rated, ruled_out
 from canaryd.formatting import format_time, quantity
+from canaryd.judge.characterised import By
 from canaryd.judge.phrases import count
 from canaryd.model import Cause, Rival
 from canaryd.report import svg
@@ -27,12 +28,12 @@ LATEST = 60
 ELEMENTS = 24
 """Wrong elements listed on the page; dossier.json has more."""
 PROVEN = {
-    "shipped": "it rounds nothing, or healthy processors have been shown to give these bits",
-    "characterise": "an operator accepted it as exact",
-    "itself": "this device itself has given the right bits in this class on this software",
-    "sibling": "an identical device of this host has given the right bits in this class on this software",
-    "witness": "an identical device of another host has given the right bits in this class on this software",
-    "contradiction": "this device gives right and wrong results for the same bytes",
+    By.SHIPPED: "it rounds nothing, or healthy processors have been shown to give these bits",
+    By.ACCEPTED: "an operator accepted it as exact",
+    By.ITSELF: "this device itself has given the right bits in this class on this software",
+    By.SIBLING: "an identical device of this host has given the right bits in this class on this software",
+    By.WITNESS: "an identical device of another host has given the right bits in this class on this software",
+    By.CONTRADICTION: "this device gives right and wrong results for the same bytes",
 }
 """By what a class is characterised, in words."""
 KINDS = {"wrong": "bad", "not completed": "calm", "xid": "bad", "verdict": "mark", "stack": "calm", "ack": "mark"}

@@ -14,12 +14,13 @@ from typing import Any
 from canaryd.dossier.places import is_unit
 from canaryd.dossier.text import wrong_places
 from canaryd.judge.phrases import count
+from canaryd.model import KERNEL_DRIVER
 
 VERSION = {"major": 2, "minor": 0}
 PART = "0"
 """Id of the device under test."""
 FIRMWARE = ("vbios", "inforom", "gsp_firmware", "microcode", "firmware")
-SYSTEM = ("driver", "kernel", "kernel_driver", "cuda")
+SYSTEM = ("driver", "kernel", KERNEL_DRIVER, "cuda")
 RESULTS = {"healthy": "PASS", "unknown": "NOT_APPLICABLE"}
 """State → result of the test run; any other state is FAIL."""
 TYPES = {"healthy": "PASS", "degraded": "FAIL", "suspect": "FAIL", "faulty": "FAIL", "unknown": "UNKNOWN"}

@@ -13,7 +13,7 @@ from canaryd.dossier.facts import PLOTTED, Facts
 from canaryd.formatting import format_time
 from canaryd.judge.incidents import incidents
 from canaryd.judge.phrases import count
-from canaryd.model import Event, Outcome
+from canaryd.model import Event, EventKind, Outcome
 from canaryd.report.incidents import headline
 from canaryd.report.terminal import state_note
 
@@ -35,7 +35,7 @@ def timeline(facts: Facts) -> tuple[list[dict[str, Any]], int]:
         entries += [
             {"at": e.last, "kind": e.kind, "text": _event(e), "conditions": {}}
             for e in facts.events
-            if e.kind not in ("counter", "condition") or e.count
+            if e.kind not in (EventKind.COUNTER, EventKind.CONDITION) or e.count
         ]
         for ack in facts.store.acks(facts.device.uuid):
             until = f", until {format_time(ack.until)}" if ack.until else ""

@@ -31,14 +31,17 @@ from canaryd.dossier.text import flipped
 from canaryd.engine.engine import Engine
 from canaryd.facts import Subject
 from canaryd.formatting import format_time
-from canaryd.model import Device, Outcome
+from canaryd.model import Device, EventKind, Outcome
 from canaryd.store.locks import Busy
 from canaryd.store.store import Store
 from canaryd.supervisor.environment import INSTRUCTION_SETS, SCRUBBED, STRICT
 
 TOOL_PATIENCE = {"nvidia-smi": 30.0, "nvidia-bug-report.sh": 300.0}
 """Vendor's tool → seconds that it may take; a broken device can hang it (ours)."""
-QUIET_EVENTS = ("counter", "condition", "change", "reset", "boot", "release")
+QUIET_EVENTS = (
+    *(EventKind.COUNTER, EventKind.CONDITION, EventKind.CHANGE),
+    *(EventKind.RESET, EventKind.BOOT, EventKind.RELEASE),
+)
 """Kinds of events that do not come from the kernel log."""
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from canaryd.config.settings import BudgetConfig
-from canaryd.facts import Reading
-from canaryd.model import Device, Outcome, Run
+from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, Reading
+from canaryd.model import EXCLUSIVE, PROHIBITED, Device, Outcome, Run
 
 ROUND, FORCED, RETEST, DOUBT = "round", "forced", "retest", "doubt"
 """Purposes of a series: probes that are due; the same, forced because the evidence would become too old; a retest of a
@@ -93,9 +93,9 @@ def wait(policy: BudgetConfig, facts: Facts, purpose: str) -> Wait | None:
 
 
 def _compute_mode(_: BudgetConfig, facts: Facts) -> str:
-    if facts.mode == "prohibited":
+    if facts.mode == PROHIBITED:
         return "the compute mode prohibits computing"
-    if facts.mode.startswith("exclusive") and facts.processes == 0:
+    if facts.mode.startswith(EXCLUSIVE) and facts.processes == 0:
         return "the compute mode is exclusive, so no server could start during the test"
     return ""  # another process holds it: the worker tries, and succeeds if that is MPS
 
@@ -235,15 +235,15 @@ def device_seconds(device: Device, wall: float, processor: float | None, runs: I
     """
     if device.unit == "cpu" and processor is not None:
         return processor / (os.cpu_count() or 1)
-    names = ("device_seconds", "host_seconds")
+    names = (DEVICE_SECONDS, HOST_SECONDS)
     told = [
         {r.name: float(r.value) for r in run.readings if r.name in names}
         for run in runs
         if run.outcome is not Outcome.SKIPPED
     ]
-    if told and all("device_seconds" in times for times in told):
-        return min(max(0.0, wall), sum(times["device_seconds"] for times in told))
-    return max(0.0, wall - sum(times.get("host_seconds", 0.0) for times in told))
+    if told and all(DEVICE_SECONDS in times for times in told):
+        return min(max(0.0, wall), sum(times[DEVICE_SECONDS] for times in told))
+    return max(0.0, wall - sum(times.get(HOST_SECONDS, 0.0) for times in told))
 
 
 def worked(seconds: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from canaryd.engine import endpoints, inventory
+from canaryd.engine import endpoints
 from canaryd.engine.discovery import Discovery
 from canaryd.engine.evidence import Acknowledgements, Evidence, last_pass
 from canaryd.engine.host import Host
@@ -21,7 +21,7 @@ from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.served import Behind
 from canaryd.judge.telemetry.signals import Signs
 from canaryd.judge.watch import days_of_tests
-from canaryd.model import ENDPOINT, TORCH, Device, Event, Finding, Run, Verdict
+from canaryd.model import ENDPOINT, TORCH, UNDRIVEN, Device, Event, EventKind, Finding, Run, Verdict
 
 REWRITE = 600.0
 """Seconds after which an unchanged verdict is written again, so that readers see that it is kept up to date."""
@@ -193,7 +193,7 @@ class Decisions:
     def _sightings(self, device: Device) -> dict[str, list[Event]]:
         """Return what the inventory noticed of the other devices of this host."""
         others = (d for u, d in self._host.devices.items() if u != device.uuid and d.backend == device.backend)
-        return {d.uuid: [e for e in self._watch.history.of(d) if e.kind == "change"] for d in others}
+        return {d.uuid: [e for e in self._watch.history.of(d) if e.kind == EventKind.CHANGE] for d in others}
 
     def _count(self, device: Device) -> tuple[int, int] | None:
         """Return how many accelerators were found and are expected, for the host's CPU where the number is set."""
@@ -202,7 +202,7 @@ class Decisions:
             return None
         here = [d for u, d in self._host.devices.items() if u in self._host.present]
         found = [d for d in here if not (d.backend == "cpu" or d.is_endpoint or d.parent or d.runtime != TORCH)]
-        return sum(inventory.PLACEHOLDER not in d.detail for d in found), expected
+        return sum(UNDRIVEN not in d.detail for d in found), expected
 
     def _behind(self, device: Device) -> tuple[Behind, ...]:
         """Return the devices that serve an endpoint, with the evidence on them."""

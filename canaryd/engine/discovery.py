@@ -13,7 +13,7 @@ from canaryd.engine.learning import Learning
 from canaryd.engine.polling import Watch
 from canaryd.engine.workers import Workers
 from canaryd.judge import acks
-from canaryd.model import Device
+from canaryd.model import UNDRIVEN, Device
 from canaryd.supervisor.protocol import Description
 
 VENDORS = ("host", *inventory.BACKEND_OF_MODULE)
@@ -102,7 +102,7 @@ class Discovery:
             records = {r.device.uuid: r for r in store.devices()}
             kept = {u for u, r in records.items() if r.present and r.device.backend in found.uncertain}
             gone = [r for u, r in records.items() if r.present and u not in host.present | kept]
-            gone = [r for r in gone if host.is_included(r.device) and inventory.PLACEHOLDER not in r.device.detail]
+            gone = [r for r in gone if host.is_included(r.device) and UNDRIVEN not in r.device.detail]
             for device in devices:
                 store.see_device(device, now)
             store.set_present(host.present | kept, now)

@@ -28,7 +28,7 @@ from canaryd.engine.workers import Workers
 from canaryd.free_memory import available
 from canaryd.judge.recordings.baseline import Baseline
 from canaryd.judge.recordings.drift import Drift
-from canaryd.model import Device, Event, Outcome, Reason, Run, Verdict
+from canaryd.model import Device, Event, EventKind, Outcome, Reason, Run, Verdict
 from canaryd.store.locks import Busy
 from canaryd.supervisor.protocol import RunRequest, new_run_id
 
@@ -131,7 +131,7 @@ class Engine(Host):
     def _note_release(self, detail: str) -> None:
         """Record that every device was released: what vanishes meanwhile was taken away on purpose."""
         now = self.clock()
-        event = Event(device="", kind="release", name="canaryd", first=now, last=now, detail=detail)
+        event = Event(device="", kind=EventKind.RELEASE, name="canaryd", first=now, last=now, detail=detail)
         self.watch.history.record([replace(event, device=uuid) for uuid in list(self.devices)])
 
     # -- looking ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from canaryd.engine.inventory import bus_key
 from canaryd.judge.telemetry.events import triggers
-from canaryd.model import Device, Event
+from canaryd.model import Device, Event, EventKind
 from canaryd.store.notes import BOOT_NOTE, RUNNING_NOTE
 from canaryd.store.rows import HOUR
 from canaryd.store.store import Store
@@ -124,7 +124,7 @@ class EventHistory:
                 started = now - _uptime()
                 event = Event(
                     device="",
-                    kind="boot",
+                    kind=EventKind.BOOT,
                     name="unclean" if unclean else "clean",
                     first=started,
                     last=started,

@@ -8,6 +8,7 @@ from canaryd.engine import schedule
 from canaryd.engine.evidence import Evidence
 from canaryd.engine.host import Host
 from canaryd.engine.schedule import Plan
+from canaryd.judge.findings import UNCHARACTERISED
 from canaryd.model import INTENSITIES, Device, Outcome, Run, State, Verdict
 
 TRIES = 3
@@ -104,5 +105,5 @@ class FollowUps:
 
 def _in_doubt(verdict: Verdict) -> bool:
     """Return whether an endpoint's answers are wrong: also where nobody can tell yet that it can give right ones."""
-    unproven = any(f.rule == "uncharacterised-mismatch" for f in verdict.findings)
+    unproven = any(f.rule == UNCHARACTERISED for f in verdict.findings)
     return verdict.state.severity >= State.SUSPECT.severity or unproven

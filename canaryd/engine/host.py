@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from canaryd.config.settings import Config, EndpointConfig, ProbeSettings
 from canaryd.engine import endpoints, schedule
 from canaryd.engine.catalogue import Entry
+from canaryd.facts import ENDPOINT_SERVER
 from canaryd.model import TORCH, Device, Run
 from canaryd.probe import ProbeSpec
 from canaryd.store.store import Store
 
 STACK_BEHIND = ("driver", "cuda", "vbios", "gsp_firmware", "kernel")
 """Facts about devices and host on which the numbers of a server may depend."""
-SERVER = "endpoint_server"
-"""The reading in which an endpoint's probe tells the server's software."""
 
 
 @dataclass
@@ -152,7 +151,7 @@ class Host:
             for key in STACK_BEHIND:
                 if key in part.detail:
                     found.setdefault(key, set()).add(part.detail[key])
-        found |= {"server": {str(r.value)} for r in run.readings if r.name == SERVER}  # noqa: B035  at most one
+        found |= {"server": {str(r.value)} for r in run.readings if r.name == ENDPOINT_SERVER}  # noqa: B035  at most one
         return {key: " ".join(sorted(values)) for key, values in found.items()}
 
     def share_a_device(self, device: Device, other: Device) -> bool:

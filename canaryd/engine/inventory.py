@@ -15,22 +15,18 @@ from canaryd.config.settings import Config
 from canaryd.engine import endpoints
 from canaryd.judge import acks
 from canaryd.judge.watch import is_over
-from canaryd.model import Ack, Device, Event, Verdict
+from canaryd.model import NO_CUDA, NO_CUDA_CODE, UNDRIVEN, UNSEEN, UNSEEN_CODE, Ack, Device, Event, EventKind, Verdict
 from canaryd.store.devices import DeviceRecord
 from canaryd.store.store import Store
 from canaryd.supervisor.protocol import Description, Listing, Reach
 
-PLACEHOLDER = "undriven"
-"""`Device.detail` key of a PCI function that looks like an accelerator but has no working driver."""
-UNSEEN, UNSEEN_CODE = "unseen", "unseen_code"
-"""`Device.detail` keys of a GPU that its driver lists and torch does not show: why, in torch's words; CUDA's error."""
 BACKEND_OF_MODULE = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "ascend": "npu", "apple": "mps"}
 """Vendor module → backend of its devices."""
 STACK = ("torch", "blas", "mkl", "onednn", "kernel")
 """Parts of the stack under test that belong to the inventory."""
 OF_NOW = (UNSEEN, UNSEEN_CODE)
 """Keys of `Device.detail` that hold for one inventory alone."""
-UNREMARKABLE = ("boot_id", "cores", PLACEHOLDER, *OF_NOW)
+UNREMARKABLE = ("boot_id", "cores", UNDRIVEN, *OF_NOW)
 """Keys of `Device.detail` whose change is not an event: a reboot has its own, and a cpuset is not the machine."""
 
 
@@ -54,7 +50,7 @@ def remembered(
         return device.uuid.partition(":")[2] in endpoints.named(config)
     if device.uuid in here:
         return True
-    planned = device.uuid in config.devices.absent or PLACEHOLDER in device.detail
+    planned = device.uuid in config.devices.absent or UNDRIVEN in device.detail
     planned |= acks.retired(device, acknowledged, record.last_seen)
     # The GPU was divided differently, so its old instances are gone; a doubted one is still reported.
     planned |= device.parent in here and not (verdict is not None and verdict.doubted)
@@ -109,7 +105,7 @@ def merge(
     cannot be read now are kept.
     """
     from_torch = list(described.devices)
-    from_vendors = [d for devices in listing.devices.values() for d in devices if PLACEHOLDER not in d.detail]
+    from_vendors = [d for devices in listing.devices.values() for d in devices if UNDRIVEN not in d.detail]
     cuda = any(d.backend == "cuda" for d in from_torch)
     divided = {d.parent for d in from_vendors if d.parent}
     found = []
@@ -125,19 +121,19 @@ def merge(
         elif device.parent and cuda:
             # CUDA shows a process only one instance. Its worker gets this one, which is number 0 there.
             device = replace(device, torch_index=0)  # noqa: PLW2901
-        elif device.backend in ("cuda", "rocm") and (why := described.stack.get("no_cuda")):
-            told = {UNSEEN: why, UNSEEN_CODE: described.stack.get("no_cuda_code", "")}
+        elif device.backend in ("cuda", "rocm") and (why := described.stack.get(NO_CUDA)):
+            told = {UNSEEN: why, UNSEEN_CODE: described.stack.get(NO_CUDA_CODE, "")}
             device = replace(device, detail={**device.detail, **told})  # noqa: PLW2901
         found.append(device)
     found += from_torch
     # A device that was present before is missed under its own name, not as an unknown one in its place.
     missed = [d for uuid, d in known.items() if uuid in here]
-    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if PLACEHOLDER not in d.detail}
-    for device in (d for devices in listing.devices.values() for d in devices if PLACEHOLDER in d.detail):
+    claimed = {bus_key(d.detail.get("bus_id", "")) for d in (*found, *missed) if UNDRIVEN not in d.detail}
+    for device in (d for devices in listing.devices.values() for d in devices if UNDRIVEN in d.detail):
         if bus_key(device.detail["bus_id"]) not in claimed:
             vendor = next(name for name, backend in BACKEND_OF_MODULE.items() if backend == device.backend)
             why = listing.unavailable.get(vendor, "its driver does not list it")
-            found.append(replace(device, detail={**device.detail, PLACEHOLDER: why}))
+            found.append(replace(device, detail={**device.detail, UNDRIVEN: why}))
     stack = {key: described.stack[key] for key in STACK if key in described.stack}
     # Torch shows only one instance of a divided GPU, and no device that a variable hides. Where something of the vendor
     # is installed, only the vendor's list is complete.
@@ -166,7 +162,7 @@ def on_its_card(device: Device, others: Iterable[Device]) -> Device:
     same = [
         other.uuid
         for other in others
-        if PLACEHOLDER not in other.detail
+        if UNDRIVEN not in other.detail
         and not other.parent
         and ((uuid and other.uuid.lower() == uuid) or (bus and bus_key(other.detail.get("bus_id", "")) == bus))
     ]
@@ -218,10 +214,10 @@ def changes(
     for device in found:
         before = known.get(device.uuid)
         if before is None:
-            if known and PLACEHOLDER not in device.detail:
+            if known and UNDRIVEN not in device.detail:
                 events.append(_change(device, "device", "", "found", f"{device.name} ({device.model}) is new", now))
             continue
-        if device.uuid not in here and PLACEHOLDER not in device.detail:
+        if device.uuid not in here and UNDRIVEN not in device.detail:
             events.append(_change(device, "device", "gone", "found", f"{device.name} ({device.model}) is back", now))
         for key in sorted(before.detail.keys() & device.detail.keys() - {*UNREMARKABLE}):
             old, new = before.detail[key], device.detail[key]
@@ -235,6 +231,5 @@ def changes(
 
 
 def _change(device: Device, name: str, before: str, after: str, detail: str, now: float) -> Event:
-    return Event(
-        device=device.uuid, kind="change", name=name, first=now, last=now, before=before, after=after, detail=detail
-    )
+    changed = Event(device=device.uuid, kind=EventKind.CHANGE, name=name, first=now, last=now)
+    return replace(changed, before=before, after=after, detail=detail)

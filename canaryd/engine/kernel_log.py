@@ -14,13 +14,13 @@ from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.clock import credible
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Device, Event
+from canaryd.model import Device, Event, EventKind
 from canaryd.store.notes import LOG_NOTE, LOG_PROBLEM_NOTE
 from canaryd.store.store import Store
 from canaryd.supervisor import killed
 from canaryd.supervisor.series import Series
 
-OWN = frozenset({"xid", "off-bus", "amdgpu", "intel", "driver"})
+OWN = frozenset({"xid", EventKind.OFF_BUS, "amdgpu", "intel", "driver"})
 """Kinds of records that are about an accelerator and nothing else."""
 OF_PROCESSES = frozenset({"application", "either"})
 """Natures of Xids that a process can cause by being killed at work; what else happens then is the device's."""

@@ -9,6 +9,7 @@ from canaryd.engine.evidence import Acknowledgements, Evidence
 from canaryd.engine.host import Host
 from canaryd.engine.met import MetClasses
 from canaryd.engine.schedule import Plan, Step
+from canaryd.judge.findings import DEPARTED
 from canaryd.judge.recordings import intake
 from canaryd.judge.recordings.baseline import Baseline, Key, key_of
 from canaryd.model import Outcome, Run, State
@@ -107,4 +108,4 @@ class Learning:
         verdicts = self._host.store.verdicts()
         found = [f for d in self._host.devices_behind(device) if d.uuid in verdicts for f in verdicts[d.uuid].findings]
         accusing = [f for f in found if f.state.severity >= State.SUSPECT.severity or f.acknowledged]
-        return all(f.rule == "endpoint-departed" for f in accusing)
+        return all(f.rule == DEPARTED for f in accusing)

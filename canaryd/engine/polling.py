@@ -25,7 +25,7 @@ from canaryd.judge.clock import POLL_AHEAD
 from canaryd.judge.telemetry import signals
 from canaryd.judge.telemetry.events import changes, judged_values
 from canaryd.judge.telemetry.signals import Poll
-from canaryd.model import Device, Event, Outcome, Run
+from canaryd.model import Device, Event, EventKind, Outcome, Run
 from canaryd.store.locks import Busy
 from canaryd.store.notes import TELEMETRY_LOCK
 from canaryd.store.store import Store
@@ -89,7 +89,7 @@ class _Lane:
         if (reason := signals.lost_because(run)) and not signals.lost_because(self.newest):
             # An event, because the loss no longer shows once the driver answers again.
             at = run.started
-            return [Event(device=run.device, kind="off-bus", name="driver", first=at, last=at, detail=reason)]
+            return [Event(device=run.device, kind=EventKind.OFF_BUS, name="driver", first=at, last=at, detail=reason)]
         if run.outcome is Outcome.COMPLETED and self.completed is not None:
             return changes(replace(self.completed, readings=tuple(self.known.values())), run)
         return []

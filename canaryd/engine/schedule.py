@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine.catalogue import Entry
-from canaryd.facts import Comparison, Place, Reading
+from canaryd.facts import TRIALS, Comparison, Place, Reading
 from canaryd.model import INTENSITIES, Device, Outcome, Run
 
 CONFIRMED_UNKNOWN = 8
@@ -155,7 +155,7 @@ def shares(run: Run, plan: Plan, new_id: Callable[[], str]) -> list[Run]:
     for number, device in enumerate(group):
         mine = tuple(_of_end(c, number, group) for c in run.comparisons if number in c.place.numbers)
         first = device is plan.device
-        trials = Reading(name="trials", value=sum(c.trials for c in mine), unit="1")
+        trials = Reading(name=TRIALS, value=sum(c.trials for c in mine), unit="1")
         readings = run.readings if first else (trials,)
         found.append(
             replace(run, id=run.id if first else new_id(), device=device.uuid, comparisons=mine, readings=readings)

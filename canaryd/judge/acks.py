@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from canaryd.formatting import format_utc
 from canaryd.judge.clock import AHEAD, EPOCH
-from canaryd.model import Ack, Cause, Device, Finding, State
+from canaryd.judge.findings import ACKNOWLEDGED
+from canaryd.model import Ack, AckKind, Cause, Device, Finding, State
 
 
 def heeded(acks: Iterable[Ack], now: float) -> tuple[Ack, ...]:
@@ -37,19 +38,19 @@ def cut(device: Device, acks: Sequence[Ack]) -> float:
 
     A replaced part has another uuid; only where a uuid names no part does a replacement start a new record under it.
     """
-    kinds = {"repaired", "replaced"} if device.weak_identity else {"repaired"}
+    kinds = {AckKind.REPAIRED, AckKind.REPLACED} if device.weak_identity else {AckKind.REPAIRED}
     return max((a.at for a in acks if a.kind in kinds), default=0.0)
 
 
 def retired(device: Device, acks: Iterable[Ack], last_seen: float) -> bool:
     """Return whether a part with an identity of its own was replaced and has not been found since."""
     of = (a for a in acks if a.device == device.uuid)
-    return not device.weak_identity and any(a.kind == "replaced" and a.at >= last_seen for a in of)
+    return not device.weak_identity and any(a.kind == AckKind.REPLACED and a.at >= last_seen for a in of)
 
 
 def standing(acks: Sequence[Ack], now: float) -> Ack | None:
     """Return the acknowledgement that has not expired; a newer one takes the place of an older one."""
-    newest = next((a for a in reversed(acks) if a.kind == "acknowledged"), None)
+    newest = next((a for a in reversed(acks) if a.kind == AckKind.ACKNOWLEDGED), None)
     return newest if newest is not None and newest.until > now else None
 
 
@@ -69,4 +70,4 @@ def note(ack: Ack) -> Finding:
     """Return the note about an acknowledgement that stands; it makes nothing healthy."""
     by = f" by {ack.by}" if ack.by else ""
     text = f"Acknowledged{by} until {format_utc(ack.until, seconds=False)}: {ack.reason}"
-    return Finding(rule="acknowledged", state=State.HEALTHY, cause=Cause.NONE, message=text)
+    return Finding(rule=ACKNOWLEDGED, state=State.HEALTHY, cause=Cause.NONE, message=text)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from canaryd.facts import SHARED, Comparison, Exactness, Place, Reading, Recording, Subject
+from canaryd.facts import FINGERPRINT, SHARED, Comparison, Exactness, Place, Reading, Recording, Subject
 from canaryd.judge.characterised import FOLDED
 from canaryd.judge.recordings.baseline import IDLE
 from canaryd.judge.telemetry.readings import READINGS
@@ -22,7 +22,7 @@ SHOWN = 5
 """Newest runs of each kind that keep all their recordings, and the clean comparisons beside wrong ones."""
 ELEMENTS = 4
 """Wrong elements of a comparison that stay in memory; the store keeps all."""
-KEPT = frozenset({"golden_fingerprint", *READINGS})
+KEPT = frozenset({FINGERPRINT, *READINGS})
 """Readings that stay in memory."""
 LATENCIES = ("endpoint_first_token_seconds", "endpoint_token_seconds")
 """Readings of an endpoint that are compared with those of later runs."""
@@ -86,7 +86,7 @@ def without_recordings(run: Run) -> Run:
     The latency of an endpoint depends on what was asked and on whether it served others at the time. The first
     recording shows the one, the first recording that was not alone shows the other.
     """
-    compared = tuple(r for r in run.readings if r.name == "golden_fingerprint" or r.name in LATENCIES)
+    compared = tuple(r for r in run.readings if r.name == FINGERPRINT or r.name in LATENCIES)
     kept: tuple[Recording, ...] = ()
     if any(r.name in LATENCIES for r in compared):
         kept = run.recordings[:1] + tuple(r for r in run.recordings[1:] if r.condition != IDLE)[:1]

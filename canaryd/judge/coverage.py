@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from canaryd.facts import Subject
+from canaryd.facts import TRIALS, Subject
 from canaryd.formatting import format_duration, format_utc
 from canaryd.judge.case import Case
 from canaryd.judge.clock import AHEAD, age
-from canaryd.judge.findings import finding, make_finding
+from canaryd.judge.findings import NO_EVIDENCE, finding, make_finding
 from canaryd.judge.phrases import KERNEL_LOG, reason_of
-from canaryd.model import TORCH, Cause, Finding, Outcome, Run, State
+from canaryd.model import KERNEL_DRIVER, TORCH, UNDRIVEN, UNSEEN, UNSEEN_CODE, Cause, Finding, Outcome, Run, State
 
 OUTCOMES: Mapping[Outcome, tuple[Cause, str, str]] = {
     Outcome.SKIPPED: (
@@ -68,18 +68,18 @@ def unreached(case: Case) -> Iterator[Finding]:
         or any(r.trials for r in case.runs)
     ):
         return
-    if why := device.detail.get("undriven", ""):
-        driven = device.detail.get("kernel_driver", "none") != "none"
+    if why := device.detail.get(UNDRIVEN, ""):
+        driven = device.detail.get(KERNEL_DRIVER, "none") != "none"
         lack = "cannot be queried" if driven else "has no driver"
         text = f"The device at PCI address {device.detail.get('bus_id', '?')} {lack}: {why}"
         action = "Load its driver; if a virtual machine uses it, leave it out: devices.include"
     else:
         text = "The driver lists this device, but torch does not see it: nothing was computed on it"
         action = "Set worker.python to the serving engine's interpreter; check CUDA_VISIBLE_DEVICES"
-        if why := device.detail.get("unseen", ""):
+        if why := device.detail.get(UNSEEN, ""):
             text += f"; torch says: {why}"
         # cudaErrorSystemNotReady: what runs beside the driver has not finished, or is missing
-        if device.detail.get("unseen_code") == "802":
+        if device.detail.get(UNSEEN_CODE) == "802":
             action = "Start Fabric Manager, which CUDA waits for: systemctl status nvidia-fabricmanager"
     yield finding("unreached", State.UNKNOWN, Cause.ENVIRONMENT, text, action)
 
@@ -110,7 +110,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
     """No probe is enabled, none has run, or the last run is too old: unknown."""
     if not case.wanted and not case.divided and not case.unlisted and not any(unreached(case)):
         text, action = "No enabled probe tests this device", "Enable a probe for it; canaryd probes lists them"
-        yield finding("no-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action)
+        yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action)
     for probe in sorted(case.wanted):
         completed = [r for r in case.scheduled(probe) if r.outcome is Outcome.COMPLETED]
         if not completed and any(unreached(case)):
@@ -118,7 +118,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
         if not completed:
             text = f"{probe} has not completed a run on this device yet"
             action = "Wait for the first run, or run it now: canaryd check"
-            yield finding("no-evidence", State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
+            yield finding(NO_EVIDENCE, State.UNKNOWN, Cause.UNDETERMINED, text, action, probe=probe)
         elif (old := age(completed[-1], case.now)) > case.limit(probe):
             what = (
                 f"is {format_duration(old)} old" if old < math.inf else "is dated in the future, so its age is unknown"
@@ -130,7 +130,7 @@ def no_fresh_evidence(case: Case) -> Iterator[Finding]:
 
 def has_looked(run: Run) -> bool:
     """Return whether a completed run compared a result of the device, or read something from it."""
-    idle = not run.readings or any(r.name == "trials" and r.value == 0 for r in run.readings)
+    idle = not run.readings or any(r.name == TRIALS and r.value == 0 for r in run.readings)
     return not idle or any(c.subject is Subject.DEVICE for c in run.comparisons)
 
 

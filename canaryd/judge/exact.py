@@ -14,7 +14,7 @@ from canaryd.judge.cause import Mismatch, decide, names
 from canaryd.judge.cells import name_cells
 from canaryd.judge.characterised import By, learns
 from canaryd.judge.confirmation import crowded
-from canaryd.judge.findings import make_finding, proofs, strongest
+from canaryd.judge.findings import UNCHARACTERISED, make_finding, proofs, strongest
 from canaryd.judge.node import find_mismatches, is_inconstant
 from canaryd.judge.phrases import count, describe, find_cause, identical, whom_to_tell
 from canaryd.judge.statistics import RULE_OF_THREE
@@ -213,14 +213,12 @@ def _unproven(case: Case, mismatches: Sequence[Mismatch]) -> Finding:
     if not learns(case.device.kind):
         text = f"{newest.run.probe} gave an unexpected result, but this test is not proven on {backend} devices"
         action = f"Repeat the test on {identical(case.device, facts.elsewhere)}"
-        return make_finding(
-            "uncharacterised-mismatch", State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts
-        )
+        return make_finding(UNCHARACTERISED, State.UNKNOWN, Cause.HARNESS, text, action, mismatches, (told,), facts)
     if case.device.is_endpoint:
         return _never_right(case, mismatches, facts)
     before = case.node.claims.before(case.device.kind, newest.run, newest.comparison.case)
     return make_finding(
-        "uncharacterised-mismatch",
+        UNCHARACTERISED,
         State.UNKNOWN,
         Cause.UNDETERMINED,
         f"{newest.run.probe} gave wrong results, and no {case.device.model} has passed this test on this software yet",
@@ -241,7 +239,7 @@ def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults
     """Return the finding of a server that is always wrong, and was never right: formats that round look like that."""
     cause, why, rivals = decide(scene(case, mismatches))
     found = make_finding(
-        "uncharacterised-mismatch",
+        UNCHARACTERISED,
         State.UNKNOWN,
         cause,
         "Every answer of the server was wrong so far",
@@ -275,7 +273,7 @@ def _shared(case: Case, mismatches: Sequence[Mismatch], alike: Collection[str]) 
     newest = mismatches[-1]
     text = f"{newest.run.probe} gave wrong results, and identical devices give the same: {names(alike)}"
     return make_finding(
-        "uncharacterised-mismatch",
+        UNCHARACTERISED,
         State.UNKNOWN,
         Cause.SOFTWARE,
         text,

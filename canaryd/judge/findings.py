@@ -9,6 +9,10 @@ from canaryd.judge.cause import Mismatch
 from canaryd.judge.characterised import By, Proof, class_of
 from canaryd.model import Cause, Characterised, Finding, Rival, Run, State, WrongResults
 
+NO_EVIDENCE, UNCHARACTERISED, DEPARTED = "no-evidence", "uncharacterised-mismatch", "endpoint-departed"
+"""Rules that engine and reports look for: there is none, a class was never right, a server answers differently."""
+ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY = "acknowledged", "replaced-is-here", "recording-text-only"
+"""Rules of notes that reports always show."""
 RUNS_NAMED = 16
 """Newest run ids listed in one finding; a broken device would fill the store with them."""
 CAUSES = (Cause.HARDWARE, Cause.SOFTWARE, Cause.ENVIRONMENT, Cause.UNDETERMINED, Cause.HARNESS, Cause.NONE)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canaryd.formatting import DAY
-from canaryd.judge.findings import CAUSES, RUNS_NAMED
+from canaryd.judge.findings import CAUSES, DEPARTED, NO_EVIDENCE, RUNS_NAMED, UNCHARACTERISED
 from canaryd.model import Cause, Finding, ProbeTally, State, Verdict, WrongResults
 
 BESIDE = DAY
@@ -35,18 +35,18 @@ FAMILIES = (
     Family(
         leads=WRONG,
         explains=(
-            *("uncharacterised-mismatch", "host-in-doubt", "device-error", "endpoint-departed"),
+            *(UNCHARACTERISED, "host-in-doubt", "device-error", DEPARTED),
             *("recording-departed", "recording-unconfirmed", "recording-outvoted", "broken-output"),
         ),
     ),
     Family(
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
         explains=(
-            *("telemetry-stale", "stale-evidence", "no-evidence", "not-completed", "unreached", "device-error"),
+            *("telemetry-stale", "stale-evidence", NO_EVIDENCE, "not-completed", "unreached", "device-error"),
             *("xid-recovery", "recovery-action", "keeps-failing", "pcie-aer", "kernel-pcie"),
         ),
     ),
-    Family(leads=("keeps-failing",), explains=("not-completed", "stale-evidence", "no-evidence")),
+    Family(leads=("keeps-failing",), explains=("not-completed", "stale-evidence", NO_EVIDENCE)),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
         explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),

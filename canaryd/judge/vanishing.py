@@ -12,7 +12,7 @@ from canaryd.judge.findings import finding
 from canaryd.judge.hangs import SELDOM, TIMES
 from canaryd.judge.phrases import KERNEL_LOG, count
 from canaryd.judge.telemetry.signals import Signs
-from canaryd.model import Cause, Event, Finding, State
+from canaryd.model import UNDRIVEN, Cause, Event, EventKind, Finding, State
 
 DEVICE, FOUND, GONE = "device", "found", "gone"
 """`Event.name` of a change of the inventory itself, and its values."""
@@ -83,10 +83,10 @@ def _counted(case: Case, signs: Signs, within: float) -> Counted:
     siblings = {
         device.name: case.sightings.get(uuid, ())
         for uuid, device in sorted(case.devices.items())
-        if device.backend == case.device.backend and not device.parent and not device.detail.get("undriven")
+        if device.backend == case.device.backend and not device.parent and not device.detail.get(UNDRIVEN)
     }
     counted, stayed, left, newest = 0, set(siblings), set[str](), 0.0
-    for outage in outages(signs.seen("change", within)):
+    for outage in outages(signs.seen(EventKind.CHANGE, within)):
         here, went = _others(siblings, outage)
         if _explained(signs, outage) or (went and not here):
             continue
@@ -140,7 +140,7 @@ def _others(siblings: Mapping[str, Sequence[Event]], outage: Outage) -> tuple[se
 
 def _explained(signs: Signs, outage: Outage) -> bool:
     """Whether somebody took it away: a reboot or a release meanwhile, or another driver when it was back."""
-    taken = [*signs.seen("boot"), *signs.seen("release")]
+    taken = [*signs.seen(EventKind.BOOT), *signs.seen(EventKind.RELEASE)]
     if any(e.first <= outage.last and e.last >= outage.first for e in taken):
         return True
-    return any(outage.first <= e.last <= outage.back for e in signs.named("change", "driver"))
+    return any(outage.first <= e.last <= outage.back for e in signs.named(EventKind.CHANGE, "driver"))

@@ -36,13 +36,13 @@ from canaryd.judge.exact import (
     host_in_doubt,
     uncharacterised_mismatch,
 )
-from canaryd.judge.findings import CAUSES
+from canaryd.judge.findings import CAUSES, DEPARTED, REPLACED_IS_HERE
 from canaryd.judge.hangs import keeps_failing
 from canaryd.judge.selftest import vendor_selftest
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.telemetry import rules
 from canaryd.judge.vanishing import keeps_vanishing
-from canaryd.model import Cause, Finding, Run, State, Verdict
+from canaryd.model import AckKind, Cause, Finding, Run, State, Verdict
 
 
 def telemetry(case: Case) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def endpoint_departed(case: Case) -> Iterator[Finding]:
             among = f"{name} is served by {count} devices, this one among them." if count > 1 else ""
             yield replace(
                 found,
-                rule="endpoint-departed",
+                rule=DEPARTED,
                 state=State.SUSPECT if alone else State.HEALTHY,
                 cause=found.cause if alone else Cause.NONE,
                 message=f"{name}, served by this device, gives wrong answers: {found.message}",
@@ -87,10 +87,10 @@ def acknowledged(case: Case) -> Iterator[Finding]:
     if ack := acks.standing(case.acks, case.certain):
         yield acks.note(ack)
     if case.gone_since is None and not case.device.weak_identity:
-        for ack in (a for a in case.acks if a.kind == "replaced"):
+        for ack in (a for a in case.acks if a.kind == AckKind.REPLACED):
             day = format_utc(ack.at, seconds=False)
             text = f"Reported as replaced on {day}, but it is still here; its record still counts"
-            yield Finding(rule="replaced-is-here", state=State.HEALTHY, cause=Cause.NONE, message=text)
+            yield Finding(rule=REPLACED_IS_HERE, state=State.HEALTHY, cause=Cause.NONE, message=text)
 
 
 def _acknowledged(case: Case, finding: Finding) -> Finding:

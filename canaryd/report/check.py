@@ -8,6 +8,7 @@ from typing import Any
 
 from canaryd.codec import finding_json, to_json
 from canaryd.engine.check import Result
+from canaryd.facts import DEVICE_SECONDS
 from canaryd.judge.phrases import count
 from canaryd.judge.statistics import rate_bound
 from canaryd.judge.verdict import exit_code
@@ -79,7 +80,7 @@ def _run(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "started": run.started,
         "seconds": round(run.seconds, 3),
-        "device_seconds": _reading(run, "device_seconds"),
+        "device_seconds": _reading(run, DEVICE_SECONDS),
         "operations": _reading(run, "operations"),
         "trials": run.trials,
         "wrong_trials": sum(c.wrong_trials for c in run.comparisons),

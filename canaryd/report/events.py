@@ -6,40 +6,50 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from canaryd.formatting import format_time
-from canaryd.model import Ack, Event
+from canaryd.model import Ack, AckKind, Event, EventKind
 
-SEPARATE = frozenset({"counter", "flag", "condition", "reset", "boot", "change", "release"})
+SEPARATE = frozenset(
+    {
+        EventKind.COUNTER,
+        EventKind.FLAG,
+        EventKind.CONDITION,
+        EventKind.RESET,
+        EventKind.BOOT,
+        EventKind.CHANGE,
+        EventKind.RELEASE,
+    }
+)
 """Kinds of events that are shown one by one: each has its own values or time. Equal lines of a log are one."""
-NAMED_BY_KIND = frozenset({"off-bus", "oom", "reset", "thermal"})
+NAMED_BY_KIND = frozenset({EventKind.OFF_BUS, "oom", EventKind.RESET, "thermal"})
 """Kinds of events whose words already say what their name says."""
-AMOUNTS = frozenset({"counter", "condition"})
+AMOUNTS = frozenset({EventKind.COUNTER, EventKind.CONDITION})
 """Kinds of events whose count is an amount (of errors, of seconds), and not how often they happened."""
 
 
 KINDS: Mapping[str, str] = {
     "aer": "PCI Express error",
     "amdgpu": "AMD driver",
-    "boot": "",
-    "change": "changed",
+    EventKind.BOOT: "",
+    EventKind.CHANGE: "changed",
     "clock": "clock",
-    "condition": "",
-    "counter": "",
-    "counter-fell": "",
+    EventKind.CONDITION: "",
+    EventKind.COUNTER: "",
+    EventKind.COUNTER_FELL: "",
     "driver": "NVIDIA driver",
     "edac": "memory error",
     "elsewhere": "kernel log",
-    "flag": "",
+    EventKind.FLAG: "",
     "hang": "driver hung",
     "intel": "Intel driver",
     "lockup": "processor stuck",
     "mce": "machine check",
     "nvme": "disk",
-    "off-bus": "device lost",
+    EventKind.OFF_BUS: "device lost",
     "oom": "out of memory",
     "pcie": "PCI Express",
     "port": "PCI Express port",
-    "release": "",
-    "reset": "reset",
+    EventKind.RELEASE: "",
+    EventKind.RESET: "reset",
     "sxid": "NVSwitch error, SXid",
     "thermal": "slowed down for heat",
     "unplaced": "kernel log, no device named",
@@ -73,7 +83,7 @@ def describe_event(event: Event) -> str:
 def describe_ack(ack: Ack, *, dated: bool = True) -> str:
     """Return an acknowledgement as a sentence; with its date if `dated`."""
     on = f" on {format_time(ack.at)}" if dated else ""
-    if ack.kind == "acknowledged" and ack.until <= ack.at:
+    if ack.kind == AckKind.ACKNOWLEDGED and ack.until <= ack.at:
         return f"{ack.by or 'an operator'} ended the acknowledgement{on}: {ack.reason}"
     until = f" until {format_time(ack.until)}" if ack.until else ""
     by = f" by {ack.by}" if ack.by else ""

@@ -23,7 +23,7 @@ from canaryd.judge.trends import change as trends_change
 from canaryd.judge.trends import days as trends_days
 from canaryd.judge.trends.change import Change
 from canaryd.judge.trends.days import Key, Point
-from canaryd.model import Device, Event, Run, State, Verdict
+from canaryd.model import AckKind, Device, Event, EventKind, Run, State, Verdict
 from canaryd.report import status
 from canaryd.report.events import AMOUNTS, describe_ack, describe_event
 from canaryd.report.incidents import headline, incidents_json
@@ -42,7 +42,10 @@ MOST_PAUSES = 5
 MOST_ITEMS, MOST_READINGS = 25, 20
 """Lines of each kind that a terminal shows per device; JSON has all."""
 BAD = frozenset(
-    {"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "port", "unplaced", "oom", "thermal", "counter"}
+    {
+        *("xid", "sxid", "mce", "edac", "aer", EventKind.OFF_BUS, "pcie", "port", "unplaced", "oom", "thermal"),
+        EventKind.COUNTER,
+    }
 )
 """Kinds of events that count against a device; others are as harmless as a change of the driver."""
 
@@ -233,7 +236,7 @@ def _events(events: Iterable[Event]) -> Iterator[Item]:
 def _acks(store: Store, uuid: str) -> Iterator[Item]:
     for ack in store.acks(uuid):
         text = describe_ack(ack, dated=False)
-        ended = ack.kind == "acknowledged" and ack.until <= ack.at
+        ended = ack.kind == AckKind.ACKNOWLEDGED and ack.until <= ack.at
         label = "acknowledgement ended" if ended else ack.kind
         yield Item(at=ack.at, first=ack.at, kind="ack", role="mark", label=label, text=text)
 

@@ -10,6 +10,7 @@ from canaryd.codec import to_json
 from canaryd.facts import Place
 from canaryd.formatting import columns, format_time
 from canaryd.judge.cells import name_cells
+from canaryd.judge.findings import ACKNOWLEDGED, REPLACED_IS_HERE, TEXT_ONLY
 from canaryd.judge.incidents import WRONG, Incident, incidents, notes
 from canaryd.judge.phrases import identical, listed, whom_to_tell
 from canaryd.model import Cause, Device, Elsewhere, Finding, Ground, Rival, Shown, State, Suspect, Verdict, WrongResults
@@ -23,7 +24,7 @@ NODE_NAMED = 4
 """Devices that are named one by one in what is said of a whole node."""
 PLACES_NAMED, BITS_NAMED = 4, 4
 ALWAYS = "always "
-TELLING = frozenset({"acknowledged", "replaced-is-here", "budget-withheld", "recording-text-only"})
+TELLING = frozenset({ACKNOWLEDGED, REPLACED_IS_HERE, "budget-withheld", TEXT_ONLY})
 """Rules of notes that are always shown, though there is nothing to do about them: they limit what "healthy" means."""
 COMMANDS = ("canaryd ", "journalctl ")
 """Beginnings of the commands that actions end with."""

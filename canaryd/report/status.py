@@ -16,9 +16,9 @@ from canaryd.formatting import format_duration, format_time
 from canaryd.judge import acks as judge_acks
 from canaryd.judge import verdict as judge_verdict
 from canaryd.judge.clock import AHEAD
-from canaryd.judge.findings import CAUSES
+from canaryd.judge.findings import ACKNOWLEDGED, CAUSES, NO_EVIDENCE
 from canaryd.judge.node import DRILL_EXPIRY
-from canaryd.model import Ack, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
+from canaryd.model import Ack, AckKind, Cause, Device, Event, Finding, Outcome, Run, State, Verdict
 from canaryd.report.terminal import state_note
 from canaryd.store.locks import Flag
 from canaryd.store.notes import BUDGET_NOTE, LOG_PROBLEM_NOTE, daemon_runs, released_until
@@ -32,8 +32,6 @@ WITHHELD_RULE = "budget-withheld"
 """Rule of the note about tests that wait for the budget; made here too."""
 UNJUDGED_RULE = "unjudged"
 """Rule of the finding about what came after the verdict and is not judged yet; made here too."""
-UNTESTED_RULE = "no-evidence"
-"""Rule of the finding that a device has no verdict yet; of the judge's, that a probe has not completed a run yet."""
 UNSTORED_RULE = "unstored"
 """Rule of the finding about a verdict whose daemon runs and cannot store a newer one; made here too."""
 RECENT = 86_400.0
@@ -79,7 +77,7 @@ class DeviceStatus:
         """Whether all that is doubtful about it is that its first tests have not ended."""
         doubts = [f for f in self.verdict.findings if f.state.severity >= State.UNKNOWN.severity]
         # Without a probe and not of this module: no probe is enabled for it, and none will run.
-        return bool(doubts) and all(f.rule == UNTESTED_RULE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
+        return bool(doubts) and all(f.rule == NO_EVIDENCE and (f.probe or f.cause is Cause.HARNESS) for f in doubts)
 
     @property
     def acknowledged(self) -> bool:
@@ -90,13 +88,13 @@ class DeviceStatus:
     @property
     def acknowledged_until(self) -> float:
         """When the acknowledgement ends, in seconds since the epoch; 0.0 where there is none."""
-        return max((a.until for a in self.acks if a.kind == "acknowledged"), default=0.0)
+        return max((a.until for a in self.acks if a.kind == AckKind.ACKNOWLEDGED), default=0.0)
 
     @property
     def acks_to_show(self) -> tuple[Ack, ...]:
         """Those of `acks` that no finding mentions."""
-        mentioned = any(f.rule == "acknowledged" for f in self.verdict.findings)
-        return tuple(a for a in self.acks if not (mentioned and a.kind == "acknowledged"))
+        mentioned = any(f.rule == ACKNOWLEDGED for f in self.verdict.findings)
+        return tuple(a for a in self.acks if not (mentioned and a.kind == AckKind.ACKNOWLEDGED))
 
     @property
     def stalest(self) -> tuple[str, float | None] | None:
@@ -326,7 +324,7 @@ def _in_force(acks: Iterable[Ack], now: float, certain: float) -> tuple[Ack, ...
     """Return every repair and replacement, and the acknowledgement that has not ended."""
     heeded = judge_acks.heeded(acks, now)
     standing = judge_acks.standing(heeded, certain)
-    return tuple(a for a in heeded if a.kind != "acknowledged" or a is standing)
+    return tuple(a for a in heeded if a.kind != AckKind.ACKNOWLEDGED or a is standing)
 
 
 def newest_of(devices: Sequence[DeviceStatus]) -> Newest:
@@ -421,7 +419,7 @@ def _with_acks(verdict: Verdict, ack: Ack | None, now: float) -> Verdict:
 
 
 def _without_ack_note(verdict: Verdict) -> tuple[Finding, ...]:
-    return tuple(f for f in verdict.findings if f.rule != "acknowledged")
+    return tuple(f for f in verdict.findings if f.rule != ACKNOWLEDGED)
 
 
 def _with(verdict: Verdict, finding: Finding, at: float) -> Verdict:
@@ -442,7 +440,7 @@ def _unless_old(verdict: Verdict | None, device: Device, now: float, *, daemon: 
     """Return a verdict, or where it is missing or was not renewed, unknown; an alarm stays, with a note."""
     action = JUDGE_NOW if daemon else START
     if verdict is None:
-        return _unknown(device.uuid, now, _note(UNTESTED_RULE, "It has no verdict yet.", action))
+        return _unknown(device.uuid, now, _note(NO_EVIDENCE, "It has no verdict yet.", action))
     age = now - verdict.decided
     if _is_renewed(verdict, now) or any(f.rule in (UNTENDED_RULE, UNJUDGED_RULE) for f in verdict.findings):
         return verdict

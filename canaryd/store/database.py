@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from canaryd.store import copies
 from canaryd.store.locks import flock, make
-from canaryd.store.migrations import Migration, apply_migration
+from canaryd.store.migrations import Migration, migrate
 from canaryd.store.rows import NOTE
 
 DATABASE = "canaryd.db"
@@ -187,6 +188,9 @@ class Database:
         version = self._schema_version(db)
         self._opened += 1
         self._identity = _identity(self.path)
+        outdated = 0 < version < max(self.migrations)
+        if outdated:
+            copies.check_room(db, self.path, version)
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
@@ -194,9 +198,12 @@ class Database:
             self.problems["wal"] = f"{self.path}: {note}"
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA cache_size = -{CACHE}")
-        for number, migration in self.migrations.items():
-            if number > version:
-                self._transact(db, functools.partial(apply_migration, migration=migration, version=number))
+        if outdated:
+            copies.keep(db, self.path, version)
+        if version < max(self.migrations):
+            self._transact(db, functools.partial(migrate, migrations=self.migrations, version=version))
+        if outdated:
+            copies.drop_older(self.path, version)
         # The process that replaced a damaged file has noted the loss already.
         if self._replaced and not db.execute("SELECT 1 FROM notes WHERE name = ?", (LOST_NOTE,)).fetchone():
             self._note_loss("was replaced while it was in use", "continuing with the new file")
@@ -223,7 +230,8 @@ class Database:
             self.close()
             return self._open_to_read("mode=ro&immutable=1")
         if version < max(self.migrations):
-            raise OSError("an older canaryd wrote it: start the daemon or run canaryd check to convert it")
+            then = "start the daemon or run canaryd check to convert it" if self.for_reading else READ_ONLY
+            raise OSError(f"an older canaryd wrote it: {then}")
         return db
 
     def _open(self, mode: str, *, read_only: bool) -> sqlite3.Connection:
@@ -237,6 +245,7 @@ class Database:
             raise StoreTooNew(
                 f"{self.path}: was written by a newer canaryd (version {version} of the store, this one knows "
                 f"{max(self.migrations)}); upgrade canaryd, or choose another --state-dir"
+                f"{copies.way_back(self.path, max(self.migrations))}"
             )
         return version
 

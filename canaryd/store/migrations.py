@@ -97,7 +97,9 @@ MIGRATIONS: Mapping[int, Migration] = {5: _release_0_1_0, 10: _after_0_1_0}
 release made the others."""
 
 
-def apply_migration(db: sqlite3.Connection, *, migration: Migration, version: int) -> None:
-    """Carry out one migration and note its version."""
-    migration(db)
-    db.execute(f"PRAGMA user_version = {version}")
+def migrate(db: sqlite3.Connection, *, migrations: Mapping[int, Migration], version: int) -> None:
+    """Carry out every migration after `version`, in one transaction: no copy is ever made of a version in between."""
+    for number, migration in migrations.items():
+        if number > version:
+            migration(db)
+            db.execute(f"PRAGMA user_version = {number}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import yaml
 
 from canaryd.config import load
 from canaryd.model import Cause, Device, Finding, State, Verdict
+from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
 from tests.command import ROOT, eventually
 
@@ -86,6 +89,13 @@ def container(documents: list[dict[str, Any]], name: str = "canaryd") -> dict[st
     return match
 
 
+def documented_patches() -> list[dict[str, Any]]:
+    """Return the patches of docs/enforcement.md for the way back to an older release."""
+    (block,) = re.findall(r"(?ms)^  ```yaml\n(  patches:.*?)^  ```", (ROOT / "docs/enforcement.md").read_text())
+    patches: list[dict[str, Any]] = yaml.safe_load(textwrap.dedent(block))["patches"]
+    return patches
+
+
 # --- Checked by their own tools ---------------------------------------------------------------------------------------
 
 CHOICES = [(), *((name,) for name in COMPONENTS), *itertools.combinations(COMPONENTS, 2), tuple(COMPONENTS)]
@@ -105,6 +115,29 @@ def test_kubernetes_takes_what_is_built(tmp_path, components):
         if document["kind"] in custom:
             schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.schema.json").read_text())
             jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_the_documented_way_back_puts_the_copy_in_place_once(tmp_path):
+    """In every pod, by the older image, after the directory was given to the user; on a node without a copy nothing."""
+    (tmp_path / "k8s").mkdir()
+    path = overlay(tmp_path / "k8s", *COMPONENTS) / "kustomization.yaml"
+    content = yaml.safe_load(path.read_text())
+    content |= {"images": [{"name": "canaryd", "newTag": "older"}], "patches": documented_patches()}
+    path.write_text(yaml.safe_dump(content))
+    built = tmp_path / "built.yaml"
+    built.write_text(yaml.safe_dump(one(documents := build(path.parent), "DaemonSet", "canaryd")))
+    run(found("kubernetes-validate"), "--strict", "-k", VERSIONS[0], built)
+    *_, state, back = pod(documents)["initContainers"]
+    assert (state["name"], back["name"], back["image"]) == ("state", "way-back", "canaryd:older")
+    place = tmp_path / "state"
+    Store.open(place, migrations={5: MIGRATIONS[5]}).close()
+    Store.open(place).close()
+    command = [word.replace("/var/lib/canaryd", str(place)) for word in back["command"]]
+    for _ in range(2):
+        run(*command)
+        with Store.open(place, migrations={5: MIGRATIONS[5]}) as store:
+            assert not store.problem
+    assert (place / "newer/canaryd.db").exists()
 
 
 def test_the_example_is_taken_and_the_image_is_yours(tmp_path):

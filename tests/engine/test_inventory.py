@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from canaryd.engine.inventory import PLACEHOLDER, UNSEEN, bus_key, changes, merge
-from canaryd.model import Device
+from canaryd.engine.inventory import bus_key, changes, merge
+from canaryd.model import UNDRIVEN, UNSEEN, Device
 from canaryd.store.devices import DeviceRecord
 from canaryd.supervisor.protocol import Description, Listing, Reach
 
@@ -156,10 +156,10 @@ def test_an_undriven_function_stands_in_for_its_device():
         backend="cuda",
         index=0,
         model="NVIDIA device 2335",
-        detail={"bus_id": "0000:65:00.0", PLACEHOLDER: "yes"},
+        detail={"bus_id": "0000:65:00.0", UNDRIVEN: "yes"},
     )
     found = merge(described(CPU), listing({"nvidia": "no driver is loaded"}, host=[place]), {})
-    assert [d.detail.get(PLACEHOLDER) for d in found.devices] == [None, "no driver is loaded"]
+    assert [d.detail.get(UNDRIVEN) for d in found.devices] == [None, "no driver is loaded"]
     assert len(merge(described(CPU, TORCH), listing(nvidia=[SEEN], host=[place]), {}).devices) == 2
     # A known device that is silent now is missed under its own name.
     silent = (described(CPU), listing(nvidia=[], host=[place]), {SEEN.uuid: SEEN})

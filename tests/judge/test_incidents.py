@@ -4,7 +4,8 @@ import pytest
 
 from canaryd.judge.incidents import incidents, notes
 from canaryd.model import Cause, Event, Finding, Ground, Outcome, Shown, State, Suspect, Verdict
-from tests.judge.test_verdict import (
+from tests.judge.evidence_scenarios import happened
+from tests.judge.made import (
     CPU,
     DAY,
     GPU,
@@ -15,7 +16,6 @@ from tests.judge.test_verdict import (
     ask,
     confirmations,
     fresh,
-    happened,
     host,
     right,
     run,
@@ -220,7 +220,7 @@ def test_a_healthy_device_has_no_incident():
 
 def test_no_finding_is_lost_or_told_twice():
     """Whatever was found: each finding that is no note stands in exactly one incident."""
-    from tests.judge.test_verdict import SCENARIOS
+    from tests.judge.scenarios import SCENARIOS
 
     for name, scenario in SCENARIOS.items():
         verdict = scenario()[0]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from canaryd.judge import case as judge_case
 from canaryd.judge.case import Case, supports
 from canaryd.judge.node import node
 from canaryd.judge.software import missing
@@ -13,8 +14,9 @@ from canaryd.judge.verdict import decide
 from canaryd.model import Cause, State
 from canaryd.store.store import Store
 from tests.command import canaryd
-from tests.judge import test_verdict as t
-from tests.judge.test_verdict import CPU, DAY, GPU, HOUR, NOW, OTHER_STACK, TWIN, right, run, wrong
+from tests.judge import made as t
+from tests.judge.evidence_scenarios import said
+from tests.judge.made import CPU, DAY, GPU, HOUR, NOW, OTHER_STACK, TWIN, right, run, wrong
 
 WRONG = (run(9 * DAY, wrong(seed=5)), run(9 * DAY - HOUR, wrong(seed=6)))
 
@@ -83,7 +85,7 @@ def test_the_word_counts_with_the_evidence_alone():
 
     It is for siblings too that a history alone tells nothing of.
     """
-    word = t.said("software", HOUR)
+    word = said("software", HOUR)
     twin = [(TWIN, [run(8 * DAY, right(seed=99), of=TWIN)])]
     runs = (*WRONG, *since(), run(60, right(seed=9), stack=OTHER_STACK))
     assert decide(case(*runs, peers=twin)).state is State.FAULTY
@@ -98,8 +100,8 @@ def test_the_word_counts_with_the_evidence_alone():
 
 def test_four_runs_and_a_day_are_needed():
     """Both sides of both."""
-    mismatches = [t.case.Mismatch(run=WRONG[0], comparison=wrong())]
-    other = t.case.on_other_software(case(*WRONG, *since(4)), mismatches, since=True)
+    mismatches = [judge_case.Mismatch(run=WRONG[0], comparison=wrong())]
+    other = judge_case.on_other_software(case(*WRONG, *since(4)), mismatches, since=True)
     whole = case(*WRONG)
     assert supports(whole, other)
     assert not supports(whole, other._replace(runs=other.runs[1:]))

@@ -6,7 +6,7 @@ from canaryd.facts import Place
 from canaryd.judge.cause import Mismatch
 from canaryd.judge.units import lone_unit, units_of
 from canaryd.model import Cause, State
-from tests.judge.test_verdict import HOUR, MINUTE, ask, fresh, right, rules, run, wrong
+from tests.judge.made import HOUR, MINUTE, ask, fresh, right, rules, run, wrong
 from tests.places import place
 
 SMS = range(132)

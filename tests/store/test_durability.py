@@ -1,6 +1,6 @@
-"""History and baselines outlive kill -9, an upgrade, a full disk, a clock that jumps and a damaged file.
+"""History and baselines outlive kill -9, an upgrade, a full disk and a damaged file.
 
-Real processes, real files and a real engine. `tests/store/test_store.py` has the store alone.
+Real processes, real files and a real engine. The other files here have the store alone.
 """
 
 from __future__ import annotations
@@ -25,26 +25,20 @@ import pytest
 
 from canaryd.codec import from_json, to_json
 from canaryd.config.settings import Config
-from canaryd.engine.catalogue import Entry, ProbeFile
 from canaryd.engine.engine import Engine
-from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Recording
-from canaryd.judge import node
+from canaryd.facts import Doubt, Recording
 from canaryd.judge.recordings.baseline import EVERY, LEARN, Baseline
-from canaryd.model import Ack, Device, Event, Outcome, Reason, Run, State, Verdict
-from canaryd.probe import ProbeSpec
+from canaryd.model import Ack, Device, Reason, Run, State, Verdict
 from canaryd.report import status
 from canaryd.store import release_0_1
-from canaryd.store.clock import REACHED_NOTE
 from canaryd.store.database import StoreTooNew
 from canaryd.store.migrations import MIGRATIONS
 from canaryd.store.store import Store
-from tests.places import place
+from tests.store.hosts import DAY, GPU, HOUR, NOW, run
 
 WRITER = Path(__file__).with_name("kill_store.py")
 STORES = Path(__file__).parents[1] / "data" / "stores"
 CPU = "CPU-1"
-NOW = 1_790_000_000.0
-HOUR, DAY, YEAR = 3600.0, 86_400.0, 365 * 86_400.0
 HOSTS = ("h0", "h1", "h2", "h3", "h4")
 """Runs of release 0.1.0 with a golden in doubt."""
 COMMITS = 6
@@ -293,7 +287,7 @@ def test_the_store_of_a_newer_version_is_refused_and_not_touched(tmp_path):
 
 
 def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path, writers):
-    """Killed before every statement of every migration: a whole version each time, old or new, with all that it had."""
+    """Killed before every statement of every migration: a whole version each time, with all that it had, and a copy."""
     written = None
     for statement in itertools.count(1):
         place = old_store(tmp_path / str(statement))
@@ -301,6 +295,10 @@ def test_an_upgrade_that_is_killed_can_be_taken_up_or_left(tmp_path, writers):
         writers.begin("--upgrade", place, statement)
         said, code = writers.rest()
         sound(place / "canaryd.db")
+        back = tmp_path / f"back {statement}"
+        back.mkdir()
+        shutil.copy(place / "canaryd.db.version-5", back / "canaryd.db")
+        assert bodies(back, "runs") == written
         with contextlib.closing(sqlite3.connect(place / "canaryd.db")) as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
         with Store.open(place, migrations={v: m for v, m in MIGRATIONS.items() if v <= version}) as store:
@@ -347,372 +345,6 @@ def test_a_full_disk_costs_neither_history_nor_baselines(tmp_path):
         assert [b.strange for b in store.baselines()] == after["strange"] == [1]
         assert [[v.state.value, v.cause.value] for v in store.verdict_history(CPU)] == after["verdicts"]
         assert store.counters()["stories", frozenset({("device", CPU)})] == 36
-
-
-# --- A clock that jumps ----------------------------------------------------------------------------------------------
-
-GPU = Device(uuid="GPU-1", backend="cuda", index=0, model="H100", torch_index=0)
-EVIDENCE = Evidence(wrong=1, total=4, first=(), bits={"0": 1}, zeroed=0, nonfinite=0, lines={}, pattern="one element")
-AHEAD, BACK, UNSET = NOW + YEAR, NOW - YEAR, 5000.0
-"""A year ahead, a year back, and a clock that nobody has set."""
-
-
-def run(number, at, *, wrong=False, trials=10, **fields):
-    comparison = Comparison(
-        case="a",
-        shape="M=4",
-        seed=number,
-        exactness=Exactness.UNIVERSAL,
-        place=place("device"),
-        trials=trials,
-        wrong_trials=int(wrong),
-        evidence=EVIDENCE if wrong else None,
-    )
-    made = {"device": GPU.uuid, "probe": "p", "probe_version": 1, "seconds": 1.0, "outcome": Outcome.COMPLETED}
-    made |= {"comparisons": (comparison,), "readings": (Reading(name="trials", value=trials),)}
-    return Run(id=f"run-{number:05d}", started=at, **{**made, **fields})
-
-
-class Host:
-    """A store and an engine whose clock the test sets."""
-
-    def __init__(self, place, now):
-        self.place, self.now = place, now
-        self.store = Store.open(place, now=self.clock)
-        self.store.see_device(GPU, now)
-        self.numbers = itertools.count(len(self.store.runs()))
-        file = ProbeFile(name="p", path=place / "p.py", source="directory")
-        self.entries = {"p": Entry(spec=ProbeSpec(name="p", summary="s"), file=file)}
-        self.restart()
-
-    def clock(self):
-        return self.now
-
-    def restart(self):
-        """Begin anew on the same store, as the next daemon would."""
-        self.engine = Engine(Config(state_dir=self.place), self.store, clock=self.clock)
-        self.engine.entries, self.engine.present = self.entries, {GPU.uuid}
-        self.engine.recall()
-
-    def add(self, **fields):
-        """Add a run of now, with a recording of known bits."""
-        default = {"recordings": (Recording(case="c", digest="1" * 16, values=(0.5,)),)}
-        return self.engine.add(run(next(self.numbers), self.now, **{**default, **fields}))
-
-    def live(self, seconds, **fields):
-        """Add a run every half hour for so long."""
-        for _ in range(int(seconds / (HOUR / 2))):
-            self.now += HOUR / 2
-            self.add(**fields)
-
-    def say(self, kind, reason, until=0.0):
-        """Add an operator's word of now, from another process's place."""
-        rules = tuple(f.rule for f in self.verdict.findings if f.state is State.SUSPECT)
-        word = Ack(device=GPU.uuid, kind=kind, at=self.now, until=until, reason=reason, rules=rules)
-        with Store.open(self.place, now=self.clock) as other:
-            assert other.add_ack(word)
-        return word
-
-    @property
-    def verdict(self):
-        return self.engine.decide()[GPU.uuid]
-
-    @property
-    def rules(self):
-        return {f.rule for f in self.verdict.findings}
-
-
-@pytest.fixture(scope="module")
-def lived(tmp_path_factory):
-    """Return the directory of a host with a day of clean runs, a learnt baseline, and a prune behind it."""
-    place = tmp_path_factory.mktemp("lived")
-    host = Host(place, NOW - DAY)
-    host.live(DAY)
-    host.store.prune(host.now)
-    host.store.close()
-    return place
-
-
-@pytest.fixture
-def host(tmp_path, lived):
-    shutil.copy(lived / "canaryd.db", tmp_path)
-    made = Host(tmp_path, NOW)
-    assert made.verdict.state is State.HEALTHY
-    yield made
-    made.store.close()
-
-
-def history(store):
-    """Return all that may not be forgotten because of a clock."""
-    return {
-        "runs": {r.id for r in store.runs()},
-        "failures": {r.id for r in store.runs(failed=True)},
-        "polls": {p.id for p in store.polls(GPU.uuid)},
-        "baselines": {b.key for b in store.baselines()},
-        "events": {(e.kind, e.name) for e in store.events()},
-        "acks": {a.reason for a in store.acks()},
-        "verdicts": {(v.state, v.cause) for v in store.verdict_history(GPU.uuid)},
-    }
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        pytest.param(NOW + 500 * DAY, id="500 days ahead"),
-        pytest.param(BACK, id="a year back"),
-        pytest.param(UNSET, id="1970"),
-    ],
-)
-def test_a_clock_that_was_wrong_for_an_hour_forgets_nothing(host, wrong):
-    """Pruned at the jump, as the daemon does, and hourly after it: all that lay before is there afterwards."""
-    host.add(wrong=True)
-    host.engine.watch.history.record(
-        [Event(device=GPU.uuid, kind="xid", name="31", code=31, first=host.now, last=host.now)]
-    )
-    host.store.add_poll(run(9999, host.now, probe="nvidia_telemetry"), {})
-    host.say("acknowledged", "known", host.now + DAY)
-    host.engine.decide()
-    before, right = history(host.store), host.now
-    host.now = wrong
-    host.store.prune(host.now)
-    host.live(HOUR)
-    host.store.prune(host.now)
-    host.now = right + HOUR
-    host.store.prune(host.now)
-    host.restart()
-    after = history(host.store)
-    assert {what: names - after[what] for what, names in before.items()} == {what: set() for what in before}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        *(pytest.param(at, id=name) for at, name in ((BACK, "a year back"), (UNSET, "1970"))),
-    ],
-)
-def test_an_event_of_a_wrong_time_is_there_when_the_time_is_right(host, wrong):
-    """An Xid that was heard then accuses now, after pruning and a restart too."""
-    right, host.now = host.now, wrong
-    host.engine.watch.history.record(
-        [Event(device=GPU.uuid, kind="xid", name="48", code=48, first=host.now, last=host.now)]
-    )
-    assert "uncorrected-error" in host.rules
-    host.now = right + HOUR
-    host.add()
-    host.store.prune(host.now)
-    host.restart()
-    assert [e.name for e in host.engine.watch.history.of(GPU)] == ["48"]
-    assert "uncorrected-error" in host.rules
-
-
-def test_runs_are_dated_rightly_once_the_clock_was_set_right(host):
-    """By when they were stored: else the daemon reads a year of runs at every look, and no day has any to sum up."""
-    right, host.now = host.now, AHEAD
-    host.live(HOUR)
-    host.now = right
-    host.live(6 * HOUR)
-    recent = host.store.runs(since=host.now - HOUR)
-    assert {r.started for r in recent if r.started < AHEAD} == {host.now - HOUR, host.now - HOUR / 2, host.now}
-
-
-@pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET])
-def test_learning_goes_on_through_a_jump(host, wrong):
-    """Every recording counts once, whatever the clock said, and the baseline of before is the one that is compared."""
-    right, (before,) = host.now, host.store.baselines()
-    host.now = wrong
-    host.live(2 * HOUR)
-    other = (Recording(case="d", digest="3" * 16, values=(0.5,)),)
-    host.live(5 * HOUR, recordings=other)
-    host.now = right
-    host.live(10 * HOUR, recordings=other)
-    host.restart()
-    first, second = sorted(host.store.baselines(), key=lambda b: b.case)
-    assert first.passed[EVERY] == before.passed[EVERY] + 4
-    assert second.learnt[EVERY] == LEARN
-    strange = host.add(recordings=(Recording(case="d", digest="4" * 16, values=(0.75,)),))
-    assert strange.unknown == ("d",)
-    assert host.verdict.state is State.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(AHEAD, id="a year ahead"),
-        pytest.param(
-            BACK,
-            id="a year back",
-        ),
-        pytest.param(UNSET, id="1970"),
-    ],
-)
-def test_a_mismatch_of_a_wrong_time_stands_when_the_time_is_right(host, wrong):
-    """It is seen at once, and neither the right time nor a restart clears it before it was watched for 30 days."""
-    right, host.now = host.now, wrong
-    host.add(wrong=True)
-    assert host.verdict.state is State.SUSPECT
-    host.live(HOUR)
-    assert host.verdict.state is State.SUSPECT
-    host.now = right
-    assert host.verdict.state is State.SUSPECT
-    host.live(DAY)
-    host.restart()
-    assert host.verdict.state is State.SUSPECT
-
-
-@pytest.mark.parametrize("wrong", [BACK, UNSET])
-def test_a_repair_does_not_hide_a_mismatch_of_a_clock_set_back(host, wrong):
-    """The repair lies before it in truth, whatever the clock says."""
-    host.say("repaired", "a new board")
-    host.live(HOUR)
-    host.now = wrong
-    host.add(wrong=True)
-    assert host.verdict.state is State.SUSPECT
-
-
-def test_a_suspect_does_not_clear_because_the_clock_ran_ahead(host):
-    """Clean trials enough for any record, and an hour of a clock that is a year ahead: that is no watch of 30 days."""
-    host.add(wrong=True)
-    host.live(12 * HOUR, trials=1000)
-    assert host.verdict.state is State.SUSPECT
-    host.now += YEAR
-    host.live(HOUR, trials=1000)
-    assert host.verdict.state is State.SUSPECT
-
-
-def test_unknown_bits_are_not_over_because_the_clock_ran_ahead(host):
-    """A departure that re-runs have confirmed stands through a jump."""
-    strange = (Recording(case="c", digest="2" * 16, values=(0.75,)),)
-    first = host.add(recordings=strange)
-    for _ in range(3):
-        host.now += 60
-        host.add(recordings=strange, confirms=first.id, cases=("c",))
-    assert "recording-departed" in host.rules
-    host.live(3 * DAY)
-    assert "recording-departed" in host.rules
-    host.now += YEAR
-    host.live(HOUR)
-    assert "recording-departed" in host.rules
-
-
-def test_a_suspicion_that_a_jump_lifted_is_back_with_the_time(host):
-    """Nothing was deleted but by pruning: what was said while the clock was wrong does not outlive it."""
-    host.add(wrong=True)
-    host.live(12 * HOUR, trials=1000)
-    right = host.now
-    host.now += YEAR
-    host.live(HOUR, trials=1000)
-    host.now = right + HOUR
-    assert host.verdict.state is State.SUSPECT
-    assert "clock-set-back" in host.rules
-
-
-def test_fresh_evidence_is_fresh_after_the_clock_was_set_back_and_goes_stale_in_time(host):
-    """Runs dated in the future neither make what comes after them stale nor keep it from ever being so."""
-    right, host.now = host.now, AHEAD
-    host.live(HOUR)
-    host.now = right
-    host.live(HOUR)
-    assert host.verdict.state is State.HEALTHY
-    assert host.rules >= {"clock-set-back"}
-    host.now += DAY
-    verdict = host.verdict
-    assert verdict.state is State.UNKNOWN
-    assert "stale-evidence" in {f.rule for f in verdict.findings}
-
-
-@pytest.mark.parametrize("recordings", [(), (Recording(case="c", digest="1" * 16, values=(0.5,)),)])
-@pytest.mark.parametrize("back", [3 * DAY, 300 * DAY])
-def test_runs_after_a_clock_was_set_back_are_the_newest_evidence(host, back, recordings):
-    """What is dated in the future keeps nothing healthy; what comes then does, dated by the store too, and grows old.
-
-    The clock had run ahead for days, and so was believed: recordings are dated by that for a day.
-    """
-    host.now += 300 * DAY
-    host.live(2 * DAY, recordings=recordings)
-    host.store.set_note(REACHED_NOTE, repr(host.now))
-    assert host.verdict.state is State.HEALTHY
-    host.now -= back
-    assert host.verdict.state is State.UNKNOWN
-    assert "stale-evidence" in host.rules
-    host.live(HOUR, recordings=recordings)
-    assert host.verdict.state is State.HEALTHY
-    host.restart()
-    assert host.verdict.state is State.HEALTHY
-    host.now += 3 * HOUR
-    assert host.verdict.state is State.UNKNOWN
-
-
-def test_a_verdict_from_the_future_is_not_tended_for_a_year(host):
-    """The daemon ends while the clock is ahead: with the right time nobody vouches for its last verdict."""
-    right, host.now = host.now, AHEAD
-    host.live(HOUR)
-    assert host.verdict.state is State.HEALTHY
-    host.now = right
-    (shown,) = status.gather(host.store, host.engine.config, host.now + DAY).devices
-    assert shown.verdict.state is State.UNKNOWN
-    assert {f.rule for f in shown.verdict.findings} == {"no-evidence"}
-
-
-@pytest.mark.parametrize(
-    "judged",
-    [
-        False,
-        pytest.param(
-            True,
-        ),
-    ],
-)
-def test_an_acknowledgement_from_the_future_hides_no_new_mismatch(host, judged):
-    """Given while the clock ran a year ahead, it would cover whatever comes until then, judged by meanwhile or not."""
-    right, host.now = host.now, AHEAD
-    word = host.say("acknowledged", "known", host.now + 7 * DAY)
-    host.now += 1
-    repaired = host.say("repaired", "a new board")
-    if judged:
-        assert host.verdict.state is State.UNKNOWN, "nothing was seen since the repair"
-    host.now = right + HOUR
-    host.add(wrong=True)
-    assert host.verdict.state is State.SUSPECT
-    assert [dataclasses.replace(ack, void=False) for ack in host.store.acks()] == [word, repaired]
-
-
-@pytest.mark.parametrize("wrong", [AHEAD, BACK, UNSET])
-def test_an_acknowledgement_stands_again_when_the_time_is_right(host, wrong):
-    """What an operator knows is known again after a jump, and a suspect is never healthy meanwhile."""
-    host.add(wrong=True)
-    host.say("acknowledged", "known", host.now + 7 * DAY)
-    assert host.verdict.state is State.UNKNOWN
-    right, host.now = host.now, wrong
-    assert host.verdict.state in (State.SUSPECT, State.UNKNOWN)
-    host.now = right + HOUR
-    assert host.verdict.state is State.UNKNOWN
-    assert "acknowledged" in host.rules
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(
-            AHEAD,
-        ),
-        BACK,
-        UNSET,
-    ],
-)
-def test_a_drill_of_a_wrong_time_is_no_result_of_the_next(host, wrong):
-    """Its runs touch no verdict, and an hour after the clock was set right no later drill is judged by them."""
-    right, host.now = host.now, wrong
-    host.add(wrong=True, drill="flip", recordings=())
-    assert host.engine.drill_verdict(GPU.uuid).state is State.SUSPECT
-    host.now = right + 2 * node.DRILL_EXPIRY
-    host.add()
-    assert host.verdict.state is State.HEALTHY
-    begun = host.now
-    assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
-    host.restart()
-    assert "exact-mismatch" not in {f.rule for f in host.engine.drill_verdict(GPU.uuid, since=begun).findings}
 
 
 # --- A damaged file --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from canaryd.facts import Recording
-from canaryd.judge.findings import finding
+from canaryd.judge.findings import TEXT_ONLY, finding
 from canaryd.judge.phrases import count
 from canaryd.judge.recordings.baseline import EVERY, IDLE, LEARN, Baseline, key_of
 from canaryd.judge.recordings.intake import is_comparable
@@ -85,7 +85,7 @@ def text_alone(record: Record) -> Iterator[Finding]:
         if any(blind):
             text = f"Judged by text alone: no log probabilities in {sum(blind)} of {count(len(blind), 'case')}."
             unseen = "A fault that changes no word is not seen."
-            yield finding("recording-text-only", State.HEALTHY, Cause.NONE, text, "", unseen, probe=probe)
+            yield finding(TEXT_ONLY, State.HEALTHY, Cause.NONE, text, "", unseen, probe=probe)
 
 
 def _fresh(probe: str, baselines: Sequence[Baseline]) -> Finding:

@@ -13,7 +13,7 @@ from functools import partial
 from canaryd.facts import LogRecord, Reading, reading_key
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.readings import READINGS, in_words
-from canaryd.model import Event, Run
+from canaryd.model import Event, EventKind, Run
 
 STEP = 3 * 15.0
 """Longest time in seconds that one poll stands for: three of the default periods (ours)."""
@@ -80,7 +80,7 @@ def changes(before: Run, after: Run) -> list[Event]:
         key = min(restarted, key=lambda k: (new[k].labels.get("kind") != "uncorrected", k))
         was, now = _text(old[key]), _text(new[key])
         reset = event(
-            kind="reset",
+            kind=EventKind.RESET,
             name="driver or device",
             before=f"{key} {was}",
             after=f"{key} {now}",
@@ -94,11 +94,11 @@ def changes(before: Run, after: Run) -> list[Event]:
         if key in was_set and was_set[key][1] != value:
             was = was_set[key][1]
             text = f"{in_words(key)} changed from {was} to {value}"
-            flag = event(kind="flag", name=key, before=was, after=value, detail=text, reading=reading.name)
+            flag = event(kind=EventKind.FLAG, name=key, before=was, after=value, detail=text, reading=reading.name)
             events.append(replace(flag, labels=reading.labels if reading.name in FLAGS else {}))
     if (seconds := min(after.started - before.started, STEP)) > 0:
         since = after.started - seconds
-        events += _conditions(new, partial(event, kind="condition", first=since, count=seconds))
+        events += _conditions(new, partial(event, kind=EventKind.CONDITION, first=since, count=seconds))
     return events
 
 
@@ -118,13 +118,13 @@ def _counter_events(
         came_back = 0 < was_online < is_online and reading.name in HOST_SUMS
         if rise > 0 and _is_judged(reading) and not came_back:
             text = f"{in_words(key)} rose by {rise:g}"
-            rose = event(kind="counter", name=key, count=rise, before=was, after=now, detail=text)
+            rose = event(kind=EventKind.COUNTER, name=key, count=rise, before=was, after=now, detail=text)
             events.append(replace(rose, reading=reading.name, labels=reading.labels))
     for name, keys in cleared.items():
         reading, was, now = new[keys[0]], _text(old[keys[0]]), _text(new[keys[0]])
         text = f"{in_words(keys[0])} fell from {was} to {now}"
         text += f", and {len(keys) - 1} more of its kind" if len(keys) > 1 else ""
-        fell = event(kind="counter-fell", name=name, before=was, after=now, detail=text, reading=reading.name)
+        fell = event(kind=EventKind.COUNTER_FELL, name=name, before=was, after=now, detail=text, reading=reading.name)
         events.append(replace(fell, labels={} if READINGS[reading.name].volatile else reading.labels))
     return events
 
@@ -208,15 +208,20 @@ def _trigger(event: Event) -> str:
         calls = xid.grade not in ("none", "reboot")
         tells = xid.grade == "none" and xid.nature in ("either", "hardware")
         return f"Xid {event.code if event.code is not None else event.name}" if calls or tells else ""
-    if event.kind == "change":
+    if event.kind == EventKind.CHANGE:
         return "" if event.after == "gone" else f"{event.name} changed"
-    if event.kind == "counter":
+    if event.kind == EventKind.COUNTER:
         return _trigger_of_counter(event)
-    if event.kind == "condition":
+    if event.kind == EventKind.CONDITION:
         return "throttled" if event.reading == "throttle_active" or event.name == "hot" else ""
     if event.name in ("corrected", "ras-corrected"):
         return ""
-    reasons = {"reset": "reset", "boot": "reboot", "mce": "machine check", "edac": "uncorrected ECC error"}
+    reasons = {
+        EventKind.RESET: "reset",
+        EventKind.BOOT: "reboot",
+        "mce": "machine check",
+        "edac": "uncorrected ECC error",
+    }
     reasons |= {"thermal": "throttled", "amdgpu": f"amdgpu {event.name}", "intel": f"Intel {event.name}"}
     return reasons.get(event.kind, "")
 

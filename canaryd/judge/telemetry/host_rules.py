@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.signals import DAY, HELD, Signs, recovery, sentence, source_of
-from canaryd.model import Cause, Event, Finding, State
+from canaryd.model import Cause, Event, EventKind, Finding, State
 
 MACHINE_CHECKS = 10
 """Corrected machine checks in a day: mcelog's default for a memory module, used for all (ours)."""
@@ -90,7 +90,7 @@ def machine_check(signs: Signs) -> Iterator[Finding]:
 
 def clock_source(signs: Signs) -> Iterator[Finding]:
     """The kernel gave up the processor's own clock: time is slow to read, and perhaps wrong."""
-    left = [e for e in signs.seen("flag", HELD, "clock_source") if e.after != "tsc" and e.before == "tsc"]
+    left = [e for e in signs.seen(EventKind.FLAG, HELD, "clock_source") if e.after != "tsc" and e.before == "tsc"]
     last = max((e.last for e in (*left, *signs.seen("clock"))), default=None)
     if last is None or any(b > last for b in signs.boots):
         return
@@ -110,7 +110,7 @@ def clock_source(signs: Signs) -> Iterator[Finding]:
 
 def unclean_reboot(signs: Signs) -> Iterator[Finding]:
     """The machine went down without warning, or left records of a crash."""
-    for event in signs.named("boot", "unclean", DAY):
+    for event in signs.named(EventKind.BOOT, "unclean", DAY):
         yield finding(
             *("unclean-reboot", State.HEALTHY, Cause.UNDETERMINED),
             "The machine restarted without a shutdown.",

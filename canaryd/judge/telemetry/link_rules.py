@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.signals import DAY, HELD, MINUTE, TRAINING, Signs, clears_after, recovery, source_of
-from canaryd.model import Cause, Event, Finding, State
+from canaryd.model import Cause, Event, EventKind, Finding, State
 
 BIT_ERROR_RATE = 1e-12
 """Errors per bit that PCI Express allows; DCGM derives its limit of replays from it."""
@@ -85,7 +85,7 @@ def lanes_lost(signs: Signs) -> Iterator[Finding]:
 
     A link that narrows by itself when it is idle is known by having done so: `conditions` judges it under load.
     """
-    changes = [e for e in signs.seen("flag", HELD, "pcie_width") if e.before and e.after]
+    changes = [e for e in signs.seen(EventKind.FLAG, HELD, "pcie_width") if e.before and e.after]
     falls = [e for e in changes if float(e.after) < float(e.before)]
     now = signs.value("pcie_width", signs.policy.settle)
     if not falls or now is None:
@@ -141,7 +141,7 @@ def nvlink_down(signs: Signs) -> Iterator[Finding]:
     # A device divided by MIG has its links off, and one that was reset waits for them.
     if signs.value("mig_enabled", signs.policy.settle) or any(signs.now - t <= TRAINING for t in signs.trainings):
         return
-    newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen("flag", HELD, reading)}
+    newest = {e.name: e for reading in ("nvlink_up", "fabric_ready") for e in signs.seen(EventKind.FLAG, HELD, reading)}
     for _, event in sorted(newest.items()):
         down = event.after == "0" and not signs.value(event.reading, **event.labels)
         fell = (event.after == "0" or event.before == "1") and signs.trained(event, -math.inf, signs.now) > 0

@@ -10,7 +10,7 @@ from canaryd.formatting import format_duration
 from canaryd.judge.findings import finding
 from canaryd.judge.telemetry.events import within
 from canaryd.judge.telemetry.signals import DAY, DRAIN_AND_RESET, HELD, RECURRENCES, Signs, recovery, returns, source_of
-from canaryd.model import Cause, Finding, State
+from canaryd.model import Cause, EventKind, Finding, State
 
 LEAST_STEP, TIMES_MEAN = 100, 10
 """Corrected errors in a day that are a step, when they are also so many times the mean day before (ours)."""
@@ -121,7 +121,7 @@ ECC = ("ecc_errors_total", "ecc_aggregate_errors_total")
 def uncorrected_error(signs: Signs) -> Iterator[Finding]:
     """The device reported that it lost data: suspect until a reset and an exact pass after it."""
     rises = [e for name in ECC for e in signs.rises(name, kind="uncorrected")]
-    wiped = signs.seen("reset", HELD, ECC[0], kind="uncorrected")
+    wiped = signs.seen(EventKind.RESET, HELD, ECC[0], kind="uncorrected")
     logged = [*signs.memory_lost, *signs.named("amdgpu", "ras-uncorrected")]
     if (back := returns((e.last for e in (*rises, *logged)), signs.resets)) >= RECURRENCES:
         yield finding(

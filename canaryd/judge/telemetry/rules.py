@@ -57,7 +57,7 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_repeated,
     xid_unknown,
 )
-from canaryd.model import Cause, Device, Finding, Outcome, State
+from canaryd.model import Cause, Device, EventKind, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE
 """Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
@@ -173,7 +173,7 @@ def throttled(signs: Signs) -> Iterator[Finding]:
     settle, seconds = signs.policy.settle, {}
     for reason in HARMFUL:
         rises = signs.rises("throttle_seconds_total", 2 * settle, reason=reason)
-        held = signs.seen("condition", 2 * settle, "throttle_active", reason=reason)
+        held = signs.seen(EventKind.CONDITION, 2 * settle, "throttle_active", reason=reason)
         seconds[reason] = signs.most([*rises, *held], settle)
     # Not the sum: hw_slowdown counts again what hw_thermal and hw_power_brake count.
     reason, longest = max(seconds.items(), key=lambda item: item[1])
@@ -225,7 +225,7 @@ CONDITIONS: Mapping[str, tuple[str, str]] = {
 def conditions(signs: Signs) -> Iterator[Finding]:
     """A condition that comes and goes has held for a minute of ten, not long ago."""
     for name, (action, why) in CONDITIONS.items():
-        events = signs.named("condition", name, signs.policy.settle + STRETCH)
+        events = signs.named(EventKind.CONDITION, name, signs.policy.settle + STRETCH)
         if signs.most(events, STRETCH) >= LASTING:
             newest = max(events, key=lambda e: e.last)
             yield finding(
@@ -331,12 +331,12 @@ def ecc_off(signs: Signs) -> Iterator[Finding]:
 
 def changed(signs: Signs) -> Iterator[Finding]:
     """Something of the machine differs from a day ago: no fault, but it explains what comes later."""
-    for event in signs.seen("change", DAY):
+    for event in signs.seen(EventKind.CHANGE, DAY):
         is_device = event.name == "device" and event.detail
         message = event.detail if is_device else f"{event.name} changed: {event.before} → {event.after}"
         found = f"Found at {signs.moment(event.last)}."
         yield finding("changed", State.HEALTHY, Cause.NONE, f"{message}.", "", found, "Clears after a day.")
-    for event in signs.seen("counter-fell", DAY):
+    for event in signs.seen(EventKind.COUNTER_FELL, DAY):
         kind = READINGS.get(event.reading)
         why = "It counts over the device's life, so the board was replaced or its record was cleared."
         action = "Check whether the board was replaced or its record was cleared."

@@ -16,7 +16,7 @@ from canaryd.judge.clock import EPOCH, POLL_AHEAD, credible
 from canaryd.judge.phrases import reason_of
 from canaryd.judge.telemetry import xids
 from canaryd.judge.telemetry.events import numbers, within
-from canaryd.model import Cause, Device, Event, Reason, Run
+from canaryd.model import Cause, Device, Event, EventKind, Reason, Run
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 HELD = 30 * DAY
@@ -158,7 +158,7 @@ class Signs:
 
     def rises(self, name: str, within: float = HELD, /, **labels: str) -> list[Event]:
         """Return the rises of a counter that has at least these labels."""
-        return self.seen("counter", within, name, **labels)
+        return self.seen(EventKind.COUNTER, within, name, **labels)
 
     def moment(self, at: float) -> str:
         """Return a time in words: the date, for a finding is read long after "a minute ago" was true."""
@@ -167,17 +167,17 @@ class Signs:
     @cached_property
     def boots(self) -> list[float]:
         """When the machine was restarted, ascending."""
-        return sorted({t for e in self.seen("boot") for t in (e.first, e.last)})
+        return sorted({t for e in self.seen(EventKind.BOOT) for t in (e.first, e.last)})
 
     @cached_property
     def resets(self) -> list[float]:
         """When the device was reset, its driver reloaded, or the machine restarted; ascending."""
-        return sorted({*self.boots, *(t for e in self.seen("reset") for t in (e.first, e.last))})
+        return sorted({*self.boots, *(t for e in self.seen(EventKind.RESET) for t in (e.first, e.last))})
 
     @cached_property
     def trainings(self) -> list[float]:
         """When links had to train: at a reset, and when MIG was switched on or off; ascending."""
-        return sorted({*self.resets, *(e.last for e in self.seen("flag", HELD, "mig_enabled"))})
+        return sorted({*self.resets, *(e.last for e in self.seen(EventKind.FLAG, HELD, "mig_enabled"))})
 
     def trained(self, event: Event, start: float, end: float) -> float:
         """Return `within`, without what happened before the device's links had trained."""
@@ -217,7 +217,7 @@ class Signs:
     @cached_property
     def losses(self) -> list[Event]:
         """The events in which the kernel or the driver lost the device from the bus."""
-        found = [*self.seen("off-bus"), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
+        found = [*self.seen(EventKind.OFF_BUS), *self.named("amdgpu", "lost"), *self._with_own_rule(OFF_BUS)]
         return sorted(found, key=lambda e: e.last)
 
     def lost_with(self, loss: Event) -> list[str]:
@@ -259,7 +259,7 @@ def sentence(text: str) -> str:
 
 def source_of(event: Event) -> str:
     """Return what shows an event as a sentence: a counter's rise, or the newest line of the kernel log; "" for none."""
-    source = "Counter" if event.kind == "counter" else "Kernel log"
+    source = "Counter" if event.kind == EventKind.COUNTER else "Kernel log"
     return f"{source}: {event.detail.rstrip('.')}." if event.detail else ""
 
 

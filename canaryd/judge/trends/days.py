@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from canaryd.facts import Reading, reading_key
+from canaryd.facts import SPEEDS, Reading, reading_key
 from canaryd.formatting import DAY, HOUR, MINUTE
 from canaryd.judge.telemetry.readings import split_key
 from canaryd.judge.watch import days_of_tests
@@ -163,7 +163,7 @@ def followed(reading: str) -> Followed | None:
     name, labels = split_key(reading)
     if name == "temperature_celsius" and "power" in labels:
         return HEAT
-    if name.startswith("speed_"):
+    if name.startswith(SPEEDS):
         return SPEED
     return FOLLOWED.get(name)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from canaryd.facts import Comparison, Evidence, Exactness, Span
+from canaryd.facts import ENDPOINT_SERVER, TRIALS, Comparison, Evidence, Exactness, Span
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint import excuses
 from canaryd.worker.endpoint.canary import Endpoint, new_salt
@@ -103,7 +103,7 @@ class Examiner:
                     trials += len(marked)
                     yield self._comparison(case, marked)
             reasons += [f"{api}: {reason}"] if reason else []
-        yield Reading(name="trials", value=trials, unit="1")
+        yield Reading(name=TRIALS, value=trials, unit="1")
         if reasons:
             raise Skip("; ".join(dict.fromkeys(reasons)))
         if not trials:
@@ -212,7 +212,7 @@ class Examiner:
         endpoint = self.endpoint
         prints = dict.fromkeys(m.answer.fingerprint for seen in self._seen.values() for m in seen)
         parts = [endpoint.dialect.name, endpoint.version, *prints, endpoint.configuration]
-        yield Reading(name="endpoint_server", value=" ".join(filter(None, dict.fromkeys(parts)))[:200])
+        yield Reading(name=ENDPOINT_SERVER, value=" ".join(filter(None, dict.fromkeys(parts)))[:200])
         yield Reading(name="switches", value=endpoint.switches())
         if endpoint.started is not None:
             yield Reading(name="endpoint_start_time_seconds", value=endpoint.started, unit="seconds")

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from canaryd.facts import reading_key
+from canaryd.facts import ENDPOINT_SERVER, reading_key
 from canaryd.probe import Absent, Context, Fact, Reading, Skip, Skipped
 from canaryd.worker.endpoint.answers import Answer
 from canaryd.worker.endpoint.canary import Endpoint, new_salt
@@ -118,7 +118,7 @@ class Recorder:
         endpoint = self.endpoint
         yield Reading(name="switches", value=endpoint.switches())
         if endpoint.dialect is GENERIC:
-            yield Absent(name="endpoint_server", reason=UNKNOWN)
+            yield Absent(name=ENDPOINT_SERVER, reason=UNKNOWN)
         if endpoint.started is None:
             reason = f"the server ({endpoint.dialect.name}) does not report when it started"
             yield Absent(name="endpoint_start_time_seconds", reason=reason)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.codec import from_json, to_json
-from canaryd.facts import Comparison, Culprit, Evidence, Exactness, Place, Reading
+from canaryd.facts import SPEEDS, TRIALS, Comparison, Culprit, Evidence, Exactness, Place, Reading
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.links.member import LIBRARIES
@@ -293,7 +293,7 @@ def send_around(ctx: Context, words: int, formats: Sequence[str]) -> Iterator[Fa
                 break
         found.wrong = list(_repeated(group, found, steps))
     yield from found.comparisons()
-    yield Reading(name="trials", value=found.trials, unit="1")
+    yield Reading(name=TRIALS, value=found.trials, unit="1")
     yield Reading(name="links", value=len(pairs), unit="1")
     yield from _speeds(found)
 
@@ -313,7 +313,7 @@ def _repeated(group: Group, found: Found, steps: Sequence[Step]) -> Iterator[Com
 
 def _speeds(found: Found) -> Iterator[Reading]:
     """Yield the speed of every link; that of a device is followed over time, that of processes on cores is not."""
-    name = "core_link_speed" if found.ctx.device.unit == "cpu" else "speed_between"
+    name = "core_link_speed" if found.ctx.device.unit == "cpu" else f"{SPEEDS}between"
     for (sender, receiver), seconds in sorted(found.seconds.items()):
         labels = {"from": found.ends[sender].name, "to": found.ends[receiver].name}
         yield Reading(name=name, value=found.words * WORD / seconds, unit="bytes per second", labels=labels)

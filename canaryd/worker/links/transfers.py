@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from canaryd.facts import Comparison, Culprit, Evidence, Exactness, Place, Reading, Way, WrongTransfer
+from canaryd.facts import (
+    DEVICE_SECONDS,
+    SPEEDS,
+    TRIALS,
+    Comparison,
+    Culprit,
+    Evidence,
+    Exactness,
+    Place,
+    Reading,
+    Way,
+    WrongTransfer,
+)
 from canaryd.probe import Context, Fact, NoCase, Skip
 from canaryd.worker.links.patterns import PATTERNS, WORD, make
 from canaryd.worker.numeric import evidence
@@ -198,10 +210,10 @@ def copy_patterns(ctx: Context, words: int) -> Iterator[Fact]:
             else:
                 sums[found.case] = found
     yield from (*wrong, *sums.values())
-    yield Reading(name="trials", value=run.trials, unit="1")
-    yield Reading(name="device_seconds", value=ctx.clock() - began, unit="seconds")  # the link is in use nearly always
+    yield Reading(name=TRIALS, value=run.trials, unit="1")
+    yield Reading(name=DEVICE_SECONDS, value=ctx.clock() - began, unit="seconds")  # the link is in use nearly always
     for way, seconds in run.seconds.items():
-        yield Reading(name=f"speed_{way.value}", value=words * WORD / seconds, unit="bytes per second")
+        yield Reading(name=f"{SPEEDS}{way.value}", value=words * WORD / seconds, unit="bytes per second")
 
 
 class _WrongToDevice(Copies):

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from canaryd.facts import Cell, Comparison, Evidence, Exactness, Place, Reading, Skipped, WrongMemory
+from canaryd.facts import (
+    DEVICE_SECONDS,
+    TRIALS,
+    Cell,
+    Comparison,
+    Evidence,
+    Exactness,
+    Place,
+    Reading,
+    Skipped,
+    WrongMemory,
+)
 from canaryd.free_memory import available
 from canaryd.model import TORCH
 from canaryd.probe import Context, Fact, NoCase, Skip
@@ -161,10 +172,10 @@ def sweep_memory(ctx: Context, most: int, pause: float) -> Iterator[Fact]:
             yield Skipped(case=case, reason=f"the budget of {ctx.budget:g} s was spent before it had been all over")
             continue
         yield from _comparisons(sweep, case, finished=finished)
-    yield Reading(name="trials", value=sweep.trials, unit="1")
+    yield Reading(name=TRIALS, value=sweep.trials, unit="1")
     yield Reading(name="memory_swept_bytes", value=sum(m.rows * ROW for m in slices), unit="bytes")
     yield Reading(name="memory_read_bytes", value=sweep.bytes_read, unit="bytes")
-    yield Reading(name="device_seconds", value=ctx.clock() - began, unit="seconds")
+    yield Reading(name=DEVICE_SECONDS, value=ctx.clock() - began, unit="seconds")
     if slices[0].device.type == "cpu" and ctx.device.runtime == TORCH:
         held = sum(m.rows * ROW for m, lock in zip(slices, locked, strict=True) if lock)
         yield Reading(name="memory_locked_bytes", value=held, unit="bytes")

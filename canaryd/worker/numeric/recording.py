@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from canaryd.facts import (
+    FINGERPRINT,
+    TRIALS,
     Comparison,
     Doubt,
     Evidence,
@@ -142,7 +144,7 @@ class Recorder:
         if why := self._launches.unnamed:
             yield Absent(name="kernels", reason=why)
         yield self._fingerprint()
-        yield Reading(name="trials", value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
+        yield Reading(name=TRIALS, value=sum(m.clean + m.broken for m in self._made.values()), unit="1")
         yield from self.session.times()
         kinds = {
             k.kind: None
@@ -260,9 +262,9 @@ class Recorder:
         elif varied:
             why = f"bits vary: {varied[0]} gave more than one result, as did {len(varied)} cases in all"
         if why:
-            return Absent(name="golden_fingerprint", reason=why)
+            return Absent(name=FINGERPRINT, reason=why)
         digests = [(name, digest) for name, made in self._made.items() for digest in made.digests]
-        return Reading(name="golden_fingerprint", value=combine(digests), unit="1")
+        return Reading(name=FINGERPRINT, value=combine(digests), unit="1")
 
     def _skipped(self) -> Iterator[Skipped]:
         """Yield what was not run; a format or an attention kernel that did not run at all, as one."""

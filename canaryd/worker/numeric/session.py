@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from canaryd.facts import Comparison, Place, Reading
+from canaryd.facts import DEVICE_SECONDS, HOST_SECONDS, Comparison, Place, Reading
 from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.operands import Problem, Product
@@ -88,8 +88,8 @@ class Session:
         """Yield for how long the device worked, and for how long only the host did."""
         self._add_up()
         host = max(0.0, self.ctx.clock() - self.began - self._device_seconds)
-        yield Reading(name="device_seconds", value=self._device_seconds, unit="seconds")
-        yield Reading(name="host_seconds", value=host, unit="seconds")
+        yield Reading(name=DEVICE_SECONDS, value=self._device_seconds, unit="seconds")
+        yield Reading(name=HOST_SECONDS, value=host, unit="seconds")
 
     @property
     def struck(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from canaryd.facts import beginning
-from canaryd.model import Device
+from canaryd.model import NO_CUDA, NO_CUDA_CODE, Device
 from canaryd.worker.numeric.tensors import overrides, torch, visible_cores, why_no_torch
 
 
@@ -107,7 +107,7 @@ def _why_no_cuda() -> dict[str, str]:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
         found = re.search(r"Error ([0-9]+):", str(error))  # as CUDA numbers it
-        return {"no_cuda": beginning(str(error), 300), "no_cuda_code": found[1] if found else ""}
+        return {NO_CUDA: beginning(str(error), 300), NO_CUDA_CODE: found[1] if found else ""}
     return {}
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Subject
+from canaryd.facts import FINGERPRINT, TRIALS, Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Subject
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
@@ -100,7 +100,7 @@ def verify_all(
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(order):
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))
-    yield Reading(name="trials", value=session.trials, unit="1")
+    yield Reading(name=TRIALS, value=session.trials, unit="1")
     yield Reading(name="gathers", value=session.gathers, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
@@ -109,7 +109,7 @@ def verify_all(
     yield Reading(name="places", value=", ".join(sorted(map(str, session.places))))
     met = [case for case in fixed if case.name not in session.refused]
     if met and not ctx.cases and len(session.digests) == len(met):
-        yield Reading(name="golden_fingerprint", value=combine(session.digests), unit="1")
+        yield Reading(name=FINGERPRINT, value=combine(session.digests), unit="1")
 
 
 def case_seed(ctx: Context, case: Case) -> int:

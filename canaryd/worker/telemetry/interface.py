@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from canaryd.facts import Reading
-from canaryd.model import Device, Reason
+from canaryd.model import KERNEL_DRIVER, UNDRIVEN, Device, Reason
 from canaryd.probe import Absent, Skip
 from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.sysfs import Unreadable, path_setting
@@ -91,7 +91,7 @@ def on_the_bus(sysfs: Path) -> list[Device]:
             index=index,
             model=f"{function.vendor} device {function.device_id}",
             weak_identity=True,
-            detail={"bus_id": function.bus_id, "undriven": "yes", "kernel_driver": function.driver or "none"},
+            detail={"bus_id": function.bus_id, UNDRIVEN: "yes", KERNEL_DRIVER: function.driver or "none"},
         )
         for index, function in enumerate(functions)
         if not (function.passed_through or function.virtual)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from canaryd.model import EventKind
+
 LONGEST_TEXT = 2_048
 """Characters of a record's text that are examined and kept."""
 
@@ -207,10 +209,10 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
     (kind, name, re.compile(pattern))
     for kind, name, pattern in (
         # Group "bus" becomes the bus id, group "cut" is removed from the text, all others become fields.
-        ("off-bus", "", rf"NVRM: GPU (?:at )?(?:PCI:)?{PCI}:? (?:GPU )?has fallen off the bus"),
-        ("off-bus", "", rf"NVRM: The NVIDIA GPU {PCI}\b.{{0,200}}?fallen off the bus"),
+        (EventKind.OFF_BUS, "", rf"NVRM: GPU (?:at )?(?:PCI:)?{PCI}:? (?:GPU )?has fallen off the bus"),
+        (EventKind.OFF_BUS, "", rf"NVRM: The NVIDIA GPU {PCI}\b.{{0,200}}?fallen off the bus"),
         (
-            "off-bus",
+            EventKind.OFF_BUS,
             "",
             r"NVRM: (?:\(PCI ID: \S+\) )?(?:installed in this )?(?:system )?(?:has )?fallen off the bus and",
         ),

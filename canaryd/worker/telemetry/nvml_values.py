@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from canaryd.model import EXCLUSIVE, PROHIBITED
 from canaryd.worker.telemetry.nvml import INVALID, Missing, parse_count
 
 ARCHITECTURES = (
@@ -46,7 +47,7 @@ LINK_COUNTS |= {"crc_data": (39, 102, 0), "ecc_data": (148, 154, 0)}
 LINK_FIELDS = {"malformed": 206, "overrun": 207, "receive": 208, "integrity": 211, "discard": 212}
 LINK_FIELDS |= {"recovery_failed": 214, "recovery": 215, "effective": 219}
 """NVML_FI_DEV_NVLINK_COUNT_*, from Blackwell on; symbol errors are left out: coding repairs them all the time."""
-COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+COMPUTE_MODES = ("default", f"{EXCLUSIVE}_thread", PROHIBITED, f"{EXCLUSIVE}_process")
 RECOVERIES = (
     *("none", "reset", "reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset", "system_reboot"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from canaryd.facts import Comparison, Doubt, Evidence, Place, Reading, Skipped, Subject
+from canaryd.facts import TRIALS, Comparison, Doubt, Evidence, Place, Reading, Skipped, Subject
 from canaryd.model import Device
 from canaryd.probe import Context, Fact, Skip
 from canaryd.worker.numeric import evidence
@@ -145,7 +145,7 @@ def _told(sweep: Sweep) -> Iterator[Fact]:
     yield Reading(name="units_seen", value=len(sweep.seen), unit="1")
     yield Reading(name="units", value=sweep.processor.count, unit="1")
     yield Reading(name="launches", value=sweep.launches, unit="1")
-    yield Reading(name="trials", value=session.trials, unit="1")
+    yield Reading(name=TRIALS, value=session.trials, unit="1")
     yield Reading(name="elements_compared", value=session.elements, unit="1")
     yield Reading(name="operations", value=session.operations, unit="1")
     yield from session.times()

@@ -54,7 +54,7 @@ class Wire(Worker):
     """A worker whose process is one that only sleeps: its end of the protocol is held by the fuzzer.
 
     Reading, splitting, decoding and deadlines are the real ones; starting and killing a process for each of a million
-    inputs is left out (tests/supervisor/test_series.py has real ones).
+    inputs is left out (tests/supervisor/test_outcomes.py has real ones).
     """
 
     _theirs = -1

@@ -1,106 +1,34 @@
 """The judgement of recordings: known passes, unknown is confirmed, a changed chain comes before any device."""
 
 import dataclasses
-import itertools
 import random
 
 import pytest
 
-from canaryd.config.judge_policy import JudgePolicy
 from canaryd.engine.schedule import CONFIRMED_UNKNOWN
-from canaryd.facts import Comparison, Exactness, Reading, Recording
+from canaryd.facts import Comparison, Exactness, Recording
 from canaryd.judge.recordings import rules
 from canaryd.judge.recordings.baseline import LEARN
-from canaryd.judge.recordings.intake import intake
-from canaryd.judge.recordings.record import Peer, Record
 from canaryd.judge.recordings.rules import ALPHA, findings
-from canaryd.judge.recordings.speed import BESIDE_SLOWER, EARLIER, NEWEST, SLOWER, TOGETHER
-from canaryd.model import Cause, Device, Outcome, Run, State
-
-NOW = 1_790_000_000.0
-HOUR, DAY = 3600.0, 86_400.0
-POLICY = JudgePolicy()
-ENDPOINT = Device(uuid="endpoint:main", backend="endpoint", index=0, model="qwen", detail={"behind": "cuda:0 cuda:1"})
-GPU = Device(uuid="GPU-a", backend="cuda", index=0, model="H100")
-CHAIN = {"checkpoint": "c1", "tokenizer": "t1", "template": "m1", "server": "vllm 0.32", "client": "vllm 1"}
-TALE = "a tale of two cards in one rack and of the fan between them which never once stood still"
-WORDS = tuple(TALE.split())
-VALUES = tuple(-0.1 * n for n in range(1, len(WORDS) + 1))
-NUMBERS = itertools.count()
-
-
-def recording(shift=0.0, *, chain=None, tokens=WORDS, digest="", case="story", **fields):
-    values = tuple(v + shift for v in VALUES)
-    return Recording(
-        case=case,
-        digest=digest or f"{abs(hash((values, tokens))):016x}"[:16],
-        chain=CHAIN if chain is None else chain,
-        tokens=tokens,
-        values=values,
-        margins=(1.0,) * len(values),
-        text=" ".join(tokens),
-        **fields,
-    )
-
-
-GOOD, STRANGE = recording(), recording(0.01)
-
-
-def run(ago, *recordings, of=ENDPOINT, **fields):
-    made = {
-        "id": f"{int(NOW - ago):012d}-{next(NUMBERS):04d}",
-        "device": of.uuid,
-        "probe": "canary",
-        "probe_version": 1,
-    }
-    made |= {"started": NOW - ago, "seconds": 1.0, "outcome": Outcome.COMPLETED, "recordings": recordings}
-    return Run(**{**made, **fields})
-
-
-class History:
-    """Takes runs in as the engine does."""
-
-    def __init__(self, of=ENDPOINT, policy=POLICY):
-        self.of, self.policy = of, policy
-        self.runs, self.baselines = [], {}
-
-    def add(self, ago, *recordings, learns=True, **fields):
-        made, fresh = intake(run(ago, *recordings, of=self.of, **fields), self.baselines, learns=learns)
-        self.baselines |= fresh
-        self.runs.append(made)
-        return made
-
-    def learn(self, ago=9 * DAY, *vectors, times=LEARN):
-        """Learn from one run, as of a server; of a device each recording is of a process of its own."""
-        listed = list(itertools.islice(itertools.cycle(vectors or (GOOD,)), times))
-        if self.of.is_endpoint:
-            self.add(ago, *listed, baselining=True)
-        for number, vector in enumerate([] if self.of.is_endpoint else listed):
-            self.add(ago - number, vector, baselining=True)
-        return self
-
-    def confirm(self, first, *vectors):
-        for number, one in enumerate(vectors):
-            self.add(NOW - first.started - 1 - number, one, confirms=first.id, cases=(one.case,))
-
-    def record(self, now=NOW, **peers):
-        runs = tuple(sorted(self.runs, key=lambda r: (r.started, r.id)))
-        seen = {name: Peer(device=h.of, runs=tuple(h.runs), baselines=h.baselines) for name, h in peers.items()}
-        days = range(int(now // DAY) - 60, int(now // DAY) + 1)
-        tested = {r.probe: days for r in runs}
-        of = {"device": self.of, "runs": runs, "baselines": self.baselines, "policy": self.policy}
-        return Record(**of, now=now, peers=seen, tested=tested)
-
-    def found(self, now=NOW, **peers):
-        return {f.rule: f for f in findings(self.record(now, **peers))}
-
-
-def departed(*confirmations, of=ENDPOINT, strange=STRANGE, policy=POLICY):
-    history = History(of, policy).learn()
-    history.add(2 * DAY, GOOD)
-    first = history.add(HOUR, strange)
-    history.confirm(first, *confirmations)
-    return history
+from canaryd.model import Cause, Outcome, State
+from tests.judge.recordings.made import (
+    BANG,
+    CHAIN,
+    DAY,
+    ENDPOINT,
+    GOOD,
+    GPU,
+    HOUR,
+    KERNEL,
+    NOW,
+    POLICY,
+    STRANGE,
+    TALE,
+    WORDS,
+    History,
+    departed,
+    recording,
+)
 
 
 def test_known_bits_are_nothing_to_speak_of():
@@ -358,138 +286,6 @@ def test_a_sibling_on_another_chain_says_nothing():
     assert history.found(**{"cuda:1": sibling})["recording-departed"].cause is Cause.UNDETERMINED
 
 
-LINKS = [("checkpoint", "c2"), ("tokenizer", "t2"), ("template", "m2"), ("server", "vllm 0.33"), ("client", "vllm 2")]
-
-
-@pytest.mark.parametrize(("link", "value"), LINKS)
-def test_a_changed_chain_accuses_no_device(link, value):
-    """Whatever the answer is now: the link that changed is named, and nothing is said of hardware."""
-    history = History().learn()
-    history.add(HOUR, recording(0.5, chain=CHAIN | {link: value}))
-    found = history.found()
-    assert set(found) == {"chain-changed"}
-    assert found["chain-changed"].message == f"canary results changed after a change of {link} (case story)."
-    assert f"Changed: {link} ({CHAIN[link]} → {value})." in found["chain-changed"].evidence
-    assert (found["chain-changed"].state, found["chain-changed"].cause) == (State.UNKNOWN, Cause.SOFTWARE)
-
-
-@pytest.mark.parametrize("link", ["tokenizer", "template", "prompt"])
-def test_another_tokenizer_or_template_is_unknown_until_somebody_says_that_it_was_meant(link):
-    """A prompt that the server renders in another way is a changed template, also where no directory tells so."""
-    chain = CHAIN | {"prompt": "p1"}
-    history = History().learn(9 * DAY, recording(chain=chain))
-    other = recording(0.5, chain=chain | {link: "new"})
-    history.learn(2 * DAY, other)
-    history.add(HOUR, other)
-    found = history.found()["chain-changed"]
-    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
-    assert "baseline accept endpoint:main" in found.action
-
-
-def test_another_version_of_a_probe_is_named_as_the_change():
-    """The chain is the same; the results of the older version cannot be compared."""
-    history = History().learn()
-    history.add(HOUR, STRANGE, probe_version=2)
-    found = history.found()["chain-changed"]
-    assert found.message == "canary results changed after a change of the probe (case story)."
-    assert "Changed: the version of the probe." in found.evidence
-
-
-def test_findings_have_one_sentence_for_what_was_seen_and_one_for_what_to_do():
-    """Everything else is evidence; a command stands once."""
-    stories = [departed(), departed(*[STRANGE] * 3), departed(STRANGE, GOOD, GOOD), History().learn(times=3)]
-    stories += [twin("a", STRANGE), History().learn()]
-    stories[-1].add(HOUR, BANG, recording(0.5, case="tale", chain=CHAIN | {"server": "x"}))
-    for found in itertools.chain.from_iterable(story.found().values() for story in stories):
-        assert found.message.endswith(".")
-        assert len(found.message) <= 160
-        assert ". " not in found.message + found.action
-        commands = [text for text in (found.action, *found.evidence) if "canaryd " in text]
-        assert len(commands) == len({*commands})
-        assert all(sentence[0].isupper() for sentence in found.evidence)
-
-
-def test_a_changed_chain_is_learnt_and_told_for_a_while():
-    """Learnt anew it is healthy again, with a note for a week; then the note goes."""
-    history = History().learn(30 * DAY)
-    answered = recording(0.5, chain=CHAIN | {"server": "vllm 0.33"})
-    history.learn(2 * DAY, answered)
-    assert history.found()["nothing-compared"].state is State.UNKNOWN
-    history.add(DAY, answered)
-    assert "nothing-compared" not in history.found()
-    assert history.found()["baseline-fresh"].state is State.HEALTHY
-    assert history.found()["chain-changed"].state is State.HEALTHY
-    assert any("nothing has confirmed" in sentence for sentence in history.found()["chain-changed"].evidence)
-    assert history.found(now=NOW + 10 * DAY) == {}
-
-
-def test_another_instruction_set_is_no_changed_chain():
-    """A CPU is tested in turn by several ways to compute: each has a baseline of its own."""
-    history = History(of=dataclasses.replace(GPU, backend="cpu"))
-    for number, name in enumerate(("native", "avx2")):
-        vectors = [recording(number / 10)] * LEARN
-        history.add(9 * DAY - number, *vectors, stack={"instruction_set": name}, baselining=True)
-    history.add(HOUR, GOOD, stack={"instruction_set": "native"})
-    history.add(HOUR / 2, recording(0.1), stack={"instruction_set": "avx2"})
-    assert set(history.found()) == {"baseline-unwitnessed"}
-
-
-def test_back_on_a_known_chain_nothing_is_new():
-    """A rollback is compared with what it gave before."""
-    history = History().learn(9 * DAY)
-    history.learn(8 * DAY, recording(0.5, chain=CHAIN | {"checkpoint": "c2"}))
-    history.add(HOUR, GOOD)
-    assert history.found() == {}
-
-
-def test_cases_of_one_probe_make_one_record():
-    """Two re-runs are enough where several cases have shown how seldom a new vector comes."""
-    policy = dataclasses.replace(POLICY, confirm_runs=2)
-    history = History(policy=policy).learn()
-    for name in ("tale", "saga", "ode"):
-        history.learn(9 * DAY, recording(case=name))
-    first = history.add(HOUR, STRANGE)
-    history.confirm(first, STRANGE, STRANGE)
-    assert history.found()["recording-departed"].state is State.SUSPECT
-
-
-def test_what_changed_is_told_beside_what_was_there_last():
-    """After an excursion to another server and back, a new tokenizer is all that is new."""
-    history = History().learn(9 * DAY)
-    history.learn(8 * DAY, recording(0.5, chain=CHAIN | {"server": "vllm 0.33"}))
-    history.add(DAY, GOOD)
-    history.add(HOUR, recording(0.7, chain=CHAIN | {"tokenizer": "t2"}))
-    assert "Changed: tokenizer (t1 → t2)." in history.found()["chain-changed"].evidence
-
-
-def test_another_model_stays_unknown_until_somebody_says_that_it_was_meant():
-    """Nobody can tell a deployment from a file that rotted; an operator's word can."""
-    history = History().learn()
-    other = recording(0.5, chain=CHAIN | {"checkpoint": "c2"})
-    history.learn(2 * DAY, other)
-    history.add(DAY, other)
-    found = history.found()["chain-changed"]
-    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
-    assert "baseline accept endpoint:main --reason" in found.action
-    key = next(b.key for b in history.baselines.values() if b.chain["checkpoint"] == "c2")
-    history.baselines[key] = dataclasses.replace(history.baselines[key], accepted="deployed")
-    assert history.found() == {}
-
-
-def test_a_changed_chain_with_the_same_bits_is_no_news():
-    """Another client, same answer."""
-    history = History().learn()
-    history.add(HOUR, recording(chain=CHAIN | {"client": "vllm 2"}))
-    assert history.found() == {}
-
-
-def test_a_bad_unit_does_not_become_its_own_standard():
-    """What is not to be learnt from leaves every baseline as it was."""
-    history = History()
-    history.add(HOUR, GOOD, learns=False)
-    assert history.baselines == {}
-
-
 def test_only_the_digest_of_known_bits_is_kept():
     """The baseline has the rest; of unknown ones all is evidence."""
     history = departed()
@@ -505,120 +301,6 @@ def test_a_departure_clears_by_time_and_known_bits():
         history.add(HOUR - 1 - n, GOOD)
     assert "recording-departed" in history.found(now=NOW + 29 * DAY)
     assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
-
-
-def timed(history, *seconds, condition, ago=2 * HOUR):
-    """Add a run for each latency, a second apart."""
-    asked = dataclasses.replace(GOOD, condition=condition)
-    for n, value in enumerate(seconds):
-        reading = Reading(name="endpoint_token_seconds", value=value, unit="seconds", labels={"api": "chat"})
-        history.add(ago - n, asked, readings=(reading,))
-    return history
-
-
-def served(*seconds, condition, name="main", **fields):
-    """An endpoint that was learnt under a condition, with its latencies since."""
-    history = History(dataclasses.replace(ENDPOINT, uuid=f"endpoint:{name}"))
-    history.learn(9 * DAY, dataclasses.replace(GOOD, condition=condition))
-    return timed(history, *seconds, condition=condition, **fields)
-
-
-def latencies(usual, times):
-    return [usual] * EARLIER + [usual * times] * NEWEST
-
-
-@pytest.mark.parametrize(
-    ("condition", "usual", "times", "slow"),
-    [
-        ("idle", 0.01, SLOWER - 0.1, False),
-        ("idle", 0.01, SLOWER + 0.1, True),
-        ("loaded", 0.01, 100.0, False),
-        ("", 0.01, 100.0, False),
-        ("idle", 0.0001, 90.0, False),
-        ("idle", 0.0001, 110.0, True),
-    ],
-)
-def test_an_idle_endpoint_that_became_slow_is_degraded(condition, usual, times, slow):
-    """Several times its own median, in several runs, and by as much as anybody notices; the numbers are right.
-
-    While others are served, or where the server does not tell, slowness may be the others' doing.
-    """
-    history = served(*latencies(usual, times), condition=condition)
-    assert ("endpoint-slow" in history.found()) is slow
-    if slow:
-        found = history.found()["endpoint-slow"]
-        assert (found.state, found.cause) == (State.DEGRADED, Cause.ENVIRONMENT)
-
-
-@pytest.mark.parametrize(
-    ("times", "theirs", "ago", "slow"),
-    [
-        (BESIDE_SLOWER - 0.1, 1.0, 2 * HOUR, False),
-        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR, True),
-        (BESIDE_SLOWER + 0.1, SLOWER - 0.1, 2 * HOUR, True),
-        (BESIDE_SLOWER + 0.1, SLOWER + 0.1, 2 * HOUR, False),
-        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER - 1, True),
-        (BESIDE_SLOWER + 0.1, 1.0, 2 * HOUR + TOGETHER + 1, False),
-    ],
-)
-def test_without_a_queue_only_a_replica_that_is_not_slow_tells_a_slow_endpoint(times, theirs, ago, slow):
-    """A load that all replicas share slows all of them; one that was measured at another time says nothing."""
-    mine = served(*latencies(0.01, times), condition="")
-    replica = served(*latencies(0.01, theirs), condition="", name="other", ago=ago)
-    found = mine.found(**{"endpoint:other": replica})
-    assert ("endpoint-slow" in found) is slow
-    if slow:
-        assert any("endpoint:other" in sentence for sentence in found["endpoint-slow"].evidence)
-
-
-def test_a_server_of_another_model_is_no_replica():
-    """How fast it answers depends on its weights and on its software."""
-    mine = served(*latencies(0.01, 100.0), condition="")
-    other = History(dataclasses.replace(ENDPOINT, uuid="endpoint:other"))
-    for n in range(EARLIER + NEWEST):
-        reading = Reading(name="endpoint_token_seconds", value=0.01, unit="seconds", labels={"api": "chat"})
-        other.add(2 * HOUR - n, recording(chain=CHAIN | {"checkpoint": "c2"}), readings=(reading,))
-    assert "endpoint-slow" not in mine.found(**{"endpoint:other": other})
-
-
-BANG = dataclasses.replace(
-    recording(tokens=("!",) * len(WORDS), digest="ba"), text="!" * 40, values=(None,) * len(WORDS)
-)
-
-
-def test_broken_output_on_an_unchanged_chain_is_suspect():
-    """Token 0 for ever, with the likely causes in order and the next boundary to test."""
-    history = History().learn()
-    history.add(HOUR, BANG)
-    found = history.found()["broken-output"]
-    assert (found.state, found.cause) == (State.SUSPECT, Cause.UNDETERMINED)
-    assert any("Test this next" in sentence for sentence in found.evidence)
-    assert found.action.startswith("Run: canaryd ")
-
-
-@pytest.mark.parametrize(
-    ("apart", "state"), [(POLICY.repeat_gap - 1, State.SUSPECT), (POLICY.repeat_gap, State.FAULTY)]
-)
-def test_certain_garbage_for_two_rounds_is_faulty(apart, state):
-    """Once it may have passed; two rounds beyond doubt, and nobody may trust the answers."""
-    history = History().learn()
-    history.add(HOUR + apart, BANG)
-    history.add(HOUR, BANG)
-    assert history.found()["broken-output"].state is state
-    history.add(HOUR / 2, GOOD)
-    assert "broken-output" not in history.found()
-
-
-def test_an_answer_that_was_broken_is_still_told_as_such_while_it_is_held_against_the_server():
-    """The server is right again, and suspect for what it said; a note keeps what that was."""
-    history = departed(*[BANG] * 3, strange=BANG)
-    assert history.found()["broken-output"].state is State.SUSPECT
-    history.add(HOUR / 4, GOOD)
-    found = history.found()
-    assert (found["recording-departed"].state, found["broken-output"].state) == (State.SUSPECT, State.HEALTHY)
-    history.add(HOUR / 8, STRANGE)
-    history.add(HOUR / 9, GOOD)
-    assert "broken-output" not in history.found(), "the newest wrong answer was not broken"
 
 
 @pytest.mark.parametrize(("times", "state"), [(5, State.HEALTHY), (6, State.SUSPECT)])
@@ -651,17 +333,6 @@ def test_the_runs_of_siblings_make_a_short_record_longer():
     history.confirm(history.add(HOUR, STRANGE), *[STRANGE] * 3)
     assert "recording-unconfirmed" in history.found()
     assert history.found(**siblings)["recording-departed"].cause is Cause.HARDWARE
-
-
-def test_broken_output_of_another_chain_accuses_nobody():
-    """A new model may be what is broken; nothing of it is learnt by itself, and an operator's word settles it."""
-    history = History().learn()
-    changed = dataclasses.replace(BANG, chain=CHAIN | {"checkpoint": "c2"})
-    history.add(HOUR, *[changed] * LEARN, baselining=True)
-    found = history.found()["broken-output"]
-    assert (found.state, found.cause) == (State.UNKNOWN, Cause.SOFTWARE)
-    assert any("baseline accept" in sentence for sentence in found.evidence)
-    assert len(history.baselines) == 1
 
 
 def spoken(text, case="story", **fields):
@@ -784,183 +455,6 @@ def test_now_and_then_an_answer_that_is_called_idle_was_not():
     first = history.add(HOUR, strange)
     history.confirm(first, strange, strange, strange)
     assert history.found()["recording-departed"].state is State.SUSPECT
-
-
-def test_a_suspicion_on_a_chain_that_is_gone_clears_on_the_next():
-    """The clean runs that are wanted can only come on what is served now."""
-    history = departed(STRANGE, STRANGE, STRANGE)
-    new = recording(chain=CHAIN | {"server": "vllm 0.33"})
-    history.learn(HOUR / 2, new)
-    for n in range(200):
-        history.add(HOUR / 2 - 1 - n, new)
-    assert "recording-departed" in history.found(now=NOW + 29 * DAY)
-    assert "recording-departed" not in history.found(now=NOW + 31 * DAY)
-    untested = dataclasses.replace(history.record(now=NOW + 31 * DAY), tested={})
-    assert "recording-departed" in {f.rule for f in findings(untested)}, "a machine that was off clears nothing"
-
-
-# --- Siblings, when a case is first recorded -------------------------------------------------------------------------
-
-KERNEL = {"dtype": "bfloat16", "kernel": "sm90_gemm_128x128"}
-
-
-def twin(name, vector, *, chain=None, times=LEARN, **device):
-    """A GPU that has learnt one vector, and met it since."""
-    history = History(of=dataclasses.replace(GPU, uuid=f"GPU-{name}", index=ord(name) - ord("a"), **device))
-    made = dataclasses.replace(vector, chain=KERNEL if chain is None else chain, case="gemm/prefill")
-    history.learn(9 * DAY, made, times=times)
-    history.add(HOUR, made)
-    return history
-
-
-def voted(mine, *others, **fields):
-    record = dataclasses.replace(mine.record(**{h.of.name: h for h in others}), **fields)
-    names = ("recording-outvoted", "recording-disputed", "baseline-unwitnessed")
-    return {f.rule: (f.state, f.cause) for f in findings(record) if f.rule in names}
-
-
-OUTVOTED = {"recording-outvoted": (State.SUSPECT, Cause.HARDWARE), "baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
-DISPUTED = {
-    "recording-disputed": (State.UNKNOWN, Cause.UNDETERMINED),
-    "baseline-unwitnessed": (State.HEALTHY, Cause.NONE),
-}
-
-
-def test_the_odd_one_of_three_is_a_suspect_and_the_others_are_not():
-    """A unit that was bad when it was first recorded does not become its own standard."""
-    bad, good, other = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    assert voted(bad, good, other) == OUTVOTED
-    assert voted(good, bad, other) == {}
-
-
-def test_of_two_that_disagree_nobody_is_accused():
-    """Nor of four that are split evenly: there is no majority to go by."""
-    a, b, c, d = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD), twin("d", STRANGE)
-    assert voted(a, b) == voted(b, a) == DISPUTED
-    split = {"recording-disputed": (State.UNKNOWN, Cause.UNDETERMINED)}
-    assert voted(a, b, c, d) == voted(b, a, c, d) == split
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"chain": KERNEL | {"kernel": "sm90_gemm_64x256"}},
-        {"model": "A100"},
-        {"times": LEARN - 2},
-    ],
-    ids=["another kernel", "another model", "not learnt yet"],
-)
-def test_what_is_not_comparable_does_not_vote(other):
-    """Another kernel may round otherwise, another model has other kernels, and what is not learnt says nothing."""
-    assert voted(twin("a", STRANGE), twin("b", GOOD, **other), twin("c", GOOD, **other)) == {
-        "baseline-unwitnessed": (State.HEALTHY, Cause.NONE)
-    }
-
-
-def test_where_kernels_are_not_known_nobody_is_accused():
-    """Two accelerators may have chosen different ones."""
-    blind = {"chain": {"dtype": "bfloat16"}}
-    assert voted(twin("a", STRANGE, **blind), twin("b", GOOD, **blind), twin("c", GOOD, **blind)) == DISPUTED
-
-
-def test_kernels_that_do_not_repeat_do_not_vote():
-    """Their bits differ from run to run; that they differ from device to device says nothing."""
-    first, second = (History(of=dataclasses.replace(GPU, uuid=f"GPU-{n}", index=i)) for i, n in enumerate("ab"))
-    for number, history in enumerate((first, second)):
-        vectors = [recording(0.001 * (10 * n + number), chain=KERNEL) for n in range(LEARN)]
-        history.learn(9 * DAY, *vectors)
-        history.add(HOUR, vectors[0])
-    assert voted(first, second) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
-
-
-def test_a_baseline_from_another_host_is_a_witness_and_a_vote():
-    """Taken in with `canaryd baseline import`, it stands in for the sibling that this host lacks."""
-    bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    imported = tuple(dataclasses.replace(b, imported_kind=("cuda", "H100")) for b in far.baselines.values())
-    assert voted(bad, good, imported=imported) == OUTVOTED
-    assert voted(good, imported=imported) == {}
-
-
-def test_what_is_imported_of_another_model_does_not_vote():
-    """The stack of a processor says nothing of its model."""
-    bad, good, far = twin("a", STRANGE), twin("b", GOOD), twin("c", GOOD)
-    imported = tuple(dataclasses.replace(b, imported_kind=("cuda", "A100")) for b in far.baselines.values())
-    assert voted(bad, good, imported=imported) == DISPUTED
-
-
-def test_instances_of_one_gpu_have_one_vote_and_are_no_witnesses_for_each_other():
-    """One bad part, divided in three, must not outvote a healthy one."""
-    parts = [twin(name, STRANGE, parent="GPU-bad") for name in "abc"]
-    good = twin("d", GOOD, parent="GPU-good")
-    assert voted(good, *parts) == DISPUTED
-    assert voted(parts[0], *parts[1:]) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
-
-
-def test_a_suspect_has_no_vote():
-    """What it gives is nobody's standard."""
-    mine, others = twin("a", GOOD), [twin("b", STRANGE), twin("c", STRANGE)]
-    peers = {h.of.name: Peer(device=h.of, trusted=False, runs=tuple(h.runs), baselines=h.baselines) for h in others}
-    assert voted(mine, peers=peers) == {"baseline-unwitnessed": (State.HEALTHY, Cause.NONE)}
-
-
-def test_what_went_bad_while_it_was_learnt_is_disputed():
-    """It shares a vector with its siblings, and gives another one now that none of them knows."""
-    made = [dataclasses.replace(v, chain=KERNEL, case="gemm/prefill") for v in [GOOD] * 10 + [STRANGE] * 20]
-    turned = History(of=dataclasses.replace(GPU, uuid="GPU-t", index=9)).learn(9 * DAY, *made)
-    turned.add(HOUR, made[-1])
-    siblings = [twin(name, GOOD) for name in "abc"]
-    assert voted(turned, *siblings) == DISPUTED
-    turned.add(HOUR / 2, made[0])
-    assert "recording-disputed" not in voted(turned, *siblings)
-
-
-@pytest.mark.parametrize(
-    ("processes", "expected"), [(2, {"baseline-unwitnessed"}), (3, {"baseline-unwitnessed", "recording-outvoted"})]
-)
-def test_a_vote_takes_several_processes(processes, expected):
-    """What one process gives may stick to it."""
-    devices = []
-    for name, vector in (("a", STRANGE), ("b", GOOD), ("c", GOOD)):
-        history = History(of=dataclasses.replace(GPU, uuid=f"GPU-{name}", index=ord(name)))
-        made = dataclasses.replace(vector, chain=KERNEL, case="gemm/prefill")
-        history.add(9 * DAY, *[made] * LEARN, baselining=True)
-        for number in range(processes):
-            history.add(HOUR - number, made)
-        devices.append(history)
-    assert set(voted(*devices)) == expected
-
-
-def test_a_link_that_is_not_known_any_more_is_no_change_to_be_believed():
-    """A profiler that is barred from the day on which the bits change explains nothing."""
-    history = twin("a", GOOD)
-    blind = dataclasses.replace(STRANGE, chain={"dtype": "bfloat16"}, case="gemm/prefill")
-    history.add(HOUR / 2, blind)
-    assert history.found()["chain-changed"].state is State.UNKNOWN
-    history = twin("a", GOOD)
-    history.add(HOUR / 2, dataclasses.replace(blind, chain=KERNEL | {"kernel": "another"}))
-    assert history.found()["chain-changed"].state is State.HEALTHY
-
-
-def test_operands_that_this_host_made_otherwise_speak_against_it():
-    """They come from one seed, and nothing else has changed."""
-    chain = KERNEL | {"prompt": "1111"}
-    history = twin("a", GOOD, chain=chain)
-    history.add(HOUR / 2, dataclasses.replace(STRANGE, chain=chain | {"prompt": "2222"}, case="gemm/prefill"))
-    found = history.found()["chain-changed"]
-    assert (found.state, found.cause) == (State.UNKNOWN, Cause.HARDWARE)
-
-
-def test_a_reference_is_a_witness():
-    """A bound that the same case met all the while it was learnt, in the run that recorded it."""
-    held = Comparison(case="gemm/prefill", shape="", seed=1, exactness=Exactness.MARGIN)
-    for missed in (False, True):
-        history = History(of=GPU)
-        made = dataclasses.replace(GOOD, case="gemm/prefill", chain=KERNEL)
-        for number in range(LEARN):
-            with_bound = () if missed and number == 7 else (held,)
-            history.add(9 * DAY - number, made, comparisons=with_bound, baselining=True)
-        history.add(HOUR, made, comparisons=(held,))
-        assert ("baseline-unwitnessed" in voted(history)) is missed
 
 
 def test_no_rule_is_idle(monkeypatch):

@@ -1,0 +1,646 @@
+"""What is seen, and the findings that it yields."""
+
+import dataclasses
+
+from canaryd.facts import LogRecord
+from canaryd.judge.telemetry import line_rules
+from canaryd.judge.telemetry import rules as telemetry_rules
+from canaryd.judge.telemetry.events import log_event
+from canaryd.judge.telemetry.signals import Poll
+from canaryd.model import Cause, Outcome, Reason
+from tests.judge.telemetry.made import (
+    AER,
+    AGGREGATE_CE,
+    AGGREGATE_UE,
+    CE,
+    DAY,
+    DEGRADED,
+    DIMM_CE,
+    DIMM_UE,
+    FATAL_LINK,
+    FAULTY,
+    HEALTHY,
+    HOUR,
+    LINK,
+    MINUTE,
+    NOW,
+    PLACE,
+    SUSPECT,
+    THERMAL,
+    UE,
+    UNKNOWN,
+    E,
+    H,
+    U,
+    boot,
+    event,
+    failed,
+    held_down,
+    policy,
+    poll,
+    reset,
+    rise,
+    sign,
+    wiped,
+    xid,
+)
+
+
+def width(ago):
+    """Return a link that came down from 16 lanes to 8."""
+    return event("flag", "pcie_width", ago, lasted=15.0, before="16", after="8")
+
+
+def sxid(code, severity, ago=HOUR, detail="Link 30 LTSSM Fault Up"):
+    """Return an SXid as the kernel log gives it."""
+    fields = {"severity": severity}
+    record = LogRecord(boot="b", sequence=1, at=NOW - ago, kind="sxid", name=str(code), text=detail, fields=fields)
+    return log_event(record, "GPU-a")
+
+
+SRAM_CE = "ecc_errors_total{kind=corrected,location=sram}"
+SLOW = "throttle_seconds_total{reason=hw_slowdown}"
+HARMLESS_LINK = {**FATAL_LINK, "error_status": "0x00000002"}
+OLD = poll(ago=HOUR)
+SCENARIOS = {
+    "quiet": lambda: (sign(), []),
+    "no probe and no event": lambda: (sign(polls={}), []),
+    # telemetry-stale
+    "one failed poll says nothing": lambda: (sign(newest=failed(Outcome.TIMED_OUT)), []),
+    "polls that hang": lambda: (
+        sign(completed=poll(ago=121), newest=failed(Outcome.TIMED_OUT)), [("telemetry-stale", UNKNOWN, U)],
+    ),
+    "stale, but for less than two minutes": lambda: (
+        sign(completed=poll(ago=119), newest=failed(Outcome.TIMED_OUT)), [],
+    ),
+    "no library": lambda: (
+        sign(completed=None, newest=failed(Outcome.SKIPPED, "libnvidia-ml.so.1 is not here")),
+        [("telemetry-stale", UNKNOWN, E)],
+    ),
+    "the probe itself is wrong": lambda: (
+        sign(completed=None, newest=failed(Outcome.ERRORED, "Traceback\nValueError: no")),
+        [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+    ),
+    "never polled, but for a short time": lambda: (
+        sign(polls={"p": Poll(period=15.0, newest=None, completed=None, since=NOW - 60)}), [],
+    ),
+    "an old poll after a restart of canaryd": lambda: (
+        sign(polls={"p": Poll(period=15.0, newest=None, completed=OLD, since=NOW - 60)}), [],
+    ),
+    "nobody polls": lambda: (
+        sign(completed=OLD), [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+    ),
+    # gpu-lost
+    "the driver says lost": lambda: (
+        sign(newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)), [("gpu-lost", SUSPECT, H)],
+    ),
+    "lost for long is not stale as well": lambda: (
+        sign(completed=OLD, newest=failed(Outcome.SKIPPED, "GPU is lost", reason=Reason.DEVICE_LOST)),
+        [("gpu-lost", SUSPECT, H)],
+    ),
+    "another GPU is lost": lambda: (
+        sign(newest=failed(Outcome.SKIPPED, "GPU GPU-a is not among those that answer; of others: GPU is lost")), [],
+    ),
+    "lost words": lambda: (sign(newest=failed(Outcome.ERRORED, "ConnectionError: connection lost")), []),
+    "off the bus": lambda: (sign(event("off-bus", ago=DAY), xid(79, DAY)), [("gpu-lost", SUSPECT, H)]),
+    "off the bus, rebooted, no pass yet": lambda: (
+        sign(xid(79, DAY), boot(HOUR), passed=2 * HOUR), [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus, rebooted and passed": lambda: (sign(xid(79, DAY), boot(HOUR), passed=60), []),
+    "off the bus, reset and passed": lambda: (sign(xid(79, DAY), reset(HOUR), passed=60), [("gpu-lost", SUSPECT, H)]),
+    "off the bus again after a reboot": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), event("amdgpu", "lost", DAY), boot(HOUR), passed=60),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "off the bus again after a month": lambda: (
+        sign(xid(79, 31 * DAY), boot(30.5 * DAY), xid(79, DAY), boot(HOUR), passed=60), [],
+    ),
+    "off the bus with another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR)]}), [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus more than an hour after another": lambda: (
+        sign(xid(79, DAY), beside={"cuda:1": [xid(79, DAY + HOUR + 1)]}), [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus again after a reboot, each time with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY), xid(79, DAY)]}),
+        [("gpu-lost", SUSPECT, U)],
+    ),
+    "off the bus again after a reboot, once with another": lambda: (
+        sign(xid(79, 9 * DAY), boot(8 * DAY), xid(79, DAY), beside={"cuda:1": [xid(79, 9 * DAY)]}),
+        [("gpu-lost", SUSPECT, H)],
+    ),
+    "off the bus with another, and twice alone": lambda: (
+        sign(
+            xid(79, 9 * DAY), boot(8 * DAY), xid(79, 5 * DAY), boot(4 * DAY), xid(79, DAY),
+            beside={"cuda:1": [xid(79, 9 * DAY)]},
+        ),
+        [("gpu-lost", FAULTY, H)],
+    ),
+    "only another is off the bus": lambda: (sign(beside={"cuda:1": [xid(79, DAY)]}), []),
+    "Xid 79 graded by the configuration": lambda: (sign(xid(79), policy=policy(xids={"79": "none"})), []),
+    # memory of an accelerator
+    "row remap failed": lambda: (sign(only={"row_remap_failed": 1}), [("row-remap-failed", FAULTY, H)]),
+    "row remap failed, and then the driver hangs": lambda: (
+        sign(completed=poll(ago=DAY, only={"row_remap_failed": 1}), newest=failed(Outcome.TIMED_OUT)),
+        [("row-remap-failed", FAULTY, H), ("telemetry-stale", UNKNOWN, U)],
+    ),
+    "SRAM threshold": lambda: (sign(only={"ecc_sram_threshold_exceeded": 1}), [("sram-threshold", FAULTY, H)]),
+    "row remap pending": lambda: (sign(only={"row_remap_pending": True}), [("row-remap-pending", DEGRADED, H)]),
+    "row remap pending in a poll that is too old": lambda: (
+        sign(completed=poll(ago=2 * HOUR, only={"row_remap_pending": 1}), newest=failed(Outcome.TIMED_OUT)),
+        [("telemetry-stale", UNKNOWN, U)],
+    ),
+    "a bank without spare rows": lambda: (
+        sign(only={"row_remap_banks{available=none}": 1}), [("row-remap-exhausted", DEGRADED, H)],
+    ),
+    "511 remapped rows": lambda: (sign(only={"row_remap_rows{cause=uncorrectable}": 511}), []),
+    "512 remapped rows": lambda: (
+        sign(only={"row_remap_rows{cause=uncorrectable}": 512}), [("row-remap-exhausted", FAULTY, H)],
+    ),
+    "62 retired pages": lambda: (sign(only={"retired_pages{cause=single_bit}": 61}), []),
+    "63 retired pages": lambda: (sign(only={"retired_pages{cause=single_bit}": 62}), [("retired-pages", FAULTY, H)]),
+    "14 pages with double-bit errors": lambda: (sign(only={"retired_pages{cause=double_bit}": 14}), []),
+    "15 pages with double-bit errors": lambda: (
+        sign(only={"retired_pages{cause=double_bit}": 15}), [("retired-pages", DEGRADED, H)],
+    ),
+    "a page waits for a reset": lambda: (
+        sign(only={"retired_pages_pending": 1}), [("retired-pages-pending", DEGRADED, H)],
+    ),
+    "bad pages of amdgpu": lambda: (
+        sign(only={"memory_bad_pages{status=pending}": 2}), [("memory-bad-pages", DEGRADED, H)],
+    ),
+    # uncorrected-error
+    "an uncorrected error": lambda: (sign(rise(UE), rise(AGGREGATE_UE)), [("uncorrected-error", SUSPECT, H)]),
+    "an uncorrected error of old": lambda: (sign(rise(AGGREGATE_UE, ago=31 * DAY)), []),
+    "uncorrected at first sight": lambda: (sign(only={UE: 1}), [("uncorrected-error", SUSPECT, H)]),
+    "uncorrected, then reset": lambda: (
+        sign(rise(UE, ago=2 * HOUR), reset(HOUR)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, then a pass without a reset": lambda: (
+        sign(rise(UE), passed=60), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, then a pass, then a reset": lambda: (
+        sign(rise(UE, ago=3 * HOUR), reset(HOUR), passed=2 * HOUR), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, then a reset and a pass": lambda: (sign(rise(UE, ago=2 * HOUR), reset(HOUR), passed=60), []),
+    "uncorrected, then a reboot and a pass": lambda: (sign(rise(UE, ago=2 * HOUR), boot(HOUR), passed=60), []),
+    "uncorrected, then a reset, a mismatch and a pass": lambda: (
+        sign(rise(UE, ago=2 * HOUR), reset(HOUR), wrong=120, passed=60), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "a reset that wiped out an uncorrected error": lambda: (
+        sign(wiped()),
+        [("uncorrected-error", SUSPECT, H)],
+    ),
+    "a reset that wiped out an uncorrected error, and a pass": lambda: (
+        sign(wiped(), passed=60), [],
+    ),
+    "uncorrected, and rebooted before the next poll": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected, and rebooted before the next poll, and a pass": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60), [],
+    ),
+    "uncorrected, rebooted before the next poll, and again since": lambda: (
+        sign(rise(AGGREGATE_UE, ago=HOUR, lasted=120), boot(HOUR + 60), passed=60, only={UE: 1}),
+        [("uncorrected-error", SUSPECT, H)],
+    ),
+    "Xid 94": lambda: (sign(xid(94)), [("uncorrected-error", SUSPECT, H)]),
+    "Xid 94, reset and passed": lambda: (sign(xid(94), reset(120), passed=60), []),
+    "amdgpu's uncorrected error": lambda: (
+        sign(event("amdgpu", "ras-uncorrected")), [("uncorrected-error", SUSPECT, H)],
+    ),
+    # corrected-errors-rising
+    "99 corrected errors": lambda: (sign(rise(CE, 99)), []),
+    "100 corrected errors where there were none": lambda: (
+        sign(rise(CE, 100)), [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "volatile and aggregate are the same errors": lambda: (
+        sign(rise(CE, 999), rise(AGGREGATE_CE, 999), rise(AGGREGATE_CE, 3000, ago=9 * DAY)), [],
+    ),
+    "two locations add up": lambda: (
+        sign(rise(CE, 500), rise(SRAM_CE, 500), rise(CE, 3000, ago=9 * DAY)),
+        [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "1000 in a day": lambda: (
+        sign(rise(AGGREGATE_CE, 1000), rise(AGGREGATE_CE, 90_000, ago=9 * DAY)),
+        [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "1000 the day before yesterday": lambda: (sign(rise(CE, 1000, ago=25.5 * HOUR)), []),
+    "1000 a day ago, held for an hour": lambda: (
+        sign(rise(CE, 900, ago=24.5 * HOUR), rise(CE, 100, ago=0.9 * HOUR)),
+        [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "a step": lambda: (
+        sign(rise(CE, 120), *(rise(CE, 12, ago=d * DAY) for d in range(2, 29))),
+        [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "no step": lambda: (sign(rise(CE, 120), *(rise(CE, 12.5, ago=d * DAY) for d in range(2, 29))), []),
+    # the host
+    "9 corrected errors of a module": lambda: (sign(rise(DIMM_CE, 9)), []),
+    "10 corrected errors of a module": lambda: (sign(rise(DIMM_CE, 10)), [("dimm-errors-rising", DEGRADED, H)]),
+    "5 corrected errors of two modules each": lambda: (
+        sign(rise(DIMM_CE, 5), rise(DIMM_CE.replace("A1", "B1"), 5)), [],
+    ),
+    "the same by log and by counter": lambda: (sign(rise(DIMM_CE, 5), event("edac", "corrected", count=5.0)), []),
+    "uncorrected memory": lambda: (sign(rise(DIMM_UE)), [("host-uncorrected-error", SUSPECT, H)]),
+    "uncorrected memory by the log": lambda: (
+        sign(event("edac", "uncorrected")), [("host-uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected memory at first sight": lambda: (sign(only={DIMM_UE: 1}), [("host-uncorrected-error", SUSPECT, H)]),
+    "uncorrected memory, EDAC loaded again and passed": lambda: (
+        sign(rise(DIMM_UE), reset(120), passed=60), [("host-uncorrected-error", SUSPECT, H)],
+    ),
+    "uncorrected memory, rebooted and passed": lambda: (sign(rise(DIMM_UE), boot(120), passed=60), []),
+    "machine check by the log": lambda: (sign(event("mce", "uncorrected")), [("machine-check", SUSPECT, H)]),
+    "machine check by its counter": lambda: (
+        sign(rise("machine_check_exceptions_total")), [("machine-check", SUSPECT, H)],
+    ),
+    "machine check, rebooted and passed": lambda: (sign(event("mce", "uncorrected"), boot(120), passed=60), []),
+    "9 corrected machine checks": lambda: (sign(event("mce", "corrected", count=9.0)), []),
+    "10 corrected machine checks": lambda: (
+        sign(event("mce", "corrected", count=5.0), event("mce", "logged", count=5.0)), [("machine-check", DEGRADED, H)],
+    ),
+    # Xids
+    "Xid 31": lambda: (sign(xid(31)), [("xid-application", HEALTHY, U)]),
+    "Xid 31, exact pass": lambda: (sign(xid(31), passed=60), [("xid-application", HEALTHY, Cause.SOFTWARE)]),
+    "Xid 31, exact mismatch": lambda: (sign(xid(31), wrong=60), [("xid-application", SUSPECT, U)]),
+    "Xid 31, exact mismatch before": lambda: (sign(xid(31), wrong=2 * HOUR), [("xid-application", HEALTHY, U)]),
+    "Xid 31 a day ago": lambda: (sign(xid(31, DAY + 1)), []),
+    "a burst of Xid 31": lambda: (sign(xid(31, count=500.0)), [("xid-application", HEALTHY, U)]),
+    "Xid 31 on two occasions": lambda: (sign(xid(31, 5 * HOUR), xid(31)), [("xid-application", HEALTHY, U)]),
+    "Xid 31 on three occasions": lambda: (
+        sign(xid(31, 9 * HOUR), xid(31, 5 * HOUR), xid(31)), [("xid-repeated", DEGRADED, U)],
+    ),
+    "Xid 31 on three occasions, two in one hour": lambda: (
+        sign(event("xid", "31", 5 * HOUR, lasted=MINUTE, count=2.0), xid(31)), [("xid-repeated", DEGRADED, U)],
+    ),
+    "Xid 31 less than a minute apart": lambda: (
+        sign(event("xid", "31", 5 * HOUR, lasted=59.0, count=2.0), xid(31)), [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 31 on three occasions in three days": lambda: (
+        sign(xid(31, 49 * HOUR), xid(31, 25 * HOUR), xid(31)), [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 13 twice at one place": lambda: (
+        sign(xid(13, 5 * HOUR, PLACE), xid(13, HOUR, PLACE)), [("xid-repeated", DEGRADED, U)],
+    ),
+    "Xid 13 at two places": lambda: (
+        sign(xid(13, 5 * HOUR, PLACE), xid(13, HOUR, {**PLACE, "tpc": "2"})), [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 13, many lines at one place": lambda: (
+        sign(event("xid", "13", HOUR, lasted=30, count=9.0, before="GPC 9 TPC 1", after="GPC 9 TPC 1")),
+        [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 45 with every killed process": lambda: (
+        sign(xid(45, 9 * HOUR), xid(45, 5 * HOUR), xid(45)), [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 69, an application's own fault, ever again": lambda: (
+        sign(xid(69, 9 * HOUR), xid(69, 5 * HOUR), xid(69)), [("xid-application", HEALTHY, U)],
+    ),
+    "Xid 43 asks for nothing": lambda: (sign(xid(43)), []),
+    "Xid 31 that the configuration silences": lambda: (sign(xid(31), policy=policy(xids={"31": "none"})), []),
+    "Xid 31 that the configuration takes for RMA": lambda: (
+        sign(xid(31), policy=policy(xids={"31": "rma"})), [("xid-inspect", FAULTY, H)],
+    ),
+    "Xid 64": lambda: (sign(xid(64, DAY)), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset": lambda: (sign(xid(64, DAY), reset(HOUR), passed=2 * HOUR), [("xid-recovery", SUSPECT, H)]),
+    "Xid 64, reset and passed": lambda: (sign(xid(64, DAY), reset(HOUR), passed=60), []),
+    "Xid 64 again after a reset": lambda: (
+        sign(xid(64, DAY), reset(HOUR), xid(64, 60)), [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets": lambda: (
+        sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
+        [("xid-recurring", FAULTY, H)],
+    ),
+    "Xid 64 with another device's within an hour": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + HOUR)]}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 64 with another device's Xid 62": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(62, DAY)]}), [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, with another device's once": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY)]},
+        ),
+        [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, always with another device's": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY), xid(64, 4 * HOUR), xid(64, 60)]},
+        ),
+        [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
+    "one memory error under four codes": lambda: (
+        sign(*(xid(code, DAY) for code in (48, 171, 94, 95)), rise(UE, ago=DAY)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "memory errors again after two resets, under other codes": lambda: (
+        sign(xid(48, DAY), reset(5 * HOUR), xid(94, 4 * HOUR), boot(HOUR), xid(95, 60)),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "Xid 95 that the configuration grades": lambda: (
+        sign(xid(95), policy=policy(xids={"95": "reboot"})), [("xid-recovery", SUSPECT, H)],
+    ),
+    "contained memory errors again after a reset": lambda: (
+        sign(xid(94, DAY), reset(HOUR), xid(94, 60)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "contained memory errors again after two resets, with clean tests": lambda: (
+        sign(xid(94, 9 * DAY), reset(8 * DAY), xid(94, 5 * DAY), reset(4 * DAY), xid(94, DAY), reset(HOUR), passed=60),
+        [("uncorrected-error", FAULTY, H)],
+    ),
+    "half of the lanes since a reset": lambda: (
+        sign(reset(HOUR), width(HOUR), only={"pcie_width": 8}), [("pcie-width", DEGRADED, E)],
+    ),
+    "half of the lanes since no reset, at rest": lambda: (sign(width(HOUR), only={"pcie_width": 8}), []),
+    "half of the lanes since a reset, and all of them again": lambda: (sign(reset(HOUR), width(HOUR)), []),
+    "half of the lanes since a reset, of a link that narrows at rest": lambda: (
+        sign(width(DAY), reset(HOUR), width(HOUR), only={"pcie_width": 8}), [],
+    ),
+    "Xid 119 again after two resets is the driver's": lambda: (
+        sign(xid(119, DAY), reset(5 * HOUR), xid(119, 4 * HOUR), reset(HOUR), xid(119, 60)),
+        [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 168 wants a reboot": lambda: (sign(xid(168), reset(120), passed=60), [("xid-recovery", SUSPECT, H)]),
+    "Xid 168, rebooted and passed": lambda: (sign(xid(168), boot(120), passed=60), []),
+    "Xid 145, fatal": lambda: (sign(xid(145, fields=FATAL_LINK)), [("xid-recovery", SUSPECT, U)]),
+    "Xid 145, harmless": lambda: (sign(xid(145, fields=HARMLESS_LINK)), []),
+    "Xid 154 wants a reset": lambda: (sign(xid(154, fields={"action": "reset"})), [("xid-recovery", SUSPECT, U)]),
+    "Xid 154 has wanted a reset": lambda: (
+        sign(xid(154, 2 * HOUR, {"action": "drain-and-reset"}), xid(154, HOUR, {"action": "none"})), [],
+    ),
+    "Xid 54": lambda: (sign(xid(54, 29.9 * DAY)), [("xid-inspect", SUSPECT, E)]),
+    "Xid 54 a month ago": lambda: (sign(xid(54, 30.1 * DAY)), []),
+    "Xid 999": lambda: (sign(xid(999)), [("xid-unknown", DEGRADED, U)]),
+    "Xid 999 a day ago": lambda: (sign(xid(999, DAY + 1)), []),
+    "Xid 92": lambda: (sign(xid(92)), [("xid-noted", HEALTHY, H)]),
+    "Xid 92 a day ago": lambda: (sign(xid(92, DAY + 1)), []),
+    "Xid 157, a part without a spare": lambda: (sign(xid(157)), [("xid-noted", HEALTHY, H)]),
+    "Xid 161, a memory channel without a spare": lambda: (sign(xid(161)), [("xid-noted", HEALTHY, H)]),
+    "fatal SXid": lambda: (sign(sxid(20034, "fatal")), [("sxid", DEGRADED, H)]),
+    "SXid": lambda: (sign(sxid(12028, "non-fatal", detail="fatal")), [("sxid", HEALTHY, H)]),
+    "SXid of unknown severity": lambda: (sign(sxid(12028, "unknown")), [("sxid", HEALTHY, H)]),
+    "SXid a day ago": lambda: (sign(sxid(20034, "fatal", DAY + 1)), []),
+    # heat, power, links
+    "held down for 59 s": lambda: (sign(rise(THERMAL, 59.0, ago=60)), []),
+    "held down for 60 s": lambda: (sign(rise(THERMAL, 60.0, ago=60)), [("throttled", DEGRADED, E)]),
+    "held down twice over by one cause": lambda: (sign(rise(THERMAL, 40.0, ago=60), rise(SLOW, 40.0, ago=60)), []),
+    "held down an hour ago": lambda: (sign(rise(THERMAL, 600.0, ago=HOUR + 1)), []),
+    "held down by software's power cap": lambda: (
+        sign(rise("throttle_seconds_total{reason=sw_power_cap}", 3000.0, ago=60)), [],
+    ),
+    "held down, seen poll by poll": lambda: (
+        sign(held_down("hw_power_brake", 60, count=60.0)), [("throttled", DEGRADED, E)],
+    ),
+    "processors slow down 9 times": lambda: (sign(rise("throttle_events_total{scope=package}", 9.0, ago=60)), []),
+    "processors slow down 10 times": lambda: (
+        sign(rise("throttle_events_total{scope=package}", 10.0, ago=60)), [("throttled", DEGRADED, E)],
+    ),
+    "processors slow down, and each has a line": lambda: (
+        sign(event("thermal", "core", 60, count=64.0), only={"throttle_events_total{scope=core}": 1}), [],
+    ),
+    "processors slow down 10 times by the log": lambda: (
+        sign(event("thermal", "core", 60, count=10.0)), [("throttled", DEGRADED, E)],
+    ),
+    **{
+        f"{name} for {seconds} s, {ago:g} s ago": lambda n=name, s=seconds, a=ago, w=wanted: (
+            sign(event("condition", n, a, count=float(s))), [(n, DEGRADED, E)] * w,
+        )
+        for name in telemetry_rules.CONDITIONS
+        for seconds, ago, wanted in ((60, HOUR, 1), (59, 60, 0), (999, HOUR + 1, 0))
+    },
+    "310 replays in ten minutes": lambda: (sign(rise("pcie_replays_total", 310, ago=60)), []),
+    "320 replays in ten minutes": lambda: (
+        sign(rise("pcie_replays_total", 320, ago=60)), [("pcie-replays", DEGRADED, H)],
+    ),
+    "320 replays in twenty minutes": lambda: (sign(rise("pcie_replays_total", 320, ago=60, lasted=1200.0)), []),
+    "320 correctable errors": lambda: (sign(rise(AER("correctable"), 320, ago=60)), [("pcie-replays", DEGRADED, H)]),
+    "320 replays two hours ago": lambda: (sign(rise("pcie_replays_total", 320, ago=2 * HOUR)), []),
+    "fatal PCI Express error": lambda: (sign(rise(AER("fatal"), ago=DAY)), [("pcie-aer", SUSPECT, H)]),
+    "fatal PCI Express error, reset and passed": lambda: (sign(rise(AER("fatal"), ago=DAY), reset(120), passed=60), []),
+    "fatal PCI Express error, with a reset": lambda: (sign(reset(DAY), rise(AER("fatal"), ago=DAY, lasted=15)), []),
+    "fatal PCI Express error, 9 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 9 * MINUTE)), [],
+    ),
+    "fatal PCI Express error, 11 minutes after a reset": lambda: (
+        sign(reset(DAY), event("aer", "fatal", DAY - 11 * MINUTE)), [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error of the port above": lambda: (
+        sign(event("aer", "fatal port", fields={"below": "0000:65:00.0"})), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error, its own and of the port above": lambda: (
+        sign(event("aer", "fatal port", fields={"below": "0000:65:00.0"}), event("aer", "fatal")),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error with another device's within an hour": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", 2 * HOUR)]}), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error an hour and a second after another device's": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", 2 * HOUR + 1)]}),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error with another device's that was only training": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [reset(HOUR + MINUTE), event("aer", "fatal")]}),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "nonfatal PCI Express error": lambda: (sign(event("aer", "nonfatal")), [("pcie-aer", DEGRADED, H)]),
+    "nonfatal PCI Express error two days ago": lambda: (sign(event("aer", "nonfatal", 2 * DAY)), []),
+    "NVLink recovers": lambda: (sign(rise(LINK("recovery"), ago=60)), [("nvlink-errors", DEGRADED, H)]),
+    "NVLink recovered two hours ago": lambda: (sign(rise(LINK("recovery"), ago=2 * HOUR)), []),
+    "NVLink, 99 CRC errors a second": lambda: (sign(rise(LINK("crc_flit"), 5940, ago=60)), []),
+    "NVLink, 100 CRC errors a second": lambda: (
+        sign(rise(LINK("crc_flit"), 6000, ago=60)), [("nvlink-errors", DEGRADED, H)],
+    ),
+    "NVLink down since a day": lambda: (
+        sign(event("flag", "nvlink_up{link=3}", DAY, before="1", after="0"), only={"nvlink_up{link=3}": 0}),
+        [("nvlink-down", DEGRADED, U)],
+    ),
+    "NVLink down and up within an hour": lambda: (
+        sign(event("flag", "nvlink_up{link=3}", 60, before="1", after="1", count=2.0)), [("nvlink-down", DEGRADED, U)],
+    ),
+    "NVLink down and up a day ago": lambda: (
+        sign(event("flag", "nvlink_up{link=3}", DAY, before="1", after="1", count=2.0)), [],
+    ),
+    "NVLink came up": lambda: (sign(event("flag", "nvlink_up{link=3}", 60, before="0", after="1")), []),
+    "a link that never was up": lambda: (sign(only={"nvlink_up{link=3}": 0, "fabric_ready": 0}), []),
+    "the fabric is left": lambda: (
+        sign(event("flag", "fabric_ready", DAY, before="1", after="0"), only={"fabric_ready": 0}),
+        [("nvlink-down", DEGRADED, U)],
+    ),
+    "NVLink could not recover": lambda: (sign(rise(LINK("recovery_failed"), ago=60)), [("nvlink-errors", DEGRADED, H)]),
+    "NVLink could not recover, within a night that nobody watched": lambda: (
+        sign(rise(LINK("recovery_failed"), ago=60, lasted=8 * HOUR)), [("nvlink-errors", DEGRADED, H)],
+    ),
+    "NVLink could not recover two hours ago": lambda: (sign(rise(LINK("recovery_failed"), ago=HOUR + 1)), []),
+    # gaps: what came at an unknown time is shared out evenly
+    "1 replay a minute, in a night that nobody watched": lambda: (
+        sign(rise("pcie_replays_total", 480, ago=60, lasted=8 * HOUR)), [],
+    ),
+    "40 replays a minute, in a night that nobody watched": lambda: (
+        sign(rise("pcie_replays_total", 8 * 60 * 40, ago=60, lasted=8 * HOUR)), [("pcie-replays", DEGRADED, H)],
+    ),
+    "500 corrected errors a day, for three days that nobody watched": lambda: (
+        sign(rise(CE, 1500, ago=60, lasted=3 * DAY)), [],
+    ),
+    "1100 corrected errors a day, for three days that nobody watched": lambda: (
+        sign(rise(CE, 3300, ago=60, lasted=3 * DAY)), [("corrected-errors-rising", DEGRADED, H)],
+    ),
+    "4 corrected errors of a module a day, for three days": lambda: (
+        sign(rise(DIMM_CE, 12, ago=60, lasted=3 * DAY)), [],
+    ),
+    "held down for 30 s a day, for three days": lambda: (sign(rise(THERMAL, 90.0, ago=60, lasted=3 * DAY)), []),
+    "held down for 70 s an hour, for a night": lambda: (
+        sign(rise(THERMAL, 560.0, ago=60, lasted=8 * HOUR)), [("throttled", DEGRADED, E)],
+    ),
+    "processors slow down once an hour, for a night": lambda: (
+        sign(rise("throttle_events_total{scope=core}", 12.0, ago=60, lasted=12 * HOUR)), [],
+    ),
+    "NVLink recovered once in a night": lambda: (sign(rise(LINK("recovery"), ago=60, lasted=8 * HOUR)), []),
+    "NVLink, 6000 CRC errors in a night": lambda: (sign(rise(LINK("crc_flit"), 6000, ago=60, lasted=8 * HOUR)), []),
+    "an uncorrected error in a night": lambda: (
+        sign(rise(UE, ago=60, lasted=8 * HOUR)), [("uncorrected-error", SUSPECT, H)],
+    ),
+    "a burst of CRC errors, and single ones after it": lambda: (
+        sign(rise(LINK("crc_flit"), 60_000, ago=3000, lasted=59.0), rise(LINK("crc_flit"), 1, ago=5)),
+        [("nvlink-errors", DEGRADED, H)],
+    ),
+    "hot for 15 s, four times in an hour": lambda: (
+        sign(event("condition", "hot", 600, lasted=2715.0, count=60.0)), [],
+    ),
+    "hot for two hours, ten seconds of each minute": lambda: (
+        sign(event("condition", "hot", 600, lasted=2 * HOUR, count=1200.0)), [("hot", DEGRADED, E)],
+    ),
+    # after a reset, links train
+    **{
+        f"{name}, {after / MINUTE:g} minutes after a {what.__name__}": lambda k=key, n=by, a=after, w=what, r=rule: (
+            sign(rise(k, n, ago=60, lasted=15.0), w(60 + a)), [(r, DEGRADED, H)] * (a > 600),
+        )
+        for name, key, by, rule in (
+            ("link recovers", LINK("recovery"), 1, "nvlink-errors"),
+            ("link could not recover", LINK("recovery_failed"), 1, "nvlink-errors"),
+            ("CRC errors", LINK("crc_flit"), 60_000, "nvlink-errors"),
+            ("replays", "pcie_replays_total", 320, "pcie-replays"),
+            ("correctable errors", AER("correctable"), 320, "pcie-replays"),
+        )
+        for after, what in ((540.0, reset), (540.0, boot), (660.0, reset))
+    },
+    "link errors in a gap with a reboot": lambda: (
+        sign(rise(LINK("recovery"), 2, 5, lasted=700), rise("pcie_replays_total", 330, 5, lasted=700), boot(100)), [],
+    ),
+    "the fabric is late after a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 50, before="1", after="0"), boot(100), only={"fabric_ready": 0}), [],
+    ),
+    "the fabric was late after a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 900, lasted=600.0, before="1", after="1", count=2.0), boot(1000)), [],
+    ),
+    "the fabric is away since a reboot": lambda: (
+        sign(event("flag", "fabric_ready", 650, before="1", after="0"), boot(700), only={"fabric_ready": 0}),
+        [("nvlink-down", DEGRADED, U)],
+    ),
+    "MIG turns links off": lambda: (
+        sign(
+            event("flag", "nvlink_up{link=3}", DAY, before="1", after="0"),
+            only={"nvlink_up{link=3}": 0, "mig_enabled": 1},
+        ),
+        [],
+    ),
+    "MIG turned links off, and is off again": lambda: (
+        sign(
+            event("flag", "nvlink_up{link=3}", 900, lasted=900.0, before="1", after="1", count=2.0),
+            event("flag", "mig_enabled", 900, lasted=900.0, before="0", after="0", count=2.0),
+        ),
+        [],
+    ),
+    # clocks that are wrong
+    "Xid 79 read while the clock said 1970": lambda: (
+        sign(dataclasses.replace(xid(79), first=20 * DAY, last=20 * DAY)), [("gpu-lost", SUSPECT, H)],
+    ),
+    "Xid 79 dated in the future": lambda: (sign(xid(79, -DAY)), [("gpu-lost", SUSPECT, H)]),
+    "a rise since 1970 is one of now": lambda: (
+        sign(dataclasses.replace(rise("pcie_replays_total", 320, 60), first=20 * DAY)), [("pcie-replays", DEGRADED, H)],
+    ),
+    "a poll from half a minute ahead": lambda: (sign(completed=poll(-30)), []),
+    "a poll from tomorrow": lambda: (
+        sign(
+            polls={
+                "p": Poll(period=15.0, newest=None, completed=poll(-DAY, only={"crash_records": 1}), since=NOW + DAY)
+            }
+        ),
+        [("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+    ),
+    "a poll from tomorrow tells what lasts": lambda: (
+        sign(completed=poll(-DAY, only={"row_remap_failed": 1, "crash_records": 1})),
+        [("row-remap-failed", FAULTY, H), ("telemetry-stale", UNKNOWN, Cause.HARNESS)],
+    ),
+    # the driver's advice, settings, the host
+    "the driver wants a reset": lambda: (
+        sign(only={"recovery_action{action=none}": None, "recovery_action{action=reset}": 1}),
+        [("recovery-action", SUSPECT, U)],
+    ),
+    "the driver wants what we do not know": lambda: (
+        sign(only={"recovery_action{action=none}": None, "recovery_action{action=unknown(9)}": 1}),
+        [("recovery-action", DEGRADED, U)],
+    ),
+    **{
+        f"device health {word}": lambda w=word, s=state: (
+            sign(only={"device_health{status=ok}": None, f"device_health{{status={w}}}": 1}),
+            [("device-health", s, U)] if s else [],
+        )
+        for word, state in (("warning", DEGRADED), ("Alarm", DEGRADED), ("critical", SUSPECT), ("unknown", None))
+    },
+    "the driver restarted the device": lambda: (
+        sign(rise("device_recoveries_total", 2)), [("device-recovered", DEGRADED, U)],
+    ),
+    "the driver restarted the device two days ago": lambda: (sign(rise("device_recoveries_total", ago=2 * DAY)), []),
+    "persistence off": lambda: (sign(only={"persistence_mode": 0}), [("persistence-off", HEALTHY, E)]),
+    "no persistence known": lambda: (sign(only={"persistence_mode": None}), []),
+    "ECC off": lambda: (
+        sign(only={"ecc_enabled{when=current}": 0, "ecc_enabled{when=pending}": 0}), [("ecc-off", HEALTHY, E)],
+    ),
+    "ECC will change": lambda: (sign(only={"ecc_enabled{when=pending}": 0}), [("ecc-off", HEALTHY, E)]),
+    "tsc given up": lambda: (
+        sign(
+            event("flag", "clock_source", 9 * DAY, before="tsc", after="hpet"),
+            only={"clock_source{source=tsc}": None, "clock_source{source=hpet}": 1},
+        ),
+        [("clock-source", DEGRADED, E)],
+    ),
+    "tsc given up, rebooted": lambda: (
+        sign(
+            event("flag", "clock_source", 9 * DAY, before="tsc", after="hpet"), boot(2 * DAY),
+            only={"clock_source{source=tsc}": None, "clock_source{source=hpet}": 1},
+        ),
+        [],
+    ),
+    "tsc given up and taken again": lambda: (sign(event("clock", "unstable", 2 * HOUR)), []),
+    "tsc marked unstable": lambda: (sign(event("clock", "unstable", 60)), [("clock-source", DEGRADED, E)]),
+    "never had tsc": lambda: (sign(only={"clock_source{source=tsc}": None, "clock_source{source=kvm-clock}": 1}), []),
+    "unclean reboot": lambda: (sign(boot(HOUR, "unclean")), [("unclean-reboot", HEALTHY, U)]),
+    "unclean reboot two days ago, clean one now": lambda: (sign(boot(2 * DAY, "unclean"), boot(HOUR)), []),
+    "crash records": lambda: (sign(only={"crash_records": 2}), [("unclean-reboot", HEALTHY, U)]),
+    **{
+        f"line {' '.join(line)}, {ago:g} s ago": lambda i=line, a=ago: (
+            sign(event(i[0], i[1] or "whatever", a, fields={"below": "0000:65:00.0 0000:66:00.0"})),
+            [(f"kernel-{i[0]}", *line_rules.LINES[i][:2])] if a <= DAY else [],
+        )
+        for line in line_rules.LINES
+        for ago in (HOUR, DAY + 1)
+    },
+    "a kind of line that nobody judges": lambda: (sign(event("amdgpu", "ras-corrected"), event("news", "x")), []),
+    "the driver changed": lambda: (
+        sign(event("change", "driver", before="570.1", after="580.2")), [("changed", HEALTHY, Cause.NONE)],
+    ),
+    "a counter for life fell": lambda: (sign(event("counter-fell", AGGREGATE_CE)), [("changed", HEALTHY, Cause.NONE)]),
+    "counters of links were cleared": lambda: (
+        sign(event("counter-fell", "nvlink_errors_total")), [("changed", HEALTHY, Cause.NONE)],
+    ),
+    "a counter started anew with the machine": lambda: (
+        sign(event("counter-fell", "machine_check_exceptions_total", 60, lasted=300.0), boot(100)), [],
+    ),
+    "changes of two days ago": lambda: (
+        sign(event("change", "driver", 2 * DAY), event("counter-fell", AGGREGATE_CE, 2 * DAY)), [],
+    ),
+}  # fmt: skip

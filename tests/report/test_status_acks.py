@@ -1,0 +1,170 @@
+"""What `canaryd status` says of an operator's words: acknowledged, repaired, replaced."""
+
+from dataclasses import replace
+
+import pytest
+
+from canaryd.config.settings import Config
+from canaryd.formatting import format_time
+from canaryd.model import Ack, Finding, State
+from canaryd.report import status
+from canaryd.report.advice import advice, answer
+from canaryd.report.status_text import as_json as status_json
+from canaryd.report.status_text import as_text as status_text
+from canaryd.store.clock import REACHED_NOTE, STEP
+from tests.report.statuses import CPU, GPU, NOW, H, U, acknowledge, ask, run, unwrapped, verdict
+
+
+def test_the_word_of_an_operator_is_told_while_it_holds(store):
+    """Who, until when and why; one that has run out is told no more, a repair for good."""
+    store.see_device(GPU, NOW)
+    known = Finding(rule="a-rule", state=State.UNKNOWN, cause=H, message="known: wrong bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, H), findings=(known,)))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 9e5, reason="new riser"))
+    store.add_ack(Ack(device=GPU.uuid, kind="acknowledged", at=NOW - 60, until=NOW + 600, reason="RMA 7", by="anna"))
+    found = ask(store)
+    text = unwrapped(status_text(found))
+    assert f"! acknowledged until {format_time(NOW + 600)} by anna on {format_time(NOW - 60)}: RMA 7" in text
+    assert f"! repaired on {format_time(NOW - 9e5)}: new riser" in text
+    assert "Nothing new: cuda:3 is acknowledged until" in text
+    assert "Still, send it no work and do not use its results." in text
+    told = status_json(found)["devices"][0]["acks"]
+    assert [(a["kind"], a["until"], a["by"]) for a in told] == [
+        ("repaired", None, ""),
+        ("acknowledged", NOW + 600, "anna"),
+    ]
+    later = ask(store, now=NOW + 601)
+    assert [a.kind for a in later.devices[0].acks] == ["repaired"]
+    assert "Nothing new" not in status_text(later)
+
+
+def suspect(*extra, decided=NOW - 60):
+    """Return a verdict that is suspect by one mismatch, with other findings beside it."""
+    found = Finding(rule="exact-mismatch", state=State.SUSPECT, cause=U, message="wrong bits", runs=("r1",))
+    return replace(verdict(State.SUSPECT, U, decided=decided), findings=(found, *extra))
+
+
+@pytest.mark.parametrize("state", [State.HEALTHY, State.SUSPECT, State.FAULTY])
+def test_a_repair_that_nobody_has_judged_makes_the_device_unknown(store, state):
+    """Whatever it was: no daemon may have run since, and what it did before is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(state, H, "wrong bits"))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 61, reason="new riser"))
+    assert ask(store).state is state
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 50, reason="new riser"))
+    found = ask(store)
+    (only,) = found.devices[0].verdict.findings
+    assert (found.state, only.rule) == (State.UNKNOWN, "unjudged")
+    assert "repaired or replaced" in only.message
+    assert only.evidence[0].startswith(f"Before, it was {state.value} (hardware). Earlier failures no longer count")
+    assert (found.devices[0].verdict.decided, found.devices[0].verdict.since) == (NOW - 60, NOW - 50)
+    assert "UNKNOWN" in answer(found)
+    assert status.as_of(found, NOW + 9e4).devices[0].verdict.findings == (only,)
+
+
+def test_a_replaced_part_that_names_itself_keeps_its_verdict(store):
+    """Its record stands while it is found; a processor has no name of its own and begins anew."""
+    for device in (GPU, replace(CPU, weak_identity=True)):
+        store.see_device(device, NOW)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+        store.add_ack(Ack(device=device.uuid, kind="replaced", at=NOW - 50, reason="swapped"))
+    assert {d.device.name: d.verdict.state for d in ask(store).devices} == {
+        "cuda:3": State.FAULTY,
+        "cpu:0": State.UNKNOWN,
+    }
+
+
+def test_evidence_from_before_a_repair_is_history(store):
+    """It is not told as the newest evidence of a device that has none yet, whoever gathered it."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(verdict(State.UNKNOWN, U, "no evidence yet"))
+    store.add_run(run(1))
+    store.add_run(run(2, probe="later", started=NOW - 5))
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 100, reason="new riser"))
+    assert ask(store).devices[0].evidence == {"exact": None, "later": NOW - 5}
+    given = {GPU.uuid: {"exact": NOW - 101, "never": None, "later": NOW - 99}}
+    found = status.gather(store, Config(), NOW, daemon=True, evidence=given)
+    assert found.devices[0].evidence == {"exact": None, "never": None, "later": NOW - 99}
+
+
+def test_a_word_that_nobody_has_judged_covers_what_was_suspect(store):
+    """As the judge would: unknown, not healthy, and known. What is faulty, or of another rule, stays."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store)
+    found = ask(store)
+    (one,) = found.devices
+    assert (one.verdict.state, one.verdict.cause, one.acknowledged) == (State.UNKNOWN, U, True)
+    assert [(f.rule, f.state, f.acknowledged) for f in one.verdict.findings] == [
+        ("exact-mismatch", State.UNKNOWN, True),
+        ("acknowledged", State.HEALTHY, False),
+    ]
+    assert ": wrong bits" in one.verdict.findings[0].message
+    assert "Nothing new: cuda:3 is acknowledged" in advice(found)
+    assert status_text(found).count("RMA 7") == 1
+    store.set_verdict(suspect(Finding(rule="confirmed", state=State.FAULTY, cause=H, message="thrice")))
+    assert ask(store).state is State.FAULTY
+    store.set_verdict(suspect(Finding(rule="other", state=State.SUSPECT, cause=H, message="slow link")))
+    found = ask(store)
+    assert (found.state, found.devices[0].verdict.cause) == (State.SUSPECT, H)
+    assert "Nothing new" not in advice(found)
+
+
+def test_a_word_that_ended_leaves_the_suspicion(store):
+    """Ended by the operator or by time: what it covered is suspect until it is judged again."""
+    store.see_device(GPU, NOW)
+    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    acknowledge(store, at=NOW - 90)
+    assert ask(store).state is State.UNKNOWN
+    assert ask(store, now=NOW + 601).state is State.SUSPECT
+    acknowledge(store, until=NOW - 10)
+    found = ask(store)
+    assert found.state is State.SUSPECT
+    assert "The acknowledgement has ended" in status_text(found)
+    assert "Nothing new" not in status_text(found)
+
+
+def test_a_clock_that_jumped_ends_no_acknowledgement(store):
+    """It ends by the time that has come for certain, as in verdicts; `canaryd ack` and the metrics ask the same."""
+    store.see_device(GPU, NOW)
+    store.set_note(REACHED_NOTE, repr(NOW))
+    covered = Finding(rule="exact-mismatch", state=State.UNKNOWN, cause=U, message="known: bits", acknowledged=True)
+    store.set_verdict(replace(verdict(State.UNKNOWN, U), findings=(covered,)))
+    acknowledge(store, until=NOW + 2 * STEP)
+    (one,) = status.gather(store, Config(), NOW + 30 * 86_400).devices
+    assert one.acks
+    assert one.verdict.state is State.UNKNOWN
+    cached = status.gather(store, Config(), NOW + 30 * 86_400)
+    assert status.as_of(cached, cached.now + 60).devices[0].acks
+    assert not status.as_of(cached, cached.now + 2 * STEP).devices[0].acks
+    store.set_note(REACHED_NOTE, repr(NOW + STEP))
+    assert store.certain(NOW) == NOW
+    assert not status.gather(store, Config(), NOW + 30 * 86_400).devices[0].acks
+
+
+def test_a_wrong_run_after_a_word_is_news(store):
+    """The operator cannot have known of it; one from before a repair is history."""
+    store.see_device(GPU, NOW)
+    store.set_verdict(suspect())
+    acknowledge(store, at=NOW - 59)
+    assert "Nothing new" in advice(ask(store))
+    store.add_run(run(4, unknown=("prefill/1",)))
+    found = ask(store)
+    assert "Nothing new" not in advice(found)
+    assert "A newer exact run differed from its baseline (case prefill/1); not judged yet." in unwrapped(
+        status_text(found)
+    )
+    store.add_ack(Ack(device=GPU.uuid, kind="repaired", at=NOW - 70, reason="new riser"))
+    assert "Nothing new" in advice(ask(store))
+
+
+def test_a_part_that_was_replaced_is_not_told_of(store):
+    """It left with its record; as long as it is found, the word alone does not make it leave."""
+    for device in (GPU, CPU):
+        store.see_device(device, NOW - 60)
+        store.set_verdict(replace(verdict(State.FAULTY, H, "wrong bits"), device=device.uuid))
+    store.add_ack(Ack(device=GPU.uuid, kind="replaced", at=NOW, reason="RMA 7"))
+    assert {d.device.uuid for d in ask(store).devices} == {"GPU-1", "CPU-1"}
+    store.set_present({CPU.uuid}, NOW)
+    assert {d.device.uuid for d in ask(store).devices} == {"CPU-1"}

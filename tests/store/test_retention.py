@@ -1,0 +1,77 @@
+"""What is kept for how long, and what goes first."""
+
+from canaryd.model import Outcome, State
+from canaryd.store.clock import DAY
+from canaryd.store.store import Store
+from tests.store.made import NOW, failure, fill, ids, junk, passed, run, verdict
+
+
+def test_failures_are_kept_longer_than_successes_and_drills_shortest(store):
+    """A wrong comparison or a lost worker is a failure; a skipped run is not; a drill goes first."""
+    store.add_run(run("ok"))
+    store.add_run(run("skipped", outcome=Outcome.SKIPPED))
+    store.add_run(failure("wrong"))
+    store.add_run(run("crashed", outcome=Outcome.CRASHED))
+    store.add_run(failure("drill", drill="bit_flip"))
+    store.prune(NOW + 0.9 * DAY)
+    assert len(store.runs(drill=None)) == 5
+    passed(store, NOW + 1.1 * DAY)
+    store.prune(NOW + 1.1 * DAY)
+    assert ids(store.runs(drill=None)) == ["ok", "skipped", "wrong", "crashed"]
+    passed(store, NOW + 14.1 * DAY)
+    store.prune(NOW + 14.1 * DAY)
+    assert ids(store.runs()) == ["wrong", "crashed"]
+    passed(store, NOW + 401 * DAY)
+    store.prune(NOW + 401 * DAY)
+    assert store.runs() == []
+
+
+def test_a_clock_years_ahead_deletes_no_failure_however_long_it_stands(tmp_path, clock):
+    """After a day the clock is believed, and what it says is far older than failures are kept: they stay."""
+    with Store.open(tmp_path, now=clock, monotonic=lambda: clock.lived) as store:
+        store.add_run(failure("wrong"))
+        store.set_verdict(verdict(State.FAULTY))
+        store.set_verdict(verdict(decided=NOW + 1))
+        store.prune(NOW)
+        for hour in range(10 * 24):
+            clock.now, clock.lived = NOW + 800 * DAY + hour * 3600, hour * 3600
+            store.prune(clock.now)
+        assert store.reached > NOW + 800 * DAY
+        assert ids(store.runs()) == ["wrong"]
+        assert len(store.verdict_history("GPU-1")) == 2
+
+
+def test_old_verdicts_go_but_never_the_newest(store):
+    """History is kept as long as failures; the last word on a device for ever."""
+    store.set_verdict(verdict(State.SUSPECT))
+    store.set_verdict(verdict(decided=NOW + 1))
+    store.set_verdict(verdict(State.FAULTY, drill=True))
+    store.prune(NOW + 500 * DAY)
+    assert store.verdict_history("GPU-1") == [verdict(decided=NOW + 1)]
+
+
+def test_the_size_bound_costs_successes_first(tmp_path):
+    """The file shrinks below its bound; the oldest successes went, and every failure is still there."""
+    rows = [(failure if n % 10 == 0 else run)(f"r{n:04}", detail=junk(2000 + n).hex()) for n in range(1000)]
+    fill(tmp_path / "s", rows, now=lambda: NOW)
+    with Store.open(tmp_path / "s", max_bytes=2_000_000) as store:
+        assert store.path.stat().st_size > 2_000_000
+        store.prune(NOW)
+        assert store.path.stat().st_size < 2_000_000
+        kept = store.runs()
+        assert ids(store.runs(failed=True)) == [r.id for r in rows[::10]]
+        assert len(kept) >= 400, "no more went than needed"
+        assert kept[-1].id == "r0999"
+        assert store.problems == []
+
+
+def test_the_size_bound_costs_failures_only_when_nothing_else_is_left(tmp_path):
+    """The oldest failures go last, and the store says so."""
+    rows = [failure(f"f{n:03}", detail=junk(2000 + n).hex()) for n in range(400)]
+    fill(tmp_path / "s", [*rows, run("success")], now=lambda: NOW)
+    with Store.open(tmp_path / "s", max_bytes=700_000) as store:
+        store.prune(NOW)
+        assert store.path.stat().st_size < 700_000
+        assert ids(store.runs()) == [r.id for r in rows[-len(store.runs()) :]]
+        assert len(store.runs()) >= 100
+        assert "raise store.max_size" in store.problems[0]

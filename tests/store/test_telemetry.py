@@ -1,0 +1,169 @@
+"""Polls and events."""
+
+import sqlite3
+
+import pytest
+
+from canaryd.model import Event, Outcome
+from canaryd.store import rows as store_rows
+from canaryd.store import telemetry
+from canaryd.store.clock import DAY
+from canaryd.store.migrations import MIGRATIONS
+from canaryd.store.retention import used
+from canaryd.store.store import Store
+from tests.store.made import NOW, counter, event, ids, run
+
+
+def test_a_poll_is_kept_apart_from_runs_and_counts_all_since_the_last(store):
+    """Polls never pass for runs; the counters say how many there were, kept or not."""
+    assert store.add_poll(run("p1", probe="nvidia_telemetry"), {Outcome.COMPLETED: 20, Outcome.TIMED_OUT: 1})
+    assert store.add_poll(run("p2", probe="host_telemetry", started=NOW + 1), {Outcome.COMPLETED: 1})
+    assert store.runs(drill=None) == []
+    assert ids(store.polls("GPU-1")) == ["p1", "p2"]
+    assert ids(store.polls("GPU-1", "nvidia_telemetry")) == ["p1"]
+    assert ids(store.polls("GPU-1", since=NOW + 1)) == ["p2"]
+    assert ids(store.polls("GPU-1", limit=1)) == ["p2"]
+    assert counter(store, "probe_runs", device="GPU-1", probe="nvidia_telemetry", outcome="completed") == 20
+    assert counter(store, "probe_runs", device="GPU-1", probe="nvidia_telemetry", outcome="timed_out") == 1
+
+
+def test_equal_events_within_an_hour_are_one_with_a_count(store):
+    """A failing part cannot fill the disk: first and last, the oldest before, the newest after, the sum."""
+    hour = NOW // 3600 * 3600
+    for i in range(5):
+        at = hour + 10 * i
+        assert store.add_events([event(first=at, last=at, count=2, before=str(i), after=str(i + 1), detail=f"d{i}")])
+    store.add_events([event(first=hour + 3600, last=hour + 3600), event(name="79", first=hour, last=hour)])
+    assert [(e.name, e.count, e.before, e.after, e.detail, e.last - e.first) for e in store.events()] == [
+        ("79", 1, "", "", "", 0),
+        ("31", 10, "0", "5", "d4", 40),
+        ("31", 1, "", "", "", 0),
+    ]
+    assert store.events(device="GPU-2") == []
+    assert len(store.events(since=hour + 3600)) == 1
+
+
+def test_merged_events_keep_the_first_reading_and_the_newest_fields(store):
+    """A reset that cleared an uncorrected error is not hidden by a later one; of Xid 154 the newest line holds."""
+    key = {"kind": "uncorrected", "location": "dram"}
+    reset = event(kind="reset", name="driver or device", reading="ecc_errors_total", labels=key)
+    later = event(kind="reset", name="driver or device", reading="energy_joules_total", last=NOW + 1)
+    store.add_events([reset, later])
+    store.add_events([event(name="154", code=154, fields={"action": action}) for action in ("reset", "none")])
+    found = {e.kind: e for e in store.events()}
+    assert (found["reset"].reading, found["reset"].labels) == ("ecc_errors_total", key)
+    assert (found["xid"].code, found["xid"].fields) == (154, {"action": "none"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "facts"),
+    [
+        ({"kind": "xid", "name": "31"}, {"code": 31}),
+        (
+            {"kind": "xid", "name": "145 RLW fatal reset", "detail": "NVRM: x {intr_info=0x7,unit=RLW}"},
+            {"code": 145, "fields": {"intr_info": "0x7", "unit": "RLW"}},
+        ),
+        (
+            {"kind": "xid", "name": "154", "detail": "a {b} {action=reset}"},
+            {"code": 154, "fields": {"action": "reset"}},
+        ),
+        ({"kind": "sxid", "name": "20034 fatal"}, {"code": 20034, "fields": {"severity": "fatal"}}),
+        ({"kind": "sxid", "name": "20034"}, {"code": 20034}),
+        ({"kind": "xid", "name": "soup"}, {}),
+        ({"kind": "edac", "name": "corrected", "detail": "EDAC {dimm=A1}"}, {"fields": {"dimm": "A1"}}),
+        ({"kind": "off-bus", "name": "driver", "detail": "GPU is lost"}, {}),
+        (
+            {"kind": "counter", "name": "x_total{kind=a,link=3}"},
+            {"reading": "x_total", "labels": {"kind": "a", "link": "3"}},
+        ),
+        ({"kind": "flag", "name": "clock_source", "before": "tsc"}, {"reading": "clock_source"}),
+        (
+            {"kind": "reset", "name": "driver or device", "before": "ecc_errors_total{kind=uncorrected} 2"},
+            {"reading": "ecc_errors_total", "labels": {"kind": "uncorrected"}},
+        ),
+        ({"kind": "reset", "name": "driver or device"}, {}),
+        (
+            {"kind": "condition", "name": "throttle hw_thermal"},
+            {"reading": "throttle_active", "labels": {"reason": "hw_thermal"}},
+        ),
+        ({"kind": "condition", "name": "hot", "detail": "core at 90 °C"}, {}),
+        ({"kind": "change", "name": "driver", "detail": "driver: 1 → {2}"}, {}),
+    ],
+)
+def test_an_event_that_0_1_0_stored_has_the_facts_of_its_texts_and_no_more(tmp_path, texts, facts):
+    """Its columns were texts for people: a migration takes the facts out of them, once."""
+    row = {
+        "device": "GPU-1",
+        "name": "",
+        "first": NOW,
+        "last": NOW,
+        "count": 2.0,
+        "before": "",
+        "after": "",
+        "detail": "",
+    }
+    row |= texts
+    with Store.open(tmp_path, migrations={5: MIGRATIONS[5]}) as old:
+        columns = f"INSERT INTO events (hour, {', '.join(row)}) VALUES (1, {', '.join('?' * len(row))})"
+        old._commit(lambda db: db.execute(columns, tuple(row.values())))
+    with Store.open(tmp_path) as store:
+        assert store.events() == [Event(**{**row, **facts})]
+
+
+def test_an_event_whose_facts_rotted_is_read_without_them(store):
+    """What it was and when is still worth having."""
+    store.add_events([event(code=31, labels={"a": "b"}, fields={"c": "d"})])
+    for rotten in ("{", "[]", "7", None, b"\x00"):
+        values = (rotten if rotten is not None else "", "x", rotten if rotten is not None else "null")
+        store._commit(lambda db, v=values: db.execute("UPDATE events SET labels = ?, code = ?, fields = ?", v))
+        assert store.events() == [event()]
+
+
+def test_events_counters_and_notes_are_one_transaction(tmp_path):
+    """What is counted and how far the log was read cannot part: a refused write leaves all three as they were."""
+    with Store.open(tmp_path) as store:
+        assert store.add_events([event()], [("xid_errors", {"device": "GPU-1", "xid": "31"}, 1)], {"log": "boot:7"})
+        with pytest.raises(sqlite3.Error):
+            store._commit(lambda db: (db.execute(store_rows.NOTE, ("log", "boot:8")), db.execute("nonsense")))
+    with Store.open(tmp_path) as store:
+        assert store.note("log") == "boot:7"
+        assert store.note("nothing") == ""
+        assert counter(store, "xid_errors", device="GPU-1", xid="31") == 1
+
+
+def test_telemetry_waits_in_memory_while_the_disk_refuses(tmp_path, monkeypatch):
+    """A full disk costs no event, no count and no position; only the oldest of very many polls go."""
+    with Store.open(tmp_path) as store:
+        store.add_events([event()], notes={"log": "a:1"})
+        store._database.connection.execute("PRAGMA query_only = 1")
+        monkeypatch.setattr(telemetry, "WAITING_POLLS", 3)
+        assert not store.add_events([event(count=4)], [("xid_errors", {"xid": "31"}, 4)], {"log": "a:5"})
+        for i in range(5):
+            assert not store.add_poll(run(f"p{i}"), {Outcome.COMPLETED: 1})
+        assert store.problem
+        assert store.note("log") == "a:5"
+        assert sum(e.count for e in store.events()) == 5
+        store._database.connection.execute("PRAGMA query_only = 0")
+        assert store.set_note("other", "x")
+        assert not store.problem
+    with Store.open(tmp_path) as store:
+        assert store.note("log") == "a:5"
+        assert [e.count for e in store.events()] == [5]
+        assert ids(store.polls("GPU-1")) == ["p2", "p3", "p4"]
+        assert counter(store, "xid_errors", xid="31") == 4
+        assert counter(store, "probe_runs", device="GPU-1", probe="exact_matmul", outcome="completed") == 5
+
+
+def test_polls_go_by_age_and_first_when_space_runs_out(tmp_path):
+    """Old polls are forgotten; beyond the size all polls go before a single run does."""
+    with Store.open(tmp_path) as store:
+        for i in range(3):
+            store.add_poll(run(f"p{i}", started=NOW - i * 10 * DAY), {})
+        store.add_run(run("r"))
+        store.add_events([event(), event(name="old", first=NOW - 500 * DAY, last=NOW - 500 * DAY)])
+        store.prune(NOW)
+        assert ids(store.polls("GPU-1")) == ["p0", "p1"]
+        assert [e.name for e in store.events()] == ["31"]
+        store.max_bytes = used(store._database.connection) - 1
+        store.prune(NOW)
+        assert store.polls("GPU-1") == []

@@ -1,0 +1,299 @@
+"""What can go wrong between here and an answer."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+
+from canaryd.worker.endpoint import client as endpoint_client
+from canaryd.worker.endpoint import wire
+from canaryd.worker.endpoint.client import Client
+from tests.worker.endpoint.asked import KEY, PROMPT, reason, routes_of, run
+from tests.worker.endpoint.served import models, recorded, recordings, served
+
+# --- What can go wrong between here and an answer --------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_one_line(monkeypatch):
+    """After a few attempts, with the address and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        waits = []
+        text = reason(Client(url=url, sleep=waits.append).api, "/models")
+    assert text == f"GET {url}/models: connection refused: nothing listens there; start the server, or correct url"
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_a_server_that_comes_up_is_waited_for():
+    """A refused connection has changed nothing and is tried again."""
+    with served(recorded("vllm")) as server:
+        late = Client(url=server.url)
+        address = late.port
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            late.port = taken.getsockname()[1]
+
+            def arrive(_: float) -> None:
+                late.port = address
+
+            late.sleep = arrive
+            assert late.api("/models").json() == models("tiny", owner="vllm")
+
+
+def test_an_unknown_host_is_one_line():
+    """The name is not known, nothing else is said."""
+    assert "unknown host name" in reason(Client(url="http://nowhere.invalid/v1").api, "/models")
+
+
+def test_a_silent_name_server_does_not_outlast_the_deadline(monkeypatch):
+    """The resolver has no deadline of its own, and waits half a minute for three silent servers (resolv.conf(5))."""
+    over = threading.Event()
+    monkeypatch.setattr(wire.socket, "getaddrinfo", lambda *_, **__: over.wait(30))
+    begun = time.monotonic()
+    try:
+        assert "silent name server" in reason(Client(url="http://model.example/v1", timeout=0.5).api, "/models")
+        assert time.monotonic() - begun < 5
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000/v1", "wanted e.g."),
+        ("ftp://host/v1", "wanted e.g."),
+        ("http:///v1", "wanted e.g."),
+        ("http://host:99999/v1", "not an address"),
+        ("http://user:hunter2@host/v1", "put a key into key_file"),
+        ("http://host/v1?key=hunter2", "put a key into key_file"),
+        ("http://host /v1", "wanted e.g."),
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_one_line(url, said):
+    """And a password in it is not repeated."""
+    text = reason(Client, url=url)
+    assert said in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_not_accepted_is_one_line(status):
+    """With a key and without one; the server's words are not needed, and it is not asked twice."""
+    refusal = (status, {}, {"error": {"message": f"Invalid key {KEY}"}})
+    with served({"GET /v1/models": refusal}) as server:
+        assert reason(Client(url=server.url).api, "/models").endswith("a request without a key; set key_file")
+        assert reason(Client(url=server.url, key=KEY).api, "/models").endswith("does not accept the key of key_file")
+        assert [headers.get("Authorization") for _, _, headers in server.requests] == [None, f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            (200, {"Content-Type": "text/html"}, b"<!doctype html><title>Login</title>"),
+            "got a web page, wanted JSON",
+        ),
+        ((200, {}, b'{"choices": [{"text": "a'), "is not JSON, or incomplete"),
+        ((200, {}, b""), "the answer of 0 characters is not JSON"),
+        ((200, {"Content-Length": "4000"}, b'{"choices": ['), "the answer was cut off after 13 of 4000 bytes"),
+        ((200, {"Transfer-Encoding": "chunked", "Content-Length": "0"}, b"5\r\n{"), "cut off after"),
+        ((500, {}, {"error": {"message": "CUDA error: device-side assert"}}), "500: CUDA error: device-side assert"),
+        ((502, {}, b"<html>Bad Gateway</html>"), "refused with 502: without a message"),
+        ((500, {}, b"Internal\n  Server Error"), "refused with 500: Internal Server Error"),
+        ((307, {"Location": "https://else.example/v1?token=x"}, b""), "to https://else.example/v1: set url"),
+        ((200, {}, b"[" * (1 << 20)), "has more than 1,000,000 values"),
+        ((200, {}, b"[" * 100_000), "is nested too deeply"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(answer, said):
+    """It says what came instead."""
+    with served({"POST /v1/completions": answer}) as server:
+        client = Client(url=server.url, timeout=5.0)
+        text = reason(lambda: client.api("/completions", {"prompt": PROMPT.text}).json())
+    assert said in text
+    assert text.startswith(f"POST {server.url}/completions: ")
+
+
+def test_an_answer_without_end_is_not_read_on(monkeypatch):
+    """A body has a bound."""
+    monkeypatch.setattr(wire, "MAX_BYTES", 1 << 20)
+    with served({"GET /v1/models": b" " * (3 << 20)}) as server:
+        assert "longer than the limit of 1 MiB" in reason(Client(url=server.url).api, "/models")
+
+
+def test_the_words_of_a_server_hold_neither_prompt_nor_key():
+    """FastAPI and others echo what they were sent."""
+    prompt = "What the diver saw below, step by step."
+    words = f"cannot take {prompt!r} with {KEY}: too long"
+    for content in ({"error": {"message": words}}, {"detail": words}, {"message": words}, words.encode()):
+        with served({"POST /v1/completions": (400, {}, content)}) as server:
+            client = Client(url=server.url, key=KEY)
+            text = reason(lambda: client.api("/completions", {"prompt": prompt}).json())  # noqa: B023 - called at once
+            assert text.endswith("400: cannot take '…' with …: too long")
+
+
+def test_a_slow_server_is_told_from_one_that_is_not_there():
+    """Connected, but no answer; and one that drips does not hold on to the run."""
+    over = threading.Event()
+    with served({"GET /v1/models": lambda _: over.wait(20.0) or {}}) as server:
+        begun = time.monotonic()
+        assert "connected, but no complete answer within 0.4 s (0 bytes came)" in reason(
+            Client(url=server.url, timeout=0.4).api, "/models"
+        )
+        over.set()
+        assert time.monotonic() - begun < 5.0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        drip = threading.Thread(target=_drip, args=(listener,), daemon=True)
+        drip.start()
+        begun = time.monotonic()
+        text = reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout=0.8).api, "/models")
+        assert time.monotonic() - begun < 5.0
+        assert "connected, but no complete answer within 0.8 s" in text
+        drip.join()
+
+
+def test_an_answer_may_take_longer_than_the_connection(monkeypatch):
+    """A connection has seconds, the answer all of its timeout."""
+    monkeypatch.setattr(wire, "CONNECT", 0.2)
+    with served({"GET /v1/models": lambda _: time.sleep(0.6) or models("tiny")}) as server:
+        assert Client(url=server.url, timeout=20.0).api("/models").json() == models("tiny")
+
+
+def _drip(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "cut off after 1 of 50 bytes"),
+    ],
+)
+def test_a_server_that_dies_over_a_request_is_one_line(sent, said):
+    """Nothing came, no HTTP came, or half of it; none of them is tried again."""
+    accepted = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def die() -> None:
+            connection, _ = listener.accept()
+            accepted.append(1)
+            with connection:
+                connection.recv(4096)
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        assert said in reason(Client(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1").api, "/models")
+        thread.join()
+    assert accepted == [1]
+
+
+@pytest.mark.parametrize(
+    ("after", "waits"), [("2", [2.0, 2.0, 2.0]), ("soon", [0.5, 1.0, 2.0]), (None, [0.5, 1.0, 2.0])]
+)
+def test_a_busy_server_is_asked_again_a_few_times(after, waits):
+    """As long after as it wishes, and not for ever."""
+    headers = {} if after is None else {"Retry-After": after}
+    with served({"GET /v1/models": (503, headers, {"error": "loading model"})}) as server:
+        slept = []
+        assert reason(Client(url=server.url, sleep=slept.append).api, "/models").endswith(
+            "refused with 503, 4 times: loading model"
+        )
+        assert slept == waits
+        assert len(server.requests) == 4
+        answers = iter([(429, headers, {}), models("tiny")])
+        server.routes["GET /v1/models"] = lambda _: next(answers)
+        assert Client(url=server.url, sleep=slept.append).api("/models").json() == models("tiny")
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("route", ["GET /version", "GET /metrics"])
+def test_a_hiccup_of_an_optional_path_never_changes_the_chain(monkeypatch, status, route):
+    """It is tried again, and where it stays it ends the run: a version that is missing once is another chain."""
+    monkeypatch.setattr(endpoint_client, "PATIENCE", 0.0)  # a wish to wait at all ends the waiting
+    refusal = (status, {}, {"error": "no upstream"})
+    with served(routes_of("vllm")) as server:
+        steady = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        good = server.routes[route]
+        server.routes[route] = refusal
+        assert f"{route.replace(' ', f' {server.url[:-3]}')}: refused with {status}" in reason(run, server.url)
+        monkeypatch.setattr(endpoint_client, "PATIENCE", 10.0)
+        answers = itertools.chain([refusal], itertools.repeat(good))
+        server.routes[route] = lambda _: next(answers)
+        again = recordings(run(server.url, cases=("chat/reef/fresh",)))["chat/reef/fresh"][0].chain
+        assert again == steady
+
+
+@pytest.mark.parametrize("route", ["GET /props", "GET /slots", "POST /tokenize", "POST /apply-template"])
+def test_a_path_that_stays_busy_ends_the_run(monkeypatch, route):
+    """Also those that are asked in the middle of a run."""
+    monkeypatch.setattr(endpoint_client, "PATIENCE", 0.0)
+    with served(routes_of("llama-server")) as server:
+        server.routes[route] = (503, {}, {"error": "loading model"})
+        assert f"{route.split()[1]}: refused with 503" in reason(run, server.url, settings={"dialect": "llama-server"})
+
+
+def test_a_server_that_wants_to_be_left_alone_is_left_alone():
+    """A long Retry-After is said instead of waited for."""
+    with served({"GET /v1/models": (429, {"Retry-After": "3600"}, {})}) as server:
+        assert "asks to wait for 3600 s" in reason(Client(url=server.url).api, "/models")
+        assert len(server.requests) == 1
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of its own authority for 127.0.0.1, with its key."""
+    openssl = shutil.which("openssl")
+    if not openssl:
+        pytest.skip("no openssl here to make a certificate with")
+    place = tmp_path_factory.mktemp("tls")
+    argv = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=canary"]
+    argv += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", place / "key.pem", "-out", place / "cert.pem"]
+    subprocess.run(argv, check=True, capture_output=True)
+    return place
+
+
+def test_tls_is_spoken_and_certificates_are_checked(certificate):
+    """With the authority it is trusted; without it is not; plain HTTP is not taken for TLS."""
+    with served({"GET /v1/models": models("tiny")}) as server:
+        plain = server.url
+        assert "the server does not speak TLS" in reason(Client(url=plain.replace("http:", "https:")).api, "/models")
+    secured = served({"GET /v1/models": models("tiny")})
+    with secured as server:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+        server.httpd.socket = tls.wrap_socket(server.httpd.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        client = Client(url=url, ca_file=str(certificate / "cert.pem"))
+        assert client.api("/models").json() == models("tiny")
+        text = reason(Client(url=url).api, "/models")
+        assert "certificate is not accepted" in text
+        assert "ca_file" in text
+
+
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_certificates_that_cannot_be_read_are_one_line(tmp_path, content):
+    """Missing, or something else."""
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_bytes(content)
+    assert f"ca_file: {path}: cannot read certificates" in reason(Client, url="https://127.0.0.1/v1", ca_file=str(path))

@@ -1,0 +1,168 @@
+"""One message of the kernel is recognised and taken apart, and names no process."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from canaryd.worker.telemetry import kernel_log, kernel_messages
+from canaryd.worker.telemetry.kernel_log import classify, parse
+from tests.worker.telemetry.kernel_lines import DATA
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Yield what each message of the fixture is to be, and the message."""
+    for line in (DATA / "messages.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            wanted, _, message = line.partition(": ")
+            yield wanted, message
+
+
+CASES = list(cases())
+
+
+def taken(message: str) -> kernel_messages.Message | None:
+    """Return what becomes of a message that the kernel printed."""
+    record = parse(f"4,1,1,-;{message}")
+    assert record
+    return classify(record.text)
+
+
+def fields(message: str) -> dict[str, str]:
+    found = taken(message)
+    assert found
+    return found.fields
+
+
+# --- One message -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wanted", "message"), CASES, ids=[f"{w}: {m[:60]}" for w, m in CASES])
+def test_a_message_is_recognised(wanted, message):
+    """Every form of the fixture has its kind, name and place on the bus, and what does not count is None."""
+    found = taken(message)
+    got = "-" if found is None else " ".join(part or "-" for part in (found.kind, found.name, found.bus_id))
+    assert got == wanted
+
+
+@pytest.mark.parametrize(("wanted", "message"), CASES, ids=[f"{w}: {m[:60]}" for w, m in CASES])
+def test_no_process_is_named(wanted, message):
+    """Neither name nor number of a process stays in the text or in a field."""
+    found = taken(message)
+    if found:
+        assert not re.search(r"trainer|4711|4712|cache_mgr|Worker|nvidia-smi|<unknown>", f"{found.text} {found.fields}")
+
+
+def test_a_name_with_a_comma_is_removed_where_a_channel_follows():
+    """The driver does not quote names; the channel behind it shows where it ends."""
+    found = taken("NVRM: Xid (PCI:0000:65:00): 31, pid=1, name=a, b, Ch 00000008, intr 00000000")
+    assert found
+    assert found.text == "NVRM: Xid (PCI:0000:65:00): 31, Ch 00000008, intr 00000000"
+
+
+def test_nothing_but_the_process_is_cut():
+    """The rest of a message stays as it was printed."""
+    found = taken("Out of memory: Killed process 4711 (a) (b) total-vm:132kB, anon-rss:8kB")
+    assert found
+    assert found.text == "Out of memory: Killed process total-vm:132kB, anon-rss:8kB"
+    found = taken("NVRM: Xid (PCI:0000:65:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+    assert found
+    assert found.text == "NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus."
+
+
+def test_an_nvlink_error_is_taken_apart():
+    """Xid 144 to 150 have unit, severity, link, and their words as they were printed."""
+    line = "NVRM: Xid (PCI:0019:01:00): 145, pid=1, name=a, RLW_RXPIPE Nonfatal XC1 i0 Link 07 (0x040980c2 0x8 0x1 0x0)"
+    assert fields(line) == {
+        "unit": "RLW_RXPIPE",
+        "severity": "non-fatal",
+        "cross_contained": "1",
+        "injected": "0",
+        "link": "7",
+        "intr_info": "0x040980c2",
+        "error_status": "0x8",
+        "debug": "0x1 0x0",
+    }
+
+
+def test_an_nvlink_error_that_was_cut_short_keeps_what_it_has():
+    """A missing word is no word of zeros."""
+    told = fields("NVRM: Xid (PCI:0018:01:00): 149, NETIR Fatal XC0 i0 Link -1 (0x000fe406")
+    assert (told["intr_info"], told["link"]) == ("0x000fe406", "-1")
+    assert not {"error_status", "debug"} & set(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("0x2 (Node Reboot Required) to 0x0 (None)", "none"),
+        ("0x0 (None) to 0x1 (GPU Reset Required)", "reset"),
+        ("0x0 (None) to 0x1 (PF FLR)", "reset"),
+        ("0x0 (None) to 0x2 (OS Reboot)", "reboot"),
+        ("0x0 (None) to 0x3 (Drain P2P)", "drain-p2p"),
+        ("0x0 (None) to 0x4 (Drain and Reset)", "drain-and-reset"),
+        ("0x0 (None) to 0x9 (Something New)", "0x9"),
+    ],
+)
+def test_xid_154_names_its_action(text, action):
+    """By its number: the words differ between drivers."""
+    assert fields(f"NVRM: Xid (PCI:0000:65:00): 154, GPU recovery action changed from {text}")["action"] == action
+
+
+def test_details_become_fields():
+    """Place on the chip, link, instance, register, memory module: what the daemon needs to tell repeats apart."""
+    assert fields("NVRM: Xid (PCI:0000:65:00): 13, Graphics SM Warp Exception on (GPC 9, TPC 5, SM 0): x") == {
+        "gpc": "9",
+        "tpc": "5",
+        "sm": "0",
+    }
+    assert fields("NVRM: Xid (PCI:0000:65:00 GPU-I:05 GPU-CI:00): 43, x") == {"instance": "5", "compute_instance": "0"}
+    assert fields("NVRM: Xid (PCI:0000:65:00): 74, NVLink: fatal error detected on link 6(0x10000, 0x0)") == {
+        "link": "6",
+        "registers": "0x10000 0x0",
+    }
+    assert fields("nvidia-nvswitch1: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 63 LTSSM Fault Up") == {
+        "switch": "1",
+        "severity": "fatal",
+        "link": "63",
+    }
+    place = "page:0x12 offset:0x0 grain:64 syndrome:0x0)"
+    for middle, dimm in (
+        ("memory read error on DIMM_B1 (channel:0 slot:0", "DIMM_B1"),
+        ("on mc#2row#0 (row:0", "mc#2row#0"),
+    ):
+        wanted = {"controller": "2", "count": "7", "dimm": dimm}
+        assert fields(f"EDAC MC2: 7 CE {middle} {place}") == wanted
+
+
+@given(
+    st.text() | st.sampled_from([m for _, m in CASES]).flatmap(lambda m: st.integers(0, len(m)).map(lambda n: m[:n]))
+)
+def test_no_text_makes_it_raise(text):
+    """Garbage and messages that are cut anywhere give None or a message of one bounded line."""
+    found = classify(text)
+    assert found is None or (found.kind and len(found.text) <= kernel_log.LONGEST_TEXT + 1)
+    parse(text)
+    record = parse(f"4,1,1,-;{text}")
+    assert record
+    assert record.text.isprintable()
+
+
+@given(st.binary(max_size=400))
+def test_no_bytes_make_it_raise(data):
+    """Whatever stands in a file."""
+    parse(data.decode("utf-8", "replace"))
+
+
+def test_a_hostile_text_takes_no_time():
+    """No pattern runs away on a long line of its own beginnings."""
+    began = time.process_time()
+    for _, message in CASES:
+        for filler in (" ", "0", "a, ", "(", ":0 ", "name=", " on a", "timeout"):
+            classify((message[: len(message) // 2] + filler * 2048)[: kernel_log.LONGEST_TEXT])
+    assert time.process_time() - began < 5.0

@@ -1,0 +1,170 @@
+"""Calls of NVIDIA's library that fail, older drivers and packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from canaryd.codec import to_json
+from tests.worker.telemetry.agents import NOT_SUPPORTED, Agent, gpu
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed in this interpreter"
+)
+
+
+# --- Calls that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (2, "NVML: Invalid Argument (2)"),
+        (3, NOT_SUPPORTED),
+        (4, "permission denied: run as root"),
+        (10, "the driver did not answer in time"),
+        (13, "the driver does not know this call"),
+        (16, "the device must be reset before this can be read"),
+        (21, "NVML: stand-in error 21 (21)"),
+        (999, "the driver reports an unknown error (999)"),
+    ],
+)
+def test_a_failing_call_is_one_absence(machine, agent, code, reason):
+    """It costs its own reading and no other."""
+    whole, _ = agent.read(gpu(machine, 0))
+    machine.fail(0, "nvmlDeviceGetPowerUsage", code)
+    readings, absent = agent.read(gpu(machine, 0))
+    assert absent["power_watts"] == reason
+    assert set(whole) - set(readings) == {"power_watts"}
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(2, "the driver does not know this field"), (4, "permission denied: run as root"), (21, "NVML: error 21")],
+)
+def test_a_failing_field_is_one_absence(machine, agent, code, reason):
+    """Each value of the batch has a code of its own."""
+    whole, _ = agent.read(gpu(machine, 0))
+    machine.set(0, "memory_temperature", f"!{code}")
+    readings, absent = agent.read(gpu(machine, 0))
+    assert absent["temperature_celsius{sensor=memory}"] == reason
+    assert set(whole) - set(readings) == {"temperature_celsius{sensor=memory}"}
+
+
+def test_an_older_driver_is_asked_by_the_older_names(machine, agent):
+    """A missing call costs nothing where an older one gives the same."""
+    whole, _ = agent.read(gpu(machine, 0))
+    newer = ("TemperatureV", "CurrentClocksEventReasons", "SupportedClocksEventReasons")
+    for name in newer:
+        machine.fail(0, f"nvmlDeviceGet{name}", 13)
+    readings, _ = agent.read(gpu(machine, 0))
+    assert readings == whole
+
+
+FUNCTIONS = (
+    *("EccMode", "MemoryErrorCounter", "SramEccErrorStatus", "RemappedRows", "RowRemapperHistogram", "TemperatureV"),
+    *("TemperatureThreshold", "MarginTemperature", "NumFans", "PowerUsage", "EnforcedPowerLimit", "UtilizationRates"),
+    *("PowerManagementDefaultLimit", "PowerManagementLimitConstraints", "TotalEnergyConsumption", "NvLinkState"),
+    *("CurrentClocksEventReasons", "SupportedClocksEventReasons", "ClockInfo", "MaxClockInfo", "PerformanceState"),
+    *("CurrPcieLinkGeneration", "MaxPcieLinkGeneration", "CurrPcieLinkWidth", "MaxPcieLinkWidth", "MigMode"),
+    *("PcieReplayCounter", "NvLinkErrorCounter", "GpuFabricInfoV", "MemoryInfo", "PersistenceMode", "ComputeMode"),
+    *("ComputeRunningProcesses_v3", "FieldValues"),
+)
+
+
+def test_no_call_whatever_it_answers_costs_the_poll(machine, agent):
+    """Each call of a read fails on its own: the rest is there, and what it gave is absent or comes from elsewhere."""
+    machine.set(0, "reasons_supported", 0x7FF)
+    whole, _ = agent.read(gpu(machine, 0))
+    for function in FUNCTIONS:
+        for code in (13, 999):
+            machine.fail(0, f"nvmlDeviceGet{function}", code)
+            readings, absent = agent.read(gpu(machine, 0))
+            gone = {key.partition("{")[0] for key in set(whole) - set(readings)}
+            assert gone <= {name.partition("{")[0] for name in absent}, function
+            assert len(readings) > len(whole) / 4, function
+            assert readings.items() <= whole.items(), function
+        machine.unset(0, f"nvmlDeviceGet{function}")
+
+
+def test_a_gpu_that_is_lost_in_the_middle_ends_the_read(machine, agent):
+    """Whichever call hears of it first."""
+    for function in FUNCTIONS:
+        machine.fail(0, f"nvmlDeviceGet{function}", 15)
+        assert agent.refused(gpu(machine, 0)).startswith("GPU is lost: "), function
+        machine.unset(0, f"nvmlDeviceGet{function}")
+    machine.set(0, "memory_temperature", "!15")
+    assert agent.refused(gpu(machine, 0)).startswith("GPU is lost: ")
+    machine.unset(0, "memory_temperature")
+    assert agent.read(gpu(machine, 0))[0]["temperature_celsius{sensor=memory}"] == 41
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (4, "no permission to use the NVIDIA driver: run as root, or give this user access to /dev/nvidia*"),
+        (9, "the NVIDIA driver is not loaded: load its kernel module (modprobe nvidia)"),
+        (18, "the driver was upgraded but the old kernel module is still loaded: reboot or reload it"),
+        (999, "NVML does not start: Unknown Error (999)"),
+    ],
+)
+def test_a_driver_that_does_not_start_is_one_clear_line(machine, agent, code, text):
+    """Inventory and read say the same; once the driver works, so do they."""
+    machine.fail(None, "nvmlInitWithFlags", code)
+    assert agent.ask("devices", {}) == {"unavailable": text}
+    assert agent.refused(gpu(machine, 0)) == text
+    machine.unset(None, "nvmlInitWithFlags")
+    assert len(agent.inventory()[0]) == 8
+
+
+def test_without_a_library_it_says_so(machine):
+    """The loader's own failure, not a made-up code."""
+    with Agent(None) as agent:
+        answer = agent.ask("devices", {})
+    assert answer == {"unavailable": "libnvidia-ml.so.1 is not here: no NVIDIA driver is installed"}
+
+
+def test_a_package_that_breaks_at_import_is_one_clear_line(machine, tmp_path):
+    """Whatever the binding raises at import, the poll says it in a sentence."""
+    (tmp_path / "pynvml.py").write_text("raise KeyError('HOME')\n")
+    with Agent(machine, PYTHONPATH=str(tmp_path)) as agent:
+        answer = agent.ask("devices", {})
+    text = "nvidia-ml-py cannot be imported (KeyError: 'HOME'): install it beside canaryd"
+    assert answer == {"unavailable": text}
+
+
+def test_an_older_package_costs_only_what_it_does_not_know(machine, tmp_path):
+    """As nvidia-ml-py 12.535: without the calls that came later, and without their structures."""
+    source = Path(importlib.util.find_spec("pynvml").origin).read_text()
+    names = ("TemperatureV", "MarginTemperature", "SramEccErrorStatus", "GpuFabricInfoV")
+    gone = [*(f"nvmlDeviceGet{name}" for name in names), "c_nvmlEccSramErrorStatus_v1_t", "c_nvmlGpuFabricInfo_v2_t"]
+    (tmp_path / "pynvml.py").write_text(f"{source}\ndel {', '.join(gone)}\n")
+    with Agent(machine, PYTHONPATH=str(tmp_path)) as agent:
+        readings, absent = agent.read(gpu(machine, 0))
+    assert readings["temperature_celsius{sensor=core}"] == 34
+    assert readings["fabric_ready"] == 1
+    old = "this version of nvidia-ml-py does not know this call"
+    assert absent["ecc_sram_threshold_exceeded"] == absent["temperature_margin_celsius"] == old
+
+
+def test_a_driver_without_gpus_has_none(machine, agent):
+    """A driver that works and lists nothing is no failure."""
+    machine.set(None, "count", 0)
+    assert agent.inventory() == ([], [])
+    machine.set(None, "count", "!999")
+    assert "does not count its GPUs" in agent.ask("devices", {})["unavailable"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"sysfs": 5}, "sysfs: got 5, wanted an absolute path such as '/sys'"),
+        ({"sysf": "/sys"}, "sysf: nvidia_telemetry has no such setting; it has: sysfs"),
+    ],
+)
+def test_a_wrong_setting_is_refused(machine, agent, settings, text):
+    """What the probe has no setting for is an error that says what there is."""
+    assert agent.ask("devices", settings) == {"wrong": text}
+    assert agent.ask("read", to_json(gpu(machine, 0)), settings) == {"wrong": text}
