@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from canaryd.worker.exact_canary.quantised import Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, GAP, THETA, Shape
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
@@ -121,6 +122,8 @@ class Walk:
     witnessed: bool = True
     keep: bool = False
     """Whether a proof holds the values of every operator too."""
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    """The matrices among the weights that are stored in few bits."""
     _compared: int = 0
     _exact: dict[str, Exact] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
@@ -149,6 +152,11 @@ class Walk:
     def _weight(self, name: str) -> Exact:
         if name not in self._exact:
             self._exact[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
+            if few := self.stored.get(name):
+                if not bool((few.values == self.weights[name]).all()):
+                    raise Inexact(f"{name}: what is stored in few bits is not the weight")
+                for part in (few.scales, few.largest):
+                    self._fits(name, Exact.of(part).reduced())
         return self._exact[name]
 
     def _fits(self, name: str, x: Exact) -> Exact:
@@ -197,6 +205,8 @@ class Walk:
             shift = max(out.shift, bias.shift)
             magnitude = magnitude * 2.0 ** (shift - out.shift) + bias.float64().abs() * 2.0**shift
             out = out + bias
+        if few := self.stored.get(f"{module}.weight"):
+            magnitude = magnitude + few.apart(a.abs()) * 2.0**weight.shift
         live_weights = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
         unit = live_weights.min(-1).values.to(torch.float64) * 2.0 ** (out.shift - x.shift - weight.shift)
         if f"{module}.bias" in self.weights:
