@@ -18,7 +18,7 @@ from canaryd.model import State
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20
 FORMATS = ("bfloat16", "float16", "float32")
-QUANTIZATIONS = ("awq", "mlx-4bit", "mlx-8bit")
+QUANTIZATIONS = ("awq", "mlx-4bit", "mlx-8bit", "w8a8")
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
 and the answers that every healthy engine gives.
@@ -62,7 +62,7 @@ def add_parsers(commands: Commands) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         default="",
-        help="write quantised weights: AWQ with 4 bits (vLLM, mlx-lm), or MLX with 4 or 8 (mlx-lm)",
+        help="write quantised weights: AWQ (vLLM, mlx-lm), MLX's format (mlx-lm), or int8 with int8 activations (vLLM)",
     )
     add_wait(command)
 

@@ -80,11 +80,6 @@ class Attention(Block):
                 found |= self._bias(seed, name, found[f"self_attn.{name}_proj.weight"], live)
         return found
 
-    @property
-    def offered(self) -> float:
-        """Unit of the gains of what a place offers to retrieve: they are 1 to 2."""
-        return 2.0 ** (1 - self.digits.bits)
-
     def _moving_port(self) -> Port:
         """Return what keys read: no pairs of constants, for a fault there moves all keys alike, and the tie stays."""
         port = self.port
@@ -108,7 +103,7 @@ class Attention(Block):
     def _retrieved_port(self, seed: int) -> tuple[Port, list[tuple[Twins, Hashable]]]:
         """Return the input of the output projection, and per pair of a head's dimensions gains and value bit."""
         s, kinds = self.shape, self.program.value_bits + 1
-        known, unit = twins(self.digits.bits, self.digits.levels), self.offered
+        known, unit = twins(self.digits.bits, self.digits.levels), self.digits.offered
         pick = below(seed, "value twins", (s.head // 2,), len(known)).tolist()
         table: list[tuple[Twins, Hashable]] = [
             (known[pick[k]], k % kinds if k % kinds < kinds - 1 else ONE) for k in range(s.head // 2)
@@ -126,7 +121,7 @@ class Attention(Block):
     ) -> None:
         """Let a row read what it offers to retrieve: a bit of the value, or a constant."""
         pair, bit = kind
-        gain = (pair.c if at[1] % 2 else pair.a) * self.offered
+        gain = (pair.c if at[1] % 2 else pair.a) * self.digits.offered
         if bit == ONE:
             values.add(row, (self.unit(row, layer), gain))
             return
@@ -142,7 +137,7 @@ class Attention(Block):
         def write(row: int, name: Hashable, n: int) -> None:
             members = port.members[name]  # twins are neighbours: 2 m and 2 m + 1
             first = members[2 * ((row + layer) % (len(members) // 2))]
-            one, other = table[first // 2 % half][0].weights(n, self.offered)
+            one, other = table[first // 2 % half][0].weights(n, self.digits.offered)
             out.add(row, (first, one), (first + 1, other))
 
         bits = self.program.value_bits
@@ -164,11 +159,6 @@ class Attention(Block):
 
 class Mlp(Block):
     """Neurons erase what was retrieved, and multiply the value's bits with it."""
-
-    @property
-    def open(self) -> float:
-        """Unit of the gates: odd numbers times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
-        return 2.0 ** (11 - self.digits.gate)
 
     def _jobs(self) -> list[tuple[Hashable, ...]]:
         """Return what neurons compute: a constant, a copy of a retrieved bit or of a value's bit, or a product.
@@ -198,9 +188,9 @@ class Mlp(Block):
         for k in range(s.inner // 2):
             job, pair = jobs[k % len(jobs)], known[pick[k]]
             for row, gain in ((2 * k, pair.a), (2 * k + 1, pair.c)):
-                self._read_job(gate, up, row, job, gain * self.open, layer)
+                self._read_job(gate, up, row, job, gain * self.digits.open, layer)
                 classes.append(job)
-                gains.append(gain * self.open)
+                gains.append(gain * self.digits.open)
         pairs = [(i, i + 1) for i in range(0, s.inner, 2)]
         port = Port(classes, gains, pairs=pairs)
         down = self._mlp_output(port, [known[p] for p in pick], layer, flips, apart)
@@ -244,7 +234,7 @@ class Mlp(Block):
         def write(row: int, job: Hashable, n: int) -> None:
             members = port.members[job]
             first = members[2 * ((row + layer) % (len(members) // 2))]
-            one, other = pairs[first // 2].weights(n, self.open)
+            one, other = pairs[first // 2].weights(n, self.digits.open)
             down.add(row, (first, one), (first + 1, other))
 
         constant = dict(apart)

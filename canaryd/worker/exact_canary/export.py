@@ -19,7 +19,7 @@ from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, sp
 from canaryd.worker.exact_canary.gguf import gguf
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.quantised import PACKINGS, Stored
+from canaryd.worker.exact_canary.quantised import FORMS, Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch, torch
@@ -43,7 +43,7 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
     try:
         shape = like(arguments["like"], arguments["layers"]) if arguments["like"] else TINY
         form = arguments["form"]
-        bits = PACKINGS[form].bits if form in PACKINGS else 0
+        bits = FORMS[form].bits if form in FORMS else 0
         model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None, bits=bits)
     except KeyError as error:
         return {"mistake": f"has no {error.args[0]}"}
@@ -154,15 +154,15 @@ def export(
     """Prove the model's answers, and write the checkpoint as a whole or not at all.
 
     Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory,
-    with quantised matrices where `form` is one of `PACKINGS`. The directory is new or empty. Raises `Inexact` before
+    with quantised matrices where `form` is one of `FORMS`. The directory is new or empty. Raises `Inexact` before
     anything is written, `OSError` where it cannot be.
     """
-    few = quantised.stored(model.weights, form) if form in PACKINGS else {}
+    few = quantised.stored(model.weights, form) if form in FORMS else {}
     proved = answers(model, few, progress)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         fresh.mkdir(parents=True)
-        as_gguf = form and form not in PACKINGS
+        as_gguf = form and form not in FORMS
         weights = _write_gguf(model, fresh, form) if as_gguf else _write_hugging_face(model, fresh, few, form)
         expected = {
             "schema": SCHEMA,

@@ -40,6 +40,16 @@ class Digits:
         return min(6, self.bits)
 
     @property
+    def open(self) -> float:
+        """Unit of the gates: odd numbers times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
+        return 2.0 ** (11 - self.gate)
+
+    @property
+    def offered(self) -> float:
+        """Unit of the gains of what a place offers to retrieve: they are 1 to 2."""
+        return 2.0 ** (1 - self.bits)
+
+    @property
     def half(self) -> int:
         """Significant bits of a weight whose half may stand in the same row."""
         return self.bits - 1 if self.levels else self.bits

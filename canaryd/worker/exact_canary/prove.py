@@ -200,13 +200,15 @@ class Walk:
         else:  # int64 products take a hundred times as long: every 64th output, and all of the last position
             self.witnessed &= bool((x.whole @ weight.whole[::64].T == other[:, ::64]).all())
             self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == other[-1:]).all())
+        if few := self.stored.get(f"{module}.weight"):
+            if not few.takes(x.float64()):
+                raise Inexact(f"{name}: an input is off the grid of int8")
+            magnitude = magnitude + few.apart(a.abs()) * 2.0**weight.shift
         if f"{module}.bias" in self.weights:
             bias = self._weight(f"{module}.bias")
             shift = max(out.shift, bias.shift)
             magnitude = magnitude * 2.0 ** (shift - out.shift) + bias.float64().abs() * 2.0**shift
             out = out + bias
-        if few := self.stored.get(f"{module}.weight"):
-            magnitude = magnitude + few.apart(a.abs()) * 2.0**weight.shift
         live_weights = torch.where(weight.whole == 0, 1 << 52, weight.whole & -weight.whole)
         unit = live_weights.min(-1).values.to(torch.float64) * 2.0 ** (out.shift - x.shift - weight.shift)
         if f"{module}.bias" in self.weights:

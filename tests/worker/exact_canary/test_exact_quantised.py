@@ -1,4 +1,4 @@
-"""Quantised exact canaries: weights lie on the grid of a format, files hold them, and the answers are proved for them."""
+"""Quantised exact canaries: weights lie on the grid of a format, files hold them, the proof is made for them."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from canaryd.worker.exact_canary.cases import text  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.export import answer, export  # noqa: E402
 from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
-from canaryd.worker.exact_canary.quantised import PACKINGS, store, stored  # noqa: E402
+from canaryd.worker.exact_canary.quantised import FORMS, store, stored  # noqa: E402
 from canaryd.worker.exact_canary.run import Runner  # noqa: E402
 from canaryd.worker.numeric.operands import Inexact  # noqa: E402
 
@@ -30,13 +30,15 @@ FLIPS = 40
 
 def made(form, shape=TINY, seed=5):
     """Return a model whose weights lie on the grid of a form."""
-    return construct(shape, seed, bits=PACKINGS[form].bits)
+    return construct(shape, seed, bits=FORMS[form].bits)
 
 
 def unpacked(form, tensors, name):
     """Return the matrix that a checkpoint stands for, as the documents of the format have it, in plain Python."""
-    module, bits = name.removesuffix(".weight"), PACKINGS[form].bits
-    group, each = PACKINGS[form].group, 32 // bits
+    module, bits = name.removesuffix(".weight"), FORMS[form].bits
+    group, each = FORMS[form].group, 32 // bits
+    if form == "w8a8":
+        return tensors[name] * tensors[f"{module}.weight_scale"]
 
     def codes(tensor, order):
         return [
@@ -57,20 +59,21 @@ def unpacked(form, tensors, name):
 
 def test_the_command_knows_every_form():
     """The list of choices stands where no torch is."""
-    assert QUANTIZATIONS == tuple(PACKINGS)
+    assert tuple(FORMS) == QUANTIZATIONS
 
 
-@pytest.mark.parametrize("form", PACKINGS)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
     """Read back as the format is documented, every weight has the model's value; `load` takes the answers."""
     model, directory = made(form), tmp_path / "out"
     export(model, directory, form=form)
     tensors, _ = read_safetensors((directory / "model.safetensors").read_bytes())
     config = json.loads((directory / "config.json").read_text())
-    told = config["quantization_config" if form == "awq" else "quantization"]
-    assert (told["bits"], told["group_size"]) == (PACKINGS[form].bits, PACKINGS[form].group)
-    few = [name for name in model.weights if "proj" in name or (form != "awq" and name.startswith("lm_head"))]
-    assert sum(name.endswith((".qweight", ".biases")) for name in tensors) == len(few)
+    if form != "w8a8":
+        told = config["quantization_config" if form == "awq" else "quantization"]
+        assert (told["bits"], told["group_size"]) == (FORMS[form].bits, FORMS[form].group)
+    few = [name for name in model.weights if "proj" in name or ("mlx" in form and name.startswith("lm_head"))]
+    assert sum(name.endswith((".qweight", ".biases", ".input_scale")) for name in tensors) == len(few)
     for name, weight in model.weights.items():
         assert torch.equal(unpacked(form, tensors, name) if name in few else tensors[name], weight), name
     found = expected.load(directory)
@@ -79,10 +82,10 @@ def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
 
 @pytest.mark.parametrize("anchored", [True, False])
 @pytest.mark.parametrize("shape", [TINY, QWEN, EXPERTS, WIDE], ids=["llama", "qwen2", "experts", "wide"])
-@pytest.mark.parametrize("form", ["awq", "mlx-8bit"])
+@pytest.mark.parametrize("form", ["awq", "mlx-8bit", "w8a8"])
 def test_what_is_stored_is_proved(form, shape, anchored):
     """The walk finds the program's words; the bits of every code are used."""
-    model = construct(shape, 9, bits=PACKINGS[form].bits, anchored=anchored)
+    model = construct(shape, 9, bits=FORMS[form].bits, anchored=anchored)
     few = stored(model.weights, form)
     count = min(8, model.program.steps)
     words = golden.prompt(model.program, 9)
@@ -91,12 +94,12 @@ def test_what_is_stored_is_proved(form, shape, anchored):
     assert proof.logits[-count:].argmax(1).tolist() == following
     assert proof.witnessed
     for name, each in few.items():
-        used = (each.codes[:, :, None] >> torch.arange(each.packing.bits)) & 1
+        used = (each.codes[:, :, None] >> torch.arange(each.bits)) & 1
         assert bool((used.amax((0, 1)) > used.amin((0, 1))).all()), name
         assert float((each.codes - each.zero).abs().max()) > each.zero / 2, name
 
 
-@pytest.mark.parametrize("form", PACKINGS)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_weight_off_the_grid_is_refused(tmp_path, form):
     """One of half a unit; a model that was not made for it; a code that is not the weight. Nothing is written."""
     model = made(form)
@@ -125,7 +128,7 @@ def test_sums_of_codes_that_a_kernel_takes_apart_are_counted():
 def test_inputs_that_are_no_whole_groups_are_refused(tmp_path):
     """By `store`, and by the command's answer as a mistake."""
     with pytest.raises(Inexact, match="96 inputs are no whole number of groups of 64"):
-        store("x", torch.ones(4, 96), PACKINGS["mlx-4bit"])
+        store("x.weight", torch.ones(4, 96), FORMS["mlx-4bit"])
     config = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 208}
     like = {**config, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 1152}
     asked = {"directory": str(tmp_path / "out"), "like": like, "layers": 1, "seed": 1, "no_anchor": False}
@@ -133,7 +136,19 @@ def test_inputs_that_are_no_whole_groups_are_refused(tmp_path):
     assert "down_proj.weight: 208 inputs are no whole number of groups of 128" in found["mistake"]
 
 
-@pytest.mark.parametrize("form", PACKINGS)
+def test_an_input_off_the_grid_of_int8_is_refused():
+    """The static scale of an activation must hold every value that the walk meets."""
+    model = made("w8a8")
+    few = stored(model.weights, "w8a8")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for unit in (2 * few[name].unit, few[name].unit / 4):  # not a multiple; larger than 127
+        with pytest.raises(Inexact, match="down: an input is off the grid of int8"):
+            Walk(model.shape, model.weights, stored={**few, name: replace(few[name], unit=unit)}).prove(
+                text(model, 5, 0, 4)
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_flipped_bit_of_a_code_changes_a_logit(form):
     """Of codes that are not 0, whichever the bit."""
     model, chance = made(form), random.Random(form)
@@ -147,7 +162,7 @@ def test_a_flipped_bit_of_a_code_changes_a_logit(form):
             name = chance.choice(list(few))
             codes = few[name].codes.clone()
             row, column = chance.choice((codes != few[name].zero).nonzero().tolist())
-            codes[row, column] ^= 1 << chance.randrange(PACKINGS[form].bits)
+            codes[row, column] ^= 1 << chance.randrange(FORMS[form].bits)
             wrong = replace(few[name], codes=codes).values.to(torch.bfloat16)
             seen += bool((Runner(model.shape, {**weights, name: wrong}).forward(tokens) != right).any())
     assert seen >= FLIPS - 2  # 99.8 % of 887 flips with seed 1
