@@ -88,7 +88,7 @@ class Expected:
     seed: int
     weights: str
     """SHA-256 of the checkpoint's weights, as they were written."""
-    quantization: str
+    quantization: str = ""
     """The form in which its matrices are stored in few bits; "" where they are not."""
     questions: tuple[Question, ...]
     codes: list[int]

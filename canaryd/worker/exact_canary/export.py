@@ -51,7 +51,7 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
         return {"mistake": str(error)}
     try:
         export(model, directory, progress, form=form)
-    except Inexact as error:
+    except (Inexact, Unfit) as error:
         return {"mistake": str(error)}
     except OSError as error:
         raise ValueError(f"{directory}: not written: {error.strerror}") from None
@@ -155,7 +155,7 @@ def export(
 
     Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory,
     with quantised matrices where `form` is one of `FORMS`. The directory is new or empty. Raises `Inexact` before
-    anything is written, `OSError` where it cannot be.
+    anything is written, `Unfit` where the form is not for the model, `OSError` where it cannot be written.
     """
     few = quantised.stored(model.weights, form) if form in FORMS else {}
     proved = answers(model, few, progress)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canaryd.worker.exact_canary.matrix import Digits, units
+from canaryd.worker.exact_canary.shape import Unfit
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.quantized import packed
 from canaryd.worker.numeric.tensors import torch
@@ -25,6 +26,8 @@ class Form:
     """Inputs that share a scale; 0 for all of a row."""
     head: bool = False
     """Whether the head is stored so, too."""
+    experts: bool = False
+    """Whether it was tried with a mixture of experts; no engine that was tried reads the others."""
     inputs: bool = False
     """Whether inputs are rounded to int8, with a scale that is known beforehand."""
 
@@ -32,8 +35,8 @@ class Form:
 AWQ, W8A8 = "awq", "w8a8"
 FORMS = {
     AWQ: Form(4, 128),
-    "mlx-4bit": Form(4, 64, head=True),
-    "mlx-8bit": Form(8, 64, head=True),
+    "mlx-4bit": Form(4, 64, head=True, experts=True),
+    "mlx-8bit": Form(8, 64, head=True, experts=True),
     W8A8: Form(8, inputs=True),
 }
 """Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 in the layout of compressed-tensors."""
@@ -122,7 +125,12 @@ def store(name: str, weight: Any, form: Form) -> Stored:
 
 
 def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
-    """Return the matrices that a form stores in few bits, by the names of their weights."""
+    """Return the matrices that a form stores in few bits, by the names of their weights.
+
+    Raises `Unfit` for a mixture of experts in a form that is not for it.
+    """
+    if not FORMS[form].experts and any(".experts." in name for name in weights):
+        raise Unfit(f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit")
     operators = (*READS, "lm_head") if FORMS[form].head else tuple(READS)
     found = {name: name.split(".")[-2] for name in weights if name.endswith(".weight")}
     return {name: store(name, weights[name], FORMS[form]) for name, operator in found.items() if operator in operators}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from canaryd.cli.canary import QUANTIZATIONS
-from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape, Unfit
 
 torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
 pytestmark = pytest.mark.torch
@@ -80,9 +80,17 @@ def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
     assert (found.quantization, found.changed_file()) == (form, "")
 
 
-@pytest.mark.parametrize("anchored", [True, False])
-@pytest.mark.parametrize("shape", [TINY, QWEN, EXPERTS, WIDE], ids=["llama", "qwen2", "experts", "wide"])
-@pytest.mark.parametrize("form", ["awq", "mlx-8bit", "w8a8"])
+@pytest.mark.parametrize(
+    ("form", "shape", "anchored"),
+    [
+        *((form, shape, None) for form in ("awq", "mlx-8bit", "w8a8") for shape in (TINY, QWEN)),
+        *((form, TINY, False) for form in ("awq", "mlx-8bit", "w8a8")),
+        *((form, EXPERTS, None) for form in ("mlx-4bit", "mlx-8bit")),
+        ("awq", WIDE, None),
+        pytest.param("mlx-8bit", WIDE, None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_is_stored_is_proved(form, shape, anchored):
     """The walk finds the program's words; the bits of every code are used."""
     model = construct(shape, 9, bits=FORMS[form].bits, anchored=anchored)
@@ -123,6 +131,13 @@ def test_sums_of_codes_that_a_kernel_takes_apart_are_counted():
     together, apart = (Walk(model.shape, model.weights, stored=each).prove(tokens).operators for each in ({}, few))
     for name in ("query", "key", "value", "output", "gate", "up", "down", "logits"):
         assert together[name].sums < apart[name].sums <= 22
+
+
+@pytest.mark.parametrize("form", ["awq", "w8a8"])
+def test_a_form_that_no_engine_reads_with_experts_is_refused(tmp_path, form):
+    """With the forms that are read."""
+    with pytest.raises(Unfit, match=f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit"):
+        export(made(form, EXPERTS), tmp_path / "out", form=form)
 
 
 def test_inputs_that_are_no_whole_groups_are_refused(tmp_path):
