@@ -33,7 +33,7 @@ PYTHON = ("mlx", "transformers")
 CLIENTS = 8
 BFLOAT16 = "30"
 """`ggml_type` of bfloat16."""
-QUANTISED = (("mlx", "awq"), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit"), ("vllm", "awq"))
+QUANTISED = (("mlx", "awq"), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit"), ("vllm", "awq"), ("vllm", "w8a8"))
 """Servers, and the quantised forms that they read."""
 
 
@@ -87,21 +87,22 @@ def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, 
 @pytest.mark.parametrize(("name", "form"), QUANTISED)
 def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answers(tmp_path, name, form, seed):
     """Any bit of a weight that is not 0; without the file's checksum, so that only the answers can tell."""
-    packing, directory, chance = FORMS[form], tmp_path / "canary", random.Random(f"{form} {seed}")
-    export(construct(TINY, 1, bits=packing.bits), directory, form=form)
-    path, width = directory / "model.safetensors", packing.bits
+    bits, directory, chance = FORMS[form].bits, tmp_path / "canary", random.Random(f"{form} {seed}")
+    export(construct(TINY, 1, bits=bits), directory, form=form)
+    path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
     tensor = chance.choice(
-        [t for t in checkpoint.tensors(path) if t.dtype in ("U32", "I32") and "qzeros" not in t.name]
+        [t for t in checkpoint.tensors(path) if t.dtype in ("U32", "I32", "I8") and "qzeros" not in t.name]
     )
+    nothing = 0 if tensor.dtype == "I8" else 1 << bits - 1
     live = [
         (at, shift)
         for at in range(tensor.begin, tensor.end)
-        for shift in range(0, 8, width)
-        if data[at] >> shift & (1 << width) - 1 != 1 << width - 1
+        for shift in range(0, 8, bits)
+        if data[at] >> shift & (1 << bits) - 1 != nothing
     ]
     at, shift = chance.choice(live)
-    data[at] ^= 1 << shift + chance.randrange(width)
+    data[at] ^= 1 << shift + chance.randrange(bits)
     path.write_bytes(data)
     alone = tmp_path / "answers"
     alone.mkdir()
