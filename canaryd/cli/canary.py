@@ -18,7 +18,8 @@ from canaryd.model import State
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20
 FORMATS = ("bfloat16", "float16", "float32")
-QUANTIZATIONS = ("awq", "mlx-4bit", "mlx-8bit", "w8a8")
+QUANTIZATIONS = {"awq": "vLLM or mlx-lm", "mlx-4bit": "mlx-lm", "mlx-8bit": "mlx-lm", "w8a8": "vLLM"}
+"""Quantised forms, and the engines that they were tried with."""
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
 and the answers that every healthy engine gives.
@@ -141,7 +142,7 @@ def _written(directory: Path, options: argparse.Namespace, answer: dict[str, Any
     if options.gguf:
         serve = f"Serve this file with llama.cpp: llama-server -m {directory / 'model.gguf'}"
     elif options.quantization:
-        serve = f"Serve this directory with an engine that reads {options.quantization}."
+        serve = f"Serve this directory with {QUANTIZATIONS[options.quantization]}, or another engine that reads it."
     return f"""\
 {directory}: {answer["layers"]} layers of {answer["hidden"]}, {answer["vocabulary"]:,} words, {answer["prompts"]} \
 proved prompts of {answer["words"]} words; {answer["bytes"] / 1e6:.1f} MB in {seconds:.1f} s

@@ -92,7 +92,7 @@ def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answer
     path = directory / "model.safetensors"
     data = bytearray(path.read_bytes())
     tensor = chance.choice(
-        [t for t in checkpoint.tensors(path) if t.dtype in ("U32", "I32", "I8") and "qzeros" not in t.name]
+        [t for t in checkpoint.tensors(directory) if t.dtype in ("U32", "I32", "I8") and "qzeros" not in t.name]
     )
     nothing = 0 if tensor.dtype == "I8" else 1 << bits - 1
     live = [

@@ -59,7 +59,7 @@ def unpacked(form, tensors, name):
 
 def test_the_command_knows_every_form():
     """The list of choices stands where no torch is."""
-    assert tuple(FORMS) == QUANTIZATIONS
+    assert list(FORMS) == list(QUANTIZATIONS)
 
 
 @pytest.mark.parametrize("form", FORMS)
