@@ -327,8 +327,12 @@ class Walk:
         total = Exact(torch.zeros_like(seen.whole), 0)
         for expert in range(self.shape.experts):
             words = takes[:, expert].nonzero().view(-1)
-            names = [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
-            out = self._neurons(f"{i}.expert{expert}", names, seen[words])
+            place, names = f"{i}.expert{expert}", [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
+            if self.keep:  # in process, every expert computes every word
+                self._values[f"{place}.share"] = takes[:, expert, None] / CHOSEN
+                out = self._neurons(place, names, seen)[words]
+            else:
+                out = self._neurons(place, names, seen[words])
             half = self._see("half", Exact(out.whole, out.shift + 1).reduced(), live=True)
             total = total + Exact(torch.zeros_like(seen.whole).index_copy(0, words, half.whole), half.shift)
         return self._see("mixture", total.reduced(), live=True)
