@@ -75,6 +75,7 @@ ENGINES = {
     "mlx-8bit": Asked("mlx", "mlx-8bit"),
     "mlx-experts": Asked("mlx", "mlx-8bit", EXPERTS),
     "transformers": Asked("transformers"),
+    "transformers-experts": Asked("transformers", "", EXPERTS),
     "vllm": Asked("vllm"),
     "vllm-awq": Asked("vllm", "awq"),
     "vllm-w8a8": Asked("vllm", "w8a8"),

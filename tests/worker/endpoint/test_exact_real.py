@@ -141,7 +141,14 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("llama", "bfloat16"), ("llama", "float32"), ("vllm", ""), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit")],
+    [
+        ("llama", "bfloat16"),
+        ("llama", "float32"),
+        ("vllm", ""),
+        ("transformers", ""),
+        ("mlx", "mlx-4bit"),
+        ("mlx", "mlx-8bit"),
+    ],
 )
 def test_a_mixture_of_experts_is_served_rightly(tmp_path, name, form):
     """Every answer is right. MLX multiplies stacked experts on processors in float32 alone, or quantised."""
