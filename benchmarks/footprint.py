@@ -2,11 +2,12 @@
 
 Starts `canaryd run` with a state directory of its own, waits until the workers of the first round have gone, and
 watches it while a scrape comes every 15 seconds, as from Prometheus. No file of torch or of a vendor library may be
-mapped into the daemon.
+mapped into the daemon. With `--beside DIR`, a checkout of another version: its daemon follows.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -19,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,10 +43,12 @@ DEPENDENCIES = {
 
 
 @contextlib.contextmanager
-def daemon(config: Path | None, record: Path | None = None) -> Iterator[tuple[psutil.Process, str]]:
+def daemon(
+    config: Path | None, record: Path | None = None, tree: Path = common.ROOT
+) -> Iterator[tuple[psutil.Process, str]]:
     """Run the daemon and yield its process and the address of its metrics; end it as an operator would.
 
-    `record`: a state directory to start with; without one it begins with an empty one.
+    `record`: a state directory to start with; without one it begins with an empty one. `tree`: a checkout.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -56,8 +60,8 @@ def daemon(config: Path | None, record: Path | None = None) -> Iterator[tuple[ps
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "canaryd", "run", *words],
-                cwd=common.ROOT,
-                env=os.environ | common.UNIT,
+                cwd=tree,
+                env=os.environ | common.UNIT | {"PYTHONPATH": str(tree)},
                 stdout=file,
                 stderr=file,
             )
@@ -72,6 +76,17 @@ def daemon(config: Path | None, record: Path | None = None) -> Iterator[tuple[ps
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def wait_for_answer(process: psutil.Process, metrics: str) -> float:
+    """Wait until the daemon answers a scrape; return the seconds since it was started."""
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(metrics, timeout=10) as answer:  # noqa: S310  ours
+            answer.read()
+            return time.time() - process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.NoSuchProcess(process.pid, msg="it ended")
+        time.sleep(0.005)
 
 
 def wait_for_rest(process: psutil.Process, quiet: float, patience: float) -> float:
@@ -149,6 +164,24 @@ def weigh(modules: list[str]) -> float:
     return int(match.group(1)) / 1024
 
 
+def observed(arguments: argparse.Namespace, tree: Path) -> dict[str, Any]:
+    """Run the daemon of a tree until it rests, watch it, and return what was seen."""
+    with daemon(arguments.config, tree=tree) as (process, metrics):
+        answered = wait_for_answer(process, metrics)
+        round_took = wait_for_rest(process, arguments.quiet, arguments.patience)
+        watched = rest(process, metrics, arguments.seconds)
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        mapped = {line.split()[-1] for line in maps if "/" in line}
+        return {
+            "memory": memory(process.pid),
+            "counts": {"threads": process.num_threads(), "open files": process.num_fds()},
+            "rest": watched,
+            "foreign": sorted(name for name in mapped if FOREIGN.search(name)),
+            "first_answer_seconds": answered,
+            "first_round_seconds": round_took,
+        }
+
+
 def main() -> None:
     """Start, wait, watch, weigh, write; end with 1 where something foreign is mapped."""
     parser = common.options(__doc__)
@@ -156,41 +189,56 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch it (default: %(default)g)")
     parser.add_argument("--quiet", type=float, default=5.0, help="seconds without workers that end the first round")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds that the first round may take")
+    parser.add_argument("--beside", type=Path, help="checkout of another version, watched next")
     arguments = parser.parse_args()
     facts = common.machine()
-    with daemon(arguments.config) as (process, metrics):
-        round_took = wait_for_rest(process, arguments.quiet, arguments.patience)
-        watched = rest(process, metrics, arguments.seconds)
-        held = memory(process.pid)
-        counts = {"threads": process.num_threads(), "open files": process.num_fds()}
-        mapped = {
-            line.split()[-1] for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines() if "/" in line
-        }
-    foreign = sorted(name for name in mapped if FOREIGN.search(name))
+    found = observed(arguments, common.ROOT)
+    held, watched, foreign = found["memory"], found["rest"], found["foreign"]
+    others = [observed(arguments, arguments.beside.resolve())] if arguments.beside else []
     bare = weigh([])
     whole = weigh(list(DEPENDENCIES.values()))
     alone = {name: weigh([module]) - bare for name, module in DEPENDENCIES.items()}
     on_top = {name: whole - weigh([m for m in DEPENDENCIES.values() if m != own]) for name, own in DEPENDENCIES.items()}
     processor = watched["processor percent"]
     body = common.table(
-        ["at rest", "figure", "target"],
+        ["at rest", "figure", "target", *([arguments.beside.name] if others else [])],
         [
             *[
-                [f"{name} memory", f"{size:.1f} MiB", _judge(size, MEMORY_TARGET) if name == "resident" else ""]
+                [
+                    f"{name} memory",
+                    f"{size:.1f} MiB",
+                    _judge(size, MEMORY_TARGET) if name == "resident" else "",
+                    *(f"{other['memory'][name]:.1f} MiB" for other in others),
+                ]
                 for name, size in held.items()
             ],
-            ["processor", f"{processor:.2f} %", _judge(processor, PROCESSOR_TARGET)],
-            *[[name, count, ""] for name, count in counts.items()],
+            [
+                "processor",
+                f"{processor:.2f} %",
+                _judge(processor, PROCESSOR_TARGET),
+                *(f"{other['rest']['processor percent']:.2f} %" for other in others),
+            ],
+            *[
+                [name, count, "", *(other["counts"][name] for other in others)]
+                for name, count in found["counts"].items()
+            ],
+            [
+                "first answer after",
+                f"{found['first_answer_seconds']:.2f} s",
+                "",
+                *(f"{other['first_answer_seconds']:.2f} s" for other in others),
+            ],
             [
                 "torch, numpy or vendor libraries mapped",
                 ", ".join(foreign) or "none",
                 "missed" if foreign else "reached",
+                *(", ".join(other["foreign"]) or "none" for other in others),
             ],
         ],
     )
     body += (
-        f"\nThe first round took {round_took:.0f} s; then watched for {watched['seconds']:.0f} s with "
-        f"{watched['scrapes']} scrapes of {watched['bytes per scrape']:,} bytes\n(the longest took "
+        f"\nThe first round took {found['first_round_seconds']:.0f} s; then watched for {watched['seconds']:.0f} s "
+        f"with {watched['scrapes']} scrapes of {watched['bytes per scrape']:,} bytes\n(the longest took "
         f"{watched['longest scrape in ms']:.1f} ms); {watched['workers meanwhile']} workers ran meanwhile.\n\n"
     )
     # They share much of the standard library: what one adds depends on whether the others are there.
@@ -201,9 +249,10 @@ def main() -> None:
             [f"all, to an interpreter of {bare:.1f} MiB", f"{whole - bare:.1f} MiB", ""],
         ],
     )
-    write = {"memory": held, "counts": counts, "rest": watched, "foreign": foreign, "first_round_seconds": round_took}
-    write["dependencies"] = {"bare": bare, "whole": whole, "alone": alone, "on_top": on_top}
-    common.write(arguments.out, "footprint", "The daemon at rest", facts, body, write)
+    dependencies = {"bare": bare, "whole": whole, "alone": alone, "on_top": on_top}
+    write = {**found, "dependencies": dependencies, "beside": others}
+    name = "footprint-beside" if others else "footprint"
+    common.write(arguments.out, name, "The daemon at rest", facts, body, write)
     sys.exit(1 if foreign else 0)
 
 

@@ -23,6 +23,7 @@ from canaryd.worker.numeric import stack, verify
 from canaryd.worker.numeric.cases import product_case
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.making import make_twice
 from canaryd.worker.numeric.operands import gather, make_pools
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import host_same_bits, strict_switches, synchronize, torch, upload
@@ -96,7 +97,7 @@ def measure(device: Device, form: str, size: int, pairs: int) -> Row:
     assert product is not None
     of_pools = replace(case, build=partial(make_pools, product))
     made: list[Any] = []
-    making = common.seconds(lambda: made.append(verify.make_twice(session, of_pools, seed, None, "")))
+    making = common.seconds(lambda: made.append(make_twice(session, of_pools, seed, None, "")))
     pools, doubts = made[0]
     if doubts:
         raise SystemExit(f"the golden of {case.name} is in doubt: {doubts[0]}")

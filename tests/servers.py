@@ -104,17 +104,22 @@ UNKNOWN = {
 """Servers that canaryd has no dialect for."""
 
 
+def need(name: str) -> str:
+    """Return the program of a server; skip the test where there is none."""
+    kind = (KINDS | UNKNOWN)[name]
+    if not (program := kind.found()):
+        pytest.skip(
+            f"no {kind.program} here: run `scripts/servers DIR {name}`, then `. DIR/env.sh`, which sets {kind.variable}"
+        )
+    return program
+
+
 class Server:
     """A server on a port of its own, which a restart keeps. Every start reads the checkpoint anew."""
 
     def __init__(self, name: str, directory: Path, work: Path, *options: str, **environment: str) -> None:
         self.kind, self.directory, self.options = (KINDS | UNKNOWN)[name], directory, options
-        self.program = self.kind.found()
-        if not self.program:
-            pytest.skip(
-                f"no {self.kind.program} here: run `scripts/servers DIR {name}`, then `. DIR/env.sh`, which sets "
-                f"{self.kind.variable}"
-            )
+        self.program = need(name)
         self.work = work / name
         (self.work / "hub").mkdir(parents=True, exist_ok=True)  # mlx-lm and transformers fail without one
         self.environment = os.environ | ENVIRONMENT | {"HF_HUB_CACHE": str(self.work / "hub")} | environment

@@ -85,8 +85,9 @@ def test_another_format_holds_the_same_weights(dtype, original, copy, tmp_path):
     """Stored in another format, no weight that float16 holds as a normal number changes; `make` gives the same file."""
     checkpoints.other_dtype(copy, dtype)
     assert json.loads((copy / "config.json").read_text())["dtype"] == dtype
+    found = weights(copy)
     for name, tensor in weights(original).items():
-        stored = weights(copy)[name]
+        stored = found[name]
         assert stored.dtype == getattr(torch, dtype)
         normal = (tensor.float().abs() >= 2**-14) | (dtype == "float32")
         assert torch.equal(stored.float()[normal], tensor.float()[normal])

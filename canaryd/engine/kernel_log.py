@@ -26,6 +26,10 @@ OF_PROCESSES = frozenset({"application", "either"})
 """Natures of Xids that a process can cause by being killed at work; what else happens then is the device's."""
 FOREIGN = frozenset({"aer", "pcie", "nvme"})
 """Kinds of records that any part on the bus can cause."""
+MINOR = frozenset(
+    {*("mismatch", "soft-recovered", "reset", "fault", "ras-corrected", "ras-deferred"), *("correctable", "link-down")}
+)
+"""Names of records that are a note about a device at most, and so nothing about one that is not known."""
 
 
 class KernelLog:
@@ -90,16 +94,22 @@ class KernelLog:
 def addressee(record: LogRecord, devices: Sequence[Device]) -> str:
     """Return the uuid of the device that a record is about; of an unknown one `HOST` or its place on the bus.
 
-    A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host.
+    A GPU's fault is never the host's, even where the GPU is not watched. Faults of other parts belong to the host, and
+    so does what a driver says without naming one of several devices.
     """
-    place = bus_key(record.bus_id)
+    parts = _parts(record)
     whole = [d for d in devices if not (d.parent or d.card)]
     for device in whole:
-        if place and bus_key(device.detail.get("bus_id", "")) == place:
+        if parts == {bus_key(device.detail.get("bus_id", ""))} != {""}:
             return device.uuid
-    if record.kind in OWN:
-        return f"{BUS}{place}"
+    if record.kind in OWN and parts:
+        return f"{BUS}{bus_key(record.bus_id)}"
     return next((d.uuid for d in whole if d.backend == "cpu"), HOST)
+
+
+def _parts(record: LogRecord) -> set[str]:
+    """Return the places of the parts that a record may be about: one, or all below a port."""
+    return {bus_key(place) for place in record.fields.get("below", record.bus_id).split()} - {""}
 
 
 def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
@@ -111,9 +121,17 @@ def _event(record: LogRecord, devices: Sequence[Device]) -> Event:
     own = bool(process) and killed.was_killed(int(process), record.at)
     if own and record.kind == "xid" and xids.explain(event.code).nature in OF_PROCESSES:
         event = replace(event, kind="elsewhere", name=f"xid {record.name} of a worker that canaryd killed")
-    known = {bus_key(d.detail.get("bus_id", "")) for d in devices}
-    if record.kind in FOREIGN and (place := bus_key(record.bus_id)) and place not in known:
-        event = replace(event, kind="elsewhere", name=f"{record.kind} {record.name}".strip())
+    known, parts = {bus_key(d.detail.get("bus_id", "")) for d in devices}, _parts(record)
+    kind = ""
+    if record.kind in OWN and not parts:
+        kind = "unplaced"
+    elif record.kind in FOREIGN and parts and known.isdisjoint(parts):
+        kind = "elsewhere"
+    elif record.kind in FOREIGN and len(parts) > 1:
+        kind = "port"
+    if kind:
+        kind = "elsewhere" if record.name in MINOR else kind
+        event = replace(event, kind=kind, name=f"{record.kind} {record.name}".strip())
     now = time.time()
     if not credible(event.last, now):  # logged before the clock was set
         event = replace(event, first=now, last=now)
@@ -124,5 +142,5 @@ def _counter(record: LogRecord, event: Event) -> tuple[str, dict[str, str], floa
     """Return the counter that a record raises by one, with its labels."""
     if record.kind in ("xid", "sxid"):
         return f"{record.kind}_errors", {"device": event.device, record.kind: record.name}, 1.0
-    name = event.name if event.kind == "elsewhere" else record.name
+    name = record.name if event.kind == record.kind else event.name
     return "kernel_log_events", {"device": event.device, "kind": event.kind, "name": name}, 1.0

@@ -153,18 +153,26 @@ def comparator_disagreement(case: Case) -> Iterator[Finding]:
     """
     for mismatches in case.standing(Subject.COMPARATOR, find_mismatches(case.runs, Subject.COMPARATOR)):
         doubted = any(case.host_in_doubt(m.run) for m in mismatches)
+        others = {
+            case.devices[uuid].name
+            for uuid, runs in case.peers.items()
+            for first in find_mismatches(runs, Subject.COMPARATOR)[:1]
+            if abs(first.run.started - mismatches[0].run.started) <= case.policy.repeat_window
+        }
         repeated = not doubted and crowded(mismatches, 2, case.policy.repeat_gap, case.policy.watch)
         why = "It happened once, so either side may be wrong."
         action = "Wait for the next run"
         if doubted:
             why, action = "The host's CPU was wrong at about the same time.", CPU_FIRST
+        elif others:
+            why, action = f"{names(others)} began to do so too: what they share may be at fault.", CPU_FIRST
         elif repeated:
             why = "It happened repeatedly, so the device or its connection to the host is wrong."
             action = "Take it out of service"
         yield make_finding(
             "comparator-disagreement",
             State.SUSPECT,
-            Cause.HARDWARE if repeated else Cause.UNDETERMINED,
+            Cause.HARDWARE if repeated and not others else Cause.UNDETERMINED,
             "Device and host compared the same bytes and disagree",
             action,
             mismatches,

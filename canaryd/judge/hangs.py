@@ -25,47 +25,81 @@ SELDOM = 5
 
 
 def keeps_failing(case: Case) -> Iterator[Finding]:
-    """A probe hangs or crashes again and again: suspect where siblings always answer, else unknown."""
+    """A probe hangs or crashes again and again: suspect where siblings always answer, else unknown.
+
+    A server is never suspect for it: it is slow or down, and no other server tells whether its answers are right.
+    """
     for probe in sorted(case.wanted):
         recent = _recent(case, case.scheduled(probe))
-        times = _times(recent)
-        if times < TIMES:
-            yield from _seldom(case, probe)
-            continue
         siblings = [
             _recent(case, [r for r in runs if r.probe == probe and r.whole])
             for uuid, runs in case.peers.items()
-            if case.devices[uuid].kind == case.device.kind
+            if case.devices[uuid].kind == case.device.kind and not case.device.is_endpoint
         ]
-        answering = [runs for runs in siblings if len(runs) >= TIMES and not any(r.outcome in HANGS for r in runs)]
-        alone = bool(answering) and len(answering) == len([runs for runs in siblings if runs])
-        failed = [r for r in recent if r.outcome in HANGS]
-        who = f"{count(len(answering), 'identical device')} always answered." if alone else ""
-        yield make_finding(
-            "keeps-failing",
-            State.SUSPECT if alone else State.UNKNOWN,
-            Cause.UNDETERMINED,
-            f"{probe} hung or crashed in {len(failed)} of {len(recent)} runs, {times} separate times",
-            f"Take it out of service and read the kernel log: {KERNEL_LOG}",
-            failed[-1],
-            (who, "Its results were right when it answered.") if not any(r.wrong for r in recent) else (who,),
-        )
+        met = [runs for runs in siblings if runs]
+        answering = [runs for runs in met if len(runs) >= TIMES and not any(r.outcome in HANGS for r in runs)]
+        always = _always(case, probe, answering, len(met))
+        yield from always or _often(recent, answering, len(met)) or _seldom(case, probe)
 
 
-def _seldom(case: Case, probe: str) -> Iterator[Finding]:
+def _always(case: Case, probe: str, answering: Sequence[Sequence[Run]], met: int) -> list[Finding]:
+    """It does not answer any more, and most siblings answered `TIMES` times meanwhile: suspect.
+
+    Where most did not, what they share may be at fault, and `not_completed` says what is known. The finding rests on
+    the run that answered last, so what is acknowledged stays so when it hangs again.
+    """
+    tried = [r for r in case.scheduled(probe) if r.outcome is not Outcome.SKIPPED]
+    hung = [*itertools.takewhile(lambda r: r.outcome in HANGS, reversed(tried))]
+    if len(hung) < TIMES:
+        return []
+    since = age(hung[-1], case.now)
+    done = [sum(r.outcome is Outcome.COMPLETED and age(r, case.now) <= since for r in runs) for runs in answering]
+    sound = sum(times >= TIMES for times in done)
+    if sound <= met - sound:
+        return []
+    others = "" if sound == met else f" {met - sound} did not."
+    return _suspect(
+        f"hung or crashed in each of the last {len(hung)} runs",
+        tried[-len(hung) - 1] if len(tried) > len(hung) else hung[-1],
+        f"{count(sound, 'identical device')} answered meanwhile.{others}",
+        "If it still does after a restart of the machine, hardware is likely.",
+    )
+
+
+def _often(recent: Sequence[Run], answering: Sequence[Sequence[Run]], met: int) -> list[Finding]:
+    """It hangs or crashes, and answers in between: suspect where no sibling does so, else unknown."""
+    times = _times(recent)
+    if times < TIMES:
+        return []
+    failed = [r for r in recent if r.outcome in HANGS]
+    alone = bool(answering) and len(answering) == met
+    return _suspect(
+        f"hung or crashed in {len(failed)} of {len(recent)} runs, {times} separate times",
+        failed[-1],
+        f"{count(len(answering), 'identical device')} always answered." if alone else "",
+        "" if any(r.wrong for r in recent) else "Its results were right when it answered.",
+        state=State.SUSPECT if alone else State.UNKNOWN,
+    )
+
+
+def _seldom(case: Case, probe: str) -> list[Finding]:
     """It hangs or crashes for days apart, and its siblings never do: suspect."""
     failed, answering = repeated(case, probe, HANGS)
-    if failed:
-        watch = format_duration(case.policy.watch)
-        yield make_finding(
-            "keeps-failing",
-            State.SUSPECT,
-            Cause.UNDETERMINED,
-            f"{probe} hung or crashed {len(failed)} separate times within {watch}",
-            f"Take it out of service and read the kernel log: {KERNEL_LOG}",
-            failed[-1],
-            (f"{count(answering, 'identical device')} always answered.", f"Clears {watch} after it stops."),
-        )
+    if not failed:
+        return []
+    watch = format_duration(case.policy.watch)
+    return _suspect(
+        f"hung or crashed {len(failed)} separate times within {watch}",
+        failed[-1],
+        f"{count(answering, 'identical device')} always answered.",
+        f"Clears {watch} after it stops.",
+    )
+
+
+def _suspect(what: str, run: Run, *evidence: str, state: State = State.SUSPECT) -> list[Finding]:
+    action = f"Take it out of service and read the kernel log: {KERNEL_LOG}"
+    message = f"{run.probe} {what}"
+    return [make_finding("keeps-failing", state, Cause.UNDETERMINED, message, action, run, evidence)]
 
 
 def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Sequence[Run], int]:
@@ -85,6 +119,7 @@ def repeated(case: Case, probe: str, outcomes: Collection[Outcome]) -> tuple[Seq
         runs
         for uuid, runs in case.peers.items()
         if case.devices[uuid].kind == case.device.kind and case.devices[uuid].part != case.device.part
+        if not case.device.is_endpoint
     ]
     sound = [runs for runs in siblings if any(r.probe == probe and r.outcome is Outcome.COMPLETED for r in runs)]
     chance = (1 + len(sound)) ** (1 - len(apart))

@@ -43,15 +43,16 @@ FAMILIES = (
         leads=("gpu-lost", "device-vanished", "keeps-vanishing"),
         explains=(
             *("telemetry-stale", "stale-evidence", "no-evidence", "not-completed", "unreached", "device-error"),
-            *("xid-recovery", "recovery-action"),
+            *("xid-recovery", "recovery-action", "keeps-failing", "pcie-aer", "kernel-pcie"),
         ),
     ),
+    Family(leads=("keeps-failing",), explains=("not-completed", "stale-evidence", "no-evidence")),
     Family(
         leads=("row-remap-failed", "sram-threshold", "row-remap-exhausted", "uncorrected-error"),
         explains=("row-remap-pending", "retired-pages", "retired-pages-pending", "memory-bad-pages", "device-error"),
     ),
     Family(leads=("throttled", "hot"), explains=()),
-    Family(leads=("pcie-width", "pcie-generation", "pcie-replays"), explains=()),
+    Family(leads=("pcie-aer", "pcie-width", "pcie-generation", "pcie-replays"), explains=("kernel-pcie",)),
 )
 """Asked in this order. Findings of no family belong together by rule and cause."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from canaryd.judge.case import Case
 from canaryd.judge.clock import age
@@ -20,29 +20,61 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
     """The newest self-test that gave results has a failed test: suspect, until a later one has none.
 
     The tool judges by its own limits, of speed and settings too, so the cause stays undetermined: exact goldens decide
-    whether the device computes wrong numbers. The finding rests on the first run in a row with the same failed tests,
-    so what is acknowledged stays so when it fails again.
+    whether the device computes wrong numbers. What identical devices began to fail with it, and none passes, accuses no
+    device. The finding rests on the first run in a row with the same failed tests, so what is acknowledged stays so
+    when it fails again.
     """
-    runs = [r for r in case.runs if r.probe == PROBE and r.outcome is Outcome.COMPLETED]
-    runs.sort(key=lambda r: age(r, case.now))
-    if not runs or not (names := _failed(runs[0])):
+    runs = _completed(case, case.runs)
+    if not runs or not (names := _results(runs[0], "fail")):
         return
-    newest, first = runs[0], [*itertools.takewhile(lambda r: _failed(r) == names, runs)][-1]
+    newest, first = runs[0], _first(runs)
     results = [r for r in newest.readings if r.name == STATUS]
     told = {r.labels.get("test"): str(r.value) for r in newest.readings if r.name == MESSAGE}
     listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     tool = results[0].labels.get("tool", "its tool")
+    company = _company(case, first, names)
+    action = "Take it out of service; send the vendor the tool's output and what canaryd report writes"
+    if company:
+        action = "Check what they share: the tool's version and settings, the driver, power and cooling"
     yield make_finding(
         "vendor-selftest",
-        State.SUSPECT,
+        State.UNKNOWN if company else State.SUSPECT,
         Cause.UNDETERMINED,
         f"The vendor's self-test ({tool}) failed {count(len(names), 'test')} of {len(results)}: {listed}",
-        "Take it out of service; send the vendor the tool's output and what canaryd report writes",
+        action,
         first,
-        [*(f"{name}: {told[name]}" for name in names[:SHOWN] if told.get(name)), "Clears when a later one passes."],
+        [
+            f"{count(company, 'identical device')} began to fail the same, and none passes." if company else "",
+            *(f"{name}: {told[name]}" for name in names[:SHOWN] if told.get(name)),
+            "Clears when a later one passes.",
+        ],
     )
 
 
-def _failed(run: Run) -> list[str]:
-    """Return the names of the tests that failed."""
-    return [str(r.labels.get("test")) for r in run.readings if r.name == STATUS and r.value == "fail"]
+def _company(case: Case, first: Run, names: Sequence[str]) -> int:
+    """Return how many siblings began to fail all these tests at about the same time; 0 where one passes any of them."""
+    found = 0
+    for uuid, peer in case.peers.items():
+        runs = _completed(case, peer)
+        if runs and case.devices[uuid].kind == case.device.kind:
+            if not {*names}.isdisjoint(_results(runs[0], "pass")):
+                return 0
+            together = abs(_first(runs).started - first.started) <= case.policy.repeat_window
+            found += together and {*names} <= {*_results(runs[0], "fail")}
+    return found
+
+
+def _completed(case: Case, runs: Sequence[Run]) -> list[Run]:
+    """Return the self-tests that gave results, newest first."""
+    found = (r for r in runs if r.probe == PROBE and r.outcome is Outcome.COMPLETED)
+    return sorted(found, key=lambda r: age(r, case.now))
+
+
+def _first(runs: Sequence[Run]) -> Run:
+    """Return the oldest of the newest runs that failed the same tests."""
+    return [*itertools.takewhile(lambda r: _results(r, "fail") == _results(runs[0], "fail"), runs)][-1]
+
+
+def _results(run: Run, result: str) -> list[str]:
+    """Return the names of the tests that had a result."""
+    return [str(r.labels.get("test")) for r in run.readings if r.name == STATUS and r.value == result]

@@ -37,10 +37,12 @@ KINDS: Mapping[str, str] = {
     "off-bus": "device lost",
     "oom": "out of memory",
     "pcie": "PCI Express",
+    "port": "PCI Express port",
     "release": "",
     "reset": "reset",
     "sxid": "NVSwitch error, SXid",
     "thermal": "slowed down for heat",
+    "unplaced": "kernel log, no device named",
     "xid": "NVIDIA error, Xid",
 }
 """Kind of an event → the words before its text; "" where the text says it all."""

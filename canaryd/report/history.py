@@ -41,7 +41,9 @@ MOST_PAUSES = 5
 """Pauses that are listed one by one (ours); more of them are summed up in one line."""
 MOST_ITEMS, MOST_READINGS = 25, 20
 """Lines of each kind that a terminal shows per device; JSON has all."""
-BAD = frozenset({"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "oom", "thermal", "counter"})
+BAD = frozenset(
+    {"xid", "sxid", "mce", "edac", "aer", "off-bus", "pcie", "port", "unplaced", "oom", "thermal", "counter"}
+)
 """Kinds of events that count against a device; others are as harmless as a change of the driver."""
 
 

@@ -15,9 +15,9 @@ from canaryd.engine import events, kernel_log
 from canaryd.engine.engine import Engine
 from canaryd.engine.inventory import bus_key
 from canaryd.engine.kernel_log import addressee
-from canaryd.facts import LogRecord
+from canaryd.facts import LogPosition, LogRecord
 from canaryd.judge.telemetry.events import log_event
-from canaryd.model import Device, Event, Outcome, State
+from canaryd.model import Cause, Device, Event, Outcome, State
 from canaryd.store.store import Store
 from canaryd.supervisor import killed
 from tests.command import BUILTIN, bare_python, catalogue, eventually
@@ -429,7 +429,7 @@ def test_the_log_is_followed_until_the_engine_stops(host):
         ("xid", "0000:65:00", "GPU-1"),
         ("aer", "0000:65:00.0", "GPU-1"),
         ("xid", "0000:66:00", "bus 0000:66:00"),
-        ("xid", "", "bus "),
+        ("amdgpu", "", "CPU-1"),
         ("aer", "0000:66:00.0", "CPU-1"),
         ("mce", "", "CPU-1"),
         ("sxid", "0000:a9:00.0", "CPU-1"),
@@ -441,6 +441,40 @@ def test_a_line_belongs_to_the_device_at_that_place(kind, bus_id, wanted):
     record = LogRecord(boot="b", sequence=1, at=0.0, kind=kind, name="79", bus_id=bus_id)
     assert addressee(record, [MIG, CPU, GPU]) == wanted
     assert addressee(record, []) == (f"bus {bus_key(bus_id)}" if kind == "xid" else "host")
+
+
+SECOND = replace(GPU, uuid="GPU-2", index=1, detail={"bus_id": "0000:66:00.0"})
+
+
+@pytest.mark.parametrize(
+    ("below", "device", "kind", "name"),
+    [
+        ("0000:65:00.0 0000:65:00.1", "GPU-1", "aer", "fatal port"),  # a GPU and its sound are one part
+        ("0000:65:00.0 0000:66:00.0", "CPU-1", "port", "aer fatal"),
+        ("0000:65:00.0 0000:17:00.0", "CPU-1", "port", "aer fatal"),
+        ("0000:17:00.0", "CPU-1", "elsewhere", "aer fatal"),
+        ("", "CPU-1", "elsewhere", "aer fatal"),
+    ],
+)
+def test_a_line_about_a_port_belongs_to_the_one_device_below_it(below, device, kind, name):
+    """Where several are below it, the host has it, and where none is watched, nobody is accused."""
+    fields = {"below": below} if below else {}
+    record = LogRecord(boot="b", sequence=1, at=1.6e9, kind="aer", name="fatal", bus_id="0000:60:01.0", fields=fields)
+    event = kernel_log._event(record, [MIG, CPU, GPU, SECOND])
+    assert (event.device, event.kind, event.name) == (device, kind, name)
+
+
+def test_a_fault_of_one_of_several_devices_is_told_and_names_none(host):
+    """AMD's driver does not always say which device it means: the host has the finding, and no device is accused."""
+    ring, reset = (
+        LogRecord(boot="b", sequence=n, at=time.time(), kind="amdgpu", name=name, text=f"amdgpu: {name}")
+        for n, name in enumerate(("ring-timeout", "reset"))
+    )
+    host.watch.kernel_log._record([ring, reset], LogPosition(boot="b", sequence=1), [*host.engine.devices.values()])
+    (found,) = (f for f in host.engine.verdict(host.cpu).findings if f.rule == "kernel-unplaced")
+    assert (found.state, found.cause) == (State.DEGRADED, Cause.UNDETERMINED)
+    assert any("amdgpu: ring-timeout" in text for text in found.evidence)
+    assert counter(host.store, "kernel_log_events", device=host.cpu, kind="elsewhere", name="amdgpu reset") == 1
 
 
 def test_what_was_heard_before_a_device_was_known_is_its_own(host):

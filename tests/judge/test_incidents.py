@@ -184,6 +184,24 @@ def test_a_device_that_is_gone_is_one_incident():
     assert incident.lead.rule == "device-vanished"
 
 
+@pytest.mark.parametrize(
+    ("lead", "follows"),
+    [
+        ("gpu-lost", ("keeps-failing", "not-completed", "pcie-aer", "kernel-pcie")),
+        ("keeps-failing", ("not-completed", "stale-evidence", "no-evidence")),
+        ("pcie-aer", ("kernel-pcie",)),
+    ],
+)
+def test_what_follows_from_a_lost_or_silent_device_is_part_of_it(lead, follows):
+    """One event of the device is one thing to know, whatever else notices it."""
+    found = [
+        Finding(rule=rule, state=State.SUSPECT, cause=Cause.UNDETERMINED, message=rule) for rule in (lead, *follows)
+    ]
+    given = {"device": GPU.uuid, "state": State.SUSPECT, "cause": Cause.UNDETERMINED, "decided": NOW, "since": NOW}
+    (incident,) = incidents(Verdict(**given, findings=tuple(found)))
+    assert incident.lead.rule == lead
+
+
 def test_equal_findings_about_several_probes_are_one_incident():
     """Five probes that have not run yet are one thing to know."""
     verdict = ask(wanted=dict.fromkeys(PROBES, 900.0))

@@ -36,6 +36,7 @@ def device(uuid="GPU-a", backend="cuda", index=0, **changes):
 
 GPU, TWIN, THIRD = device(), device("GPU-b", index=1), device("GPU-c", index=2)
 CPU = device("CPU-a", "cpu")
+SERVERS = device("endpoint:a", "endpoint"), device("endpoint:b", "endpoint", 1)
 UNREACHED = device("GPU-u", torch_index=None)
 UNDRIVEN = device("PCI-1", torch_index=None, detail={"bus_id": "0000:65:00.0", "undriven": "no driver is loaded"})
 
@@ -117,11 +118,11 @@ def signs(*, remap_failed=0, age=5.0, events=()):
     )
 
 
-def vendors(ago, *results):
+def vendors(ago, *results, of=GPU):
     """Return a run of the vendor's self-test so long ago, with what each of its tests said."""
     given = {"name": "vendor_selftest", "unit": "1"}
     found = (Reading(value=r, labels={"tool": "dcgmi diag", "test": str(n)}, **given) for n, r in enumerate(results))
-    return run(ago, probe="vendor_selftest", readings=tuple(found))
+    return run(ago, probe="vendor_selftest", readings=tuple(found), of=of)
 
 
 def sighted(*hours, gone=1.0, seen=0.25, of=GPU, **changes):
@@ -194,8 +195,8 @@ def beside(failing, *siblings):
     return ask(*record(GPU, failing, 1000), fresh(), peers=peers)
 
 
-def hanging(answers, sibling="1111111111", apart=HOUR):
-    """Judge a device that completed ("1") or timed out ("0") in its runs, the newest last, beside a sibling."""
+def hanging(answers, sibling="1111111111", apart=HOUR, pair=(GPU, TWIN)):
+    """Judge the first of a pair that completed ("1") or timed out ("0") in its runs, newest last, beside the other."""
 
     def runs(of, told):
         ends = {"1": {}, "0": {"outcome": Outcome.TIMED_OUT}}
@@ -204,7 +205,7 @@ def hanging(answers, sibling="1111111111", apart=HOUR):
             for n, answer in enumerate(told)
         ]
 
-    return ask(*runs(GPU, answers), peers=[(TWIN, runs(TWIN, sibling))])
+    return ask(*runs(pair[0], answers), of=pair[0], peers=[(pair[1], runs(pair[1], sibling))])
 
 
 def erring(*days, **changes):
@@ -499,12 +500,45 @@ SCENARIOS = {
     "the vendor's self-test failed": lambda: (
         ask(vendors(HOUR, "pass", "fail"), fresh()), SUSPECT, U, {"vendor-selftest"},
     ),
+    "the vendor's self-test failed the same test on a sibling": lambda: (
+        ask(vendors(HOUR, "pass", "fail"), fresh(), peers=[(TWIN, [vendors(2 * HOUR, "fail", "fail", of=TWIN)])]),
+        UNKNOWN, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test failed a test that a sibling passes": lambda: (
+        ask(vendors(HOUR, "fail", "fail"), fresh(), peers=[(TWIN, [vendors(HOUR, "pass", "fail", of=TWIN)])]),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test fails on two, and a third passes": lambda: (
+        ask(
+            vendors(HOUR, "fail"), fresh(),
+            peers=[(TWIN, [vendors(HOUR, "fail", of=TWIN)]), (THIRD, [vendors(HOUR, "pass", of=THIRD)])],
+        ),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
+    "the vendor's self-test failed on a sibling two days before": lambda: (
+        ask(vendors(HOUR, "fail"), fresh(), peers=[(TWIN, [vendors(2 * DAY, "fail", of=TWIN)])]),
+        SUSPECT, U, {"vendor-selftest"},
+    ),
     "the vendor's self-test failed once, and passed since": lambda: (
         ask(vendors(DAY, "fail"), vendors(HOUR, "pass"), fresh()), HEALTHY, Cause.NONE, set(),
     ),
     "comparator once": lambda: (ask(run(HOUR, comparator()), fresh()), SUSPECT, U, {"comparator-disagreement"}),
     "comparator twice": lambda: (
         ask(run(9 * DAY, comparator()), run(HOUR, comparator()), fresh()), SUSPECT, H, {"comparator-disagreement"},
+    ),
+    "comparator twice, and on another GPU since the same day": lambda: (
+        ask(
+            run(9 * DAY, comparator()), run(HOUR, comparator()), fresh(),
+            peers=[(TWIN, [run(9 * DAY - HOUR, comparator(), of=TWIN)])],
+        ),
+        SUSPECT, U, {"comparator-disagreement"},
+    ),
+    "comparator twice, and on another GPU since two days later": lambda: (
+        ask(
+            run(9 * DAY, comparator()), run(HOUR, comparator()), fresh(),
+            peers=[(TWIN, [run(7 * DAY, comparator(), of=TWIN)])],
+        ),
+        SUSPECT, H, {"comparator-disagreement"},
     ),
     "comparator twice within a minute": lambda: (
         ask(run(HOUR, comparator()), run(HOUR + 59, comparator()), fresh()), SUSPECT, U, {"comparator-disagreement"},
@@ -788,6 +822,33 @@ SCENARIOS = {
     "hung two separate times, siblings answer": lambda: (hanging("1011101"), HEALTHY, Cause.NONE, set()),
     "hung three separate times, siblings answer": lambda: (hanging("10110101"), SUSPECT, U, {"keeps-failing"}),
     "hung three times in a row, siblings answer": lambda: (hanging("100011"), HEALTHY, Cause.NONE, set()),
+    "hung in its last two runs, siblings answer": lambda: (
+        hanging("111100"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hung in its last three runs, siblings answer": lambda: (
+        hanging("111000"), SUSPECT, U, {"keeps-failing", "not-completed", "stale-evidence"},
+    ),
+    "a server hung in its last three runs, its replica answers": lambda: (
+        hanging("111000", pair=SERVERS), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "a server hung three separate times, its replica answers": lambda: (
+        hanging("10110101", pair=SERVERS), UNKNOWN, U, {"keeps-failing"},
+    ),
+    "a server hung seven times in a month, its replica answers": lambda: (
+        hanging("01" * 7 + "1" * 20, "1" * 34, apart=20 * HOUR, pair=SERVERS), HEALTHY, Cause.NONE, set(),
+    ),
+    "never answered, siblings answer": lambda: (
+        hanging("000"), SUSPECT, U, {"keeps-failing", "no-evidence", "not-completed"},
+    ),
+    "hung in its last three runs, a sibling had one too": lambda: (
+        hanging("111000", "1111101111"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hung in its last three runs, a sibling has run twice since": lambda: (
+        hanging("111000", "11"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
+    "hung in its last three runs, alone": lambda: (
+        hanging("111000", ""), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    ),
     "hung three separate times, as a sibling did": lambda: (
         hanging("10110101", "10111111"), UNKNOWN, U, {"keeps-failing"},
     ),

@@ -180,8 +180,13 @@ def log_event(record: LogRecord, device: str) -> Event:
 
 
 def _grading(record: LogRecord, code: int | None) -> tuple[str, ...]:
-    """Return what grades the code of a line: severity of an SXid; unit, severity and table row of an NVLink 5 Xid."""
+    """Return what grades the code of a line beside it.
+
+    Severity of an SXid; unit, severity and table row of an NVLink 5 Xid; whether the port above reports an AER error.
+    """
     severity = record.fields.get("severity", "")
+    if record.kind == "aer" and "below" in record.fields:
+        return ("port",)
     if record.kind == "sxid":
         return (severity,) if severity != "unknown" else ()
     if record.kind != "xid" or code not in NVLINK5:

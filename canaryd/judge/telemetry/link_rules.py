@@ -48,20 +48,31 @@ def pcie_errors(signs: Signs) -> Iterator[Finding]:
 
 
 def pcie_uncorrected(signs: Signs) -> Iterator[Finding]:
-    """The link to the host reports errors that it could not correct."""
+    """The link to the host reports errors that it could not correct.
+
+    Errors of several devices at once, and those that the port above reports, are not the device's for sure.
+    """
     for severity, state in (("fatal", State.SUSPECT), ("nonfatal", State.DEGRADED)):
-        events = [*signs.rises("pcie_aer_errors_total", severity=severity), *signs.named("aer", severity)]
-        settled = [e for e in events if signs.trained(e, -math.inf, signs.now)]
-        events = [e for e in settled if not signs.cleared(e.last, signs.resets)]
+
+        def reported(of: Signs, name: str = severity) -> list[Event]:
+            counted = of.rises("pcie_aer_errors_total", severity=name)
+            events = [*counted, *of.named("aer", name), *of.named("aer", f"{name} port")]
+            return [e for e in events if of.trained(e, -math.inf, of.now)]
+
+        events = [e for e in reported(signs) if not signs.cleared(e.last, signs.resets)]
         newest = max(events, key=lambda e: e.last, default=None)
         if newest and (severity == "fatal" or signs.now - newest.last <= DAY):
+            company, from_port = signs.together(newest, reported), all("below" in e.fields for e in events)
             action, clears = "Check seating and slot, then reset the device.", "Clears after a day."
+            if company:
+                action = "Check the riser, switch and power that they share, then reset the devices."
             if severity == "fatal":
                 action, clears = recovery(signs, newest.last, signs.resets, action)
             yield finding(
-                *("pcie-aer", state, Cause.HARDWARE),
-                f"PCIe reported a {severity} error.",
+                *("pcie-aer", state, Cause.UNDETERMINED if company or from_port else Cause.HARDWARE),
+                f"{'The PCIe port above the device' if from_port else 'PCIe'} reported a {severity} error.",
                 action,
+                f"At about the same time: {', '.join(company)}. What they share may be at fault." if company else "",
                 f"Last at {signs.moment(newest.last)}.",
                 source_of(newest),
                 "Recommended: reset (canaryd's own rule).",

@@ -9,7 +9,6 @@ the rules as a table, each with its source and why it raises no false alarm. A f
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from canaryd.judge.telemetry.host_rules import (
     machine_check,
     unclean_reboot,
 )
+from canaryd.judge.telemetry.line_rules import kernel_lines
 from canaryd.judge.telemetry.link_rules import lanes_lost, nvlink_down, nvlink_errors, pcie_errors, pcie_uncorrected
 from canaryd.judge.telemetry.memory_rules import (
     corrected_errors_rising,
@@ -57,7 +57,7 @@ from canaryd.judge.telemetry.xid_rules import (
     xid_repeated,
     xid_unknown,
 )
-from canaryd.model import Cause, Device, Event, Finding, Outcome, State
+from canaryd.model import Cause, Device, Finding, Outcome, State
 
 LASTING, STRETCH = MINUTE, 10 * MINUTE
 """Seconds for which a passing condition must have held, and within how many (ours): at least two polls, so neither one
@@ -327,95 +327,6 @@ def ecc_off(signs: Signs) -> Iterator[Finding]:
             "Turn it on: nvidia-smi -e 1, then reset the device.",
             "Without it a flipped bit in memory goes unnoticed.",
         )
-
-
-class Line(NamedTuple):
-    """What a line of the kernel log is worth (ours)."""
-
-    state: State
-    cause: Cause
-    message: str
-    action: str
-
-
-CHECK_LINK = "Check seating, riser and slot."
-LINES: Mapping[tuple[str, str], Line] = {
-    ("oom", ""): Line(
-        *(State.HEALTHY, Cause.ENVIRONMENT),
-        *("The kernel killed a process because memory ran out", "Free memory on the host."),
-    ),
-    ("nvme", ""): Line(State.HEALTHY, Cause.ENVIRONMENT, "A disk did not answer", "Check the disk."),
-    ("lockup", ""): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "A processor was stuck in the kernel", "Check the kernel log."
-    ),
-    ("hang", ""): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "A call into the driver hung", "Check the driver and kernel log."
-    ),
-    ("driver", ""): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        "The driver could not start the device, or does not match its library",
-        "Check that driver and library have the same version, then the device.",
-    ),
-    ("pcie", "bandwidth"): Line(
-        State.HEALTHY, Cause.ENVIRONMENT, "The device's PCIe link is slower than it could be", CHECK_LINK
-    ),
-    ("pcie", ""): Line(State.DEGRADED, Cause.UNDETERMINED, "A PCIe device does not answer", CHECK_LINK),
-    ("amdgpu", "ring-timeout"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not finish its work in time", "Check the application, then the device."),
-    ),
-    ("amdgpu", "queue-hung"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not give up its work in time", "Check the application, then the device."),
-    ),
-    ("amdgpu", "soft-recovered"): Line(
-        *(State.HEALTHY, Cause.UNDETERMINED),
-        *("The driver ended a job that hung, and the device went on", "Check the application."),
-    ),
-    ("amdgpu", "reset-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
-    ),
-    ("amdgpu", "init-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not start the device", "Check driver and device."
-    ),
-    ("amdgpu", "bad-pages"): Line(
-        *(State.DEGRADED, Cause.HARDWARE),
-        *("Bad memory pages have reached the driver's threshold", "Plan to return the device."),
-    ),
-    ("amdgpu", "fault"): Line(
-        *(State.HEALTHY, Cause.UNDETERMINED),
-        *("The device met a bad address; an application can cause that", "Check the application."),
-    ),
-    ("intel", "hang"): Line(
-        *(State.DEGRADED, Cause.UNDETERMINED),
-        *("The device did not finish its work in time", "Check the application, then the device."),
-    ),
-    ("intel", "reset-failed"): Line(
-        State.DEGRADED, Cause.UNDETERMINED, "The driver could not reset the device", "Restart the machine."
-    ),
-    ("amdgpu", "reset"): Line(State.HEALTHY, Cause.UNDETERMINED, "The driver reset the device", ""),
-}
-"""Kind and name of a line ("" for all other names of the kind) → what it is worth."""
-
-
-def kernel_lines(signs: Signs) -> Iterator[Finding]:
-    """Other lines of the kernel log that explain what follows; each for a day."""
-    lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
-    for event in (e for events in signs.by_kind.values() for e in events if signs.now - e.last <= DAY):
-        lines[event.kind, event.name].append(event)
-    for (kind, name), events in lines.items():
-        line = LINES.get((kind, name)) or LINES.get((kind, ""))
-        if line is not None:
-            newest, count = max(events, key=lambda e: e.last), sum(e.count for e in events)
-            times = f", {count:g} times in a day" if count > 1 else ""
-            yield finding(
-                *(f"kernel-{kind}", line.state, line.cause),
-                f"{line.message}{times}.",
-                line.action,
-                f"Last at {signs.moment(newest.last)}.",
-                source_of(newest),
-                "Rule: canaryd's own. Clears after a day.",
-            )
 
 
 def changed(signs: Signs) -> Iterator[Finding]:

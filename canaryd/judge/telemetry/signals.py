@@ -222,15 +222,20 @@ class Signs:
 
     def lost_with(self, loss: Event) -> list[str]:
         """Return the other devices of this host that were lost within `TOGETHER` of one of the `losses`."""
+        return self.together(loss, lambda signs: signs.losses)
+
+    def together(self, event: Event, like: Callable[[Signs], Sequence[Event]]) -> list[str]:
+        """Return the other devices of this host that had an event that is `like` this one within `TOGETHER` of it."""
         return [
             name
-            for name, losses in sorted(self._losses_beside.items())
-            if any(e.first - TOGETHER <= loss.last and loss.first <= e.last + TOGETHER for e in losses)
+            for name, signs in sorted(self._others.items())
+            if any(e.first - TOGETHER <= event.last and event.first <= e.last + TOGETHER for e in like(signs))
         ]
 
     @cached_property
-    def _losses_beside(self) -> Mapping[str, Sequence[Event]]:
-        return {name: replace(self, events=tuple(events), beside={}).losses for name, events in self.beside.items()}
+    def _others(self) -> Mapping[str, Signs]:
+        """The other devices of this host: what happened to them, and no more."""
+        return {name: replace(self, events=tuple(events), beside={}) for name, events in self.beside.items()}
 
     @cached_property
     def memory_lost(self) -> list[Event]:

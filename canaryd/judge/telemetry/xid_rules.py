@@ -25,7 +25,7 @@ from canaryd.judge.telemetry.signals import (
     sentence,
     source_of,
 )
-from canaryd.model import Cause, Finding, State
+from canaryd.model import Cause, Event, Finding, State
 
 APART = MINUTE
 """Seconds between two occasions of one Xid: a burst of lines is one fault (ours, as `judge.repeat_gap`)."""
@@ -80,13 +80,16 @@ def xid_repeated(signs: Signs) -> Iterator[Finding]:
 
 
 def xid_recovery(signs: Signs) -> Iterator[Finding]:
-    """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming."""
+    """An Xid that calls for a reset or a reboot: suspect until that and an exact pass; faulty if it keeps coming.
+
+    What other devices of this host had at about the same time is no fault of its own.
+    """
     for incident in signs.incidents:
         if incident.grade not in ("reset", "reboot"):
             continue
         cuts = signs.boots if incident.grade == "reboot" else signs.resets
-        times = [t for e in incident.events for t in (e.first, e.last)]
-        back = returns(times, signs.resets)
+        times = [t for e in incident.events if not _company(signs, e) for t in (e.first, e.last)]
+        back = max(0, returns(times, signs.resets))
         # What a driver's bug can cause comes back on a sound part too, after any number of resets.
         if back >= RECURRENCES and incident.cause is Cause.HARDWARE:
             yield finding(
@@ -101,7 +104,7 @@ def xid_recovery(signs: Signs) -> Iterator[Finding]:
         elif not signs.cleared(incident.last, cuts):
             action, clears = recovery(signs, incident.last, cuts, ACTIONS[incident.grade])
             yield finding(
-                *("xid-recovery", State.SUSPECT, incident.cause),
+                *("xid-recovery", State.SUSPECT, _cause(signs, incident)),
                 f"Xid {incident.code}: {incident.xid.title}.",
                 action,
                 f"It came back after {back} {'reset' if back == 1 else 'resets'}." if back else "",
@@ -121,7 +124,7 @@ def xid_inspect(signs: Signs) -> Iterator[Finding]:
             yield finding(
                 "xid-inspect",
                 State.FAULTY if is_rma else State.SUSPECT,
-                Cause.HARDWARE if is_rma else incident.cause,
+                Cause.HARDWARE if is_rma else _cause(signs, incident),
                 f"Xid {incident.code}: {incident.xid.title}.",
                 sentence(bucket) or ACTIONS[incident.grade],
                 *_evidence(signs, incident),
@@ -174,6 +177,17 @@ def sxid(signs: Signs) -> Iterator[Finding]:
         )
 
 
+def _company(signs: Signs, event: Event) -> list[str]:
+    """Return the other devices of this host that had the same Xid at about the same time."""
+    return signs.together(event, lambda other: [e for e in other.seen("xid") if e.code == event.code])
+
+
+def _cause(signs: Signs, incident: Incident) -> Cause:
+    """Return the cause that the catalogue shows, unless other devices of this host had the same Xid with it."""
+    shared = incident.cause is Cause.HARDWARE and _company(signs, incident.events[-1])
+    return Cause.UNDETERMINED if shared else incident.cause
+
+
 def _tested_since(signs: Signs, incident: Incident) -> tuple[str, str]:
     """Return what to do, and what exact tests showed since an Xid: they tell a broken device from an application."""
     at = incident.last
@@ -194,12 +208,13 @@ def _evidence(signs: Signs, incident: Incident) -> tuple[str, ...]:
     """Return when an Xid came last, its line, its class and whose advice that is."""
     newest = max(incident.events, key=lambda e: e.last)
     grades = {"inspect": "inspection", "rma": "RMA", "none": "", xids.UNKNOWN: ""}
-    grade = grades.get(incident.grade, incident.grade)
+    grade, company = grades.get(incident.grade, incident.grade), _company(signs, newest)
     source = "telemetry.xids" if str(incident.xid.code) in signs.policy.xids else "NVIDIA's Xid catalogue"
     return (
         f"Last at {signs.moment(incident.last)}.",
         source_of(newest),
         f"Recommended: {grade} ({source})." if grade else "",
+        f"{', '.join(company)} had it too. What they share may be at fault." if company else "",
         _advice(signs, incident),
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from canaryd.facts import Place, Reading
+from canaryd.facts import Comparison, Place, Reading
 from canaryd.probe import Context, Skip
 from canaryd.worker.numeric import faults
 from canaryd.worker.numeric.operands import Problem, Product
@@ -43,6 +44,8 @@ class Session:
     places: set[Place] = field(default_factory=set)
     pools: tuple[tuple[Product, int], Problem] | None = None
     """The last pools made, and of which product and seed."""
+    begun: tuple[tuple[str, int], Future[tuple[Problem, list[Comparison]]]] | None = None
+    """What is being made for the case of this name and seed."""
     told_apart: bool = False
     """Whether the cores have computed the operands of a wrong result one by one."""
     _device_seconds: float = 0.0

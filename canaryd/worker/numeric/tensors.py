@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import gc
 import json
 import os
 import re
@@ -31,11 +32,16 @@ WORD = 8
 
 torch: Any = None
 why_no_torch = ""
+_collected = gc.isenabled()
+gc.disable()  # nothing that an import makes is garbage, and looking for it takes an eighth of the import's time
 try:
     import torch  # type: ignore[no-redef]
     import torch.nn.attention  # type: ignore[no-redef]
 except Exception as error:  # noqa: BLE001  a broken installation raises anything: OSError, KeyError, RuntimeError
     why_no_torch = f"{sys.executable} cannot import torch: {type(error).__name__}: {error}"
+if _collected:
+    gc.freeze()  # no later collection goes through torch
+    gc.enable()
 
 
 def need_torch() -> None:

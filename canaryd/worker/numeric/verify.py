@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Place, Reading, Skipped, Subject
-from canaryd.model import TORCH
+from canaryd.facts import Comparison, Doubt, Evidence, Exactness, Reading, Skipped, Subject
 from canaryd.probe import Absent, Context, Fact, Skip
 from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import combine, digest
-from canaryd.worker.numeric.operands import Problem, gather, gather_golden, make_pools
+from canaryd.worker.numeric.making import begin, gathers, make, make_twice, settle
+from canaryd.worker.numeric.operands import Problem, gather, gather_golden
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import (
@@ -30,10 +30,8 @@ from canaryd.worker.numeric.tensors import (
     host_same_bits,
     need_torch,
     on_core,
-    on_two_cores,
     same_bits,
 )
-from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.faulty import GATHERS
 
 FIXED_SEED = 20_260_101
@@ -74,10 +72,10 @@ def verify_all(
     fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill's case goes first
     with session.runtime.strict(ctx.device) as switches:
         yield Reading(name="switches", value=as_text(switches))
-        late = 0
-        for number, case in enumerate([*fixed, *fresh]):
-            remaining = len(fixed) + len(fresh) - number
-            ctx.progress(number / (len(fixed) + len(fresh)), case.name)
+        late, order = 0, [*fixed, *fresh]
+        for number, case in enumerate(order):
+            remaining = len(order) - number
+            ctx.progress(number / len(order), case.name)
             # A loaded machine still gets fresh operands: only the fixed ones forever would prove little.
             needed = case.fixed or number == len(fixed) or (ctx.cases and "*" not in ctx.cases)
             if ctx.left <= 0.0 and not needed:
@@ -88,16 +86,19 @@ def verify_all(
             brief = case.fixed and not (ctx.intensity and ctx.cases)
             seconds = 0.0 if brief else ctx.left / remaining
             before = session.trials
+            following = next(iter(order[number + 1 :]), None) if ctx.left > seconds else None
+            wanted = None if following is None else (following, digests.get(following.name, ""))
             try:
-                yield from verify_case(session, case, seconds, digests.get(case.name, ""))
+                yield from verify_case(session, case, seconds, digests.get(case.name, ""), wanted)
             except Refused as why:
                 if session.trials > before:
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
                 yield Skipped(case=case.name, reason=str(why))
+    settle(session)
     if ctx.drill and not session.struck:
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
-    if session.refused and len(session.refused) + late == len(fixed) + len(fresh):
+    if session.refused and len(session.refused) + late == len(order):
         raise Skip(none_supported(ctx.device, "case that was asked for", *session.refused.values()))
     yield Reading(name="trials", value=session.trials, unit="1")
     yield Reading(name="gathers", value=session.gathers, unit="1")
@@ -116,16 +117,22 @@ def case_seed(ctx: Context, case: Case) -> int:
     return FIXED_SEED if case.fixed else derive(ctx.seed, case.stem or case.name.partition("@")[0])
 
 
-def verify_case(session: Session, case: Case, seconds: float, shipped: str = "") -> Iterator[Fact]:
-    """Verify one case for `seconds` (once at least), on fresh operands where the device can gather; yield its facts."""
+def verify_case(
+    session: Session, case: Case, seconds: float, shipped: str = "", following: tuple[Case, str] | None = None
+) -> Iterator[Fact]:
+    """Verify one case for `seconds` (once at least), on fresh operands where the device can gather; yield its facts.
+
+    `shipped` is its digest, if one ships; `following` the next case with its own.
+    """
     ctx = session.ctx
     core = session.place(case.name)
     seed = case_seed(ctx, case)
     started = ctx.clock()
-    fresh = case.product is not None and session.runtime.gathers
-    problem, doubts = (
-        _make_pools(session, case, seed, core) if fresh else make_twice(session, case, seed, core, shipped)
-    )
+    fresh = gathers(session, case)
+    problem, doubts = make(session, case, seed, core, shipped)
+    if following is not None:
+        other, digest_of = following
+        begin(session, other, case_seed(ctx, other), session.place(other.name), digest_of)
     if problem.exactness is Exactness.ROUNDED and not session.runtime.rounds:
         raise Refused(f"{session.runtime.name} guarantees no rounding mode: this result would be rounded")
     yield from doubts
@@ -151,6 +158,7 @@ def _repeat(
 ) -> Generator[Fact, None, Comparison]:
     """Make, upload and compute the same operands again; yield what was wrong, return the comparison with the counts."""
     again = []
+    settle(session)
     for _ in range(FRESH_UPLOADS):
         problem, doubts = make_twice(session, case, seed, core, shipped)
         yield from doubts
@@ -185,66 +193,6 @@ def _with_reproduction(comparison: Comparison, again: list[Comparison]) -> Compa
     same = sum(1 for e in wrong if e.first == comparison.evidence.first)
     found = replace(comparison.evidence, repeats=len(again), repeats_wrong=len(wrong), repeats_alike=same)
     return replace(comparison, evidence=found)
-
-
-def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> tuple[Problem, list[Comparison]]:
-    """Make the pools of a case twice, or take those of the case before where they are the same."""
-    assert case.product is not None
-    wanted = (case.product.of_pools, seed)
-    doubts: list[Comparison] = []
-    if session.pools is None or session.pools[0] != wanted:
-        pools, doubts = make_twice(
-            session, replace(case, build=partial(make_pools, case.product.of_pools)), seed, core, ""
-        )
-        session.pools = None if doubts else (wanted, pools)
-    else:
-        pools = session.pools[1]
-    operations = 2 * case.product.elements * case.product.K
-    return replace(pools, shape=case.product.shape, operations=operations), doubts
-
-
-def make_twice(
-    session: Session, case: Case, seed: int, core: int | None, shipped: str
-) -> tuple[Problem, list[Comparison]]:
-    """Build a problem twice on the host; return it with the comparisons that failed (none on a healthy host)."""
-    first, second = session.makers(case.name, core)
-    problem, twin = on_two_cores(first, second, partial(case.build, seed))
-    doubts = []
-
-    def doubt(kind: Doubt, place: Place, text: str, other: Any = None, made: str = "") -> None:
-        if other is not None and other.shape == problem.golden.shape and not host_same_bits(other, problem.golden):
-            found = evidence.collect(problem.golden, other)
-        else:
-            found = evidence.collect_nothing(problem.golden)
-        doubts.append(
-            Comparison(
-                case=case.name,
-                shape=problem.shape,
-                seed=seed,
-                exactness=problem.exactness,
-                subject=Subject.HOST,
-                place=place,
-                doubt=kind,
-                digest=made,
-                wrong_trials=1,
-                evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.wrong else text),
-            )
-        )
-
-    session.made_twice += can_pin() and first != second
-    pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
-    if all(host_same_bits(a, b) for a, b in pairs):
-        interface.named(TORCH).spoil([twin.golden])  # a result must not find the right answer in freed memory
-    else:
-        text = "this host computed operands and golden twice and got two results"
-        doubt(Doubt.MADE_TWICE, session.place_of_makers(first, second), text, twin.golden)
-    maker = Place(unit="core", numbers=(first,)) if can_pin() else Place(unit="thread")
-    if not problem.witnessed:
-        doubt(Doubt.ARITHMETIC, maker, "integer and float64 arithmetic of this host disagree on the golden")
-    if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
-        text = f"the golden has digest {made}; the one shipped with canaryd has {shipped}"
-        doubt(Doubt.DIGEST, maker, text, made=made)
-    return problem, doubts
 
 
 Found = tuple[int, Comparison, Comparison | None]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from canaryd.facts import LogPosition, LogRecord
+from canaryd.worker.telemetry import pci
 from canaryd.worker.telemetry.kernel_messages import (
     LONGEST_TEXT,
     PCI,
@@ -30,6 +31,9 @@ from canaryd.worker.telemetry.kernel_messages import (
 )
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+SYSFS = "/sys"
+VENDORS = {"amdgpu": pci.AMD, "driver": pci.NVIDIA, "off-bus": pci.NVIDIA}
+"""Kind of a message that does not always name its device → whose devices it is about."""
 LONGEST_LINE = 16_384
 """Bytes; a longer line is not a record (the kernel's own have at most 8 KiB with everything escaped)."""
 TICK = 0.5
@@ -282,8 +286,9 @@ _IDENTITY = re.compile(rf"NVRM: GPU at PCI:{PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{8,4
 class _Reader:
     """Turn lines into records of the model; skip those that were counted before."""
 
-    def __init__(self, boot: str, after: int) -> None:
+    def __init__(self, boot: str, after: int, sysfs: str = SYSFS) -> None:
         self.boot = boot
+        self._sysfs = Path(sysfs)
         self.floor = after
         """Records up to this number have been counted."""
         self._newest = after
@@ -327,6 +332,7 @@ class _Reader:
                 message = message or part
             if message is None:
                 continue
+            message = self._placed(message)
             if process := process_of(record.text):
                 message.fields["process"] = process  # for the daemon alone, which keeps no numbers of processes
             if uuid := self._uuids.get(message.bus_id, ""):
@@ -341,6 +347,14 @@ class _Reader:
                 self._held = found
             else:
                 yield found
+
+    def _placed(self, message: Message) -> Message:
+        """Return a message with the only device that it can be about, or with what is below the port that it names."""
+        if not message.bus_id and message.kind in VENDORS:
+            return message._replace(bus_id=pci.only_one(self._sysfs, VENDORS[message.kind]))
+        if message.kind in ("aer", "pcie") and (parts := pci.below(self._sysfs, message.bus_id)):
+            message.fields["below"] = " ".join(parts)
+        return message
 
     def _part(self, text: str) -> Message | None:
         """Return the error that the firmware announced, once a line shows whom it concerns."""
@@ -389,19 +403,21 @@ def follow(
     beat: float = 10.0,
     stop: Callable[[], bool] = lambda: False,
     boot_id: str = BOOT_ID,
+    sysfs: str = SYSFS,
 ) -> Iterator[LogRecord | LogPosition]:
     """Yield what the kernel's log says about the health of devices, and the position reached.
 
     `path` is /dev/kmsg, or a regular file that is fed with lines of its format. Records up to number `after` are
     skipped if `boot` is the present boot. A position follows every batch, and comes at least every `beat` seconds when
     nothing else does. Going on from a stored position repeats no record and leaves none out. `until_end` ends at the
-    log's present end. `stop` is called every `TICK` seconds. `boot_id` names the file that holds the boot id.
+    log's present end. `stop` is called every `TICK` seconds. `boot_id` names the file that holds the boot id,
+    `sysfs` the tree that shows what is on the bus.
 
     Raises `PermissionError`, `FileNotFoundError` (at once with `until_end`, otherwise after `beat` seconds without a
     log), other `OSError`, and `ValueError` for a path that is neither a device nor a file.
     """
     present = _boot(boot_id)
-    reader, lines = _Reader(present, after if boot == present else -1), _Lines()
+    reader, lines = _Reader(present, after if boot == present else -1, sysfs), _Lines()
     log = _Log(path, patience=beat, at_once=until_end)
     reported = time.monotonic()
     since, was_idle = 0.0, False

@@ -225,6 +225,7 @@ _LINES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("driver", "bar-invalid", r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid"),
         ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Slot\([^)]{1,20}\): Link Down(?!/)"),
         ("pcie", "link-down", _FUNCTION + r"(?:pciehp: )?Data Link Layer Link Active not set"),
+        ("pcie", "contained", _FUNCTION + r"DPC: containment event, status:0x[0-9a-f]+"),
         (
             "pcie",
             "bandwidth",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from canaryd.worker.telemetry.sysfs import Unreadable, entries, read_count, read_int
+from canaryd.worker.telemetry.sysfs import Unreadable, entries, optional_entries, read_count, read_int
 
+NVIDIA, AMD = 0x10DE, 0x1002
 ACCELERATORS = {
-    0x10DE: ("NVIDIA", (0x0300, 0x0302)),
-    0x1002: ("AMD", (0x0302, 0x0380, 0x1200)),
+    NVIDIA: ("NVIDIA", (0x0300, 0x0302)),
+    AMD: ("AMD", (0x0302, 0x0380, 0x1200)),
     0x8086: ("Intel", (0x0380,)),
     0x19E5: ("Huawei", (0x1200,)),
 }
@@ -19,6 +21,11 @@ ACCELERATORS = {
 AMD's and Intel's VGA controllers are left out, because most are part of a processor. So is Intel's 0x1200, the neural
 unit of a client processor, which no backend here drives.
 """
+GRAPHICS, PROCESSING = 0x03, 0x12
+"""Base classes of graphics units and of accelerators."""
+PORT = 0x0604
+"""Class of a bridge to further functions, such as a port of PCI Express."""
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 INTEGRATED = (0x8086, "0000:00:02.0")
 """Vendor and place of every graphics unit that is part of an Intel processor, whatever its class."""
 
@@ -67,3 +74,32 @@ def accelerators(sysfs: Path) -> list[PciFunction]:
             )
         )
     return found
+
+
+def only_one(sysfs: Path, vendor: int) -> str:
+    """Return the place of a vendor's only graphics unit or accelerator, driven or not; "" for none and for several."""
+    functions = optional_entries(sysfs / "bus/pci/devices", "*")
+    found = [f.name for f in functions if _class(f, vendor) >> 8 in (GRAPHICS, PROCESSING)]
+    return found[0] if len(found) == 1 else ""
+
+
+def below(sysfs: Path, port: str) -> list[str]:
+    """Return the functions behind a port, without further ports and virtual functions; [] for what is no port."""
+    found, waiting = [], [sysfs / "bus/pci/devices" / port] if port else []
+    while waiting:
+        for function in optional_entries(waiting.pop(), "*:*:*.*"):
+            if not _ADDRESS.fullmatch(function.name) or (function / "physfn").is_symlink():
+                continue
+            if _class(function) == PORT:
+                waiting.append(function)
+            else:
+                found.append(function.name)
+    return sorted(found)
+
+
+def _class(function: Path, vendor: int = 0) -> int:
+    """Return the class of a function; 0 where it is of another vendor, or left the bus meanwhile."""
+    try:
+        return read_int(function / "class") >> 8 if vendor in (0, read_int(function / "vendor")) else 0
+    except Unreadable:
+        return 0

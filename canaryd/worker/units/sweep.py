@@ -14,10 +14,11 @@ from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import Case, Refused, restrict, why_refused
 from canaryd.worker.numeric.characterised import is_characterised
 from canaryd.worker.numeric.errors import is_refusal
+from canaryd.worker.numeric.making import make_twice
 from canaryd.worker.numeric.operands import Problem
 from canaryd.worker.numeric.session import Session
 from canaryd.worker.numeric.tensors import bits, host_same_bits
-from canaryd.worker.numeric.verify import case_seed, make_twice
+from canaryd.worker.numeric.verify import case_seed
 from canaryd.worker.runtime.torch import BURST_BYTES
 from canaryd.worker.units.processors import Processor
 from canaryd.worker.units.tiles import MOVED, Launch, Tiles

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from canaryd.config.settings import TelemetryConfig
 from canaryd.facts import LogRecord, Reading, Skipped
-from canaryd.judge.telemetry import memory_rules, xids
+from canaryd.judge.telemetry import line_rules, memory_rules, xids
 from canaryd.judge.telemetry import rules as telemetry_rules
 from canaryd.judge.telemetry.events import (
     FLAGS,
@@ -448,6 +448,26 @@ SCENARIOS = {
         sign(xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60)),
         [("xid-recurring", FAULTY, H)],
     ),
+    "Xid 64 with another device's within an hour": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(64, DAY + HOUR)]}), [("xid-recovery", SUSPECT, U)],
+    ),
+    "Xid 64 with another device's Xid 62": lambda: (
+        sign(xid(64, DAY), beside={"cuda:1": [xid(62, DAY)]}), [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, with another device's once": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY)]},
+        ),
+        [("xid-recovery", SUSPECT, H)],
+    ),
+    "Xid 64 again after two resets, always with another device's": lambda: (
+        sign(
+            xid(64, DAY), reset(5 * HOUR), xid(64, 4 * HOUR), boot(HOUR), xid(64, 60),
+            beside={"cuda:1": [xid(64, DAY), xid(64, 4 * HOUR), xid(64, 60)]},
+        ),
+        [("xid-recovery", SUSPECT, U)],
+    ),
     "Xid 95": lambda: (sign(xid(95, DAY)), [("uncorrected-error", SUSPECT, H)]),
     "one memory error under four codes": lambda: (
         sign(*(xid(code, DAY) for code in (48, 171, 94, 95)), rise(UE, ago=DAY)), [("uncorrected-error", SUSPECT, H)],
@@ -541,6 +561,24 @@ SCENARIOS = {
     ),
     "fatal PCI Express error, 11 minutes after a reset": lambda: (
         sign(reset(DAY), event("aer", "fatal", DAY - 11 * MINUTE)), [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error of the port above": lambda: (
+        sign(event("aer", "fatal port", fields={"below": "0000:65:00.0"})), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error, its own and of the port above": lambda: (
+        sign(event("aer", "fatal port", fields={"below": "0000:65:00.0"}), event("aer", "fatal")),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error with another device's within an hour": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", 2 * HOUR)]}), [("pcie-aer", SUSPECT, U)],
+    ),
+    "fatal PCI Express error an hour and a second after another device's": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [event("aer", "fatal", 2 * HOUR + 1)]}),
+        [("pcie-aer", SUSPECT, H)],
+    ),
+    "fatal PCI Express error with another device's that was only training": lambda: (
+        sign(event("aer", "fatal"), beside={"cuda:1": [reset(HOUR + MINUTE), event("aer", "fatal")]}),
+        [("pcie-aer", SUSPECT, H)],
     ),
     "nonfatal PCI Express error": lambda: (sign(event("aer", "nonfatal")), [("pcie-aer", DEGRADED, H)]),
     "nonfatal PCI Express error two days ago": lambda: (sign(event("aer", "nonfatal", 2 * DAY)), []),
@@ -719,10 +757,10 @@ SCENARIOS = {
     "crash records": lambda: (sign(only={"crash_records": 2}), [("unclean-reboot", HEALTHY, U)]),
     **{
         f"line {' '.join(line)}, {ago:g} s ago": lambda i=line, a=ago: (
-            sign(event(i[0], i[1] or "whatever", a)),
-            [(f"kernel-{i[0]}", *telemetry_rules.LINES[i][:2])] if a <= DAY else [],
+            sign(event(i[0], i[1] or "whatever", a, fields={"below": "0000:65:00.0 0000:66:00.0"})),
+            [(f"kernel-{i[0]}", *line_rules.LINES[i][:2])] if a <= DAY else [],
         )
-        for line in telemetry_rules.LINES
+        for line in line_rules.LINES
         for ago in (HOUR, DAY + 1)
     },
     "a kind of line that nobody judges": lambda: (sign(event("amdgpu", "ras-corrected"), event("news", "x")), []),
@@ -1225,9 +1263,10 @@ def test_a_poll_is_fresh_for_five_periods_and_two_minutes():
 
 NAMES = [
     *QUIET,
-    *(name for _, name in telemetry_rules.LINES),
+    *(name for _, name in line_rules.LINES),
     *telemetry_rules.CONDITIONS,
     "throttle hw_thermal",
+    "fatal port",
     "79",
     "13",
     "154",
@@ -1237,6 +1276,7 @@ NAMES = [
 ]
 KINDS = [
     *("counter", "reset", "boot", "change", "flag", "condition", "counter-fell", "xid", "sxid", "mce", "edac", "aer"),
+    *("port", "unplaced"),
     *("pcie", "off-bus", "oom", "nvme", "thermal", "amdgpu", "intel", "driver", "hang", "clock", "lockup", "?"),
 ]
 AGES = st.floats(-DAY, 40 * DAY)

@@ -23,7 +23,7 @@ from canaryd.worker.exact_canary.export import export  # noqa: E402
 from canaryd.worker.exact_canary.quantised import FORMS  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
-from tests.servers import beside, serving  # noqa: E402
+from tests.servers import beside, need, serving  # noqa: E402
 from tests.worker.endpoint.served import context, probe  # noqa: E402
 
 ENGINES = ("mlx", "transformers", "llama", "vllm")
@@ -39,13 +39,17 @@ QUANTISED = (("mlx", "awq"), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit"), ("vllm", 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Exported exact canaries: for an engine's name, the directory that it serves."""
+    """Exported exact canaries: for the name of an engine that is there, the directory that it serves."""
     parent = tmp_path_factory.mktemp("exact")
-    paths = {}
-    for form in ("", "bfloat16"):
-        paths[form] = parent / f"canary{form}"
-        export(construct(TINY, 1), paths[form], form=form)
-    return lambda name: paths["bfloat16" if name == "llama" else ""]
+
+    def exported(name):
+        need(name)
+        form = "bfloat16" if name == "llama" else ""
+        if not (path := parent / f"canary{form}").exists():
+            export(construct(TINY, 1), path, form=form)
+        return path
+
+    return exported
 
 
 def ask(server, directory, seed):
@@ -72,6 +76,7 @@ def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_pat
 @pytest.mark.parametrize(("name", "form"), QUANTISED)
 def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, name, form):
     """By the engine's own kernels for them: no answer is wrong."""
+    need(name)
     directory = tmp_path / "canary"
     export(construct(TINY, 1, bits=FORMS[form].bits), directory, form=form)
     with serving(name, directory, tmp_path) as server:
@@ -87,6 +92,7 @@ def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, 
 @pytest.mark.parametrize(("name", "form"), QUANTISED)
 def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answers(tmp_path, name, form, seed):
     """Any bit of a weight that is not 0; without the file's checksum, so that only the answers can tell."""
+    need(name)
     bits, directory, chance = FORMS[form].bits, tmp_path / "canary", random.Random(f"{form} {seed}")
     export(construct(TINY, 1, bits=bits), directory, form=form)
     path = directory / "model.safetensors"
@@ -132,6 +138,7 @@ def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, na
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
 def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(tmp_path, form, options):
     """The cache's format, the attention kernel, the size of a batch."""
+    need("llama")
     export(construct(TINY, 2), tmp_path / "canary", form=form)
     with serving("llama", tmp_path / "canary", tmp_path, *options) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
@@ -152,6 +159,7 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
 )
 def test_a_mixture_of_experts_is_served_rightly(tmp_path, name, form):
     """Every answer is right. MLX multiplies stacked experts on processors in float32 alone, or quantised."""
+    need(name)
     export(construct(EXPERTS, 1, bits=FORMS[form].bits if form in FORMS else 0), tmp_path / "canary", form=form)
     with serving(name, tmp_path / "canary", tmp_path) as server:
         compared = ask(server, tmp_path / "canary", seed=0)

@@ -9,7 +9,7 @@ import pytest
 from canaryd.facts import Comparison, Subject
 from canaryd.judge.characterised import class_of
 from canaryd.probe import Context
-from canaryd.worker.numeric import reproducer, verify
+from canaryd.worker.numeric import making, reproducer, verify
 from canaryd.worker.numeric.cases import Case, restrict
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer
 from canaryd.worker.numeric.operands import CONTENTS, Product, build, draw, make_pools
@@ -197,7 +197,7 @@ def test_cases_of_a_stem_draw_from_the_same_pools():
     session = Session(context)
     made = []
     for one in fresh[:6]:
-        problem, doubts = verify._make_pools(session, one, verify.case_seed(context, one), None)
+        problem, doubts = making._make_pools(session, one, verify.case_seed(context, one), None)
         assert not doubts
         assert problem.shape == one.product.shape
         made.append(problem.golden)

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,15 @@ def test_a_variable_that_chooses_kernels_makes_another_stack(monkeypatch, name):
     assert "kernel_choice" not in usual
     monkeypatch.setenv(name, "7")
     assert stack(CUDA, "") == {**usual, "kernel_choice": f"{name}=7"}
+
+
+@pytest.mark.torch
+def test_torch_is_imported_once_and_never_searched_for_garbage():
+    """Its hundred thousands of objects stay, and the garbage of a run is collected as ever."""
+    pytest.importorskip("torch")
+    code = "import gc; import canaryd.worker.numeric.tensors; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"
 
 
 @pytest.mark.torch

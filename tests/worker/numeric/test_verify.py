@@ -13,7 +13,7 @@ import pytest
 from canaryd.facts import Comparison, Reading, Skipped, Subject
 from canaryd.probe import Context, NoCase, Skip
 from canaryd.worker.numeric import cases as numeric_cases
-from canaryd.worker.numeric import characterised, evidence, faults, indexing, stress, tensors, verify
+from canaryd.worker.numeric import characterised, evidence, faults, indexing, making, stress, tensors, verify
 from canaryd.worker.numeric import operands as numeric_operands
 from canaryd.worker.numeric import products as products_of_torch
 from canaryd.worker.numeric.attention import Attention
@@ -618,14 +618,15 @@ def test_a_name_that_no_case_has_is_told_beside_those_that_ran():
 def test_a_confirmation_meets_the_same_operands(probes, name, monkeypatch):
     """Seed and full name of any comparison rebuild its operands bit for bit, at whatever speed and place."""
     module, made = probes[name], {}
-    honest = verify.make_twice
+    honest = making.make_twice
 
     def recording(session, case, seed, core, shipped):
         problem, doubts = honest(session, case, seed, core, shipped)
         made.setdefault((case.name, seed), []).append([integers_of(t) for t in (*problem.operands, problem.golden)])
         return problem, doubts
 
-    monkeypatch.setattr(verify, "make_twice", recording)
+    for module_of in (making, verify):
+        monkeypatch.setattr(module_of, "make_twice", recording)
     speeds = iter((2e9, 4e11))
     if name == "exact_matmul":
         monkeypatch.setattr(module, "measure_speed", lambda *_: next(speeds, 4e11))

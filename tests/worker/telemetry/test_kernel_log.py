@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from canaryd.facts import LogPosition, LogRecord
 from canaryd.worker.telemetry import kernel_log, kernel_messages
 from canaryd.worker.telemetry.kernel_log import classify, follow, parse
+from tests.worker.telemetry.trees import plant
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data" / "kernel-log"
@@ -249,9 +250,11 @@ def feed(path: Path, *lines: str) -> None:
         file.writelines(lines)
 
 
-def read(path: Path, boot_id: str, after: int = -1, boot: str = BOOT) -> tuple[list[LogRecord], LogPosition]:
+def read(
+    path: Path, boot_id: str, after: int = -1, boot: str = BOOT, sysfs: str = "/nowhere"
+) -> tuple[list[LogRecord], LogPosition]:
     """Read to the present end; return the records and the last position."""
-    items = list(follow(str(path), boot=boot, after=after, until_end=True, boot_id=boot_id))
+    items = list(follow(str(path), boot=boot, after=after, until_end=True, boot_id=boot_id, sysfs=sysfs))
     position = items[-1]
     assert isinstance(position, LogPosition)
     return [i for i in items if isinstance(i, LogRecord)], position
@@ -298,6 +301,29 @@ def test_a_lost_gpu_keeps_its_name(boot_id, log):
     shutil.copy(DATA / "boot.kmsg", log)
     records, _ = read(log, boot_id, after=102)
     assert (records[0].sequence, records[0].fields["uuid"]) == (103, "GPU-12345678-1234-1234-1234-123456789abc")
+
+
+RING = "amdgpu: ring gfx_0.0.0 timeout, signaled seq=5131, emitted seq=5132"
+PORT = "pcieport 0000:60:01.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Inaccessible, (Unregistered Agent)"
+
+
+def test_a_line_without_a_place_is_about_the_only_device_of_its_vendor(boot_id, log, tmp_path):
+    """And about none where there are several, or where nothing shows what is on the bus."""
+    feed(log, line(1, RING), line(2, "NVRM: RmInitAdapter failed! (0x26:0x38:1096)"))
+    for place in ("0000:03:00.0", "0000:83:00.0"):
+        plant(tmp_path / "bus/pci/devices" / place, {"vendor": "0x1002", "class": "0x120000"})
+        records, _ = read(log, boot_id, sysfs=str(tmp_path))
+        assert [r.bus_id for r in records] == [place if place == "0000:03:00.0" else "", ""]
+    records, _ = read(log, boot_id)
+    assert [r.bus_id for r in records] == ["", ""]
+
+
+def test_a_line_about_a_port_names_what_is_below_it(boot_id, log, tmp_path):
+    """A port has no finding of its own: what hangs below it has."""
+    feed(log, line(1, PORT), line(2, PORT.replace("60:01", "60:02")))
+    plant(tmp_path / "bus/pci/devices/0000:60:01.0/0000:61:00.0", {"vendor": "0x10de", "class": "0x030200"})
+    records, _ = read(log, boot_id, sysfs=str(tmp_path))
+    assert [r.fields.get("below", "") for r in records] == ["0000:61:00.0", ""]
 
 
 @pytest.mark.parametrize("prefix", [8, 11, 12, 30, 14])

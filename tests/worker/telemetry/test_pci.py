@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canaryd.worker.telemetry.pci import PciFunction, accelerators
+from canaryd.worker.telemetry.pci import AMD, PciFunction, accelerators, below, only_one
 from canaryd.worker.telemetry.sysfs import Unreadable
 from tests.worker.telemetry.trees import link, plant
 
@@ -119,3 +119,37 @@ def test_this_machine_has_what_its_bus_shows():
         if path.read_text() == "0x10de\n" and path.with_name("class").read_text()[:6] in ("0x0300", "0x0302")
     ]
     assert sorted(nvidia) == [item.bus_id for item in found if item.vendor == "NVIDIA"]
+
+
+def test_the_only_one_of_a_vendor(tmp_path):
+    """Whatever drives it, and graphics of a processor count: only what can be no other device is the only one."""
+    assert only_one(tmp_path, AMD) == ""
+    function(tmp_path, "0000:65:00.0", "0x1002", "0x120000")
+    function(tmp_path, "0000:65:00.1", "0x1002", "0x040300")
+    function(tmp_path, "0000:17:00.0", "0x10de", "0x030200")
+    assert only_one(tmp_path, AMD) == "0000:65:00.0"
+    function(tmp_path, "0000:0c:00.0", "0x1002", "0x030000")
+    assert only_one(tmp_path, AMD) == ""
+
+
+def switch(sysfs: Path) -> None:
+    """Plant a root port with a switch, below whose ports are two GPUs, one with sound and a virtual function."""
+    root = sysfs / "bus/pci/devices/0000:60:01.0"
+    above = root / "0000:61:00.0"
+    places = (root, above, above / "0000:62:00.0", above / "0000:62:01.0")
+    for port in places:
+        plant(port, {"vendor": "0x1000", "class": "0x060400"})
+        if port != root:
+            link(sysfs / "bus/pci/devices" / port.name, port)
+    for place, pci_class in (("0000:63:00.0", "0x030200"), ("0000:63:00.1", "0x040300"), ("0000:63:00.4", "0x030200")):
+        plant(places[2] / place, {"vendor": "0x10de", "class": pci_class})
+    link(places[2] / "0000:63:00.4/physfn", places[2] / "0000:63:00.0")
+    plant(places[3] / "0000:64:00.0", {"vendor": "0x10de", "class": "0x030200"})
+
+
+def test_what_is_below_a_port(tmp_path):
+    """Through switches, without ports and virtual functions."""
+    switch(tmp_path)
+    assert below(tmp_path, "0000:60:01.0") == ["0000:63:00.0", "0000:63:00.1", "0000:64:00.0"]
+    assert below(tmp_path, "0000:62:01.0") == ["0000:64:00.0"]
+    assert below(tmp_path, "0000:64:00.0") == below(tmp_path, "0000:99:00.0") == below(tmp_path, "") == []

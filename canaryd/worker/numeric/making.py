@@ -1,0 +1,122 @@
+"""What the host makes for the cases of a run, twice each: operands and golden, or the pools of both.
+
+For an accelerator it makes what the next case needs while the device computes, so that the device does not wait.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from canaryd.facts import Comparison, Doubt, Place, Subject
+from canaryd.model import TORCH
+from canaryd.worker.numeric import evidence
+from canaryd.worker.numeric.cases import Case
+from canaryd.worker.numeric.integers import digest
+from canaryd.worker.numeric.operands import Problem, make_pools
+from canaryd.worker.numeric.session import Session
+from canaryd.worker.numeric.tensors import can_pin, host_same_bits, on_two_cores
+from canaryd.worker.runtime import interface
+
+Made = tuple[Problem, list[Comparison]]
+"""What a case needs, and the comparisons that failed while it was made: none on a healthy host."""
+
+
+def gathers(session: Session, case: Case) -> bool:
+    """Tell whether the device gathers the operands of a case from pools."""
+    return case.product is not None and session.runtime.gathers
+
+
+def make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
+    """Return what a case needs: its problem, or its pools where the device gathers; begun before, or made now.
+
+    What was begun for another case is waited for and dropped. What making raises is raised here.
+    """
+    begun, session.begun = session.begun, None
+    if begun is not None:
+        wanted, future = begun
+        if wanted == (case.name, seed):
+            return future.result()
+        wait([future])
+    return _make(session, case, seed, core, shipped)
+
+
+def begin(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> None:
+    """Begin to make what the next case needs. On a processor nothing is begun: there the host is the device."""
+    if session.ctx.device.unit == "cpu":
+        return
+    maker = ThreadPoolExecutor(1)
+    session.begun = (case.name, seed), maker.submit(_make, session, case, seed, core, shipped)
+    maker.shutdown(wait=False)
+
+
+def settle(session: Session) -> None:
+    """Wait until nothing is being made: the golden of an alarm must come from the core that is named as its maker."""
+    if session.begun is not None:
+        wait([session.begun[1]])
+
+
+def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
+    if gathers(session, case):
+        return _make_pools(session, case, seed, core)
+    return make_twice(session, case, seed, core, shipped)
+
+
+def _make_pools(session: Session, case: Case, seed: int, core: int | None) -> Made:
+    """Make the pools of a case twice, or take those of the case before where they are the same."""
+    assert case.product is not None
+    wanted = (case.product.of_pools, seed)
+    doubts: list[Comparison] = []
+    if session.pools is None or session.pools[0] != wanted:
+        pools, doubts = make_twice(
+            session, replace(case, build=partial(make_pools, case.product.of_pools)), seed, core, ""
+        )
+        session.pools = None if doubts else (wanted, pools)
+    else:
+        pools = session.pools[1]
+    operations = 2 * case.product.elements * case.product.K
+    return replace(pools, shape=case.product.shape, operations=operations), doubts
+
+
+def make_twice(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
+    """Build a problem twice on the host."""
+    first, second = session.makers(case.name, core)
+    problem, twin = on_two_cores(first, second, partial(case.build, seed))
+    doubts = []
+
+    def doubt(kind: Doubt, place: Place, text: str, other: Any = None, made: str = "") -> None:
+        if other is not None and other.shape == problem.golden.shape and not host_same_bits(other, problem.golden):
+            found = evidence.collect(problem.golden, other)
+        else:
+            found = evidence.collect_nothing(problem.golden)
+        doubts.append(
+            Comparison(
+                case=case.name,
+                shape=problem.shape,
+                seed=seed,
+                exactness=problem.exactness,
+                subject=Subject.HOST,
+                place=place,
+                doubt=kind,
+                digest=made,
+                wrong_trials=1,
+                evidence=replace(found, pattern=f"{text}: {found.pattern}" if found.wrong else text),
+            )
+        )
+
+    session.made_twice += can_pin() and first != second
+    pairs = [*zip(problem.operands, twin.operands, strict=True), (problem.golden, twin.golden)]
+    if all(host_same_bits(a, b) for a, b in pairs):
+        interface.named(TORCH).spoil([twin.golden])  # a result must not find the right answer in freed memory
+    else:
+        text = "this host computed operands and golden twice and got two results"
+        doubt(Doubt.MADE_TWICE, session.place_of_makers(first, second), text, twin.golden)
+    maker = Place(unit="core", numbers=(first,)) if can_pin() else Place(unit="thread")
+    if not problem.witnessed:
+        doubt(Doubt.ARITHMETIC, maker, "integer and float64 arithmetic of this host disagree on the golden")
+    if shipped and case.fixed and (made := digest(problem.golden)) != shipped:
+        text = f"the golden has digest {made}; the one shipped with canaryd has {shipped}"
+        doubt(Doubt.DIGEST, maker, text, made=made)
+    return problem, doubts
