@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import load
 from canaryd.worker.exact_canary.export import export
 from canaryd.worker.exact_canary.prove import Walk
+from canaryd.worker.exact_canary.quantised import FORMS
 from canaryd.worker.exact_canary.run import Runner
-from canaryd.worker.exact_canary.shape import FAMILIES, TINY, Shape
+from canaryd.worker.exact_canary.shape import EXPERTS, FAMILIES, TINY, Shape
 from canaryd.worker.numeric.tensors import bits, torch
 from canaryd.worker.runtime import interface
 from canaryd.worker.runtime.interface import Unsupported
@@ -49,8 +50,37 @@ from tests.worker.endpoint.served import context, probe
 
 LIKE = Shape(hidden=2048, heads=32, kv_heads=4, head=64, inner=5632, layers=2, vocabulary=32000)
 """A Llama of 1.1 billion weights (22 layers), cut to two."""
-ENGINES = {"llama": "bfloat16", "mlx": "", "transformers": "", "vllm": ""}
-"""Servers, and the format of their GGUF file; "" for those that read a Hugging Face directory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server, and what it serves."""
+
+    server: str
+    form: str = ""
+    """Of the export: a format of a GGUF file, a quantised form; "" for a Hugging Face directory in bfloat16."""
+    shape: Shape = TINY
+
+    def model(self, shape: Shape, seed: int) -> Model:
+        """Return a model for its form."""
+        return construct(shape, seed, bits=FORMS[self.form].bits if self.form in FORMS else 0)
+
+
+ENGINES = {
+    "llama": Asked("llama", "bfloat16"),
+    "llama-experts": Asked("llama", "bfloat16", EXPERTS),
+    "mlx": Asked("mlx"),
+    "mlx-awq": Asked("mlx", "awq"),
+    "mlx-4bit": Asked("mlx", "mlx-4bit"),
+    "mlx-8bit": Asked("mlx", "mlx-8bit"),
+    "mlx-experts": Asked("mlx", "mlx-8bit", EXPERTS),
+    "transformers": Asked("transformers"),
+    "transformers-experts": Asked("transformers", "", EXPERTS),
+    "vllm": Asked("vllm"),
+    "vllm-awq": Asked("vllm", "awq"),
+    "vllm-w8a8": Asked("vllm", "w8a8"),
+    "vllm-experts": Asked("vllm", "", EXPERTS),
+}
 KERNELS: dict[str, tuple[str, ...]] = {TORCH: ("", "FLASH_ATTENTION"), "mlx": ("", "FAST"), "onnx": exact_onnx.KERNELS}
 """Attention on processors: operator by operator, and the runtime's one fused kernel."""
 CLIENTS = 8
@@ -232,13 +262,13 @@ def _run_child(words: argparse.Namespace, job: tuple[str, str, int, int]) -> tup
 # --- Served ----------------------------------------------------------------------------------------------------------
 
 
-def served(name: str, model: Model, want: int, work: Path) -> Counter[tuple[str, str]]:
+def served(asked: Asked, model: Model, want: int, work: Path) -> Counter[tuple[str, str]]:
     """Serve a model and ask for at least `want` answers; return answers and wrong ones, alone and beside clients."""
-    directory = work / f"{name}-{model.seed}-{model.shape.hidden}"
-    export(model, directory, form=ENGINES[name])
+    directory = work / f"{asked.server}-{model.seed}-{model.shape.hidden}"
+    export(model, directory, form=asked.form)
     prompts = [question.text for question in load(directory).questions]
     found: Counter[tuple[str, str]] = Counter()
-    with serving(name, directory, work) as server:
+    with serving(asked.server, directory, work) as server:
         for how, clients in (("alone", 0), ("beside 8 clients", CLIENTS)):
             with beside(server, prompts[:clients]):
                 while sum(found[how, kind] for kind in ("cold", "warm", "at once")) < want / 2:
@@ -264,22 +294,24 @@ def served_rows(words: argparse.Namespace) -> tuple[list[list[Any]], list[str]]:
     """Return rows of the table, and the servers that are not there."""
     rows, absent = [], []
     for name in words.engines:
-        if not KINDS[name].found():
-            absent.append(f"{KINDS[name].program}: not installed (scripts/servers DIR {name})")
+        asked = ENGINES[name]
+        program, form = KINDS[asked.server].program, asked.form or "bfloat16"
+        if not KINDS[asked.server].found():
+            absent.append(f"{name}: {program} is not installed (scripts/servers DIR {asked.server})")
             continue
         for size, shape, seeds, answers in (
-            ("tiny", TINY, words.served, words.answers),
-            ("like", LIKE, words.likes, words.likes * ASKED * 2),
+            ("experts" if asked.shape == EXPERTS else "tiny", asked.shape, words.served, words.answers),
+            ("like", LIKE, words.likes if asked.shape == TINY else 0, words.likes * ASKED * 2),
         ):
             found: Counter[tuple[str, str]] = Counter()
             for seed in range(1, seeds + 1):
                 print(f"{name}, {size}, seed {seed}", file=sys.stderr, flush=True)
                 with tempfile.TemporaryDirectory(prefix="canaryd-engines-") as work:
-                    found += served(name, construct(shape, seed), answers // seeds, Path(work))
+                    found += served(asked, asked.model(shape, seed), answers // seeds, Path(work))
                 print(dict(found), file=sys.stderr, flush=True)
             for how in ("alone", "beside 8 clients") if seeds else ():
                 of = [found[how, kind] for kind in ("cold", "warm", "at once")]
-                rows.append([KINDS[name].program, size, how, seeds, *of, sum(of), found[how, "wrong"]])
+                rows.append([program, size, form, how, seeds, *of, sum(of), found[how, "wrong"]])
             absent += [f"{name}, {size}, {how}: {kind} ({n} runs)" for (how, kind), n in found.items() if ":" in kind]
     return rows, absent
 
@@ -319,7 +351,7 @@ def main() -> None:
     outside, absent = ([], []) if words.only == "in-process" else served_rows(words)
     heads = (
         ["engine", "size", "format", "how", "models", "answers", "logits", "differ"],
-        ["server", "size", "how", "models", "cold", "warm", "at once", "answers", "wrong"],
+        ["server", "size", "form", "how", "models", "cold", "warm", "at once", "answers", "wrong"],
     )
     differ, wrong = sum(row[-1] for row in inside), sum(row[-1] for row in outside)
     body = ""

@@ -133,9 +133,14 @@ def main() -> int:
     todo = [i for i in inferences(stack.cpu(), tuple(words.formats)) if i.kernel in KERNELS]
     with strict_switches():
         values, alarms = false_alarms(session, tuple(words.formats), range(words.clean))
-        known = {anchored: truth(words.seed, todo[0].steps, anchored=anchored) for anchored in (True, False)}
+        known = {
+            (i.shape, i.anchored): truth(words.seed, i.steps, anchored=i.anchored, shape=i.shape)
+            for i in {(i.shape, i.anchored): i for i in todo}.values()
+        }
         for inference in todo:
-            for strike, ran in strikes(session, inference, known[inference.anchored], words.faults, chance):
+            for strike, ran in strikes(
+                session, inference, known[inference.shape, inference.anchored], words.faults, chance
+            ):
                 outcome = strike.outcome(ran)
                 tried[inference.form, strike.name.rpartition("/")[2], outcome] += 1
                 told[ran.again] += 1

@@ -18,6 +18,8 @@ from canaryd.model import State
 CANARY_EXIT_STATUS = "exit status: 0 written, 3 not done, 64 usage or configuration error"
 MAX_CONFIG_BYTES = 1 << 20
 FORMATS = ("bfloat16", "float16", "float32")
+QUANTIZATIONS = {"awq": "vLLM or mlx-lm", "mlx-4bit": "mlx-lm", "mlx-8bit": "mlx-lm", "w8a8": "vLLM"}
+"""Quantised forms, and the engines that they were tried with."""
 DESCRIPTION = """\
 Write an exact canary: a checkpoint in Hugging Face's format, or a GGUF file,
 and the answers that every healthy engine gives.
@@ -53,8 +55,15 @@ def add_parsers(commands: Commands) -> None:
         action="store_true",
         help="for an engine that rounds when it scales queries (docs/exact-canary.md)",
     )
-    command.add_argument(
+    form = command.add_mutually_exclusive_group()
+    form.add_argument(
         "--gguf", choices=FORMATS, default="", help="write a GGUF file with matrices in this format, for llama.cpp"
+    )
+    form.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="",
+        help="write quantised weights: AWQ (vLLM, mlx-lm), MLX's format (mlx-lm), or int8 with int8 activations (vLLM)",
     )
     add_wait(command)
 
@@ -86,7 +95,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
         "layers": options.layers,
         "seed": options.seed,
         "no_anchor": options.no_anchor,
-        "gguf": options.gguf,
+        "form": options.gguf or options.quantization,
     }
     answer = ask(engine, cpu, "export", arguments, options.wait)
     if answer is None:
@@ -94,7 +103,7 @@ def canary_command(options: argparse.Namespace, settings: Config) -> int:
     if mistake := answer.get("mistake", ""):
         complain(f"{options.like or directory}: no exact canary has these sizes: {mistake}")
         return USAGE
-    say(_written(directory, options.gguf, answer, time.monotonic() - begun))
+    say(_written(directory, options, answer, time.monotonic() - begun))
     return 0
 
 
@@ -128,10 +137,12 @@ def _read(path: Path) -> tuple[str, Any]:
     return "", data
 
 
-def _written(directory: Path, gguf: str, answer: dict[str, Any], seconds: float) -> str:
-    serve = f"Serve this file with llama.cpp: llama-server -m {directory / 'model.gguf'}"
-    if not gguf:
-        serve = "Serve this directory with your engine, unquantised, in bfloat16, float16 or float32."
+def _written(directory: Path, options: argparse.Namespace, answer: dict[str, Any], seconds: float) -> str:
+    serve = "Serve this directory with your engine, unquantised, in bfloat16, float16 or float32."
+    if options.gguf:
+        serve = f"Serve this file with llama.cpp: llama-server -m {directory / 'model.gguf'}"
+    elif options.quantization:
+        serve = f"Serve this directory with {QUANTIZATIONS[options.quantization]}, or another engine that reads it."
     return f"""\
 {directory}: {answer["layers"]} layers of {answer["hidden"]}, {answer["vocabulary"]:,} words, {answer["prompts"]} \
 proved prompts of {answer["words"]} words; {answer["bytes"] / 1e6:.1f} MB in {seconds:.1f} s

@@ -24,12 +24,14 @@ OPERATORS = {
     "middle": "residual stream after attention",
     "inner_norm": "norm before the MLP",
     "active": "SiLU of the gate times up",
+    "share": "share that the router gives it",
     "out": "residual stream after the MLP",
     "norm": "last norm",
     "word": "choice of the word",
 }
 """Operator → its name for people, where its own is not enough."""
 KERNELS = {"flash_attention": "flash", "efficient_attention": "memory-efficient", "cudnn_attention": "cuDNN"}
+KERNELS |= {"eager-experts": "eager with experts"}
 """Way to compute attention → its name for people, where its own is not one."""
 PATHS = {"forced": "in one pass", "decode": "word by word"}
 AGAIN = {
@@ -75,7 +77,9 @@ def _refused(answer: Facts) -> str:
 def _wrong(answer: Facts, first: Facts, room: int) -> list[str]:
     fault, drill = first["fault"], answer["drill"]
     found, place = fault["evidence"], fault["place"]
-    layer = f"layer {place['layer']}, " if place["layer"].isdigit() else ""
+    number, _, expert = place["layer"].partition(".")
+    layer = f"layer {number}, " if number.isdigit() else ""
+    layer += f"{expert.replace('expert', 'expert ')}, " if expert else ""
     operator = OPERATORS.get(place["operator"], place["operator"])
     at = ", ".join(f"{name} {index}" for name, index in fault["where"].items())
     wrong = sum(bool(ran["fault"]) for ran in answer["ran"])

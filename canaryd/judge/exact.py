@@ -243,7 +243,7 @@ def _never_right(case: Case, mismatches: Sequence[Mismatch], facts: WrongResults
         State.UNKNOWN,
         cause,
         "Every answer of the server was wrong so far",
-        "Serve the exact canary unquantised; check that endpoints.NAME.exact names the same one",
+        "Serve the exact canary without further quantisation; check that endpoints.NAME.exact names the same one",
         mismatches,
         (
             "Possible: a format that rounds, another checkpoint, a bug of the engine, a fault of a device.",

@@ -7,13 +7,11 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from canaryd.worker.exact_canary.layout import ONE, Layout, Port
-from canaryd.worker.exact_canary.matrix import Matrix, Twins, full, twins
+from canaryd.worker.exact_canary.matrix import Digits, Matrix, Twins, full, twins, units
 from canaryd.worker.exact_canary.shape import Plan, Shape, query_scale
 from canaryd.worker.numeric.integers import below, signed
 from canaryd.worker.numeric.tensors import torch
 
-OPEN = 2.0**5
-"""Scale of the gates: odd numbers of 6 bits times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
 PAIRS = 24
 """Cancelling pairs per row: with more of them float32 sums would hide the lowest bits of a fault."""
 MOST = 20
@@ -23,8 +21,12 @@ MOST = 20
 class Block:
     """What both blocks share: sizes, program, layout, and the port that they read behind their norm."""
 
-    def __init__(self, shape: Shape, program: Plan, layout: Layout, port: Port) -> None:
-        self.shape, self.program, self.layout, self.port = shape, program, layout, port
+    def __init__(self, shape: Shape, program: Plan, layout: Layout, port: Port, digits: Digits) -> None:
+        self.shape, self.program, self.layout, self.port, self.digits = shape, program, layout, port, digits
+
+    def matrix(self, port: Port, rows: int) -> Matrix:
+        """Return a linear operator to be filled."""
+        return Matrix(port, rows, self.digits)
 
     def unit(self, row: int, layer: int) -> int:
         """Return one of the dimensions that are 1 behind every norm, without the one that biases take."""
@@ -37,12 +39,12 @@ class Attention(Block):
     def weights(self, layer: int, seed: int) -> dict[str, Any]:
         """Return the block's weights by their names below the layer."""
         s = self.shape
-        queries, keys = Matrix(self.port, s.heads * s.head), Matrix(self._moving_port(), s.kv_heads * s.head)
-        values = Matrix(self.port, s.kv_heads * s.head)
+        queries = self.matrix(self.port, s.heads * s.head)
+        keys, values = (self.matrix(port, s.kv_heads * s.head) for port in (self._moving_port(), self.port))
         live_q, live_k = (torch.zeros(m.rows, dtype=torch.bool) for m in (queries, keys))
         size = query_scale(s, self.program)
         for matrix, live, count, name in ((queries, live_q, s.heads, "query"), (keys, live_k, s.kv_heads, "key")):
-            sizes = full(seed, name, count * s.still, size)
+            sizes = full(seed, name, count * s.still, size, self.digits.half if name == "key" else self.digits.bits)
             for h, i in itertools.product(range(count), range(s.still)):
                 w = sizes[h * s.still + i]
                 bit, row = i % self.program.place_bits, h * s.head + s.first_still + i
@@ -90,14 +92,18 @@ class Attention(Block):
 
     def _bias(self, seed: int, name: str, weight: Any, live: Any) -> dict[str, Any]:
         """Return a bias of full significands, which the reserved unit dimension takes away again."""
-        bias = signed(seed, f"bias {name}", (len(weight),), 129, 255).to(torch.float32) / 32 * live
+        unit: Any = 1 / 32
+        low, high = 129, 255
+        if levels := self.digits.levels:
+            unit, low, high = units(weight.abs().amax(1), levels), levels // 2 + 1, levels
+        bias = signed(seed, f"bias {name}", (len(weight),), low, high).to(torch.float32) * unit * live
         weight[:, self.layout.units[0]] = -bias
         return {f"self_attn.{name}_proj.bias": bias}
 
     def _retrieved_port(self, seed: int) -> tuple[Port, list[tuple[Twins, Hashable]]]:
         """Return the input of the output projection, and per pair of a head's dimensions gains and value bit."""
         s, kinds = self.shape, self.program.value_bits + 1
-        known = twins(8)
+        known, unit = twins(self.digits.bits, self.digits.levels), self.digits.offered
         pick = below(seed, "value twins", (s.head // 2,), len(known)).tolist()
         table: list[tuple[Twins, Hashable]] = [
             (known[pick[k]], k % kinds if k % kinds < kinds - 1 else ONE) for k in range(s.head // 2)
@@ -106,7 +112,7 @@ class Attention(Block):
         gains: list[float] = []
         for h, (t, bit) in itertools.product(range(s.heads), table):
             classes += [ONE if bit == ONE else ("t", h % 2, bit)] * 2
-            gains += [t.a / 128, t.c / 128]
+            gains += [t.a * unit, t.c * unit]
         pairs = [(i, i + 1) for i in range(0, len(classes), 2)]
         return Port(classes, gains, pairs=pairs), table
 
@@ -115,7 +121,7 @@ class Attention(Block):
     ) -> None:
         """Let a row read what it offers to retrieve: a bit of the value, or a constant."""
         pair, bit = kind
-        gain = (pair.c if at[1] % 2 else pair.a) / 128
+        gain = (pair.c if at[1] % 2 else pair.a) * self.digits.offered
         if bit == ONE:
             values.add(row, (self.unit(row, layer), gain))
             return
@@ -125,13 +131,13 @@ class Attention(Block):
         values.add(row, (w.first, gain * w.sign * w.turn), (w.second, -gain * w.sign * w.turn))
 
     def _attention_output(self, port: Port, table: list[tuple[Twins, Hashable]], layer: int) -> Matrix:
-        out = Matrix(port, self.shape.hidden)
+        out = self.matrix(port, self.shape.hidden)
         half = self.shape.head // 2
 
         def write(row: int, name: Hashable, n: int) -> None:
             members = port.members[name]  # twins are neighbours: 2 m and 2 m + 1
             first = members[2 * ((row + layer) % (len(members) // 2))]
-            one, other = table[first // 2 % half][0].weights(n, 1 / 128)
+            one, other = table[first // 2 % half][0].weights(n, self.digits.offered)
             out.add(row, (first, one), (first + 1, other))
 
         bits = self.program.value_bits
@@ -174,17 +180,17 @@ class Mlp(Block):
 
         The products of value bit b are negated where bit b of `flips` is 1; `apart` is added to dimensions.
         """
-        s, jobs, known = self.shape, self._jobs(), twins(6)
+        s, jobs, known = self.shape, self._jobs(), twins(self.digits.gate, self.digits.levels)
         pick = below(seed, "neuron twins", (s.inner // 2,), len(known)).tolist()
-        gate, up = Matrix(self.port, s.inner), Matrix(self.port, s.inner)
+        gate, up = self.matrix(self.port, s.inner), self.matrix(self.port, s.inner)
         classes: list[Hashable] = []
         gains: list[float] = []
         for k in range(s.inner // 2):
             job, pair = jobs[k % len(jobs)], known[pick[k]]
             for row, gain in ((2 * k, pair.a), (2 * k + 1, pair.c)):
-                self._read_job(gate, up, row, job, gain * OPEN, layer)
+                self._read_job(gate, up, row, job, gain * self.digits.open, layer)
                 classes.append(job)
-                gains.append(gain * OPEN)
+                gains.append(gain * self.digits.open)
         pairs = [(i, i + 1) for i in range(0, s.inner, 2)]
         port = Port(classes, gains, pairs=pairs)
         down = self._mlp_output(port, [known[p] for p in pick], layer, flips, apart)
@@ -223,12 +229,12 @@ class Mlp(Block):
         matrix.add(row, (c.first, weight * c.turn), (c.second, -weight * c.turn))
 
     def _mlp_output(self, port: Port, pairs: list[Twins], layer: int, flips: int, apart: Mapping[int, int]) -> Matrix:
-        down, bits = Matrix(port, self.shape.hidden), self.program.value_bits
+        down, bits = self.matrix(port, self.shape.hidden), self.program.value_bits
 
         def write(row: int, job: Hashable, n: int) -> None:
             members = port.members[job]
             first = members[2 * ((row + layer) % (len(members) // 2))]
-            one, other = pairs[first // 2].weights(n, OPEN)
+            one, other = pairs[first // 2].weights(n, self.digits.open)
             down.add(row, (first, one), (first + 1, other))
 
         constant = dict(apart)

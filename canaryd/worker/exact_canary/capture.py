@@ -22,7 +22,7 @@ from canaryd.worker.canary.model import DTYPES, Watch
 from canaryd.worker.exact_canary.cases import EAGER, PATHS, Inference, kernels, steps
 from canaryd.worker.exact_canary.examine import Examined, Fault, Place, examine
 from canaryd.worker.exact_canary.run import Runner
-from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape
 from canaryd.worker.exact_canary.truth import Truth, truth
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.cases import why_refused
@@ -34,6 +34,8 @@ SCHEMA = "canaryd.exact_capture/1"
 PROMPT = "exact"
 """Name of the one prompt in a capture."""
 MODEL = "exact canary"
+ROUTED = (".shares", ".chosen")
+"""What the router gives in no certain order: it is compared as the share of each expert."""
 """Value of `model` in a capture, with the way attention is computed."""
 
 
@@ -108,7 +110,7 @@ class Session:
         return Ran(
             dtype=inference.form,
             path=inference.path,
-            kernel=inference.kernel,
+            kernel=label(inference),
             values=found.values,
             loose=found.loose,
             wrong=found.wrong,
@@ -125,6 +127,8 @@ class Session:
         words = known.values["word"].to(torch.int64)
 
         def watch(name: str, array: Any) -> Any:
+            if name.endswith(ROUTED):
+                return array
             if name == "embedding" and inference.path == "decode":  # a forward pass begins with it
                 recorder.step = str(int(recorder.step) + 1)
             found = self.runtime.download(array)
@@ -159,35 +163,42 @@ def _complete(recorder: Recorder, given: Any) -> None:
 
 
 def inferences(device: Device, forms: tuple[str, ...]) -> list[Inference]:
-    """Return every inference of these formats on a device; those of the model without an anchor last."""
+    """Return every inference of these formats on a device; without an anchor later, those of the experts last."""
     count = steps(TINY, "quick")
     found = [Inference(form, path, 1, kernel, count) for form, kernel, path in product(forms, kernels(device), PATHS)]
-    return sorted(found, key=lambda inference: not inference.anchored)
+    found.sort(key=lambda inference: not inference.anchored)
+    count = steps(EXPERTS, "quick")
+    return found + [Inference(form, path, 1, EAGER, count, EXPERTS) for form, path in product(forms, PATHS)]
+
+
+def label(inference: Inference) -> str:
+    """Return an inference's attention, and whether its model has experts."""
+    return inference.kernel + ("-experts" if inference.shape.experts else "")
 
 
 def every(session: Session, forms: tuple[str, ...], seed: int, progress: Progress) -> Iterator[Ran | Refused]:
     """Run all inferences of these formats; yield what each gave."""
-    known: dict[bool, Truth] = {}
+    known: dict[tuple[Shape, bool], Truth] = {}
     refused: set[tuple[str, str]] = set()
-    uploaded, weights = ("", False), {}
+    uploaded, weights = ("", (TINY, False)), {}
     todo = inferences(session.device, forms)
     for number, inference in enumerate(todo):
-        form, anchored = inference.form, inference.anchored
+        form, key = inference.form, (inference.shape, inference.anchored)
         progress(number / len(todo), inference.name.partition("@")[0])
-        if (form, inference.kernel) in refused:
+        if (form, label(inference)) in refused:
             continue
-        if anchored not in known:
-            known[anchored] = truth(seed, inference.steps, anchored=anchored)
+        if key not in known:
+            known[key] = truth(seed, inference.steps, anchored=inference.anchored, shape=inference.shape)
         try:
-            if uploaded != (form, anchored):
-                weights = _upload(known[anchored], form, session.device)
-                uploaded = (form, anchored)
-            found = session.run(inference, known[anchored], weights)
+            if uploaded != (form, key):
+                weights = _upload(known[key], form, session.device)
+                uploaded = (form, key)
+            found = session.run(inference, known[key], weights)
         except Exception as error:
             if not is_refusal(error):
                 raise
-            refused.add((form, inference.kernel))
-            yield Refused(dtype=form, kernel=inference.kernel, reason=why_refused(session.device, error))
+            refused.add((form, label(inference)))
+            yield Refused(dtype=form, kernel=label(inference), reason=why_refused(session.device, error))
         else:
             yield found
 

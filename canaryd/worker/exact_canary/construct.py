@@ -11,7 +11,7 @@ from typing import Any
 from canaryd.worker.exact_canary.blocks import Attention, Mlp
 from canaryd.worker.exact_canary.experts import Experts
 from canaryd.worker.exact_canary.layout import Layout, lay_out, ports
-from canaryd.worker.exact_canary.matrix import Matrix, full
+from canaryd.worker.exact_canary.matrix import Digits, Matrix, full
 from canaryd.worker.exact_canary.shape import Plan, Shape, plan
 from canaryd.worker.numeric.integers import permutation
 from canaryd.worker.numeric.tensors import torch
@@ -35,21 +35,24 @@ class Model:
     weights: dict[str, Any]
 
 
-def construct(shape: Shape, seed: int, *, anchored: bool | None = None) -> Model:
-    """Return the model of these sizes and this seed; raises `Unfit` where the sizes have no room for it."""
-    return Maker(shape, plan(shape, anchored=anchored), seed).model()
+def construct(shape: Shape, seed: int, *, anchored: bool | None = None, bits: int = 0) -> Model:
+    """Return the model of these sizes and this seed; raises `Unfit` where the sizes have no room for it.
+
+    With `bits`, matrices can be stored in so many: a row's weights are signed whole numbers times one power of two.
+    """
+    return Maker(shape, plan(shape, anchored=anchored), seed, Digits.quantised(bits)).model()
 
 
 class Maker:
     """What the parts of one construction share."""
 
-    def __init__(self, shape: Shape, program: Plan, seed: int) -> None:
-        self.shape, self.program, self.seed = shape, program, seed
+    def __init__(self, shape: Shape, program: Plan, seed: int, digits: Digits) -> None:
+        self.shape, self.program, self.seed, self.digits = shape, program, seed, digits
         self.layout: Layout = lay_out(shape, program, seed)
         self.at_a, _ = ports(self.layout, shape, reserve=shape.biased)
         _, at_b = ports(self.layout, shape, reserve=False)
-        self.attention = Attention(shape, program, self.layout, self.at_a)
-        self.mlp = (Experts if shape.experts else Mlp)(shape, program, self.layout, at_b)
+        self.attention = Attention(shape, program, self.layout, self.at_a, digits)
+        self.mlp = (Experts if shape.experts else Mlp)(shape, program, self.layout, at_b, digits)
         self.codes = self._codes()
 
     def model(self) -> Model:
@@ -109,13 +112,18 @@ class Maker:
 
     def _head(self) -> Any:
         """Return (vocabulary, hidden): 20 for the right word, 8 less per wrong bit; the others read what is there."""
-        p, head = self.program, Matrix(self.at_a, self.shape.vocabulary)
+        p, head = self.program, Matrix(self.at_a, self.shape.vocabulary, self.digits)
         word = torch.arange(p.words)
         before = self.codes[(word // p.values - 1) % p.places].to(torch.float64)
         value = _signs(word % p.values, p.value_bits).to(torch.float64)
         units = torch.tensor(self.layout.units[1:])
         most = float(TOP - 4 * (p.place_bits + p.value_bits))
-        head.add_all(word, units[word % len(units)], torch.full((len(word),), most, dtype=torch.float64))
+        parts, least = [most], -4.0 * self.digits.levels or most  # 4 is what a bit weighs
+        while parts[-1] < least:
+            parts[-1:] = [least, parts[-1] - least]
+        for number, part in enumerate(parts):
+            dims = units[(word + number) % len(units)]
+            head.add_all(word, dims, torch.full((len(word),), part, dtype=torch.float64))
         gains = torch.tensor(self.at_a.gains, dtype=torch.float64)
         for bit in range(p.place_bits):
             members = torch.tensor(self.at_a.members["s", bit])
@@ -133,7 +141,7 @@ class Maker:
     def _readers(self, head: Matrix) -> None:
         """Let each word that the program does not use read one static bit, with a full significand of 2 to 4."""
         rest = range(self.program.words, self.shape.vocabulary)
-        sizes = full(self.seed, "readers", len(rest), 2.0)
+        sizes = full(self.seed, "readers", len(rest), 2.0, self.digits.bits)
         names = [name for name in self.at_a.members if isinstance(name, tuple) and name[0] == "s"]
         dims = [self.at_a.members[names[i % len(names)]][i % 2] for i in range(len(rest))]
         for row, w, dim in zip(rest, sizes, dims, strict=True):

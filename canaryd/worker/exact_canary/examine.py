@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canaryd.facts import Evidence
+from canaryd.worker.exact_canary.shape import Shape
 from canaryd.worker.exact_canary.truth import Truth, axis_of
 from canaryd.worker.numeric import evidence
 from canaryd.worker.numeric.tensors import torch
@@ -28,7 +29,8 @@ INPUTS = {
     "output": ("mixed",),
     "middle": ("output",),
     "inner_norm": ("middle",),
-    **dict.fromkeys(("gate", "up"), ("inner_norm",)),
+    **dict.fromkeys(("gate", "up", "router"), ("inner_norm",)),
+    "share": ("router",),
     "active": ("gate", "up"),
     "down": ("active",),
     "out": ("middle", "down"),
@@ -49,7 +51,7 @@ class Place:
     """A position at which an operator's result is wrong, and everything that it read is right."""
 
     layer: str
-    """"0" for the first; "input" and "head" before and behind the layers."""
+    """"0" for the first, "0.expert2" for an expert in it; "input" and "head" before and behind the layers."""
     operator: str
     step: str
     """"forced" for one pass, else the forward pass of decoding: 0 is the prompt."""
@@ -111,7 +113,7 @@ def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
         axis = axis_of(place)
         at = torch.zeros(len(truth.tokens), dtype=torch.bool)
         at[end - off.shape[axis] : end] = off.movedim(axis, 0).flatten(1).any(1)
-        own = at & ~_inherited(place, bad, _reads(place, truth.model.shape.layers, fused=fused)) if bad else at
+        own = at & ~_inherited(place, bad, _reads(place, truth.model.shape, fused=fused)) if bad else at
         bad[place] = bad.get(place, False) | at
         found = own.nonzero().view(-1).tolist()
         count += len(found)
@@ -124,11 +126,16 @@ def examine(kept: Mapping[str, Any], truth: Truth, form: str) -> Examined:
     return Examined(values, loose, wrong, tuple(places[:LISTED]), count, fault)
 
 
-def _reads(place: str, layers: int, *, fused: bool) -> list[str]:
+def _reads(place: str, shape: Shape, *, fused: bool) -> list[str]:
     """Return the places that a place reads."""
     layer, _, operator = place.rpartition(".")
+    if "." in layer:  # of an expert
+        outer = layer.partition(".")[0]
+        return [f"{layer if name in ('gate', 'up', 'active') else outer}.{name}" for name in INPUTS[operator]]
+    if shape.experts and operator == "down":
+        return [f"{layer}.expert{e}.{name}" for e in range(shape.experts) for name in ("down", "share")]
     if not layer:
-        return {"norm": [f"{layers - 1}.out"], "logits": ["norm"], "word": ["logits"]}.get(operator, [])
+        return {"norm": [f"{shape.layers - 1}.out"], "logits": ["norm"], "word": ["logits"]}.get(operator, [])
     names = FUSED if fused and operator == "mixed" else INPUTS.get(operator, ())
     stream = f"{int(layer) - 1}.out" if int(layer) else "embedding"
     return [f"{layer}.{name}" for name in names] + [stream] * (operator in ("attention_norm", "middle"))

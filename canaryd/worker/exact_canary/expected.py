@@ -88,6 +88,8 @@ class Expected:
     seed: int
     weights: str
     """SHA-256 of the checkpoint's weights, as they were written."""
+    quantization: str = ""
+    """The form in which its matrices are stored in few bits; "" where they are not."""
     questions: tuple[Question, ...]
     codes: list[int]
 
@@ -180,6 +182,7 @@ def _read(directory: Path, document: Any) -> Expected:
         program=program,
         seed=seed,
         weights=str(document["weights"]),
+        quantization=str(document.get("quantization", "")),
         questions=tuple(questions),
         codes=codes(program, seed),
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from canaryd.worker.exact_canary.blocks import PAIRS, Mlp
-from canaryd.worker.exact_canary.matrix import Matrix
+from canaryd.worker.exact_canary.matrix import Matrix, full
 from canaryd.worker.exact_canary.shape import CHOSEN
 from canaryd.worker.numeric.integers import below, permutation
 from canaryd.worker.numeric.seeds import derive
 
-SIZES = (33, 63)
-"""Odd numbers of 6 bits; twice one is the weight of a bit, and each wrong bit costs four times: at least 132."""
+LEAST = 66.0
+"""Smallest weight of a bit; each wrong bit costs twice as much: at least 132."""
 NOISE = 64.0
 """Size of the router's cancelling weights: even their lowest bit unbalances a tie."""
 
@@ -28,7 +28,7 @@ class Experts(Mlp):
         """Return the block's weights by their names below the layer."""
         count = self.shape.experts
         order = permutation(seed, "experts", count).tolist()
-        router = Matrix(self.port, count)
+        router = self.matrix(self.port, count)
         found: dict[str, Any] = {}
         for number, expert in enumerate(order):
             route, side = divmod(number, CHOSEN)
@@ -40,12 +40,10 @@ class Experts(Mlp):
         return {"block_sparse_moe.gate.weight": router.finish(seed + 9, NOISE, PAIRS), **found}
 
     def _read_route(self, router: Matrix, expert: int, route: int, layer: int, seed: int) -> None:
-        """Let an expert's logit be 0 for words of this pair, and lose `4 * size` for each bit that another has."""
+        """Let an expert's logit be 0 for words of this pair, and lose twice the weight of each bit that another has."""
         bits = self.program.routes.bit_length() - 1
-        low, high = SIZES
-        sizes = below(seed, f"router {expert}", (bits,), (high - low) // 2 + 1).tolist()
-        for bit, drawn in enumerate(sizes):
-            weight = 2.0 * (low + 2 * drawn)
+        sizes = full(seed, f"router {expert}", bits, LEAST, min(6, self.digits.half))
+        for bit, weight in enumerate(sizes):
             options = [c for c in self.layout.copied if c.static == self.program.first_route + bit]
             c = options[(expert + layer) % len(options)]
             wanted = 1 if route >> bit & 1 else -1  # behind the norm, first + second is sign * s / 2

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from canaryd.worker.canary.model import write_safetensors
-from canaryd.worker.exact_canary import golden
+from canaryd.worker.exact_canary import golden, quantised
 from canaryd.worker.exact_canary.construct import Model, construct
 from canaryd.worker.exact_canary.expected import FILE, GGUF, SCHEMA, WEIGHTS, spell, word
 from canaryd.worker.exact_canary.gguf import gguf
 from canaryd.worker.exact_canary.golden import continuation, prompt
 from canaryd.worker.exact_canary.prove import Walk
+from canaryd.worker.exact_canary.quantised import FORMS, Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, CONTEXT, EPSILON, MIXTURE, THETA, TINY, Unfit, like
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import need_torch, torch
@@ -41,13 +42,17 @@ def answer(arguments: Mapping[str, Any], progress: Callable[[float, str], None])
     progress(0.0, "making the weights")
     try:
         shape = like(arguments["like"], arguments["layers"]) if arguments["like"] else TINY
-        model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None)
+        form = arguments["form"]
+        bits = FORMS[form].bits if form in FORMS else 0
+        model = construct(shape, arguments["seed"], anchored=False if arguments["no_anchor"] else None, bits=bits)
     except KeyError as error:
         return {"mistake": f"has no {error.args[0]}"}
     except (Unfit, Inexact, TypeError, ValueError) as error:
         return {"mistake": str(error)}
     try:
-        export(model, directory, progress, form=arguments["gguf"])
+        export(model, directory, progress, form=form)
+    except (Inexact, Unfit) as error:
+        return {"mistake": str(error)}
     except OSError as error:
         raise ValueError(f"{directory}: not written: {error.strerror}") from None
     return {
@@ -114,9 +119,12 @@ def tokenizer(model: Model) -> dict[str, Any]:
     }
 
 
-def answers(model: Model, progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """Return prompts with their proved continuations: text, tokens, log probabilities (natural), leads."""
-    walk, found = Walk(model.shape, model.weights), []
+def answers(model: Model, few: Mapping[str, Stored], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
+    """Return prompts with their proved continuations: text, tokens, log probabilities (natural), leads.
+
+    `few` are the matrices that are stored in few bits.
+    """
+    walk, found = Walk(model.shape, model.weights, stored=few), []
     for number in range(PROMPTS):
         progress(number / PROMPTS, f"proving prompt {number + 1} of {PROMPTS}")
         words, count = prompt(model.program, model.seed + number), steps(model)
@@ -145,19 +153,23 @@ def export(
 ) -> None:
     """Prove the model's answers, and write the checkpoint as a whole or not at all.
 
-    Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory.
-    The directory is new or empty. Raises `Inexact` before anything is written, `OSError` where it cannot be.
+    Writes a GGUF file with matrices in `form` (float32, float16, bfloat16), else the files of a Hugging Face directory,
+    with quantised matrices where `form` is one of `FORMS`. The directory is new or empty. Raises `Inexact` before
+    anything is written, `Unfit` where the form is not for the model, `OSError` where it cannot be written.
     """
-    proved = answers(model, progress)
+    few = quantised.stored(model.weights, form) if form in FORMS else {}
+    proved = answers(model, few, progress)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         fresh.mkdir(parents=True)
-        weights = _write_gguf(model, fresh, form) if form else _write_hugging_face(model, fresh)
+        as_gguf = form and form not in FORMS
+        weights = _write_gguf(model, fresh, form) if as_gguf else _write_hugging_face(model, fresh, few, form)
         expected = {
             "schema": SCHEMA,
             "shape": asdict(model.shape),
             "seed": model.seed,
             "anchored": model.program.anchored,
+            "quantization": form if few else "",
             "weights": hashlib.sha256(weights).hexdigest(),
             "prompts": proved,
         }
@@ -174,12 +186,14 @@ def _write_gguf(model: Model, directory: Path, form: str) -> bytes:
     return data
 
 
-def _write_hugging_face(model: Model, directory: Path) -> bytes:
-    narrow = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
-    weights = write_safetensors(narrow, {"format": "pt"})
+def _write_hugging_face(model: Model, directory: Path, few: Mapping[str, Stored], form: str) -> bytes:
+    tensors = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
+    if few:
+        tensors = quantised.tensors(model.weights, few, form)
+    weights = write_safetensors(tensors, {"format": "pt"})
     (directory / WEIGHTS).write_bytes(weights)
     documents = {
-        "config": config(model),
+        "config": config(model) | (quantised.settings(form) if few else {}),
         "generation_config": {"do_sample": False},
         "tokenizer": tokenizer(model),
         "tokenizer_config": {

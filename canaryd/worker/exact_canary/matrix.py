@@ -1,6 +1,7 @@
 """Build one linear operator: its signal, and weights of full significand that cancel exactly on every input.
 
-All weights have at most 8 significant bits, so bfloat16 holds them.
+All weights have at most 8 significant bits, so bfloat16 holds them. For weights that are to be quantised, those of a
+row are whole numbers of few bits times one power of two.
 """
 
 from __future__ import annotations
@@ -19,12 +20,48 @@ PERIOD = 251
 """Rows after which the cancelling weights repeat: a prime, so that no tile meets the same rows again."""
 
 
+@dataclass(frozen=True)
+class Digits:
+    """What weights are made of."""
+
+    bits: int = 8
+    """Significant bits of a weight."""
+    levels: int = 0
+    """Largest whole number of a weight, in units of its row; 0 where every weight has an exponent of its own."""
+
+    @staticmethod
+    def quantised(bits: int) -> Digits:
+        """Return those of weights that are to be stored in so many bits; 0 for weights that are not."""
+        return Digits(bits - 1, (1 << bits - 1) - 1) if bits else Digits()
+
+    @property
+    def gate(self) -> int:
+        """Significant bits of a neuron's weights."""
+        return min(6, self.bits)
+
+    @property
+    def open(self) -> float:
+        """Unit of the gates: odd numbers times this are 1,056 to 2,016, where SiLU is the identity, or exactly 0."""
+        return 2.0 ** (11 - self.gate)
+
+    @property
+    def offered(self) -> float:
+        """Unit of the gains of what a place offers to retrieve: they are 1 to 2."""
+        return 2.0 ** (1 - self.bits)
+
+    @property
+    def half(self) -> int:
+        """Significant bits of a weight whose half may stand in the same row."""
+        return self.bits - 1 if self.levels else self.bits
+
+
 @dataclass
 class Matrix:
     """A linear operator in the making: `rows` outputs over the inputs of a port."""
 
     port: Port
     rows: int
+    digits: Digits = field(default_factory=Digits)
     _single: list[tuple[int, int, float]] = field(default_factory=list)
     _many: list[tuple[Any, Any, Any]] = field(default_factory=list)
 
@@ -39,12 +76,14 @@ class Matrix:
     def finish(self, seed: int, size: float, most: int, live: Any = None) -> Any:
         """Return the weight (rows, inputs), float32: the signal, and beside it up to `most` cancelling pairs a row.
 
-        `size` is a power of two: the terms of a cancelling pair are half of it to four times it. Only `live` rows get
-        pairs.
+        `size` is a power of two: the terms of a cancelling pair are half of it to four times it. With `digits.levels`,
+        their weights are as large as the row's unit allows. Only `live` rows get pairs.
         """
         weight = self._noise(seed, size, most)
         if live is not None:
             weight[~live] = 0
+        if self.digits.levels:
+            weight *= self._units()
         single = torch.tensor(self._single, dtype=torch.float64).reshape(-1, 3).unbind(1)
         single = (single[0].to(torch.int64), single[1].to(torch.int64), single[2])
         rows, columns, values = (torch.cat(parts) for parts in zip(single, *self._many, strict=True))
@@ -63,15 +102,18 @@ class Matrix:
         order = permutation(seed, "pairs", len(pairs))
         first, second = pairs[order].T
         g, h = gains[first], gains[second]
-        plain = _is_power(g) & _is_power(h)
         count, here = len(pairs), min(self.rows, PERIOD)
-        odd = signed(seed, "full", (here, count), 64, 127).to(torch.float64)
-        odd = (odd.abs() * 2 + 1) * odd.sign() / 128  # odd: the lowest of 8 bits is 1
-        sign = odd.sign()
-        largest = torch.maximum(g.abs(), h.abs())
-        scale = torch.exp2(torch.floor(torch.log2(largest)))
-        at_first = torch.where(plain, odd / g, sign * h / scale / scale)
-        at_second = torch.where(plain, -odd / h, -sign * g / scale / scale)
+        drawn = signed(seed, "full", (here, count), 64, 127).to(torch.float64)
+        if self.digits.levels:
+            at_first, at_second, size = *_whole_pairs(g, h, drawn, self.digits.levels), 1.0
+        else:
+            plain = _is_power(g) & _is_power(h)
+            odd = (drawn.abs() * 2 + 1) * drawn.sign() / 128  # odd: the lowest of 8 bits is 1
+            sign = odd.sign()
+            largest = torch.maximum(g.abs(), h.abs())
+            scale = torch.exp2(torch.floor(torch.log2(largest)))
+            at_first = torch.where(plain, odd / g, sign * h / scale / scale)
+            at_second = torch.where(plain, -odd / h, -sign * g / scale / scale)
         if most < count:
             start = below(seed, "start", (here, 1), count)
             dead = (torch.arange(count) + start) % count >= most
@@ -80,6 +122,34 @@ class Matrix:
         weight[:, first] = (at_first * size).to(torch.float32)
         weight[:, second] = (at_second * size).to(torch.float32)
         return weight[torch.arange(self.rows) % here].clone()
+
+    def _units(self) -> Any:
+        """Return the power of two (rows, 1) of which a row's weights are multiples: the smallest that holds them."""
+        size = torch.zeros(self.rows, dtype=torch.float64)
+        for row, _, value in self._single:
+            size[row] = max(float(size[row]), abs(value))
+        for rows, _, values in self._many:
+            size.scatter_reduce_(0, rows, values.abs(), "amax")
+        return units(size, self.digits.levels).to(torch.float32).view(-1, 1)
+
+
+def units(size: Any, levels: int) -> Any:
+    """Return the smallest powers of two of which `levels` reach these sizes; 0 where a size is 0."""
+    return torch.exp2(torch.ceil(torch.log2(size / levels)))
+
+
+def _whole_pairs(g: Any, h: Any, drawn: Any, levels: int) -> tuple[Any, Any]:
+    """Return whole weights up to `levels` of cancelling pairs with gains g and h; 0 where there are none.
+
+    The smallest are h and g without common factors; they are made as large as an odd factor allows.
+    """
+    whole_g, whole_h = (part.mul(2.0**20).to(torch.int64) for part in (g, h))
+    common = torch.gcd(whole_g, whole_h)
+    first, second = whole_h // common, whole_g // common
+    room = levels // torch.maximum(first.abs(), second.abs())
+    largest = (room - 1) // 2 * 2 + 1  # odd; -1 where there is no room
+    factor = (largest - 2 * (drawn.abs().to(torch.int64) % (room // 4 + 1))) * (room > 0) * drawn.sign().to(torch.int64)
+    return first * factor, -second * factor
 
 
 def _is_power(values: Any) -> Any:
@@ -109,13 +179,16 @@ class Twins:
 
 
 @functools.lru_cache(maxsize=8)
-def twins(bits: int) -> tuple[Twins, ...]:
-    """Return 16 twins with gains of `bits` significant bits; the same in every run."""
+def twins(bits: int, levels: int = 0) -> tuple[Twins, ...]:
+    """Return 16 twins with gains of `bits` significant bits; the same in every run.
+
+    With `levels`, b and d are whole numbers up to that, of either sign, and k is the same for all.
+    """
     found: list[Twins] = []
     low, high = 1 << (bits - 1), (1 << bits) - 1
     for attempt in range(4096):
         a, c = (low + int(v) | 1 for v in below(attempt, f"twins {bits}", (2,), high - low))
-        solutions = _solutions(a, c) if a != c else None
+        solutions = (_whole_solutions(a, c, bits, levels) if levels else _solutions(a, c)) if a != c else None
         if solutions:
             found.append(Twins(a, c, solutions))
         if len(found) == 16:
@@ -135,12 +208,24 @@ def _solutions(a: int, c: int) -> tuple[tuple[int, int, int], ...] | None:
     return tuple(found)
 
 
-def full(seed: int, name: str, count: int, low: float) -> list[float]:
-    """Return `count` numbers of 8 significant bits, the lowest of them 1, between `low` and about twice that."""
-    scale = 2.0 ** (7 - math.floor(math.log2(low)))
+def _whole_solutions(a: int, c: int, bits: int, levels: int) -> tuple[tuple[int, int, int], ...] | None:
+    found = []
+    k = int(math.log2((levels << bits) / LARGEST))
+    for n in range(1, LARGEST + 1):
+        tried = ((b, *divmod(a * b - n * 2**k, c)) for b in range(-levels, levels + 1))
+        hits = [(b, d, k) for b, d, rest in tried if not rest and abs(d) <= levels]
+        if not hits:
+            return None
+        found.append(max(hits, key=lambda hit: min(abs(hit[0]), abs(hit[1]))))
+    return tuple(found)
+
+
+def full(seed: int, name: str, count: int, low: float, bits: int = 8) -> list[float]:
+    """Return `count` numbers of so many significant bits, most with the lowest 1, from `low` to about twice that."""
+    scale = 2.0 ** (bits - 1 - math.floor(math.log2(low)))
     first = -int(-low * scale // 1) | 1
     found = []
     for raw in below(seed, f"full {name}", (count,), 1 << 30).tolist():
         number = first + 2 * (raw % max(1, first // 2))
-        found.append((number if number < 256 else (number // 2 | 1) * 2) / scale)
+        found.append((number if number < 1 << bits else (number // 2 | 1) * 2) / scale)
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from canaryd.worker.exact_canary.quantised import Stored
 from canaryd.worker.exact_canary.shape import CHOSEN, GAP, THETA, Shape
 from canaryd.worker.numeric.operands import Inexact
 from canaryd.worker.numeric.tensors import torch
@@ -121,6 +122,8 @@ class Walk:
     witnessed: bool = True
     keep: bool = False
     """Whether a proof holds the values of every operator too."""
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    """The matrices among the weights that are stored in few bits."""
     _compared: int = 0
     _exact: dict[str, Exact] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
@@ -149,6 +152,11 @@ class Walk:
     def _weight(self, name: str) -> Exact:
         if name not in self._exact:
             self._exact[name] = self._fits(name, Exact.of(self.weights[name]).reduced())
+            if few := self.stored.get(name):
+                if not bool((few.values == self.weights[name]).all()):
+                    raise Inexact(f"{name}: what is stored in few bits is not the weight")
+                for part in (few.scales, few.largest):
+                    self._fits(name, Exact.of(part).reduced())
         return self._exact[name]
 
     def _fits(self, name: str, x: Exact) -> Exact:
@@ -192,6 +200,10 @@ class Walk:
         else:  # int64 products take a hundred times as long: every 64th output, and all of the last position
             self.witnessed &= bool((x.whole @ weight.whole[::64].T == other[:, ::64]).all())
             self.witnessed &= bool((x.whole[-1:] @ weight.whole.T == other[-1:]).all())
+        if few := self.stored.get(f"{module}.weight"):
+            if not few.takes(x.float64()):
+                raise Inexact(f"{name}: an input is off the grid of int8")
+            magnitude = magnitude + few.apart(a.abs()) * 2.0**weight.shift
         if f"{module}.bias" in self.weights:
             bias = self._weight(f"{module}.bias")
             shift = max(out.shift, bias.shift)
@@ -315,8 +327,12 @@ class Walk:
         total = Exact(torch.zeros_like(seen.whole), 0)
         for expert in range(self.shape.experts):
             words = takes[:, expert].nonzero().view(-1)
-            names = [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
-            out = self._neurons(f"{i}.expert{expert}", names, seen[words])
+            place, names = f"{i}.expert{expert}", [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
+            if self.keep:  # in process, every expert computes every word
+                self._values[f"{place}.share"] = takes[:, expert, None] / CHOSEN
+                out = self._neurons(place, names, seen)[words]
+            else:
+                out = self._neurons(place, names, seen[words])
             half = self._see("half", Exact(out.whole, out.shift + 1).reduced(), live=True)
             total = total + Exact(torch.zeros_like(seen.whole).index_copy(0, words, half.whole), half.shift)
         return self._see("mixture", total.reduced(), live=True)

@@ -122,6 +122,6 @@ class Runner:
         total = 0
         for expert in range(self.shape.experts):
             names = [f"{module}.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
-            share = ((chosen == expert) * shares).sum(-1)[..., None]
+            share = self._see(f"{i}.expert{expert}.share", ((chosen == expert) * shares).sum(-1)[..., None])
             total = total + self._neurons(f"{i}.expert{expert}", names, seen) * share
         return total

@@ -15,7 +15,7 @@ from canaryd.worker.exact_canary.cases import model, text
 from canaryd.worker.exact_canary.construct import Model
 from canaryd.worker.exact_canary.golden import continuation
 from canaryd.worker.exact_canary.prove import Walk
-from canaryd.worker.exact_canary.shape import TINY
+from canaryd.worker.exact_canary.shape import TINY, Shape
 from canaryd.worker.numeric.tensors import FORMATS, host_same_bits, on_core, torch, visible_cores
 
 POSITION = {"rotated_query": 2, "rotated_key": 2, "keys": 2, "values": 2, "scores": 3, "softmax": 3}
@@ -69,7 +69,7 @@ class Truth:
             value, slack = value + chances, chances * EXPONENTIAL + tiny
         if operator == "mixed" and form == "float64":
             tails = sum(part.sum(-1) for part in self._losers(place, start, end)) * LARGEST_VALUE
-            tails = tails.view(-1, count).T.repeat_interleave(TINY.head, 1)[None]
+            tails = tails.view(-1, count).T.repeat_interleave(self.model.shape.head, 1)[None]
             slack = torch.where(value == 0, tails, 0.0)  # it vanishes beside any other value
         return value, slack
 
@@ -88,10 +88,10 @@ def axis_of(place: str) -> int:
     return POSITION.get(place.rpartition(".")[2], 1)
 
 
-def truth(seed: int, steps: int, *, anchored: bool) -> Truth:
-    """Return the truth of the shipped model; made on two cores, which must agree, else raises `Skip`."""
+def truth(seed: int, steps: int, *, anchored: bool, shape: Shape = TINY) -> Truth:
+    """Return the truth of a model; made on two cores, which must agree, else raises `Skip`."""
     cores = visible_cores()
-    first, second = (_made(core, seed, steps, anchored) for core in (cores[0], cores[-1]))
+    first, second = (_made(core, shape, seed, steps, anchored) for core in (cores[0], cores[-1]))
     if not same(first, second):
         raise Skip(f"cores {cores[0]} and {cores[-1]} of this host proved the right answer and got two")
     return first
@@ -108,29 +108,29 @@ def same(a: Truth, b: Truth) -> bool:
     )
 
 
-def _made(core: int, seed: int, steps: int, anchored: bool) -> Truth:
+def _made(core: int, shape: Shape, seed: int, steps: int, anchored: bool) -> Truth:
     with on_core(core):
-        made = model(TINY, seed, anchored, (core,))
+        made = model(shape, seed, anchored, (core,))
         tokens = text(made, seed, 0, steps)
-        proof = Walk(TINY, made.weights, keep=True).prove(tokens)
+        proof = Walk(shape, made.weights, keep=True).prove(tokens)
         prompt = tokens[: len(tokens) - steps + 1]
-        words = [*tokens[1:], continuation(made.program, TINY.layers, prompt, steps)[-1]]
+        words = [*tokens[1:], continuation(made.program, shape.layers, prompt, steps)[-1]]
     if not proof.witnessed:
         raise Skip(f"integer and float64 arithmetic of core {core} of this host disagree on the right answer")
-    return Truth(made, tuple(tokens), steps, {**_laid_out(proof.values), "word": torch.tensor([words]).double()})
+    return Truth(made, tuple(tokens), steps, {**_laid_out(proof.values, shape), "word": torch.tensor([words]).double()})
 
 
-def _laid_out(values: Mapping[str, Any]) -> dict[str, Any]:
+def _laid_out(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """Return proved values as inference has them; rotation moves nothing, so that it and the cache repeat them."""
     found = {}
     for place, value in values.items():
         layer, _, operator = place.rpartition(".")
         if operator in ("scores", "softmax"):
-            found[place] = value.view(1, TINY.kv_heads, -1, *value.shape[1:])
+            found[place] = value.view(1, shape.kv_heads, -1, *value.shape[1:])
             continue
         found[place] = value[None]
         if operator in ("query", "key", "value"):
-            heads = value.view(1, len(value), -1, TINY.head).transpose(1, 2)
+            heads = value.view(1, len(value), -1, shape.head).transpose(1, 2)
             for name in {"query": ("rotated_query",), "key": ("rotated_key", "keys"), "value": ("values",)}[operator]:
                 found[f"{layer}.{name}"] = heads
     return found

@@ -129,7 +129,7 @@ def build(packing: Packing, form: Format, layout: str, sizes: tuple[int, int, in
     row, column = two ** rows.view(M, 1), two ** columns.view(1, N)
     witness = (x.to(torch.float64) @ W.to(torch.float64)).to(torch.int64)
     return Problem(
-        operands=((x * row).to(form.dtype), _packed(packing, kept.codes), *_scaled(packing, form, kept, stored)),
+        operands=((x * row).to(form.dtype), packed(packing.bits, kept.codes), *_scaled(packing, form, kept, stored)),
         golden=(answer * row * column).to(form.dtype).contiguous(),
         exactness=Exactness.UNIVERSAL,
         bound=bound,
@@ -211,10 +211,10 @@ def _activations(form: Format, seed: int, M: int, K: int, anchor: int, largest: 
     return x
 
 
-def _packed(packing: Packing, codes: Any) -> Any:
+def packed(bits: int, codes: Any) -> Any:
     """Return codes as words of 32 bits, the first code in the lowest bits."""
-    count = 32 // packing.bits
-    shifts = torch.arange(count) * packing.bits
+    count = 32 // bits
+    shifts = torch.arange(count) * bits
     words = (codes.view(codes.shape[0], -1, count) << shifts).sum(-1)
     return (words - ((words >> 31) << 32)).to(torch.int32)
 

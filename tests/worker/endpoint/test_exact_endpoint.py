@@ -312,6 +312,19 @@ def test_a_fault_of_one_word_is_not_taken_for_a_penalty(directory):
     assert [told(first), told(first, later), told(first, second, None)] == ["", "", ""]
 
 
+def test_quantised_weights_excuse_nothing_where_they_were_proved(directory, tmp_path):
+    """The server reports what the directory is: a wrong answer accuses it; elsewhere it is the excuse."""
+    copy, reports = shutil.copytree(directory, tmp_path / "copy"), {"version": "0.5", "quantization": "awq"}
+    with serving(copy, flipped=NORM, reports=reports) as url:
+        _, _, reason = ask(url, copy)
+        assert "the server says that it rounds (quantization awq)" in reason
+        document = json.loads((copy / "expected.json").read_text())
+        (copy / "expected.json").write_text(json.dumps(document | {"quantization": "awq"}))
+        compared, _, reason = ask(url, copy)
+    assert reason == ""
+    assert any(c.wrong for c in compared)
+
+
 def test_a_format_of_the_documents_is_no_excuse_for_right_answers(directory):
     """What the server reports is looked at only where something is wrong."""
     with serving(directory, reports={"version": "0.5", "kv_cache_dtype": "fp8_e4m3"}) as url:

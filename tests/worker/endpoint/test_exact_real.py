@@ -20,6 +20,7 @@ from canaryd.worker.canary import checkpoint  # noqa: E402
 from canaryd.worker.exact_canary.construct import construct  # noqa: E402
 from canaryd.worker.exact_canary.expected import load  # noqa: E402
 from canaryd.worker.exact_canary.export import export  # noqa: E402
+from canaryd.worker.exact_canary.quantised import FORMS  # noqa: E402
 from canaryd.worker.exact_canary.shape import EXPERTS, TINY  # noqa: E402
 from tests.command import ROOT  # noqa: E402
 from tests.servers import beside, need, serving  # noqa: E402
@@ -32,6 +33,8 @@ PYTHON = ("mlx", "transformers")
 CLIENTS = 8
 BFLOAT16 = "30"
 """`ggml_type` of bfloat16."""
+QUANTISED = (("mlx", "awq"), ("mlx", "mlx-4bit"), ("mlx", "mlx-8bit"), ("vllm", "awq"), ("vllm", "w8a8"))
+"""Servers, and the quantised forms that they read."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,51 @@ def test_a_real_server_answers_rightly_alone_and_beside_others(exported, tmp_pat
         assert [c for c in compared if c.wrong] == []
 
 
+@pytest.mark.parametrize(("name", "form"), QUANTISED)
+def test_quantised_weights_are_served_rightly_alone_and_beside_others(tmp_path, name, form):
+    """By the engine's own kernels for them: no answer is wrong."""
+    need(name)
+    directory = tmp_path / "canary"
+    export(construct(TINY, 1, bits=FORMS[form].bits), directory, form=form)
+    with serving(name, directory, tmp_path) as server:
+        alone = ask(server, directory, seed=0)
+        with beside(server, [question.text for question in load(directory).questions][:CLIENTS]):
+            loaded = ask(server, directory, seed=1)
+    for compared in (alone, loaded):
+        assert sum(c.trials for c in compared) == 60
+        assert [c for c in compared if c.wrong] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "form"), QUANTISED)
+def test_a_flipped_bit_of_a_quantised_weight_on_disk_is_seen_in_the_first_answers(tmp_path, name, form, seed):
+    """Any bit of a weight that is not 0; without the file's checksum, so that only the answers can tell."""
+    need(name)
+    bits, directory, chance = FORMS[form].bits, tmp_path / "canary", random.Random(f"{form} {seed}")
+    export(construct(TINY, 1, bits=bits), directory, form=form)
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    tensor = chance.choice(
+        [t for t in checkpoint.tensors(directory) if t.dtype in ("U32", "I32", "I8") and "qzeros" not in t.name]
+    )
+    nothing = 0 if tensor.dtype == "I8" else 1 << bits - 1
+    live = [
+        (at, shift)
+        for at in range(tensor.begin, tensor.end)
+        for shift in range(0, 8, bits)
+        if data[at] >> shift & (1 << bits) - 1 != nothing
+    ]
+    at, shift = chance.choice(live)
+    data[at] ^= 1 << shift + chance.randrange(bits)
+    path.write_bytes(data)
+    alone = tmp_path / "answers"
+    alone.mkdir()
+    shutil.copy(directory / "expected.json", alone)
+    with serving(name, directory, tmp_path) as server:
+        compared = ask(server, alone, seed=seed)
+    assert compared[0].wrong, f"{tensor.name} at {at - tensor.begin}"
+
+
 @pytest.mark.parametrize("rate", ["0.02", "0.0005"])
 @pytest.mark.parametrize("name", PYTHON)
 def test_wrong_products_of_a_real_server_are_seen_at_once(exported, tmp_path, name, rate):
@@ -98,12 +146,22 @@ def test_settings_of_llama_cpp_that_change_other_models_answers_change_nothing(t
     assert [c for c in compared if c.wrong] == []
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float32"])
-def test_llama_cpp_serves_a_mixture_of_experts(tmp_path, form):
-    """Every answer of the stacked experts is right."""
-    need("llama")
-    export(construct(EXPERTS, 1), tmp_path / "canary", form=form)
-    with serving("llama", tmp_path / "canary", tmp_path) as server:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("llama", "bfloat16"),
+        ("llama", "float32"),
+        ("vllm", ""),
+        ("transformers", ""),
+        ("mlx", "mlx-4bit"),
+        ("mlx", "mlx-8bit"),
+    ],
+)
+def test_a_mixture_of_experts_is_served_rightly(tmp_path, name, form):
+    """Every answer is right. MLX multiplies stacked experts on processors in float32 alone, or quantised."""
+    need(name)
+    export(construct(EXPERTS, 1, bits=FORMS[form].bits if form in FORMS else 0), tmp_path / "canary", form=form)
+    with serving(name, tmp_path / "canary", tmp_path) as server:
         compared = ask(server, tmp_path / "canary", seed=0)
     assert sum(c.trials for c in compared) == 60
     assert [c for c in compared if c.wrong] == []

@@ -190,7 +190,7 @@ def test_bad_input_gets_one_clear_line(common, tmp_path):
 def test_a_size_that_is_not_there_is_named():
     """The command says it as it says that sizes do not fit (above)."""
     short = {"model_type": "llama", "num_attention_heads": 2}
-    arguments = {"directory": "/nonexistent", "like": short, "layers": 4, "seed": 1, "no_anchor": False, "gguf": ""}
+    arguments = {"directory": "/nonexistent", "like": short, "layers": 4, "seed": 1, "no_anchor": False, "form": ""}
     assert answer(arguments, lambda *_: None) == {"mistake": "has no hidden_size"}
 
 

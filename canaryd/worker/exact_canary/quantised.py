@@ -1,0 +1,186 @@
+"""Store the matrices of an exact canary in few bits, without rounding a weight: AWQ, MLX's format, W8A8.
+
+A weight is scale * (code - zero): the scale is a power of two of its row, the zero the middle of the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from canaryd.worker.exact_canary.matrix import Digits, units
+from canaryd.worker.exact_canary.shape import Unfit
+from canaryd.worker.numeric.operands import Inexact
+from canaryd.worker.numeric.quantized import packed
+from canaryd.worker.numeric.tensors import torch
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a directory stores matrices."""
+
+    bits: int
+    """Of a code."""
+    group: int = 0
+    """Inputs that share a scale; 0 for all of a row."""
+    head: bool = False
+    """Whether the head is stored so, too."""
+    experts: bool = False
+    """Whether it was tried with a mixture of experts; no engine that was tried reads the others."""
+    inputs: bool = False
+    """Whether inputs are rounded to int8, with a scale that is known beforehand."""
+
+
+AWQ, W8A8 = "awq", "w8a8"
+FORMS = {
+    AWQ: Form(4, 128),
+    "mlx-4bit": Form(4, 64, head=True, experts=True),
+    "mlx-8bit": Form(8, 64, head=True, experts=True),
+    W8A8: Form(8, inputs=True),
+}
+"""Groups as AutoAWQ and `mlx_lm.convert` make them by default; W8A8 in the layout of compressed-tensors."""
+READS: dict[str, Callable[[Digits], float]] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), lambda _: 1 / 2),
+    "o_proj": lambda digits: digits.offered,
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), lambda _: 1 / 4),
+    **dict.fromkeys(("down_proj", "w2"), lambda digits: digits.open),
+}
+"""Operators whose weights are stored in few bits, and the unit of their inputs (docs/exact-canary.md)."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbouring outputs stands in each place of AWQ's words, from the lowest on."""
+LARGEST_INPUT = 127
+"""Largest whole number of an input in int8."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One matrix (rows, inputs) in few bits."""
+
+    codes: Any
+    """Int64 (rows, inputs), from 0 on."""
+    scales: Any
+    """Float64 (rows, groups)."""
+    bits: int
+    """Of a code."""
+    unit: float = 0.0
+    """Scale of the inputs; 0 where they are not rounded."""
+
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return 1 << self.bits - 1
+
+    @property
+    def wide(self) -> Any:
+        """The scale of every weight (rows, inputs)."""
+        return self.scales.repeat_interleave(self.codes.shape[1] // self.scales.shape[1], 1)
+
+    @property
+    def values(self) -> Any:
+        """What is stored, float64."""
+        return (self.codes - self.zero) * self.wide
+
+    @property
+    def largest(self) -> Any:
+        """Scale times the largest code, of every group: as large as anything that a kernel makes of a code."""
+        return self.scales * ((1 << self.bits) - 1)
+
+    def apart(self, x: Any) -> Any:
+        """Return how large partial sums become in the group (…, rows) where a kernel sums codes and zeros apart.
+
+        It takes scale and zero out of the sum of a group, at most; `x` are magnitudes of inputs (…, inputs). Integer
+        products have no zero to take out.
+        """
+        if self.unit:
+            return torch.zeros(len(x), len(self.codes))
+        groups = self.scales.shape[1]
+        sizes = ((self.codes + self.zero) * self.wide).view(len(self.codes), groups, -1)
+        parts = x.view(len(x), groups, -1)
+        return torch.stack([parts[:, i] @ sizes[:, i].T for i in range(groups)]).amax(0)
+
+    def takes(self, x: Any) -> bool:
+        """Whether inputs, float64, are not changed by rounding."""
+        whole = x / self.unit if self.unit else torch.zeros(1)
+        return bool((whole == whole.round()).all()) and float(whole.abs().max()) <= LARGEST_INPUT
+
+
+def store(name: str, weight: Any, form: Form) -> Stored:
+    """Return a matrix in few bits; raise `Inexact` unless every weight lies on the grid of its row.
+
+    The scale is the smallest with which codes reach the row's largest weight, in all of its groups.
+    """
+    inputs = weight.shape[1]
+    if inputs % (form.group or inputs):
+        raise Inexact(f"{name}: {inputs} inputs are no whole number of groups of {form.group}")
+    zero = 1 << form.bits - 1
+    scale = units(weight.abs().amax(1, keepdim=True).to(torch.float64), zero - 1)
+    whole = weight / torch.where(scale == 0, 1.0, scale)
+    if not bool((whole == whole.round()).all()):
+        raise Inexact(f"{name}: a weight is off the grid of {form.bits} bits")
+    scales = scale.where(scale > 0, 1.0).expand(-1, inputs // (form.group or inputs))
+    operator = name.split(".")[-2]
+    unit = READS[operator](Digits.quantised(form.bits)) if form.inputs and operator in READS else 0.0
+    return Stored(whole.to(torch.int64) + zero, scales.contiguous(), form.bits, unit)
+
+
+def stored(weights: Mapping[str, Any], form: str) -> dict[str, Stored]:
+    """Return the matrices that a form stores in few bits, by the names of their weights.
+
+    Raises `Unfit` for a mixture of experts in a form that is not for it.
+    """
+    if not FORMS[form].experts and any(".experts." in name for name in weights):
+        raise Unfit(f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit")
+    operators = (*READS, "lm_head") if FORMS[form].head else tuple(READS)
+    found = {name: name.split(".")[-2] for name in weights if name.endswith(".weight")}
+    return {name: store(name, weights[name], FORMS[form]) for name, operator in found.items() if operator in operators}
+
+
+def tensors(weights: Mapping[str, Any], few: Mapping[str, Stored], form: str) -> dict[str, Any]:
+    """Return the tensors of a checkpoint in a form, as `stored` gave its matrices.
+
+    What is not in few bits is float32: an engine takes it into its own format, and MLX computes in that of the file.
+    """
+    found = {name: weight for name, weight in weights.items() if name not in few}
+    layout = {AWQ: _awq, W8A8: _w8a8}.get(form, _mlx)
+    for name, each in few.items():
+        found |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in layout(each)}
+    return found
+
+
+def _mlx(each: Stored) -> Iterator[tuple[str, Any]]:
+    yield "weight", packed(each.bits, each.codes).view(torch.uint32)
+    yield "scales", each.scales.to(torch.float32)
+    yield "biases", (-each.zero * each.scales).to(torch.float32)
+
+
+def _awq(each: Stored) -> Iterator[tuple[str, Any]]:
+    zeros = torch.full_like(each.scales, each.zero, dtype=torch.int64)
+    for part, codes in (("qweight", each.codes), ("qzeros", zeros)):
+        ordered = codes.T.reshape(codes.shape[1], -1, len(AWQ_ORDER))[..., torch.tensor(AWQ_ORDER)]
+        yield part, packed(each.bits, ordered.reshape(codes.shape[1], -1))
+    yield "scales", each.scales.T.to(torch.float32)
+
+
+def _w8a8(each: Stored) -> Iterator[tuple[str, Any]]:
+    yield "weight", (each.codes - each.zero).to(torch.int8)
+    yield "weight_scale", each.scales.to(torch.float32)
+    yield "input_scale", torch.tensor([each.unit])
+
+
+def settings(form: str) -> dict[str, Any]:
+    """Return what `config.json` says of a form."""
+    how = FORMS[form]
+    if form == AWQ:
+        awq = {"quant_method": "awq", "version": "gemm", "zero_point": True}
+        return {"quantization_config": {**awq, "bits": how.bits, "group_size": how.group}}
+    if form == W8A8:
+        number = {"num_bits": how.bits, "type": "int", "symmetric": True, "dynamic": False}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**number, "strategy": "channel"},
+            "input_activations": {**number, "strategy": "tensor"},
+        }
+        state = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+        return {"quantization_config": {**state, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
+    return {"quantization": {"group_size": how.group, "bits": how.bits}}

@@ -1,0 +1,183 @@
+"""Quantised exact canaries: weights lie on the grid of a format, files hold them, the proof is made for them."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from canaryd.cli.canary import QUANTIZATIONS
+from canaryd.worker.exact_canary.shape import EXPERTS, TINY, Shape, Unfit
+
+torch = pytest.importorskip("torch", reason="the numeric worker is tested where torch is installed")
+pytestmark = pytest.mark.torch
+
+from canaryd.worker.canary.model import read_safetensors  # noqa: E402
+from canaryd.worker.exact_canary import expected, golden  # noqa: E402
+from canaryd.worker.exact_canary.cases import text  # noqa: E402
+from canaryd.worker.exact_canary.construct import construct  # noqa: E402
+from canaryd.worker.exact_canary.export import answer, export  # noqa: E402
+from canaryd.worker.exact_canary.prove import Walk  # noqa: E402
+from canaryd.worker.exact_canary.quantised import FORMS, store, stored  # noqa: E402
+from canaryd.worker.exact_canary.run import Runner  # noqa: E402
+from canaryd.worker.numeric.operands import Inexact  # noqa: E402
+
+QWEN = replace(TINY, family="qwen2")
+WIDE = Shape(hidden=256, heads=4, kv_heads=2, head=128, inner=128, layers=1, vocabulary=1 << 15)
+"""A code of 9 bits and a value of 6: a word's constant is more than 4 bits hold in one weight."""
+FLIPS = 40
+
+
+def made(form, shape=TINY, seed=5):
+    """Return a model whose weights lie on the grid of a form."""
+    return construct(shape, seed, bits=FORMS[form].bits)
+
+
+def unpacked(form, tensors, name):
+    """Return the matrix that a checkpoint stands for, as the documents of the format have it, in plain Python."""
+    module, bits = name.removesuffix(".weight"), FORMS[form].bits
+    group, each = FORMS[form].group, 32 // bits
+    if form == "w8a8":
+        return tensors[name] * tensors[f"{module}.weight_scale"]
+
+    def codes(tensor, order):
+        return [
+            [(word >> bits * place & (1 << bits) - 1) for word in row for place in order]
+            for row in tensor.to(torch.int64).tolist()
+        ]
+
+    if form == "awq":
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        whole = torch.tensor(codes(tensors[f"{module}.qweight"], order))
+        zeros = torch.tensor(codes(tensors[f"{module}.qzeros"], order))
+        scales = tensors[f"{module}.scales"]
+        return ((whole - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T
+    whole = torch.tensor(codes(tensors[name], range(each)))
+    scales, biases = (tensors[f"{module}.{part}"].repeat_interleave(group, 1) for part in ("scales", "biases"))
+    return whole * scales + biases
+
+
+def test_the_command_knows_every_form():
+    """The list of choices stands where no torch is."""
+    assert list(FORMS) == list(QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_directory_holds_the_weights_in_few_bits(tmp_path, form):
+    """Read back as the format is documented, every weight has the model's value; `load` takes the answers."""
+    model, directory = made(form), tmp_path / "out"
+    export(model, directory, form=form)
+    tensors, _ = read_safetensors((directory / "model.safetensors").read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    if form != "w8a8":
+        told = config["quantization_config" if form == "awq" else "quantization"]
+        assert (told["bits"], told["group_size"]) == (FORMS[form].bits, FORMS[form].group)
+    few = [name for name in model.weights if "proj" in name or ("mlx" in form and name.startswith("lm_head"))]
+    assert sum(name.endswith((".qweight", ".biases", ".input_scale")) for name in tensors) == len(few)
+    for name, weight in model.weights.items():
+        assert torch.equal(unpacked(form, tensors, name) if name in few else tensors[name], weight), name
+    found = expected.load(directory)
+    assert (found.quantization, found.changed_file()) == (form, "")
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "anchored"),
+    [
+        *((form, shape, None) for form in ("awq", "mlx-8bit", "w8a8") for shape in (TINY, QWEN)),
+        *((form, TINY, False) for form in ("awq", "mlx-8bit", "w8a8")),
+        *((form, EXPERTS, None) for form in ("mlx-4bit", "mlx-8bit")),
+        ("awq", WIDE, None),
+        pytest.param("mlx-8bit", WIDE, None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_stored_is_proved(form, shape, anchored):
+    """The walk finds the program's words; the bits of every code are used."""
+    model = construct(shape, 9, bits=FORMS[form].bits, anchored=anchored)
+    few = stored(model.weights, form)
+    count = min(8, model.program.steps)
+    words = golden.prompt(model.program, 9)
+    following = golden.continuation(model.program, shape.layers, words, count)
+    proof = Walk(shape, model.weights, stored=few).prove(words + following[:-1], 0 if shape.experts else count)
+    assert proof.logits[-count:].argmax(1).tolist() == following
+    assert proof.witnessed
+    for name, each in few.items():
+        used = (each.codes[:, :, None] >> torch.arange(each.bits)) & 1
+        assert bool((used.amax((0, 1)) > used.amin((0, 1))).all()), name
+        assert float((each.codes - each.zero).abs().max()) > each.zero / 2, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_off_the_grid_is_refused(tmp_path, form):
+    """One of half a unit; a model that was not made for it; a code that is not the weight. Nothing is written."""
+    model = made(form)
+    name = "model.layers.1.mlp.up_proj.weight"
+    few, weight = stored(model.weights, form), model.weights[name].clone()
+    weight[7, 7] += few[name].scales[7, 0] / 2
+    with pytest.raises(Inexact, match=r"up_proj.weight: a weight is off the grid"):
+        export(replace(model, weights={**model.weights, name: weight}), tmp_path / "out", form=form)
+    with pytest.raises(Inexact, match="off the grid"):
+        export(construct(TINY, 5), tmp_path / "out", form=form)
+    few[name].codes[3, 3] ^= 1
+    with pytest.raises(Inexact, match="what is stored in few bits is not the weight"):
+        Walk(model.shape, model.weights, stored=few).prove(text(model, 5, 0, 4))
+    assert not (tmp_path / "out").exists()
+
+
+def test_sums_of_codes_that_a_kernel_takes_apart_are_counted():
+    """They are larger than sums of weights, and have to fit as well."""
+    model = made("mlx-8bit")
+    few, tokens = stored(model.weights, "mlx-8bit"), text(model, 5, 0, 4)
+    together, apart = (Walk(model.shape, model.weights, stored=each).prove(tokens).operators for each in ({}, few))
+    for name in ("query", "key", "value", "output", "gate", "up", "down", "logits"):
+        assert together[name].sums < apart[name].sums <= 22
+
+
+@pytest.mark.parametrize("form", ["awq", "w8a8"])
+def test_a_form_that_no_engine_reads_with_experts_is_refused(tmp_path, form):
+    """With the forms that are read."""
+    with pytest.raises(Unfit, match=f"{form}: not for a mixture of experts; take mlx-4bit or mlx-8bit"):
+        export(made(form, EXPERTS), tmp_path / "out", form=form)
+
+
+def test_inputs_that_are_no_whole_groups_are_refused(tmp_path):
+    """By `store`, and by the command's answer as a mistake."""
+    with pytest.raises(Inexact, match="96 inputs are no whole number of groups of 64"):
+        store("x.weight", torch.ones(4, 96), FORMS["mlx-4bit"])
+    config = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 208}
+    like = {**config, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 1152}
+    asked = {"directory": str(tmp_path / "out"), "like": like, "layers": 1, "seed": 1, "no_anchor": False}
+    found = answer({**asked, "form": "awq"}, lambda *_: None)
+    assert "down_proj.weight: 208 inputs are no whole number of groups of 128" in found["mistake"]
+
+
+def test_an_input_off_the_grid_of_int8_is_refused():
+    """The static scale of an activation must hold every value that the walk meets."""
+    model = made("w8a8")
+    few = stored(model.weights, "w8a8")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for unit in (2 * few[name].unit, few[name].unit / 4):  # not a multiple; larger than 127
+        with pytest.raises(Inexact, match="down: an input is off the grid of int8"):
+            Walk(model.shape, model.weights, stored={**few, name: replace(few[name], unit=unit)}).prove(
+                text(model, 5, 0, 4)
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_flipped_bit_of_a_code_changes_a_logit(form):
+    """Of codes that are not 0, whichever the bit."""
+    model, chance = made(form), random.Random(form)
+    few = stored(model.weights, form)
+    tokens = torch.tensor([text(model, 5, 0, model.program.steps)])
+    weights = {name: weight.to(torch.bfloat16) for name, weight in model.weights.items()}
+    seen = 0
+    with torch.inference_mode():
+        right = Runner(model.shape, weights).forward(tokens)
+        for _ in range(FLIPS):
+            name = chance.choice(list(few))
+            codes = few[name].codes.clone()
+            row, column = chance.choice((codes != few[name].zero).nonzero().tolist())
+            codes[row, column] ^= 1 << chance.randrange(FORMS[form].bits)
+            wrong = replace(few[name], codes=codes).values.to(torch.bfloat16)
+            seen += bool((Runner(model.shape, {**weights, name: wrong}).forward(tokens) != right).any())
+    assert seen >= FLIPS - 2  # 99.8 % of 887 flips with seed 1
