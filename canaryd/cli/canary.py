@@ -62,8 +62,9 @@ def add_parsers(commands: Commands) -> None:
     form.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
+        metavar="FORM",
         default="",
-        help="write quantised weights: AWQ (vLLM, mlx-lm), MLX's format (mlx-lm), or int8 with int8 activations (vLLM)",
+        help="write quantised weights: awq (vLLM, mlx-lm), mlx-4bit or mlx-8bit (mlx-lm), w8a8 (vLLM)",
     )
     add_wait(command)
 
