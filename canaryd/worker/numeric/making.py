@@ -5,6 +5,8 @@ For an accelerator it makes what the next case needs while the device computes, 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -32,14 +34,12 @@ def gathers(session: Session, case: Case) -> bool:
 def make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:
     """Return what a case needs: its problem, or its pools where the device gathers; begun before, or made now.
 
-    What was begun for another case is waited for and dropped. What making raises is raised here.
+    What making raises is raised here.
     """
-    begun, session.begun = session.begun, None
-    if begun is not None:
-        wanted, future = begun
-        if wanted == (case.name, seed):
-            return future.result()
-        wait([future])
+    if session.begun is not None and session.begun[0] == (case.name, seed):
+        future, session.begun = session.begun[1], None
+        return future.result()
+    session.unused += finish(session)
     return _make(session, case, seed, core, shipped)
 
 
@@ -56,6 +56,30 @@ def settle(session: Session) -> None:
     """Wait until nothing is being made: the golden of an alarm must come from the core that is named as its maker."""
     if session.begun is not None:
         wait([session.begun[1]])
+
+
+@contextlib.contextmanager
+def settled(session: Session) -> Iterator[None]:
+    """Leave nothing that is still being made behind, however the block ends: the next run makes its own goldens."""
+    try:
+        yield
+    finally:
+        settle(session)
+
+
+def finish(session: Session) -> list[Comparison]:
+    """Wait for what was begun for a case that is not run any more; return what was doubtful about it.
+
+    A host that contradicted itself is told, whatever the golden was for. What making raised is of a case that the
+    budget left out.
+    """
+    begun, session.begun = session.begun, None
+    if begun is None:
+        return []
+    try:
+        return begun[1].result()[1]
+    except Exception:  # noqa: BLE001  whatever a case raises; it is raised when the case is run
+        return []
 
 
 def _make(session: Session, case: Case, seed: int, core: int | None, shipped: str) -> Made:

@@ -19,7 +19,7 @@ from canaryd.worker.numeric import evidence, faults
 from canaryd.worker.numeric.cases import Case, Refused, first_result, none_supported, restrict, selects
 from canaryd.worker.numeric.gathering import PRODUCTS, Gatherer, differs
 from canaryd.worker.numeric.integers import combine, digest
-from canaryd.worker.numeric.making import begin, gathers, make, make_twice, settle
+from canaryd.worker.numeric.making import begin, finish, gathers, make, make_twice, settle, settled
 from canaryd.worker.numeric.operands import Problem, gather, gather_golden
 from canaryd.worker.numeric.seeds import derive
 from canaryd.worker.numeric.session import Session
@@ -70,7 +70,7 @@ def verify_all(
         yield Absent(name="shipped_digests", reason=f"{shipped} is missing or empty: this installation is damaged")
     session.injector.arm([c.name for c in fresh or fixed])
     fresh.sort(key=lambda case: case.name != session.injector.target)  # a drill's case goes first
-    with session.runtime.strict(ctx.device) as switches:
+    with session.runtime.strict(ctx.device) as switches, settled(session):
         yield Reading(name="switches", value=as_text(switches))
         late, order = 0, [*fixed, *fresh]
         for number, case in enumerate(order):
@@ -95,7 +95,7 @@ def verify_all(
                     raise  # the device has computed this case already
                 session.refused[case.name] = str(why)
                 yield Skipped(case=case.name, reason=str(why))
-    settle(session)
+    yield from (*session.unused, *finish(session))
     if ctx.drill and not session.struck:
         raise Skip(f"the fault {ctx.drill!r} was not injected: nothing that it strikes was done")
     if session.refused and len(session.refused) + late == len(order):

@@ -1,10 +1,12 @@
 """What the host makes for an accelerator, it makes while the device computes."""
 
+import itertools
 import threading
+import time
 
 import pytest
 
-from canaryd.facts import Comparison, Skipped, Subject
+from canaryd.facts import Comparison, Doubt, Skipped, Subject
 from canaryd.model import Device
 from canaryd.probe import Context
 
@@ -119,3 +121,51 @@ def test_an_alarm_makes_its_golden_alone(monkeypatch):
     assert {case for case, *_ in found} == set(NAMES)
     assert all(wrong for *_, wrong in found)
     assert most == [1]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_golden_in_doubt_is_told_though_its_case_is_not_run():
+    """A core that contradicts itself does so whatever the golden was for."""
+    clock, seeds = [0.0], set()
+
+    def build(spec, seed):
+        problem = operands.build(spec, seed)
+        seeds.add(seed)
+        if len(seeds) == 2 and threading.current_thread().name.startswith("ThreadPoolExecutor"):
+            flat_bits(problem.golden)[next(flips) % 7] ^= 1
+        return problem
+
+    def compute(a, b):
+        clock[0] += 1.0  # the budget is spent in the first case
+        return torch.matmul(a, b)
+
+    flips = itertools.count(1)
+    cases = [Case(name, lambda seed: build(SPEC, seed), lambda pair, _: compute(*pair)) for name in NAMES]
+    context = Context(device=cpu(), level="quick", seed=6, budget=0.5, clock=lambda: clock[0])
+    facts = list(verify_all(context, cases, [], None))
+    assert len([f for f in facts if isinstance(f, Skipped)]) == 2
+    (doubt,) = (f for f in facts if isinstance(f, Comparison) and f.subject is Subject.HOST)
+    assert (doubt.wrong, doubt.doubt) == (True, Doubt.MADE_TWICE)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_run_that_fails_leaves_nothing_behind_that_still_makes():
+    """The worker goes on to the next probe, which makes its own goldens on cores of its own choice."""
+    making_now, seeds = threading.Event(), set()
+
+    def build(spec, seed):
+        seeds.add(seed)
+        if len(seeds) == 2:
+            making_now.set()
+            time.sleep(0.5)
+            made.append(seed)
+        return operands.build(spec, seed)
+
+    def compute(_a, _b):
+        assert making_now.wait(LONG)
+        raise RuntimeError("the device is lost")
+
+    made = []
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run(compute, build)
+    assert len(made) == 2
