@@ -185,9 +185,10 @@ class Decisions:
             now=host.clock(),
             policy=host.config.telemetry,
         )
-        if not signs.losses:  # only then the events of all others are asked for
+        # Only for what several devices may have together the events of all others are asked for.
+        if not (signs.losses or signs.seen("xid") or signs.seen("aer")):
             return signs
-        others = (d for d in host.devices.values() if d.part != device.part)
+        others = (d for d in host.devices.values() if d.part != device.part and not (d.parent or d.card))
         return replace(signs, beside={d.name: self._watch.history.of(d) for d in others})
 
     def _sightings(self, device: Device) -> dict[str, list[Event]]:

@@ -38,12 +38,12 @@ def keeps_failing(case: Case) -> Iterator[Finding]:
         ]
         met = [runs for runs in siblings if runs]
         answering = [runs for runs in met if len(runs) >= TIMES and not any(r.outcome in HANGS for r in runs)]
-        always = _always(case, probe, answering, len(met))
+        always = _always(case, probe, met)
         yield from always or _often(recent, answering, len(met)) or _seldom(case, probe)
 
 
-def _always(case: Case, probe: str, answering: Sequence[Sequence[Run]], met: int) -> list[Finding]:
-    """It does not answer any more, and most siblings answered `TIMES` times meanwhile: suspect.
+def _always(case: Case, probe: str, met: Sequence[Sequence[Run]]) -> list[Finding]:
+    """It does not answer any more, and most siblings answered `TIMES` times meanwhile, and always: suspect.
 
     Where most did not, what they share may be at fault, and `not_completed` says what is known. The finding rests on
     the run that answered last, so what is acknowledged stays so when it hangs again.
@@ -53,16 +53,17 @@ def _always(case: Case, probe: str, answering: Sequence[Sequence[Run]], met: int
     if len(hung) < TIMES:
         return []
     since = age(hung[-1], case.now)
-    done = [sum(r.outcome is Outcome.COMPLETED and age(r, case.now) <= since for r in runs) for runs in answering]
-    sound = sum(times >= TIMES for times in done)
-    if sound <= met - sound:
+    meanwhile = [[r.outcome for r in runs if age(r, case.now) <= since] for runs in met]
+    sound = sum(told.count(Outcome.COMPLETED) >= TIMES and HANGS.isdisjoint(told) for told in meanwhile)
+    if sound <= len(met) - sound:
         return []
-    others = "" if sound == met else f" {met - sound} did not."
+    others = "" if sound == len(met) else f" {len(met) - sound} did not."
     return _suspect(
         f"hung or crashed in each of the last {len(hung)} runs",
         tried[-len(hung) - 1] if len(tried) > len(hung) else hung[-1],
-        f"{count(sound, 'identical device')} answered meanwhile.{others}",
-        "If it still does after a restart of the machine, hardware is likely.",
+        f"{count(sound, 'identical device')} always answered meanwhile.{others}",
+        "If it hangs again after a restart of the machine, and no program uses it, hardware is likely.",
+        action=f"See which program uses it, then read the kernel log: {KERNEL_LOG}",
     )
 
 
@@ -96,8 +97,8 @@ def _seldom(case: Case, probe: str) -> list[Finding]:
     )
 
 
-def _suspect(what: str, run: Run, *evidence: str, state: State = State.SUSPECT) -> list[Finding]:
-    action = f"Take it out of service and read the kernel log: {KERNEL_LOG}"
+def _suspect(what: str, run: Run, *evidence: str, state: State = State.SUSPECT, action: str = "") -> list[Finding]:
+    action = action or f"Take it out of service and read the kernel log: {KERNEL_LOG}"
     message = f"{run.probe} {what}"
     return [make_finding("keeps-failing", state, Cause.UNDETERMINED, message, action, run, evidence)]
 

@@ -44,7 +44,9 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
         action,
         first,
         [
-            f"{count(company, 'identical device')} began to fail the same, and none passes." if company else "",
+            f"{count(company, 'identical device')} began to fail the same tests at that time, and none passes."
+            if company
+            else "",
             *(f"{name}: {told[name]}" for name in names[:SHOWN] if told.get(name)),
             "Clears when a later one passes.",
         ],
@@ -52,12 +54,16 @@ def vendor_selftest(case: Case) -> Iterator[Finding]:
 
 
 def _company(case: Case, first: Run, names: Sequence[str]) -> int:
-    """Return how many siblings began to fail all these tests at about the same time; 0 where one passes any of them."""
+    """Return how many siblings began to fail all these tests at about the same time; 0 where one passes any of them.
+
+    A pass counts from `repeat_window` before the first failure on: an older one may be of another driver or tool.
+    """
     found = 0
     for uuid, peer in case.peers.items():
         runs = _completed(case, peer)
         if runs and case.devices[uuid].kind == case.device.kind:
-            if not {*names}.isdisjoint(_results(runs[0], "pass")):
+            recent = age(runs[0], case.now) <= age(first, case.now) + case.policy.repeat_window
+            if recent and not {*names}.isdisjoint(_results(runs[0], "pass")):
                 return 0
             together = abs(_first(runs).started - first.started) <= case.policy.repeat_window
             found += together and {*names} <= {*_results(runs[0], "fail")}

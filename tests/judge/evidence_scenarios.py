@@ -354,8 +354,11 @@ EVIDENCE = {
     "never answered, siblings answer": lambda: (
         hanging("000"), SUSPECT, U, {"keeps-failing", "no-evidence", "not-completed"},
     ),
-    "hung in its last three runs, a sibling had one too": lambda: (
-        hanging("111000", "1111101111"), UNKNOWN, U, {"not-completed", "stale-evidence"},
+    "hung in its last three runs, a sibling had once before": lambda: (
+        hanging("111000", "1111101111"), SUSPECT, U, {"keeps-failing", "not-completed", "stale-evidence"},
+    ),
+    "hung in its last five runs, a sibling in one meanwhile": lambda: (
+        hanging("11100000", "1111110111"), UNKNOWN, U, {"not-completed", "stale-evidence"},
     ),
     "hung in its last three runs, a sibling has run twice since": lambda: (
         hanging("111000", "11"), UNKNOWN, U, {"not-completed", "stale-evidence"},

@@ -38,7 +38,7 @@ LINES: Mapping[tuple[str, str], Line] = {
     ),
     ("unplaced", ""): Line(
         *(State.DEGRADED, Cause.UNDETERMINED),
-        *("A driver reported a fault of one of its devices, and not of which one", "Look for it in the kernel log."),
+        *("A driver reported a fault and did not name the device", "Look for it in the kernel log."),
     ),
     ("port", ""): Line(
         *(State.DEGRADED, Cause.UNDETERMINED),
